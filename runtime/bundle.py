@@ -1,0 +1,64 @@
+"""L0: what a worker needs to start and to find its master. It holds the worker's secret key.
+
+A bundle travels through an inherited pipe (or standard input, or a file of mode 0600), never through argv or the
+environment. The pipe stays open behind it: it is the worker's life-line, and its end means that the master is gone.
+Frame on the pipe: 4 bytes of length (big endian), then the bundle as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+#: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
+PROTOCOL = 1
+
+
+class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker's start. ``repr`` hides the secret."""
+
+    job: str  #: the job's id
+    rank: int
+    address: str  #: the master's control address, such as tcp://127.0.0.1:41233
+    server_key: str = ""  #: the master's CURVE public key (Z85); empty with security="none"
+    public_key: str = ""  #: this worker's CURVE key pair (Z85)
+    secret_key: str = ""
+    backend: str = "tcp"  #: the data channel's name
+    data_host: str = "127.0.0.1"  #: the interface that the data channel listens on
+    simulate_cuda: int = 0  #: how many CUDA devices to simulate in CPU memory
+    threads: int = 1  #: torch's intra-op threads
+    allow_ops: tuple[str, ...] = ()  #: operators beyond aten and prims, such as "torchvision::*"
+    functions: str = "any"  #: which user functions may run: any, none
+    protocol: int = PROTOCOL
+    sys_path: tuple[str, ...] = ()  #: the master's import path, so that the user's modules import here too
+    cwd: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Bundle job={self.job} rank={self.rank} address={self.address}>"
+
+
+def write_bundle(fd: int, bundle: Bundle) -> None:
+    """Writes the frame to ``fd`` and leaves it open."""
+    body = msgspec.json.encode(bundle)
+    data = len(body).to_bytes(4, "big") + body
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def read_bundle(fd: int) -> Bundle:
+    """Reads one frame from ``fd``. Raises EOFError on a cut pipe, msgspec.ValidationError on nonsense."""
+    size = int.from_bytes(_read_exactly(fd, 4), "big")
+    if size > 1 << 20:
+        raise ValueError(f"a bundle of {size} bytes: this is not a disttensor life-line")
+    return msgspec.json.decode(_read_exactly(fd, size), type=Bundle)
+
+
+def _read_exactly(fd: int, n: int) -> bytes:
+    out = b""
+    while len(out) < n:
+        piece = os.read(fd, n - len(out))
+        if not piece:
+            raise EOFError(f"the pipe ended after {len(out)} of {n} bytes")
+        out += piece
+    return out

@@ -1,0 +1,73 @@
+"""L0: every exception of disttensor that is not a plain Python or torch type.
+
+    DisttensorError
+      NodeLost          a node died or was cut off; what it held is gone
+      RemoteError       an operation failed on a node with a type that the master doesn't know
+      ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
+      StartError        nodes could not be started
+      ForkError         a forked child used its parent's session
+      ChannelError      a data channel's transfer failed:
+        BusyError         the transfer id is in use already
+        BrokenError       the peer is gone, or the bytes did not arrive whole; stays so
+        ClosedError       this end was closed
+
+Mistakes of the user's (shapes, dtypes, operands on two nodes) are the types that torch raises for them:
+``RuntimeError``, ``TypeError``, ``ValueError``.
+"""
+
+from __future__ import annotations
+
+
+class DisttensorError(RuntimeError):
+    """The base of all of disttensor's own exceptions."""
+
+
+class NodeLost(DisttensorError):
+    """A node died or was cut off. The tensors that it held are lost; other nodes stay usable.
+
+    Attributes: ``rank``, ``host``, ``pid``, ``cause`` (one line) and ``tail`` (its last output lines).
+    """
+
+    def __init__(
+        self, rank: int, host: str = "?", pid: int = 0, cause: str = "", tail: tuple[str, ...] = ()
+    ) -> None:
+        self.rank, self.host, self.pid, self.cause, self.tail = rank, host, pid, cause, tail
+        text = f"node {rank} (host {host}, pid {pid}) is lost: {cause or 'cause unknown'}"
+        if tail:
+            text += "\nits last output:\n" + "\n".join(f"  {line}" for line in tail)
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.rank, self.host, self.pid, self.cause, self.tail)
+
+
+class RemoteError(DisttensorError):
+    """An operation or a function failed on a node with an exception type that the master doesn't know."""
+
+
+class ProtocolError(DisttensorError):
+    """The other end broke the protocol: a wrong version, an unknown command, a gap or repeat in the sequence."""
+
+
+class StartError(DisttensorError):
+    """Nodes could not be started: names the rank, the host and the last output lines."""
+
+
+class ForkError(DisttensorError):
+    """A forked child used the session of its parent."""
+
+
+class ChannelError(DisttensorError):
+    """A data channel's transfer failed."""
+
+
+class BusyError(ChannelError):
+    """The transfer id is in use by another transfer with the same peer."""
+
+
+class BrokenError(ChannelError):
+    """The peer is gone or the bytes did not arrive whole. The connection stays broken."""
+
+
+class ClosedError(ChannelError):
+    """This end of the channel was closed."""

@@ -1,0 +1,51 @@
+"""L6: what the session asks of a launcher: start workers from bundles, tell how they end, leave none behind."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..bundle import Bundle
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker process runs."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker process has ended."""
+
+    rank: int
+    pid: int
+    cause: str  #: one line: "exit code 3", "killed by SIGKILL"
+    code: int  #: exit code, or minus the signal's number
+    tail: tuple[str, ...]  #: its last output lines (20 at most), without the prefix
+
+
+class Launcher(ABC):
+    """Starts and ends workers. Used by one session; ``events`` and ``stop`` under the session's care."""
+
+    @abstractmethod
+    def start(self, bundles: Sequence[Bundle]) -> None:
+        """Asks for one worker per bundle and returns at once. Raises StartError when that is impossible."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that is readable when ``events`` has something."""
+
+    @abstractmethod
+    def events(self) -> list[Started | Exited]:
+        """What has happened since the last call; never blocks. Raises StartError if the launcher itself died."""
+
+    @abstractmethod
+    def stop(self, grace: float) -> None:
+        """Waits ``grace`` seconds for workers to end by themselves, then ends them (TERM, then KILL) and reaps all.
+
+        After it returned no process that it started is alive. Calling it twice is fine.
+        """

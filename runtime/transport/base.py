@@ -1,0 +1,56 @@
+"""L2: what the engine asks of a control transport. It carries whole messages, in order, between the master and nodes.
+
+    master: Hub  -- send(rank, message) -->  node: Spoke.recv()
+                 <-- send(message) --------
+
+The hub takes the rank of a sender from the authenticated connection, never from the message.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Hub(ABC):
+    """The master's end. No method is thread-safe: the link holds its lock around each call."""
+
+    @abstractmethod
+    def send(self, rank: int, message: bytes) -> None:
+        """Queues ``message`` for node ``rank``; returns at once.
+
+        Raises BrokenError when the node is not (or no longer) connected, ClosedError after ``close``.
+        """
+
+    @abstractmethod
+    def drain(self) -> list[tuple[int, bytes]]:
+        """Takes all messages that have arrived, oldest first, as (rank, message); never blocks.
+
+        After it returned, ``fileno()`` becomes readable again for anything that arrives later.
+        """
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when ``drain`` may have something. Poll it without the lock."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sends what is queued within a short bound and lets go of all resources. Closing twice is fine."""
+
+
+class Spoke(ABC):
+    """A node's end. Used by the worker's one receiving thread; ``send`` may be called by any thread."""
+
+    @abstractmethod
+    def recv(self, timeout: float | None = None) -> bytes | None:
+        """The next message, or None after ``timeout`` seconds (None: wait without end).
+
+        Raises ClosedError once the master's end is gone or this end was closed.
+        """
+
+    @abstractmethod
+    def send(self, message: bytes) -> None:
+        """Queues ``message`` for the master. Raises ClosedError once this end was closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sends what is queued within a short bound and lets go of all resources. Closing twice is fine."""
