@@ -1,0 +1,18 @@
+"""L2: data channels, which carry tensor bytes between peers. ``base`` says what a channel is."""
+
+from __future__ import annotations
+
+from .base import MASTER, Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
+from .registry import channel_names, get_channel, register_channel
+
+__all__ = [
+    "MASTER",
+    "Capabilities",
+    "ChannelContext",
+    "DataChannel",
+    "PeerInfo",
+    "Transfer",
+    "channel_names",
+    "get_channel",
+    "register_channel",
+]

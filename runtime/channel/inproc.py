@@ -1,0 +1,190 @@
+"""The data channel "inproc": peers are threads of one process. A transfer is one copy, made by whoever comes second.
+
+Peers find each other by the job's id in ``_rooms``. It is a real channel, which the tests use most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..errors import BrokenError, BusyError, ClosedError
+from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
+from .payload import describe, dtype_id, store
+from .ticket import Ticket, failed
+
+#: source, destination, transfer
+_Key = tuple[int, int, int]
+
+
+@dataclass(eq=False)
+class _Half:
+    """One side of a transfer that waits for the other."""
+
+    tensor: torch.Tensor
+    dtype: int
+    ticket: Ticket
+
+
+class _Room:
+    """What the channels of one job share. ``lock`` guards it all; copies are made outside of it."""
+
+    def __init__(self) -> None:
+        # Re-entrant: the collector may run a finalizer that aborts a channel while the lock is held.
+        self.lock = threading.RLock()
+        self.members: dict[int, InprocChannel] = {}
+        self.sends: dict[_Key, _Half] = {}
+        self.receives: dict[_Key, _Half] = {}
+
+
+_rooms: dict[str, _Room] = {}
+_rooms_lock = threading.RLock()
+_serial = itertools.count(1)
+
+
+class InprocChannel(DataChannel):
+    """See above. A rank that ends stays broken for those who were there, even if a new channel takes the rank."""
+
+    name: ClassVar[str] = "inproc"
+    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, encrypted=True, same_host=True)
+
+    def __init__(self, context: ChannelContext) -> None:
+        self._rank, self._job = context.rank, context.job
+        self._address = f"inproc:{context.job}/{context.rank}#{next(_serial)}"
+        self._known: set[int] = set()
+        self._broken: dict[int, str] = {}  #: rank -> why
+        self._closed = ""
+        with _rooms_lock:
+            room = _rooms.get(context.job) or _Room()
+            with room.lock:
+                if context.rank in room.members:
+                    raise ValueError(
+                        f"job {context.job!r} has a channel of rank {context.rank} in this process already"
+                    )
+                room.members[context.rank] = self
+            self._room = _rooms[context.job] = room
+
+    def __repr__(self) -> str:
+        return f"<InprocChannel rank={self._rank} {self._closed or f'peers={sorted(self._known)}'}>"
+
+    def address(self) -> str:
+        """A name that says who it is; peers of one process need none."""
+        return self._address
+
+    def connect(self, peers: Mapping[int, PeerInfo]) -> None:
+        """Learns ``peers``; our own rank among them is passed over."""
+        with self._room.lock:
+            self._check_open()
+            self._known |= peers.keys() - {self._rank}
+
+    def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
+        room, key = self._room, (self._rank, peer, transfer)
+        half = _Half(tensor, dtype_id(tensor), Ticket())
+        with room.lock:
+            if broken := self._check(peer):
+                return failed(BrokenError, broken)
+            if key in room.sends:
+                raise BusyError(f"transfer {transfer} from rank {self._rank} to rank {peer} is sent already")
+            other = room.receives.pop(key, None)
+            if other is None:
+                room.sends[key] = half
+        if other is not None:
+            _copy(key, half, other)
+        return half.ticket
+
+    def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
+        room, key = self._room, (peer, self._rank, transfer)
+        half = _Half(tensor, dtype_id(tensor), Ticket())
+        with room.lock:
+            if broken := self._check(peer):
+                return failed(BrokenError, broken)
+            if key in room.receives:
+                raise BusyError(f"transfer {transfer} from rank {peer} to rank {self._rank} is received already")
+            other = room.sends.pop(key, None)
+            if other is None:
+                room.receives[key] = half
+        if other is not None:
+            _copy(key, other, half)
+        return half.ticket
+
+    def forget(self, peer: int, why: str) -> None:
+        text = f"rank {peer} is lost to rank {self._rank}: {why}"
+        with self._room.lock:
+            if peer not in self._known:
+                return
+            self._broken.setdefault(peer, text)
+            victims = [half for _, half in self._take(peer)]
+        for half in victims:
+            half.ticket.fail(BrokenError, text)
+
+    def close(self) -> None:
+        self._end("was closed")
+
+    def abort(self) -> None:
+        self._end("was aborted")
+
+    def _end(self, how: str) -> None:
+        with _rooms_lock, self._room.lock:
+            if self._closed:
+                return
+            self._closed = how
+            room, gone = self._room, f"rank {self._rank} closed its end"
+            room.members.pop(self._rank, None)
+            for member in room.members.values():
+                member._broken.setdefault(self._rank, f"{gone}; rank {member._rank} cannot reach it any more")
+            # Taken out under the lock, ended outside of it: callbacks may call us.
+            mine = self._take(None)
+            if not room.members and _rooms.get(self._job) is room:
+                del _rooms[self._job]
+        for owner, half in mine:
+            if owner == self._rank:
+                half.ticket.fail(ClosedError, f"the inproc channel of rank {self._rank} {how}")
+            else:
+                half.ticket.fail(BrokenError, f"{gone} before its transfer with rank {owner}")
+
+    def _take(self, peer: int | None) -> list[tuple[int, _Half]]:
+        """Takes the waiting halves of our own with ``peer``, as (their owner, half); None: all, the peers' too."""
+        found = []
+        for side, table in enumerate((self._room.sends, self._room.receives)):
+            for key in [key for key in table if self._rank in key[:2]]:
+                owner, other = key[side], key[1 - side]
+                if peer is None or (owner == self._rank and other == peer):
+                    found.append((owner, table.pop(key)))
+        return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the inproc channel of rank {self._rank} {self._closed}")
+
+    def _check(self, peer: int) -> str:
+        """Why ``peer`` is broken, or an empty text. Raises ClosedError, ValueError."""
+        self._check_open()
+        if peer not in self._known:
+            known = ", ".join(map(str, sorted(self._known))) or "none"
+            raise ValueError(f"rank {peer} is not a peer of rank {self._rank}; known: {known}")
+        return self._broken.get(peer, "")
+
+
+def _copy(key: _Key, source: _Half, destination: _Half) -> None:
+    """Ends a transfer both sides of which are there."""
+    sender, receiver, transfer = key
+    what = f"transfer {transfer} from rank {sender} to rank {receiver}"
+    why = ""
+    sent, wanted = (source.dtype, source.tensor.numel()), (destination.dtype, destination.tensor.numel())
+    if sent != wanted:
+        why = f"{what}: rank {sender} sends {describe(*sent)} but rank {receiver} receives {describe(*wanted)}"
+    else:
+        try:
+            store(destination.tensor, source.tensor.detach().reshape(destination.tensor.shape))
+        except Exception as error:  # such as a destination whose elements overlap
+            why = f"{what}: rank {receiver} cannot store it: {error}"
+    for half in (source, destination):
+        if why:
+            half.ticket.fail(BrokenError, why)
+        else:
+            half.ticket.finish()

@@ -1,0 +1,70 @@
+"""A tensor as the bytes that travel: its elements in row-major order, conjugation and negation carried out.
+
+Where a tensor lies in CPU memory just so, its own memory is sent from and received into; others are staged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+#: Wire ids of dtypes are indices into this list: append only. Names, because an older torch lacks some.
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    *("complex32", "complex64", "complex128", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+_IDS: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate(_NAMES) if hasattr(torch, name)}
+
+#: every dtype that can travel, in the order of their wire ids
+DTYPES: tuple[torch.dtype, ...] = tuple(_IDS)
+
+_PyBUF_WRITE = 0x200
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_from_memory.restype = ctypes.py_object
+
+
+def dtype_id(tensor: torch.Tensor) -> int:
+    """The wire id of ``tensor``'s dtype. Raises TypeError for what cannot travel (sparse, quantized, sub-byte)."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor cannot travel as one; send its dense parts")
+    try:
+        return _IDS[tensor.dtype]
+    except KeyError:
+        raise TypeError(f"{tensor.dtype} cannot travel; view or convert it to a plain dtype first") from None
+
+
+def describe(dtype: int, numel: int) -> str:
+    """Words for an error: ``float32 x 12`` from a wire id and a number of elements."""
+    name = _NAMES[dtype] if dtype < len(_NAMES) else f"dtype #{dtype} (of a newer version)"
+    return f"{name} x {numel}"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``'s own memory holds the bytes that travel."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself if it is plain, else a plain copy of its elements."""
+    if is_plain(tensor):
+        return tensor
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a plain tensor, writable. It does not keep the tensor alive: the caller has to."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return memoryview(bytearray())
+    view: memoryview = _from_memory(tensor.data_ptr(), nbytes, _PyBUF_WRITE)
+    return view
+
+
+def store(destination: torch.Tensor, plain_copy: torch.Tensor) -> None:
+    """Copies what arrived in ``plain_copy`` (same dtype, number of elements) into ``destination``."""
+    # Inference mode, so that a destination that is an inference tensor may be written too.
+    with torch.inference_mode():
+        destination.detach().copy_(plain_copy.view(destination.shape))

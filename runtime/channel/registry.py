@@ -1,0 +1,62 @@
+"""Which data channels there are, by name.
+
+Three sources, the first that knows a name wins: ``register_channel``, the channels that come with disttensor (one line
+each in ``_BUILTIN``), and the entry points ``disttensor.channels`` of installed packages. A channel's module is
+imported when it is asked for, so one that needs a library (mpi4py, NCCL) costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from .base import DataChannel
+
+ENTRY_POINTS = "disttensor.channels"
+
+#: name -> "module:class", the module relative to this package
+_BUILTIN = {
+    "inproc": ".inproc:InprocChannel",
+    "tcp": ".tcp:TcpChannel",
+}
+
+_registered: dict[str, type[DataChannel]] = {}
+
+
+def register_channel(name: str, cls: type[DataChannel]) -> None:
+    """Makes ``cls`` known as ``name`` in this process.
+
+    Raises TypeError for something that isn't a DataChannel, ValueError for a name that is taken by another class.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, DataChannel)):
+        raise TypeError(f"channel {name!r} has to be a subclass of DataChannel, not {cls!r}")
+    if name in _BUILTIN or _registered.get(name, cls) is not cls:
+        raise ValueError(f"the channel name {name!r} is taken; known channels: {', '.join(channel_names())}")
+    _registered[name] = cls
+
+
+def get_channel(name: str) -> type[DataChannel]:
+    """The class of the channel ``name``.
+
+    Raises ValueError for an unknown name (it lists the known ones), TypeError for an entry point that isn't a
+    DataChannel, ImportError when the channel's library is missing.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name in _BUILTIN:
+        module, _, attribute = _BUILTIN[name].partition(":")
+        found: object = getattr(import_module(module, __package__), attribute)
+    else:
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            found = point.load()
+            break
+        else:
+            raise ValueError(f"unknown data channel {name!r}; known channels: {', '.join(channel_names())}")
+    if not (isinstance(found, type) and issubclass(found, DataChannel)):
+        raise TypeError(f"data channel {name!r} is {found!r}, which is not a subclass of DataChannel")
+    return found
+
+
+def channel_names() -> list[str]:
+    """The known names, sorted; nothing is imported."""
+    return sorted({*_registered, *_BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINTS))})

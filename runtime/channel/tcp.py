@@ -1,0 +1,158 @@
+"""The data channel "tcp": a direct TCP connection between any two peers, at first use.
+
+Who may talk is proved by a mutual challenge-response (``handshake``), every header is authenticated (``frame``), the
+payload travels in clear, straight from and to the tensors' memory. There is no pickle anywhere.
+
+Threads: one that listens; per peer in use one that reads and, once something had to be queued, one that writes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from ..errors import BrokenError, ClosedError
+from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
+from .handshake import Hello, answer
+from .pool import WarmPool
+from .tcp_listen import Listener
+from .tcp_peer import Limits, TcpPeer
+
+
+class TcpChannel(DataChannel):
+    """See above. A peer that was lost or closed stays broken until ``connect`` tells another key for its rank."""
+
+    name: ClassVar[str] = "tcp"
+    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True)
+    limits: ClassVar[Limits] = Limits()
+
+    def __init__(self, context: ChannelContext) -> None:
+        self._context = context
+        self._peers: dict[int, TcpPeer] = {}
+        self._lock = threading.RLock()  #: guards the table of peers, not the peers
+        self._closed = ""  #: why nothing can be started any more
+        self._pool = WarmPool()
+        self._listener = Listener(
+            context.host, self.limits.handshake, self._admit, f"disttensor-tcp-{context.rank}-listen"
+        )
+        _channels.add(self)
+
+    def __repr__(self) -> str:
+        return f"<TcpChannel rank={self._context.rank} {self.address()} {self._closed or list(self._peers.values())}>"
+
+    def address(self) -> str:
+        """``host:port``."""
+        return self._listener.address
+
+    def connect(self, peers: Mapping[int, PeerInfo]) -> None:
+        """Learns ``peers``; our own rank among them is passed over.
+
+        Another key for a known rank means that the rank was started anew: what is under way with the old one breaks.
+        Raises ValueError for a key that isn't 32 bytes, ClosedError.
+        """
+        for rank, info in peers.items():
+            if len(info.key) != 32 or info.rank != rank:
+                raise ValueError(f"rank {rank}: needs its own PeerInfo and a key of 32 bytes, not {len(info.key)}")
+        replaced = []
+        with self._lock:
+            self._check_open()
+            for rank, info in peers.items():
+                old = self._peers.get(rank)
+                if rank == self._context.rank or (old is not None and old.info == info):
+                    continue
+                if old is not None:
+                    replaced.append(old)
+                self._peers[rank] = TcpPeer(self._context.rank, self._context.job, info, self.limits)
+        for old in replaced:
+            old.fail(BrokenError, f"rank {old.info.rank} was started anew")
+
+    def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
+        return self._peer(peer, transfer).send(tensor, transfer)
+
+    def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
+        return self._peer(peer, transfer).receive(tensor, transfer)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a warm buffer, if it is large: receiving into fresh pages costs half of the speed."""
+        return self._pool.empty(shape, dtype)
+
+    def forget(self, peer: int, why: str) -> None:
+        found = self._peers.get(peer)
+        if found is not None:
+            found.fail(BrokenError, f"rank {peer} is lost to rank {self._context.rank}: {why}")
+
+    def close(self) -> None:
+        """Waits at most ``limits.flush`` seconds until what is being sent has reached the peers' kernels."""
+        self._closed = self._closed or "was closed"
+        deadline = time.monotonic() + self.limits.flush
+        for peer in list(self._peers.values()):
+            peer.flush(deadline)
+        self._end(5.0)
+
+    def abort(self) -> None:
+        self._closed = self._closed or "was aborted"
+        self._end(0.5)
+
+    def _end(self, join: float) -> None:
+        """Ends everything, and waits up to ``join`` seconds for the threads."""
+        self._listener.stop()
+        peers = list(self._peers.values())
+        for peer in peers:
+            peer.fail(ClosedError, f"the tcp channel of rank {self._context.rank} {self._closed}")
+        deadline = time.monotonic() + join
+        for thread in [self._listener.thread, *(thread for peer in peers for thread in peer.threads)]:
+            if thread is not threading.current_thread():  # a done callback may close the channel
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the tcp channel of rank {self._context.rank} {self._closed}")
+
+    def _peer(self, rank: int, transfer: int) -> TcpPeer:
+        self._check_open()
+        if not 0 <= transfer < 1 << 64:
+            raise ValueError(f"a transfer id is an integer from 0 to 2**64 - 1, not {transfer}")
+        try:
+            return self._peers[rank]
+        except KeyError:
+            known = ", ".join(map(str, sorted(self._peers))) or "none"
+            raise ValueError(f"rank {rank} is not a peer of rank {self._context.rank}; known: {known}") from None
+
+    def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> bool:
+        """The listener's question. False for a rank that we were not told of: the others may know us before."""
+        peer = self._peers.get(hello.rank)
+        if peer is None:
+            return False
+        me = self._context.rank
+        secrets = answer(hello, nonce, self._context.job, me, peer.info.key)
+        if secrets is None:
+            sock.close()
+        else:
+            peer.offer(sock, secrets)
+        return True
+
+    def _disown(self) -> None:
+        """In a forked child, whose copies of our sockets would keep the peers from seeing our end."""
+        self._closed = "belongs to the process that forked this one; a child cannot use it"
+        self._listener.disown()
+        for peer in self._peers.values():
+            peer.disown()
+        self._peers = {}
+
+
+_channels: weakref.WeakSet[TcpChannel] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for channel in list(_channels):
+        channel._disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)

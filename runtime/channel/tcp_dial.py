@@ -1,0 +1,97 @@
+"""Calling a peer: TCP connection and handshake, within a time limit, with errors that name the address."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+
+from ..errors import BrokenError
+from .base import PeerInfo
+from .handshake import CROSSED, WELCOME, Secrets, call
+
+#: On loopback a socket buffer that stays in the CPU's cache beats a large one by a third; between hosts the kernel's
+#: own tuning knows better, since there the buffer has to hold a round trip's worth of bytes.
+_LOOPBACK_BUFFER = 256 << 10
+#: A hang-up before the verdict may be a flood of strangers on their side, or news of us that did not reach them yet.
+_ATTEMPTS = 3
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port``. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is no address of a tcp channel; it has to be host:port")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def tune_before(sock: socket.socket, ip: str) -> None:
+    """Options that have to be set before connect or listen; accepted sockets inherit them."""
+    if ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _LOOPBACK_BUFFER)
+
+
+def tune_after(sock: socket.socket) -> None:
+    """Options of a connection in use: blocking, nothing held back."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def dial(
+    info: PeerInfo, job: str, me: int, limit: float, watch: Callable[[socket.socket | None], bool]
+) -> tuple[socket.socket | None, Secrets]:
+    """A connection to ``info``'s peer and its secrets, within ``limit`` seconds.
+
+    The socket is None when the peer calls us at this moment and its call is the one to use. ``watch`` is given each
+    socket before it is used, so that another thread can shut it down, and None before it is closed; it returns
+    False to give up. Raises BrokenError.
+    """
+    deadline = time.monotonic() + limit
+    hung_up = ""
+    for attempt in range(_ATTEMPTS):
+        time.sleep(0.05 * attempt)
+        sock = None
+        try:
+            host, port = split_address(info.address)
+            family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, proto)
+            tune_before(sock, str(where[0]))
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if not watch(sock):
+                break
+            sock.connect(where)
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            verdict, secrets = call(sock, info.key, job, me, info.rank)
+            if verdict == WELCOME:
+                taken, sock = sock, None
+                return taken, secrets
+            if verdict == CROSSED:
+                return None, secrets
+            raise BrokenError(
+                f"rank {info.rank} at {info.address} refuses a second connection from rank {me}: "
+                "it gave up the first one, or one side was started anew"
+            )
+        except EOFError as error:
+            hung_up = str(error)
+        except TimeoutError as error:
+            raise BrokenError(
+                f"rank {me} cannot reach rank {info.rank} at {info.address}: no answer within {limit:g} s; "
+                "check that the address and port can be reached from here (firewall, interface)"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise BrokenError(f"rank {me} cannot reach rank {info.rank} at {info.address}: {error}") from error
+        finally:
+            watch(None)
+            if sock is not None:
+                sock.close()
+    raise BrokenError(
+        f"rank {info.rank} at {info.address} refused rank {me} in the handshake ({hung_up or 'gave up'}): it is gone, "
+        "has another key for the pair, belongs to another job, or was not told of this rank"
+    )

@@ -1,0 +1,90 @@
+"""The Transfer that the built-in channels hand out: a one-shot result without a lock that a finalizer could block on.
+
+Whoever ends a transfer may be any thread, even a finalizer that the collector runs inside of another call of ours.
+So there is no mutex: ``_claim`` is only ever tried, and ``_then`` relies on append and popleft being atomic.
+"""
+
+from __future__ import annotations
+
+import logging
+from _thread import allocate_lock
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import ChannelError
+from .base import Transfer
+
+_log = logging.getLogger("disttensor.channel")
+
+
+class Ticket(Transfer):
+    """Ends once, by ``finish`` or by ``fail``; later calls of either change nothing."""
+
+    def __init__(self) -> None:
+        self._claim = allocate_lock()  #: taken by whoever ends it
+        self._done = False
+        self._failure: tuple[type[ChannelError], str] | None = None
+        self._then: deque[Callable[[], None]] = deque()  #: each is popped, and so called, exactly once
+
+    def finish(self) -> None:
+        """Ends it well."""
+        self._end(None)
+
+    def fail(self, kind: type[ChannelError], why: str) -> None:
+        """Ends it: ``wait`` raises ``kind(why)``."""
+        self._end((kind, why))
+
+    def _end(self, failure: tuple[type[ChannelError], str] | None) -> None:
+        if self._claim.acquire(False):
+            self._failure = failure
+            self._done = True
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._then:
+            try:
+                fn = self._then.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                fn()
+            except Exception:  # a callback's mistake must not end a channel's thread
+                _log.exception("a done callback of a transfer failed")
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._done:
+            gate = allocate_lock()
+            gate.acquire()
+            self._then.append(gate.release)
+            # It may have ended between the test above and the append; then nobody else would open the gate.
+            if not self._done and not gate.acquire(True, -1 if timeout is None else min(max(timeout, 0.0), 1e6)):
+                raise TimeoutError(f"the transfer did not end within {timeout:g} s; it is still under way")
+        if self._failure is not None:
+            kind, why = self._failure
+            raise kind(why)  # a fresh one, for several threads may wait
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        self._then.append(fn)
+        if self._done:
+            self._drain()
+
+    def __repr__(self) -> str:
+        state = "under way" if not self._done else "done" if self._failure is None else f"failed: {self._failure[1]}"
+        return f"<{type(self).__name__} {state}>"
+
+
+def done() -> Ticket:
+    """A transfer that has ended well already."""
+    ticket = Ticket()
+    ticket.finish()
+    return ticket
+
+
+def failed(kind: type[ChannelError], why: str) -> Ticket:
+    """A transfer that has failed already."""
+    ticket = Ticket()
+    ticket.fail(kind, why)
+    return ticket
