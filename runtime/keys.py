@@ -1,0 +1,40 @@
+"""L1: the secrets of one job, made fresh by its master: CURVE key pairs, the job's secret and keys derived from it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+import zmq
+
+
+def curve_pair() -> tuple[str, str]:
+    """A new CURVE key pair as (public, secret), both Z85 text of 40 characters."""
+    public, secret = zmq.curve_keypair()
+    return public.decode("ascii"), secret.decode("ascii")
+
+
+def job_secret() -> bytes:
+    """32 random bytes that the master and its nodes share, and nobody else."""
+    return secrets.token_bytes(32)
+
+
+def job_id() -> str:
+    """A name for one job: unlike any other's, no secret, fit for file names and log lines."""
+    return secrets.token_hex(8)
+
+
+def pair_key(secret: bytes, job: str, a: int, b: int) -> bytes:
+    """The 32-byte key by which the peers ``a`` and ``b`` of ``job`` prove themselves to each other.
+
+    It is HKDF-SHA256 (RFC 5869), the same for (a, b) and (b, a). -1 stands for the master.
+    Raises ValueError for a secret that is not 32 bytes long.
+    """
+    if len(secret) != 32:
+        raise ValueError(f"a job's secret has 32 bytes, this one has {len(secret)}: make it with job_secret()")
+    low, high = sorted((a, b))
+    # Fixed-width ranks: (1, 23) and (12, 3) must not become the same text.
+    info = b"disttensor pair" + low.to_bytes(8, "big", signed=True) + high.to_bytes(8, "big", signed=True)
+    extracted = hmac.digest(job.encode(), secret, hashlib.sha256)
+    return hmac.digest(extracted, info + b"\x01", hashlib.sha256)

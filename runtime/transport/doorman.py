@@ -1,0 +1,139 @@
+"""L2: the thread that stands at the master's door. It answers who may connect and notes whose connection ended.
+
+    libzmq's I/O thread                         doorman thread                     link (drain)
+      handshake -- ZAP request (inproc) ------> key on the list? 200 rank : 400
+      connection ends -- monitor (inproc) ----> its descriptor was watched? ------> leaving, wake
+
+It sleeps unless somebody connects or a connection ends, so it costs the running job nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import zmq
+
+from . import sockets
+
+_log = logging.getLogger(__name__)
+
+#: Strangers can knock a thousand times a second; the log gets one line in so many seconds.
+LOG_EVERY = 10.0
+
+
+class Doorman:
+    """Guards ``router``, which must not be bound yet. ``keys`` maps raw public keys to ranks (None: plain text).
+
+    A key is let in until ``watch`` reports its rank as registered, never again after that: so neither a second
+    worker with the same key nor a restarted one gets through, while a handshake cut short may be tried again.
+    """
+
+    def __init__(
+        self,
+        ctx: sockets.Context,
+        router: zmq.Socket[bytes],
+        keys: Mapping[bytes, int] | None,
+    ) -> None:
+        self._keys = keys
+        self._lock = threading.Lock()
+        self._open: set[int] = set()  # descriptors of accepted connections
+        self._watched: dict[int, int] = {}  # descriptor -> rank; its keys are in _open
+        self._taken: set[int] = set()
+        self._logged = -LOG_EVERY
+        #: How many handshakes were refused.
+        self.refused = 0
+        #: Ranks whose connection ended, not yet taken by ``take_leaving``.
+        self.leaving: deque[int] = deque()
+        #: Readable while ``leaving`` is not empty.
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._zap = sockets.rep(ctx)
+        self._zap.bind("inproc://zeromq.zap.01")  # the name that libzmq looks for
+        router.monitor("inproc://door", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = sockets.pair(ctx)
+        self._monitor.connect("inproc://door")
+        self._thread = threading.Thread(target=self._run, name="disttensor-doorman", daemon=True)
+        self._thread.start()
+
+    def watch(self, descriptor: int, rank: int) -> bool:
+        """Reports ``rank``, registered on the connection ``descriptor``, when it ends. False: it has ended already."""
+        with self._lock:
+            self._taken.add(rank)
+            if descriptor not in self._open:
+                return False
+            self._watched[descriptor] = rank
+            return True
+
+    def take_leaving(self) -> list[int]:
+        """Takes the ranks whose connection has ended since the last call."""
+        with self._lock:
+            out = list(self.leaving)
+            self.leaving.clear()
+            if out:
+                os.eventfd_read(self.wake)
+            return out
+
+    def join(self) -> None:
+        """Waits for the thread; call it when the context has been terminated, which is what ends the thread."""
+        self._thread.join()
+        os.close(self.wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        try:
+            while True:
+                poller.poll()
+                # The monitor first: a connection is in _open before its handshake can succeed, so before `watch`.
+                while self._monitor.poll(0):
+                    self._note(*self._monitor.recv_multipart())
+                if self._zap.poll(0):
+                    self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._zap.close()
+            self._monitor.close()
+
+    def _note(self, event: bytes, endpoint: bytes) -> None:
+        kind, descriptor = struct.unpack("=Hi", event)
+        with self._lock:
+            if kind == zmq.EVENT_ACCEPTED:
+                self._open.add(descriptor)
+                return
+            self._open.discard(descriptor)
+            rank = self._watched.pop(descriptor, None)
+            if rank is not None:
+                self.leaving.append(rank)
+                os.eventfd_write(self.wake, 1)
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """The reply to one ZAP request (RFC 27). Its user id, the rank, becomes a property of each message."""
+        version, number, domain, address, _, mechanism, *credentials = request
+        rank = None
+        if self._keys is not None and mechanism == b"CURVE" and len(credentials) == 1:
+            rank = self._keys.get(credentials[0])
+        allowed = version == b"1.0" and domain == sockets.ZAP_DOMAIN
+        if self._keys is None:
+            allowed = allowed and mechanism == b"NULL"
+            reason = b"plain text expected"
+        else:
+            with self._lock:
+                allowed = allowed and rank is not None and rank not in self._taken
+            reason = b"unknown key" if rank is None else b"key in use"
+        if allowed:
+            return [version, number, b"200", b"OK", b"" if rank is None else b"%d" % rank, b""]
+        self.refused += 1
+        now = time.monotonic()
+        if now - self._logged >= LOG_EVERY:
+            self._logged = now
+            who = "" if rank is None else f" (node {rank}'s)"
+            text = "refused a connection from %s: %s%s; %d refused so far"
+            _log.warning(text, address.decode("ascii", "replace"), reason.decode(), who, self.refused)
+        return [version, number, b"400", reason, b"", b""]

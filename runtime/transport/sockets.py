@@ -1,0 +1,124 @@
+"""L2: the one place that makes ZeroMQ contexts and sockets, so that no socket lacks one of these options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import zmq
+import zmq.backend
+
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+
+#: The largest message that ``send`` accepts. A larger one would not arrive: it would cut the connection, and take the
+#: messages behind it along.
+MAX_MESSAGE = 1 << 20
+
+#: The largest frame that a socket takes in: a message and what CURVE adds. Without a limit a stranger's "1 GiB hello"
+#: is given memory before any check.
+FRAME_LIMIT = MAX_MESSAGE + 64
+
+#: How long ``close`` tries to get rid of what is queued, in milliseconds.
+FLUSH_MS = 500
+
+#: A handshake that takes longer is cut off (libzmq's default is 30 s, in which silent strangers hold descriptors).
+HANDSHAKE_MS = 2000
+
+#: A reconnect that far off (a day, in milliseconds) doesn't happen: the socket is closed long before.
+NEVER_MS = 24 * 3600 * 1000
+
+#: A peer that said nothing for so many seconds is gone. Heartbeats are sent each second by libzmq's own thread, so
+#: only a dead process, a stopped one or a cut network is silent, never one that holds the GIL.
+SILENCE = 5.0
+
+#: Names our CURVE and plain listeners to the ZAP handler (the doorman). It has to be set, or nobody is asked.
+ZAP_DOMAIN = b"disttensor"
+
+
+class Curve(NamedTuple):
+    """CURVE keys of one end, Z85 text. ``server`` is the listener's public key; None on the listener itself."""
+
+    public: str
+    secret: str
+    server: str | None = None
+
+
+def context() -> Context:
+    """A context of one's own: the ZAP handler is per context, and closing it ends every socket and thread of it."""
+    return zmq.Context(1)
+
+
+def router(ctx: Context, endpoint: str, curve: Curve | None, silence: float = SILENCE) -> zmq.Socket[bytes]:
+    """The master's listening socket, to be bound to ``endpoint``."""
+    sock = _tcp(ctx, zmq.ROUTER, endpoint, curve, silence)
+    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be routed is dropped without a word
+    sock.setsockopt(zmq.ROUTER_HANDOVER, 0)  # else a second peer of the same name takes over the first's traffic
+    sock.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorman nobody gets in, instead of everybody
+    return sock
+
+
+def dealer(
+    ctx: Context, endpoint: str, curve: Curve | None, name: bytes, silence: float = SILENCE
+) -> zmq.Socket[bytes]:
+    """A node's socket, to be connected to ``endpoint`` once: a cut connection has lost messages and stays cut."""
+    sock = _tcp(ctx, zmq.DEALER, endpoint, curve, silence)
+    sock.setsockopt(zmq.ROUTING_ID, name)
+    # Never, in effect. The official "never" (-1) and IMMEDIATE both throw away, at the connection's end, the messages
+    # that have arrived and were not read yet, such as the master's order to stop.
+    sock.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+    return sock
+
+
+def pair(ctx: Context) -> zmq.Socket[bytes]:
+    """Receives a monitor's events. HWM 0: at a full queue libzmq would block its I/O thread."""
+    return _plain(ctx, zmq.PAIR)
+
+
+def rep(ctx: Context) -> zmq.Socket[bytes]:
+    """Answers ZAP requests."""
+    return _plain(ctx, zmq.REP)
+
+
+class RawCalls(NamedTuple):
+    """pyzmq's compiled methods, at half the cost of the Python ones around them. Flags and options are plain ints."""
+
+    send: Callable[[bytes, int], object]
+    recv: Callable[[int], bytes]
+    recv_frame: Callable[[int, bool], zmq.Frame]  #: the second argument, ``copy``, is False
+    getsockopt: Callable[[int], int]
+
+
+def raw_calls(sock: zmq.Socket[bytes]) -> RawCalls:
+    """The calls of the hot path, bound to ``sock``."""
+    base = zmq.backend.Socket
+    recv = base.recv.__get__(sock)
+    return RawCalls(base.send.__get__(sock), recv, recv, base.get.__get__(sock))
+
+
+def _plain(ctx: Context, kind: int) -> zmq.Socket[bytes]:
+    sock = ctx.socket(kind)
+    sock.setsockopt(zmq.LINGER, 0)  # else an undeliverable message hangs the exit
+    # Our own window limits what is in flight. A ZeroMQ limit would drop (ROUTER) or stall heartbeats (measured).
+    sock.setsockopt(zmq.SNDHWM, 0)
+    sock.setsockopt(zmq.RCVHWM, 0)
+    return sock
+
+
+def _tcp(ctx: Context, kind: int, endpoint: str, curve: Curve | None, silence: float) -> zmq.Socket[bytes]:
+    sock = _plain(ctx, kind)
+    sock.setsockopt(zmq.IPV6, int("[" in endpoint))  # tcp://[::1]:1
+    sock.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    silence_ms = int(silence * 1000)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, min(1000, silence_ms // 3))
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
+    sock.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
+    if curve is not None:
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, curve.public.encode())
+        sock.setsockopt(zmq.CURVE_SECRETKEY, curve.secret.encode())
+        if curve.server is None:
+            sock.setsockopt(zmq.CURVE_SERVER, 1)
+        else:
+            sock.setsockopt(zmq.CURVE_SERVERKEY, curve.server.encode())
+    return sock

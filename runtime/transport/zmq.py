@@ -1,0 +1,227 @@
+"""L2: the control transport over ZeroMQ: one ROUTER on the master, one DEALER on each node, CURVE between them.
+
+    master                                              node r
+      ZmqHub  ROUTER, listens  <---- one TCP connection ---- ZmqSpoke  DEALER
+      Doorman  lets in the keys of this job's nodes           its secret key came with its bundle
+
+A node gets one connection in its life. A cut one has lost messages, so neither end ever resumes it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+
+import zmq
+from zmq.utils import z85
+
+from ..errors import BrokenError, ClosedError
+from . import sockets
+from .base import Hub
+from .doorman import Doorman
+from .sockets import MAX_MESSAGE
+from .spoke import ZmqSpoke, plain_name
+
+__all__ = ["ZmqHub", "ZmqSpoke"]
+
+#: Set to "yes" to run without encryption and authentication on a real network.
+PLAINTEXT_SWITCH = "DISTTENSOR_INSECURE_ALLOW_PLAINTEXT_ON_NETWORK"
+
+# Plain ints: pyzmq looks enum members up on each call, which doubles its cost.
+_EVENTS, _POLLIN, _NOBLOCK, _FIRST = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+class ZmqHub(Hub):
+    """The master's end. ``node_keys`` maps each rank to its node's public key (Z85); nobody else is let in.
+
+    With ``server_keys`` None nothing is encrypted, and a node is who it says it is: on loopback only, unless the
+    environment variable DISTTENSOR_INSECURE_ALLOW_PLAINTEXT_ON_NETWORK is "yes". ``silence`` is the number of
+    seconds without a heartbeat after which a node is gone.
+
+    Raises ValueError for a host that means every interface or does not resolve, for bad keys and for plain text
+    on a network; BrokenError when the port cannot be had.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        server_keys: tuple[str, str] | None,
+        node_keys: Mapping[int, str],
+        silence: float = sockets.SILENCE,
+    ) -> None:
+        endpoint = _endpoint(host, port, encrypted=server_keys is not None)
+        keys = None if server_keys is None else _raw_keys(node_keys)
+        self._plain = {plain_name(rank): rank for rank in node_keys} if server_keys is None else None
+        self._routes: dict[int, bytes] = {}  # rank -> routing id, of live connections
+        self._ranks: dict[bytes, int] = {}  # its inverse
+        self._lost: set[int] = set()
+        self._gone: list[int] = []
+        self._dropped = 0
+        self._closed = False
+        self._ctx = sockets.context()
+        self._sock = sockets.router(self._ctx, endpoint, sockets.Curve(*server_keys) if server_keys else None, silence)
+        self._door = Doorman(self._ctx, self._sock, keys)
+        self._epoll = select.epoll()
+        self._send, self._recv, self._recv_frame, self._get = sockets.raw_calls(self._sock)
+        try:
+            self._sock.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise BrokenError(f"cannot listen on {endpoint}: {error}; name another port, or 0 for any") from error
+        #: Where nodes connect to, such as tcp://127.0.0.1:41233.
+        self.address: str = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        # zmq.FD is edge-triggered with respect to messages: it turns readable when something happens inside the
+        # socket, and any call on the socket (a send too) may consume that. Hence the duty to drain after sends.
+        self._epoll.register(self._sock.FD, select.EPOLLIN)
+        self._epoll.register(self._door.wake, select.EPOLLIN)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"connected={sorted(self._routes)} lost={sorted(self._lost)}"
+        return f"<ZmqHub {self.address} {state} refused={self.refused}>"
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """The nodes that were heard from and are not gone."""
+        return frozenset(self._routes)
+
+    @property
+    def refused(self) -> int:
+        """How many handshakes were refused and messages dropped because the sender was not who it had to be."""
+        return self._door.refused + self._dropped
+
+    def send(self, rank: int, message: bytes) -> None:
+        if len(message) > MAX_MESSAGE:
+            raise ValueError(f"a message of {len(message)} bytes; at most {MAX_MESSAGE} fit: split it")
+        try:
+            self._send(self._routes[rank], _FIRST)
+            self._send(message, _NOBLOCK)
+        except KeyError:
+            if self._closed:
+                raise ClosedError(f"cannot send to node {rank}: the hub is closed") from None
+            state = "gone" if rank in self._lost else "not connected"
+            raise BrokenError(f"node {rank} is {state} (connected: {sorted(self._routes)})") from None
+        except zmq.ZMQError as error:
+            raise BrokenError(f"node {rank} is gone: {error}") from error
+
+    def drain(self) -> list[tuple[int, bytes]]:
+        if self._closed:
+            raise ClosedError("cannot receive: the hub is closed")
+        leaving = self._settle() if self._door.leaving else ()
+        out = []
+        while self._get(_EVENTS) & _POLLIN:
+            route = self._recv(_NOBLOCK)
+            frame = self._recv_frame(_NOBLOCK, False)
+            rank = self._sender(route, frame)
+            if rank is not None:
+                out.append((rank, frame.bytes))
+        for rank in leaving:
+            self._lose(rank)
+        return out
+
+    def gone(self) -> list[int]:
+        """The nodes that were lost since the last call, each once; ``drain`` has given out all they had sent."""
+        out, self._gone = self._gone, []
+        return out
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._routes.clear()
+        self._epoll.close()
+        self._sock.close(linger=sockets.FLUSH_MS)
+        self._ctx.term()  # waits for the flush, and ends the doorman
+        self._door.join()
+
+    def _sender(self, route: bytes, frame: zmq.Frame) -> int | None:
+        """The rank that sent ``frame``; None (and counted) when it must not be listened to."""
+        if frame.more:
+            while self._recv_frame(_NOBLOCK, False).more:
+                pass
+            rank = None  # nothing of ours has two frames
+        elif self._plain is not None:
+            rank = self._plain.get(route)
+        else:
+            # Asked for each message, not once per routing id: the peer chooses that, and could choose a dead node's.
+            rank = int(frame.get("User-Id"))
+        if rank is not None and self._ranks.get(route) != rank and not self._register(route, rank, frame):
+            rank = None
+        if rank is None:
+            self._dropped += 1
+        return rank
+
+    def _register(self, route: bytes, rank: int, frame: zmq.Frame) -> bool:
+        """Ties ``rank`` to the connection that its first message came from, for good. False: it may not have it."""
+        if rank in self._routes or rank in self._lost or route in self._ranks:
+            return False
+        self._routes[rank] = route
+        self._ranks[route] = rank
+        if not self._door.watch(int(frame.get(zmq.SRCFD)), rank):
+            self._lose(rank)
+        return True
+
+    def _settle(self) -> list[int]:
+        """The ranks whose connections have ended, once all that they sent has reached our socket.
+
+        The event of the end can overtake the last messages by microseconds. The pipe's end cannot, and a pipe that
+        has ended cannot be routed to.
+        """
+        leaving = self._door.take_leaving()
+        for rank in leaving:
+            for _ in range(1000):
+                try:
+                    self._send(self._routes[rank], _FIRST)
+                    self._send(b"", _NOBLOCK)  # to a dead connection: nobody receives it
+                except (KeyError, zmq.ZMQError):
+                    break
+                time.sleep(0)
+        return leaving
+
+    def _lose(self, rank: int) -> None:
+        route = self._routes.pop(rank, None)
+        if route is not None:
+            del self._ranks[route]
+            self._lost.add(rank)
+            self._gone.append(rank)
+
+
+def _endpoint(host: str, port: int, encrypted: bool) -> str:
+    """What to bind. Raises ValueError for what would listen on every interface, or in plain text on a network."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0] if host not in ("", "*") else "0.0.0.0"
+    except OSError as error:
+        raise ValueError(f"the host {host!r} does not resolve ({error}); name an address of this machine") from error
+    address = ipaddress.ip_address(str(found).partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address  # ::ffff:0.0.0.0 is every interface too
+    if address.is_unspecified:
+        raise ValueError(
+            f"the host {host!r} means every interface; name the one that the nodes reach, such as 127.0.0.1"
+        )
+    if not (encrypted or address.is_loopback or os.environ.get(PLAINTEXT_SWITCH) == "yes"):
+        raise ValueError(
+            f"no encryption and no authentication on {host!r}, which is not loopback: anybody there could run code on "
+            f'the nodes. Use security="curve", or set {PLAINTEXT_SWITCH}=yes if that is what you want'
+        )
+    return f"tcp://[{found}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
+
+
+def _raw_keys(node_keys: Mapping[int, str]) -> dict[bytes, int]:
+    """Raw public keys to ranks. Raises ValueError for a key that is none, or that two ranks share."""
+    out: dict[bytes, int] = {}
+    for rank, key in node_keys.items():
+        if len(key) != 40:
+            raise ValueError(f"node {rank}'s public key is not Z85 text of 40 characters: {key!r}")
+        raw = z85.decode(key)
+        if raw in out:
+            raise ValueError(f"the nodes {out[raw]} and {rank} have the same public key; each needs a pair of its own")
+        out[raw] = rank
+    return out
