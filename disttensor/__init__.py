@@ -1,0 +1,76 @@
+"""disttensor: one plain PyTorch script drives tensors on many machines.
+
+    import torch, disttensor as dt
+
+    dt.init_master_worker(nodes=2)
+    x = torch.randn(3, 4, device="node:1")      # lives on node 1; the script holds a proxy
+    y = (x @ x.t()).relu()                      # runs there; returns at once
+    print(y.sum().item())                       # waits
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import device_module as node_module
+from .context import current_node, node
+from .device_module import synchronize
+from .factories import (
+    LEGACY,
+    arange,
+    device,
+    dist_send,
+    empty,
+    eye,
+    from_numpy,
+    full,
+    linspace,
+    logspace,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    tensor,
+    zeros,
+)
+from .init import init_master_worker, is_initialized, node_count, shutdown
+from .remote import nodes_info as nodes
+from .remote import run
+from .runtime.channel import register_channel
+from .runtime.errors import (
+    BrokenError,
+    BusyError,
+    ChannelError,
+    ClosedError,
+    DisttensorError,
+    ForkError,
+    NodeLost,
+    ProtocolError,
+    RemoteError,
+    StartError,
+)
+from .tensor import DistributedTensor
+
+__version__ = "0.1.0"
+
+torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
+
+
+def __getattr__(name: str) -> Any:
+    """The legacy type names: FloatTensor, LongTensor, ..."""
+    try:
+        return LEGACY[name]
+    except KeyError:
+        raise AttributeError(f"module 'disttensor' has no attribute {name!r}") from None
+
+
+__all__ = [  # noqa: RUF022 - the legacy names stand at the end
+    "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "ForkError",
+    "NodeLost", "ProtocolError", "RemoteError", "StartError", "arange", "current_node", "device",
+    "empty", "eye", "from_numpy", "full", "init_master_worker", "is_initialized", "linspace", "logspace", "node",
+    "node_count", "node_module", "nodes", "ones", "rand", "randint", "randn", "randperm", "register_channel", "run",
+    "shutdown", "synchronize", "tensor", "zeros", *LEGACY,
+]  # fmt: skip

@@ -10,6 +10,7 @@
         BusyError         the transfer id is in use already
         BrokenError       the peer is gone, or the bytes did not arrive whole; stays so
         ClosedError       this end was closed
+        PoisonedError     the sender has nothing to send: what should have made the tensor failed
 
 Mistakes of the user's (shapes, dtypes, operands on two nodes) are the types that torch raises for them:
 ``RuntimeError``, ``TypeError``, ``ValueError``.
@@ -67,6 +68,14 @@ class BusyError(ChannelError):
 
 class BrokenError(ChannelError):
     """The peer is gone or the bytes did not arrive whole. The connection stays broken."""
+
+
+class PoisonedError(ChannelError):
+    """The sender has no tensor to send: what should have made it failed. ``reason`` says what, as the sender put it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the sender has nothing to send: {reason}")
+        self.reason = reason
 
 
 class ClosedError(ChannelError):

@@ -1,0 +1,75 @@
+"""Makes "node" a device of torch's: the device's name, its module ``torch.node``, its factories and its guard.
+
+Done at the first init and not at import, because it changes what local torch answers to a few questions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from . import attention, device_module, engine, handlers, state
+from .context import current_node
+from .dispatch import dispatch, enter, run
+from .tensor import DistributedTensor
+
+_library: list[torch.library.Library] = []
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc,name-defined]
+    """What C++ asks of the device type."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Registers the device type; a second call does nothing."""
+    if _library:
+        return
+    DistributedTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+    _setup_privateuseone_for_python_backend(
+        rename="node", backend_module=device_module, hook=_Hooks(), device_guard=engine.Guard()
+    )
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(_factory, "PrivateUse1")
+    kernels = torch.library.Library("aten", "IMPL")
+    attention.register(kernels)
+    _library.extend((fallback, kernels))
+    engine.install()
+
+
+def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Operators that reach the device without a proxy among their arguments: factories."""
+    entry = enter(op)
+    device = kwargs.get("device")
+    if device is None:
+        if any(isinstance(v, DistributedTensor) for v in (*args, *kwargs.values())):
+            return dispatch(DistributedTensor, op, (), args, kwargs)
+        raise NotImplementedError(f"{entry.name} can't make a tensor on a node")
+    places = state.session().places
+    place = places.of(device)
+    if device.index is None:
+        kwargs["device"] = places.by_slot[current_node()].device
+    if kwargs.get("pin_memory"):
+        raise RuntimeError("pin_memory=True is for local tensors; a node's memory can't be pinned from here")
+    kwargs.pop("pin_memory", None)
+    if kwargs.get("generator") is not None:
+        raise NotImplementedError("a local generator can't draw on a node; seed the nodes with torch.manual_seed(seed)")
+    if entry.handler is not None:
+        return entry.handler(entry, args, kwargs)
+    if "dtype" in kwargs and kwargs["dtype"] is None:
+        del kwargs["dtype"]
+    return run(entry, args, kwargs, place)
+
+
+__all__ = ["handlers", "register"]

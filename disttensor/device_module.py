@@ -1,0 +1,99 @@
+"""``torch.node``: the device module. Mirrors ``torch.cuda`` where the words mean something for nodes."""
+
+from __future__ import annotations
+
+import torch
+
+from . import state
+from .context import current_node
+from .placement import Place
+from .runtime import command as c
+from .site import here
+
+
+def is_available() -> bool:
+    """Whether a session is running."""
+    return state.current() is not None
+
+
+def is_initialized() -> bool:
+    """Whether a session is running."""
+    return state.current() is not None
+
+
+def device_count() -> int:
+    """The number of nodes; ``"node:0"`` to ``"node:N-1"`` are their default devices."""
+    session = state.current()
+    return 0 if session is None else len(session.states)
+
+
+def current_device() -> int:
+    """The current node, as ``disttensor.current_node()``."""
+    return current_node()
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    """Waits for one node (a device, or its number), or for all. Raises the earliest error not raised yet."""
+    session = state.session()
+    session.synchronize(None if device is None else _place(device).node)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seeds every node; ``torch.manual_seed`` calls it."""
+    session = state.current()
+    if session is None:
+        return
+    seed = int(seed) % (1 << 64)
+    if seed >= 1 << 63:
+        seed -= 1 << 64
+    for node in session.states:
+        if node.outbox.lost is None:
+            node.outbox.add(c.Seed(seed), here())
+
+
+def manual_seed(seed: int) -> None:
+    """Seeds the current node."""
+    state.session().states[current_node()].outbox.add(c.Seed(int(seed)), here())
+
+
+def get_rng_state(device: torch.device | str | int = "node") -> torch.Tensor:
+    """The state of a node's default generator, as a local uint8 tensor. One round trip."""
+    place = _place(device)
+    reply = place.session.ask(place, lambda id: c.Random(id, place.name, b""), here())
+    return torch.frombuffer(bytearray.fromhex(reply.value), dtype=torch.uint8)
+
+
+def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = "node") -> None:
+    """Sets it. Raises ValueError for what is no uint8 tensor."""
+    if new_state.dtype != torch.uint8:
+        raise ValueError(f"a generator's state is a uint8 tensor, not {new_state.dtype}")
+    place = _place(device)
+    data = new_state.cpu().numpy().tobytes()
+    place.session.ask(place, lambda id: c.Random(id, place.name, data), here())
+
+
+def memory_allocated(device: torch.device | str | int = "node") -> int:
+    """Bytes that a node's tensors hold (all its devices). One round trip."""
+    return usage(_place(device))[1]
+
+
+def usage(place: Place) -> tuple[int, int]:
+    """(live tensors, bytes of their storages) on the place's node."""
+    reply = place.session.ask(place, lambda id: c.Memory(id, ""), None)
+    count, held = str(reply.value).split()
+    return int(count), int(held)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _place(device: torch.device | str | int) -> Place:
+    places = state.session().places
+    if isinstance(device, int):
+        return places.at(device)
+    return places.of(torch.device(device))

@@ -1,0 +1,221 @@
+"""Operations with a way of their own: copies between places, aliases, what reads or writes a tensor's identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import infer, state
+from .dispatch import _entries, enter, handler, materialise, run
+from .meta import Handle, Lazy, meta_like, meta_of, new_ref
+from .placement import Place
+from .plan import Entry
+from .tensor import DistributedTensor, operand_name, proxy, set_geometry
+from .transfer import fetch, fill, move, upload
+
+aten = torch.ops.aten
+
+
+@handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
+def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
+    """The same remote tensor: proxies share the handle, and nothing is sent."""
+    return proxy(args[0]._h)
+
+
+@handler(aten._conj.default, aten._neg_view.default)
+def _bits(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Lazy bits would have to travel with every proxy; the node computes the values instead."""
+    other = aten.conj_physical.default if entry.op is aten._conj.default else aten.neg.default
+    return run(enter(other), args, kwargs, None)
+
+
+@handler(aten._to_copy.default)
+def _to_copy(entry: Entry, args: Any, kwargs: Any) -> torch.Tensor:
+    """To another device, dtype or memory format: converts where the fewest bytes have to move afterwards."""
+    source: DistributedTensor = args[0]
+    kwargs = dict(kwargs)
+    device = kwargs.pop("device", None)
+    kwargs.pop("non_blocking", None)
+    kwargs.pop("pin_memory", None)
+    kwargs.pop("layout", None)
+    if device is not None and device.type == "meta":
+        return entry.op(source._h.meta.stand_in, device=device, **kwargs)  # type: ignore[no-any-return]
+    dtype = kwargs.get("dtype") or source.dtype
+    place = source._place if device is None else state.session().places.of(device) if device.type == "node" else None
+    if place is source._place:
+        return run(entry, args, kwargs, None)  # type: ignore[no-any-return]
+    shrink = dtype.itemsize < source.dtype.itemsize
+    moving = run(entry, args, {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
+    if place is None:
+        local = fetch(moving).to(device)
+        return entry.op(_restride(local, source), **kwargs)  # type: ignore[no-any-return]
+    moved = move(moving, place)
+    if dtype != moved.dtype:
+        return run(entry, (moved,), kwargs, None)  # type: ignore[no-any-return]
+    return _like_layout(moved, source, kwargs.get("memory_format"))
+
+
+def _restride(local: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``local`` with the strides that torch's own copy of ``source`` would have, for preserve_format."""
+    wanted = torch.empty_like(source._h.meta.stand_in).stride()  # type: ignore[attr-defined]
+    if wanted == local.stride():
+        return local
+    out = torch.empty_strided(local.shape, wanted, dtype=local.dtype)
+    return out.copy_(local)
+
+
+def _like_layout(moved: DistributedTensor, source: torch.Tensor, format: torch.memory_format | None) -> torch.Tensor:
+    wanted = torch.empty_like(source._h.meta.stand_in, memory_format=format or torch.preserve_format).stride()  # type: ignore[attr-defined]
+    if wanted == moved.stride():
+        return moved
+    empty = torch.empty_strided(moved.shape, wanted, dtype=moved.dtype, device=moved.device)
+    return empty.copy_(moved)
+
+
+@handler(aten.copy_.default)
+def _copy(entry: Entry, args: Any, kwargs: Any) -> torch.Tensor:
+    """Between any two places. A copy of a whole local tensor into one that is still empty is the transfer itself."""
+    target, source = args[0], args[1]
+    if not isinstance(target, DistributedTensor):
+        target.copy_(fetch(source))
+        return target  # type: ignore[no-any-return]
+    if not isinstance(source, torch.Tensor):
+        return run(entry, (target, source), {}, None)  # type: ignore[no-any-return]
+    if not isinstance(source, DistributedTensor):
+        if fill(target, source):
+            return target
+        torch.broadcast_shapes(source.shape, target.shape)
+        source = upload(source, target._place)
+    elif source._place is not target._place:
+        if source._place.node != target._place.node:
+            source = move(source, target._place)
+        else:
+            return _copy_within(entry, target, source)
+    return run(entry, (target, source), {}, None)  # type: ignore[no-any-return]
+
+
+def _copy_within(entry: Entry, target: DistributedTensor, source: DistributedTensor) -> DistributedTensor:
+    moved = move(source, target._place)
+    return run(entry, (target, moved), {}, None)  # type: ignore[no-any-return]
+
+
+@handler(aten.empty.memory_format, aten.empty_strided.default)
+def _empty(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Memory that nothing has used costs no command."""
+    return lazy_factory(entry, args, kwargs)
+
+
+def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
+    from .plan import VIEW, Plan
+
+    place = state.session().places.of(kwargs["device"])
+    key = (place, *(tuple(a) for a in args), *kwargs.values())
+    plan = entry.plans.get(key)
+    if plan is None:
+        kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.get_default_dtype(), "pin_memory": None}
+        meta = meta_like(infer.infer(entry.op, args, kwargs), place)
+        specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+        plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
+        entry.plans[key] = plan
+    return proxy(Lazy(plan.shapes, None, plan, (), None))
+
+
+@handler(aten.set_.source_Tensor)
+def _set(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
+    """``x.set_(y)``: x is y's remote tensor from now on."""
+    target, source = args
+    if not isinstance(source, DistributedTensor) or source._place is not target._place:
+        raise RuntimeError(f"set_: can't set {operand_name(target)} to {operand_name(source)}: they are on two places")
+    set_geometry(target, source._h)
+    return target  # type: ignore[no-any-return]
+
+
+@handler(aten.is_pinned.default)
+def _is_pinned(entry: Entry, args: Any, kwargs: Any) -> bool:
+    return False
+
+
+@handler(aten.is_same_size.default)
+def _is_same_size(entry: Entry, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+@handler(aten.record_stream.default)
+def _record_stream(entry: Entry, args: Any, kwargs: Any) -> None:
+    """Memory is freed in the order of commands already."""
+
+
+_LIKE = tuple(
+    getattr(aten, name).default
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
+                 "new_ones", "new_full", "new_empty_strided")
+)  # fmt: skip
+
+
+@handler(*_LIKE)
+def _like(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Factories that take their metadata from a tensor; ``device=`` may name any other place."""
+    source: DistributedTensor = args[0]
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
+    device = kwargs.get("device")
+    if device is None or (device.type == "node" and state.session().places.of(device) is source._place):
+        kwargs.pop("device", None)
+        return run(entry, args, kwargs, None)
+    if device.type == "node":
+        place: Place = state.session().places.of(device)
+        meta = meta_of(source._h.meta.shape, source._h.meta.stride, 0, source.dtype, place)
+        kwargs.pop("device")
+        return run(entry, (_nothing(meta), *args[1:]), kwargs, None)
+    if device.type == "meta":
+        return entry.op(source._h.meta.stand_in, *args[1:], **kwargs)
+    local = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+    return entry.op(local, *args[1:], **kwargs)
+
+
+def _nothing(meta: Any) -> DistributedTensor:
+    entry = enter(aten.empty_strided.default)
+    return lazy_factory(entry, (meta.shape, meta.stride), {"dtype": meta.dtype, "device": meta.device})  # type: ignore[no-any-return]
+
+
+@handler(aten.nonzero.default, aten.masked_select.default)
+def _dynamic(entry: Entry, args: Any, kwargs: Any) -> Any:
+    return run(entry, args, kwargs, None)
+
+
+@handler(aten.index.Tensor)
+def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Masks select as many elements as are true: those are turned into indices by the node, with one round trip."""
+    source, indices = args[0], args[1]
+    if any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        spread: list[torch.Tensor | None] = []
+        for i in indices:
+            if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8):
+                if not isinstance(i, DistributedTensor):
+                    i = upload(i, source._place)
+                spread.extend(i.nonzero().unbind(1))
+            else:
+                spread.append(i)
+        indices = spread
+    return run(entry, (source, list(indices)), kwargs, None)
+
+
+def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """On a CPU node with the very steps of local CPU's dropout, so that the same seed gives the same numbers."""
+    source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
+    if source._place.is_cuda() or train is False or not 0 < p < 1:
+        return run(entry, args, kwargs, None)
+    noise = torch.empty_like(source).bernoulli_(1 - p).div_(1 - p)
+    return source * noise, noise
+
+
+handler(aten.native_dropout.default)(dropout)
+
+
+@handler(aten.native_dropout_backward.default)
+def _dropout_backward(entry: Entry, args: Any, kwargs: Any) -> Any:
+    grad, mask = args[0], args[1]
+    return grad * mask if mask.dtype != torch.bool else run(entry, args, kwargs, None)
+
+
+__all__ = ["Handle", "_entries", "materialise", "new_ref"]

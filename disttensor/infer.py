@@ -1,0 +1,83 @@
+"""The metadata of an operation's outputs, without a round trip: torch's meta kernels, asked once per signature.
+
+Named in one place are the operations that need the node: data-dependent shapes (a round trip each time) and meta
+kernels that are missing or wrong (one per signature).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+#: Meta kernels whose shapes or strides differ from what the CPU kernel returns: the node is asked once per signature.
+WRONG_META = frozenset(
+    {
+        "aten::_embedding_bag",
+        "aten::_embedding_bag_forward_only",
+        "aten::native_batch_norm",
+        "aten::_native_batch_norm_legit",
+        "aten::_native_batch_norm_legit.no_stats",
+        "aten::_native_batch_norm_legit_no_training",
+        "aten::_batch_norm_with_update",
+        "aten::_batch_norm_no_update",
+        "aten::native_batch_norm_backward",
+        "aten::_fft_c2c",
+        "aten::_fft_c2r",
+        "aten::_fft_r2c",
+        "aten::_linalg_svd",
+        "aten::linalg_eig",
+        "aten::_linalg_eigh",
+        "aten::linalg_qr",
+        "aten::_linalg_slogdet",
+        "aten::_linalg_solve_ex",
+        "aten::_linalg_det",
+        "aten::linalg_lu",
+        "aten::linalg_lu_factor_ex",
+        "aten::linalg_inv_ex",
+        "aten::linalg_cholesky_ex",
+        "aten::triangular_solve",
+        "aten::cholesky_solve",
+        "aten::linalg_solve_triangular",
+        "aten::geqrf",
+        "aten::ormqr",
+        "aten::_cdist_forward",
+        "aten::grid_sampler_2d",
+        "aten::_ctc_loss",
+        "aten::histogram.bin_ct",
+        "aten::linalg_lstsq",
+        "aten::_thnn_fused_lstm_cell",
+        "aten::mkldnn_rnn_layer",
+    }
+)
+
+#: Tagged as data-dependent by torch; a shape that depends on the data has to be asked for each time.
+_DYNAMIC = torch.Tag.dynamic_output_shape
+_VALUE = torch.Tag.data_dependent_output
+
+
+def asks_always(op: OpOverload) -> bool:
+    """Whether the outputs' shapes depend on the data."""
+    return _DYNAMIC in op.tags and op.name() not in {"aten::index.Tensor", "aten::index.Tensor_out"}
+
+
+def gives_value(op: OpOverload) -> bool:
+    """Whether the operation returns a Python value instead of tensors (``.item()``, ``equal``)."""
+    return _VALUE in op.tags or all(str(r.type) in {"bool", "int", "float", "number"} for r in op._schema.returns or [None])
+
+
+def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs ``op`` on the meta device. Raises NotImplementedError where there is no meta kernel, and torch's own errors
+    (shapes, dtypes) at the user's line."""
+    if op.name() in WRONG_META:
+        raise NotImplementedError
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "meta"}
+    return op(*args, **kwargs)
+
+
+def stand_ins(tree: Any, tensor_type: type) -> Any:
+    """``tree`` with tensors on the meta device in place of proxies."""
+    return tree_map(lambda v: v._h.meta.stand_in if isinstance(v, tensor_type) else v, tree)

@@ -1,0 +1,271 @@
+"""Starting and ending a session."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from . import backend as device_backend
+from . import dispatch, state
+from .runtime import bundle as b
+from .runtime.channel import get_channel
+from .runtime.channel.base import MASTER, ChannelContext
+from .runtime.errors import DisttensorError, NodeLost, StartError
+from .runtime.keys import curve_pair, job_id, job_secret
+from .runtime.launch.base import Exited, Launcher
+from .runtime.transport.base import Hub
+from .runtime.transport.inproc import InprocHub
+from .runtime.transport.zmq import ZmqHub
+from .runtime.worker import Worker
+from .session import Session
+
+#: What "auto" stands for. (With one channel there is nothing to choose yet.)
+AUTO = "tcp"
+
+
+class SessionContext:
+    """What ``init_master_worker`` returns: shuts the session down at the end of a ``with`` block."""
+
+    def __enter__(self) -> SessionContext:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            shutdown()
+        else:
+            _end(report=False)
+
+    def __repr__(self) -> str:
+        return f"<disttensor session, {node_count()} nodes>"
+
+
+def init_master_worker(
+    backend: str = "auto",
+    *,
+    nodes: int | None = None,
+    init_method: str | None = None,
+    simulate_cuda: int | None = None,
+    threads: int | None = None,
+    allow_ops: Sequence[str] = (),
+    functions: str = "any",
+    security: str = "curve",
+    launcher: str = "local",
+    timeout: float = 60.0,
+) -> SessionContext:
+    """Makes this process the master and gives it nodes; starts local ones unless ``dtrun`` has.
+
+    Args:
+        backend: the data channel that carries tensors: "tcp", a registered name, or "auto".
+        nodes: how many local nodes to start. Default: what dtrun says, else one per GPU, at least 2.
+        init_method: reserved for joining nodes that were started elsewhere; None or "local://".
+        simulate_cuda: give each node this many simulated CUDA devices (CPU memory with a placement of its own).
+        threads: torch's intra-op threads per node. Default: the machine's cores divided by the nodes, at least 1.
+        allow_ops: operators beyond torch's own that nodes may run, such as "torchvision::*".
+        functions: which user functions nodes run: "any" or "none".
+        security: "curve" (encrypted and authenticated), or "none", on loopback only.
+        launcher: "local" processes, or "inproc": nodes are threads of this process, for tests.
+        timeout: seconds until nodes that have not answered are an error.
+
+    Returns: a context manager whose end calls ``shutdown``; it need not be used.
+
+    Raises: RuntimeError when a session is running already, StartError when nodes could not be started (names the rank
+    and its last output), ValueError for arguments out of range.
+    """
+    if state.current() is not None:
+        raise RuntimeError("init_master_worker was called already in this process; call disttensor.shutdown() first")
+    if init_method not in (None, "local://"):
+        raise ValueError(f"init_method {init_method!r} is not supported; nodes are started locally (None)")
+    if launcher not in ("local", "inproc"):
+        raise ValueError(f"launcher {launcher!r} is unknown (known: 'local', 'inproc')")
+    if security not in ("curve", "none"):
+        raise ValueError(f"security {security!r} is unknown (known: 'curve', 'none')")
+    count = _count(nodes)
+    simulated = _number("DISTTENSOR_SIMULATE_CUDA", simulate_cuda, 0)
+    name = os.environ.get("DISTTENSOR_BACKEND", backend) if backend == "auto" else backend
+    channel_name = "inproc" if launcher == "inproc" else AUTO if name == "auto" else name
+    channel_class = get_channel(channel_name)
+
+    starter: Launcher | None = None
+    if launcher == "local":
+        from .runtime.launch.local import LocalLauncher
+
+        starter = LocalLauncher()
+    hub: Hub | None = None
+    session: Session | None = None
+    try:
+        job, secret = job_id(), job_secret()
+        server = curve_pair() if security == "curve" and starter else ("", "")
+        keys = [curve_pair() if server[0] else ("", "") for _ in range(count)]
+        if starter:
+            hub = ZmqHub(server_keys=server if server[0] else None, node_keys={i: k[0] for i, k in enumerate(keys)})
+        else:
+            hub = InprocHub(count)
+        bundles = [
+            b.Bundle(
+                job=job,
+                rank=rank,
+                address=hub.address if isinstance(hub, ZmqHub) else "inproc",
+                server_key=server[0],
+                public_key=keys[rank][0],
+                secret_key=keys[rank][1],
+                backend=channel_name,
+                simulate_cuda=simulated,
+                threads=threads or max(1, (os.cpu_count() or 1) // count),
+                allow_ops=tuple(allow_ops),
+                functions=functions,
+                sys_path=tuple(os.path.abspath(p) for p in sys.path),
+                cwd=os.getcwd(),
+            )
+            for rank in range(count)
+        ]
+        if starter:
+            starter.start(bundles)
+        device_backend.register()
+        channel = channel_class(ChannelContext(rank=MASTER, job=job, host="127.0.0.1"))
+        session = Session(job, secret, hub, count, channel, starter)
+        if isinstance(hub, InprocHub):
+            for bundle in bundles:
+                worker = Worker(bundle, hub.spoke(bundle.rank))
+                threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True).start()
+        _meet(session, count, timeout)
+    except BaseException:
+        if session is not None:
+            session.close(0)
+        else:
+            if hub is not None:
+                hub.close()
+            if starter is not None:
+                starter.stop(0)
+        raise
+    session.blocking = os.environ.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0")
+    dispatch.drop_plans()
+    state.set_session(session)
+    session.link.interrupts.install()
+    _register_once()
+    return SessionContext()
+
+
+def _count(nodes: int | None) -> int:
+    count = _number("DISTTENSOR_NODES", nodes, max(2, torch.cuda.device_count()))
+    if count < 1:
+        raise ValueError(f"nodes={count}: at least one node is needed")
+    return count
+
+
+def _number(variable: str, given: int | None, default: int) -> int:
+    if given is not None:
+        return int(given)
+    text = os.environ.get(variable, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} is not a number") from None
+
+
+def _meet(session: Session, count: int, timeout: float) -> None:
+    """Waits for every node's hello and checks that it speaks as we do."""
+    link, deadline = session.link, time.monotonic() + timeout
+    while len(link.hellos) < count:
+        link.drain()
+        lost = next((o.lost for o in link.outboxes if o.lost is not None), None)
+        if lost is not None:
+            raise StartError(f"node {lost.rank} did not start: {lost.cause}" + _tail(lost.tail))
+        if time.monotonic() > deadline:
+            missing = [r for r in range(count) if r not in link.hellos]
+            raise StartError(f"nodes {missing} of {count} have not answered within {timeout} s")
+        link.pause(0.1)
+    for rank, hello in link.hellos.items():
+        if hello.protocol != b.PROTOCOL or hello.job != session.job:
+            raise StartError(f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version")
+        mine, theirs = torch.__version__.split("+")[0], hello.torch.split("+")[0]
+        if mine != theirs:
+            raise StartError(f"node {rank} ({hello.host}) has torch {theirs}, this master {mine}: install one version")
+    session.introduce()
+
+
+def _tail(lines: Sequence[str]) -> str:
+    return "\nits last output:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
+
+
+def shutdown() -> None:
+    """Ends the session and its nodes. Proxies that are left can't be used any more. Without a session it does nothing.
+
+    Raises the earliest error of an operation that nothing has raised yet.
+    """
+    _end(report=True)
+
+
+def _end(report: bool) -> None:
+    session = state.current()
+    if session is None:
+        return
+    error: BaseException | None = None
+    if report:
+        try:
+            for outbox in session.link.outboxes:
+                if outbox.lost is None:
+                    session.synchronize(outbox.rank)
+        except NodeLost:
+            error = None  # said already to whoever used the node; its end is no news now
+        except BaseException as e:
+            error = e
+    state.set_session(None)
+    session.link.interrupts.restore()
+    session.close()
+    dispatch.drop_plans()
+    if error is not None:
+        raise error
+
+
+_registered = False
+
+
+def _register_once() -> None:
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _at_exit() -> None:
+    """At the end of the script: an error that nobody asked about is printed and makes the exit code non-zero."""
+    try:
+        shutdown()
+    except Exception as e:
+        import traceback
+
+        sys.stdout.flush()
+        print("disttensor: an operation failed and nothing in the script asked for its result:", file=sys.stderr)
+        traceback.print_exception(e.with_traceback(None))
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _in_child() -> None:
+    """A forked child holds nothing of the session: its use raises, and its end ends nothing."""
+    session = state.current()
+    if session is not None:
+        session.link.forked()
+    atexit.unregister(_at_exit)
+
+
+def is_initialized() -> bool:
+    """Whether a session is running in this process."""
+    return state.current() is not None
+
+
+def node_count() -> int:
+    """How many nodes the session has. Raises DisttensorError without one."""
+    return len(state.session().states)
+
+
+__all__ = ["DisttensorError", "Exited", "init_master_worker", "is_initialized", "node_count", "shutdown"]

@@ -1,0 +1,175 @@
+"""Where tensors live: a place is one (node, device) pair; a slot is its index as ``torch.device("node", slot)``.
+
+Torch keeps a device's index in an int8 that wraps silently, so a proxy carries its place itself, and slots are only a
+small table of names for places: slot k < N is node k's default device, higher ones are given out on demand.
+"""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from .runtime import command as c
+from .runtime.errors import DisttensorError
+from .runtime.failure import Site
+from .runtime.outbox import Outbox
+
+if TYPE_CHECKING:
+    from .session import Session
+
+#: Slots that torch.device can name.
+MAX_SLOTS = 128
+#: Templates between two clean-ups of a node's table.
+GENERATION = 32_768
+
+
+class NodeState:
+    """The master's account of one node's refs and templates."""
+
+    def __init__(self, session: Session, rank: int, outbox: Outbox) -> None:
+        self.session = session
+        self.rank = rank
+        self.outbox = outbox
+        self.lock = threading.RLock()
+        self.templates: dict[object, int] = {}
+        self._next = count()
+        self._generations = [0, 0]
+
+    def define(
+        self, op: str, args: tuple[c.Spec, ...], kwargs: tuple[tuple[str, c.Spec], ...], outs: int, site: Site | None
+    ) -> int:
+        """The number of a template, defined on the node at first use.
+
+        The table is bounded: after a generation of new templates older ones are dropped. Plans that name them were
+        dropped one generation before (``full`` says when), so no thread can still be about to use one.
+        """
+        key = (op, _exact(args), _exact(kwargs), outs)
+        with self.lock:
+            number = self.templates.get(key)
+            if number is None:
+                number = next(self._next)
+                self.outbox.add(c.Define(number, op, args, kwargs, outs), site)
+                self.templates[key] = number
+            return number
+
+    @property
+    def full(self) -> bool:
+        return len(self.templates) >= GENERATION
+
+    def turn(self) -> None:
+        """Starts a generation; the one before the last is dropped. The caller has dropped all plans."""
+        with self.lock:
+            self.templates.clear()
+            self._generations = [self._generations[1], next(self._next)]
+            self.outbox.add(c.Forget(self._generations[0]))
+
+
+def _exact(value: object) -> object:
+    """A dictionary key that tells 1, 1.0 and True, 0.0 and -0.0 apart, and NaN equal to itself."""
+    if isinstance(value, tuple):
+        return tuple(map(_exact, value))
+    if isinstance(value, c.Items):
+        return ("items", *map(_exact, value.items))
+    if isinstance(value, float):
+        return (float, value.hex())
+    return (type(value), value)
+
+
+class Place:
+    """One device of one node. One object per session and pair."""
+
+    __slots__ = ("commands", "dead", "device", "index", "name", "node", "outbox", "session", "slot", "state")
+
+    def __init__(self, session: Session, node: int, name: str, slot: int) -> None:
+        self.session = session
+        self.node = node
+        self.name = name  #: "cpu" or "cuda:1", as the node calls it
+        self.index = -1 if name == "cpu" else int(name.partition(":")[2])  #: what get_device() says
+        self.slot = slot
+        self.device = torch.device("node", slot)
+        self.state = session.states[node]
+        self.outbox = self.state.outbox
+        # the hot path appends to these lists directly; they are the outbox's own for its whole life
+        self.commands = self.outbox.commands
+        self.dead = self.outbox.dead
+
+    def __repr__(self) -> str:
+        return f"node {self.node} {self.name}"
+
+    def is_cuda(self) -> bool:
+        return self.index >= 0
+
+
+class Places:
+    """A session's slots."""
+
+    def __init__(self, session: Session, devices: list[tuple[str, ...]]) -> None:
+        """``devices``: for each node the names of its devices, "cpu" first. Raises DisttensorError for too many."""
+        if len(devices) > MAX_SLOTS:
+            raise DisttensorError(
+                f"{len(devices)} nodes are more than torch.device can name ({MAX_SLOTS}: its index is an int8)"
+            )
+        self._session = session
+        self._devices = devices
+        self._lock = threading.Lock()
+        self._by_pair: dict[tuple[int, str], Place] = {}
+        self.by_slot: list[Place] = []
+        for node, names in enumerate(devices):
+            self._add(node, names[1] if len(names) > 1 else "cpu")
+
+    def _add(self, node: int, name: str) -> Place:
+        slot = len(self.by_slot)
+        if slot >= MAX_SLOTS:
+            raise DisttensorError(f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use; none is left for {name}")
+        place = Place(self._session, node, name, slot)
+        self.by_slot.append(place)
+        self._by_pair[node, name] = place
+        return place
+
+    def at(self, node: int, device: str | int | torch.device | None = None) -> Place:
+        """The place of a node's device: "cpu", "cuda", "cuda:1", 1 (cuda:1), -1 (cpu), None (its default).
+
+        Raises ValueError or RuntimeError naming what there is.
+        """
+        if isinstance(node, bool) or not isinstance(node, int):
+            raise TypeError(f"a node is an integer, not {node!r}")
+        if not 0 <= node < len(self._devices):
+            raise ValueError(f"node {node} does not exist; there are {len(self._devices)} nodes, 0 to {len(self._devices) - 1}")
+        if device is None:
+            return self.by_slot[node]
+        name = self._name(device)
+        if name not in self._devices[node]:
+            raise RuntimeError(f"node {node} has no device {name}; it has {', '.join(self._devices[node])}")
+        place = self._by_pair.get((node, name))
+        if place is None:
+            with self._lock:
+                place = self._by_pair.get((node, name)) or self._add(node, name)
+        return place
+
+    @staticmethod
+    def _name(device: str | int | torch.device) -> str:
+        if isinstance(device, int):
+            return "cpu" if device < 0 else f"cuda:{device}"
+        device = torch.device(device)
+        if device.type == "cpu":
+            return "cpu"
+        if device.type == "cuda":
+            return f"cuda:{device.index or 0}"
+        raise ValueError(f"a node's device is 'cpu' or 'cuda:k', not {str(device)!r}")
+
+    def of(self, device: torch.device) -> Place:
+        """The place that a device of type "node" names. Raises RuntimeError for a slot that stands for nothing."""
+        slot = device.index
+        if slot is None:
+            from .context import current_node
+
+            return self.by_slot[current_node()]
+        if not 0 <= slot < len(self.by_slot):
+            raise RuntimeError(
+                f"device {str(device)!r} stands for nothing: there are {len(self._devices)} nodes "
+                f"(node:0 to node:{len(self._devices) - 1}); other devices are named by disttensor.device(node, 'cuda:1')"
+            )
+        return self.by_slot[slot]

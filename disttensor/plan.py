@@ -1,0 +1,151 @@
+"""Per operator: how its arguments are sorted; per signature: a plan, computed once, of what an operation sends and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from .infer import asks_always, gives_value
+from .meta import Meta
+from .placement import NodeState
+from .runtime import codec
+from .runtime import command as c
+from .runtime.failure import Site
+
+# How an argument takes part: in the key (what a plan depends on), in the call (what goes over the wire each time).
+TENSOR = 0  #: a proxy: its meta in the key, its ref in the call. A number here is a NUMBER
+NUMBER = 1  #: a Scalar or float: its type in the key, its value in the call
+INDEX = 2  #: an integer that both decides the shape and changes often: in both
+STATIC = 3  #: in the key, and in the template
+LIST = 4  #: a list of static values
+TENSORS = 5  #: a list of proxies, with None between them perhaps
+NUMBERS = 6  #: a list of numbers
+
+_INDEXED = {
+    ("aten::select.int", "index"),
+    ("aten::slice.Tensor", "start"),
+    ("aten::slice.Tensor", "end"),
+    ("aten::select_backward", "index"),
+    ("aten::slice_backward", "start"),
+    ("aten::slice_backward", "end"),
+}
+#: Operators whose Scalar arguments decide the shape.
+_EXACT = {"aten::arange", "aten::range"}
+
+#: Plans per operator. A full table is dropped as a whole: it only makes the next calls slower once.
+MAX_PLANS = 4096
+
+_KINDS = {
+    "Tensor": TENSOR,
+    "number": NUMBER,
+    "float": NUMBER,
+    "List[int]": LIST,
+    "List[bool]": LIST,
+    "List[Tensor]": TENSORS,
+    "List[Optional[Tensor]]": TENSORS,
+    "List[number]": NUMBERS,
+    "List[float]": NUMBERS,
+}
+
+
+class Entry:
+    """What is known of an operator whatever its arguments."""
+
+    __slots__ = ("asks", "handler", "kinds", "kwkinds", "mutable", "name", "op", "plans", "returned", "value", "view", "writes")
+
+    def __init__(self, op: OpOverload) -> None:
+        schema = op._schema
+        self.op = op
+        self.name = op.name()
+        self.kinds = tuple(self._kind(a) for a in schema.arguments if not a.kwarg_only)
+        self.kwkinds = {a.name: self._kind(a) for a in schema.arguments}
+        self.mutable = schema.is_mutable
+        #: positions (or names) of the arguments that are written
+        self.writes = tuple(
+            a.name if a.kwarg_only else i
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
+        #: the operator returns arguments that it wrote: `add_` its first, `add.out` its out
+        self.returned = self._returned(schema)
+        self.view = op.is_view and not self.mutable
+        self.asks = asks_always(op)
+        self.value = gives_value(op) and not self.mutable
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.handler: Callable[..., Any] | None = None
+
+    def _kind(self, argument: torch.Argument) -> int:  # type: ignore[name-defined]
+        text = str(argument.type)
+        if text.startswith("Optional["):
+            text = text[9:-1]
+        kind = _KINDS.get(text, LIST if text.startswith("List[") else STATIC)
+        if (self.name, argument.name) in _INDEXED or (kind == NUMBER and self.name.partition(".")[0] in _EXACT):
+            return INDEX
+        return kind
+
+    @staticmethod
+    def _returned(schema: Any) -> tuple[int | str, ...]:
+        """The arguments that come back as results because they were written, by position or name."""
+        by_alias = {}
+        for i, a in enumerate(schema.arguments):
+            if a.alias_info is not None and a.alias_info.is_write:
+                for name in a.alias_info.before_set:
+                    by_alias[name] = a.name if a.kwarg_only else i
+        found = []
+        for r in schema.returns:
+            if r.alias_info is not None and r.alias_info.is_write:
+                found.extend(by_alias[name] for name in r.alias_info.before_set)
+        return tuple(found)
+
+    def specs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensor_type: type, device: str
+    ) -> tuple[tuple[c.Spec, ...], tuple[tuple[str, c.Spec], ...]]:
+        """The template's arguments, with holes in the order in which ``dispatch`` fills them."""
+
+        def spec(kind: int, value: Any) -> c.Spec:
+            if isinstance(value, tensor_type):
+                return c.Hole(True)
+            if value is None:
+                return None
+            if isinstance(value, torch.device):
+                return c.Device(device)
+            if kind == TENSORS:
+                return c.Items(tuple(None if v is None else c.Hole(True) for v in value))
+            if kind == NUMBERS and not any(isinstance(v, complex) for v in value):
+                return c.Items(tuple(c.Hole(False) for _ in value))
+            if kind <= INDEX and type(value) in (int, float, bool):
+                return c.Hole(False)
+            return codec.to_spec(value)
+
+        return (
+            tuple(spec(k, a) for k, a in zip(self.kinds, args, strict=False)),
+            tuple((name, spec(self.kwkinds[name], v)) for name, v in kwargs.items()),
+        )
+
+
+class Plan:
+    """What one signature sends and gives. Belongs to one node."""
+
+    __slots__ = ("generation", "kind", "meta", "shapes", "specs", "state", "template")
+
+    def __init__(self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None) -> None:
+        self.kind = kind
+        self.state = state
+        self.specs = (*specs, outs)
+        #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
+        self.shapes = shapes
+        self.meta: Meta | None = shapes if isinstance(shapes, Meta) else None
+        self.template = self.define(site)
+
+    def define(self, site: Site | None) -> int:
+        return self.state.define(*self.specs, site)
+
+
+ONE = 0  #: one new tensor
+WRITTEN = 1  #: nothing new: an argument was written
+MANY = 2  #: several new tensors
+RESHAPED = 3  #: an argument was written and has another geometry now
+VIEW = 4  #: one alias; costs no command until it is used

@@ -1,0 +1,135 @@
+"""Users' functions on nodes: ``dt.run(fn, *args, node=k)``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+
+from . import state
+from .context import current_node
+from .meta import Handle, meta_of, new_ref
+from .placement import Place
+from .runtime import codec
+from .runtime import command as c
+from .runtime.errors import DisttensorError
+from .runtime.failure import line_of
+from .runtime.functions import MAX_PICKLE, decode_result, key_of
+from .site import here
+from .tensor import DistributedTensor, proxy
+from .transfer import move, upload
+
+#: Bytes per piece, well under a message's limit.
+PIECE = 512 << 10
+
+
+def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: Any) -> Any:
+    """Runs ``fn(*args, **kwargs)`` on a node (the current one by default) and gives its result.
+
+    The function goes there with cloudpickle, once. Tensors among the arguments (at any depth) arrive as ordinary local
+    tensors: proxies of that node as they are, others are sent first. Tensors in the result come back as proxies;
+    everything else must be plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of it).
+
+    Raises what the function raised, with the node's traceback as a note, TypeError for other results, NodeLost.
+    """
+    session = state.session()
+    place = session.places.at(current_node() if node is None else node)
+    sent = _known(session)
+    function = _pickled(fn, place, [])
+    function_key = key_of(function)
+    keep: list[DistributedTensor] = []
+    arguments = _pickled((args, kwargs), place, keep)
+    site = here()
+    if (place.node, function_key) not in sent:
+        _pieces(place, function_key, function, site)
+        sent.add((place.node, function_key))
+    arguments_key = key_of(arguments)
+    _pieces(place, arguments_key, arguments, site)
+    request_id = 0
+
+    def command(id: int) -> c.Command:
+        nonlocal request_id
+        request_id = id
+        return c.Run(id, function_key, arguments_key, line_of(site))
+
+    try:
+        reply = session.ask(place, command, site)
+    except Exception:
+        sent.discard((place.node, function_key))  # it may not have got as far as being kept
+        raise
+    tensors = [_adopted(g, place) for g in reply.tensors]
+    if tensors:
+        place.outbox.add(c.Adopt(request_id, tuple(t._h.ref for t in tensors)), site)
+    return decode_result(reply.data, tensors)
+
+
+def _known(session: Any) -> set[tuple[int, bytes]]:
+    """Which functions which nodes have. Bounded well below what a node keeps."""
+    known: set[tuple[int, bytes]] = session.__dict__.setdefault("functions", set())
+    if len(known) > 512:
+        known.clear()
+    return known
+
+
+def _pickled(value: Any, place: Place, keep: list[DistributedTensor]) -> bytes:
+    """Pickles with tensors replaced by refs; ``keep`` holds those that were sent for it."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, place, keep).dump(value)
+    data = buffer.getvalue()
+    if len(data) > MAX_PICKLE:
+        raise ValueError(f"arguments of {len(data)} bytes exceed {MAX_PICKLE >> 20} MiB when pickled; pass them as tensors")
+    return data
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, place: Place, keep: list[DistributedTensor]) -> None:
+        super().__init__(file)
+        self._place = place
+        self._keep = keep
+
+    def persistent_id(self, value: Any) -> int | None:
+        from .dispatch import materialise
+
+        if not isinstance(value, torch.Tensor):
+            return None
+        tensor: Any = value.detach()
+        if not isinstance(tensor, DistributedTensor):
+            tensor = upload(tensor, self._place)
+        elif tensor._place.node != self._place.node:
+            tensor = move(tensor, self._place)
+        self._keep.append(tensor)
+        return int(tensor._h.ref or materialise(tensor._h))
+
+
+def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
+    for start in range(0, max(len(data), 1), PIECE):
+        place.outbox.add(c.Piece(key, data[start : start + PIECE], start + PIECE >= len(data)), site)
+
+
+def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
+    session = place.session
+    name = geometry.device if geometry.device.startswith("cuda") else "cpu"
+    where = session.places.at(place.node, name)
+    meta = meta_of(geometry.shape, geometry.stride, geometry.offset, codec.dtype_of(geometry.dtype), where)
+    return proxy(Handle(new_ref(), meta))
+
+
+def nodes_info() -> Sequence[dict[str, Any]]:
+    """The nodes: for each its rank, host, pid, devices, and whether it is alive."""
+    link = state.session().link
+    return [
+        {
+            "rank": rank,
+            "host": hello.host,
+            "pid": hello.pid,
+            "devices": list(hello.devices),
+            "alive": link.outboxes[rank].lost is None,
+        }
+        for rank, hello in sorted(link.hellos.items())
+    ]
+
+
+__all__ = ["DisttensorError", "nodes_info", "run"]

@@ -1,0 +1,199 @@
+"""A session: the nodes, the link to them, the data channel, and what it takes to start and end them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+
+from .meta import forget_all, release_finalizer_code
+from .placement import NodeState, Place, Places
+from .runtime import codec
+from .runtime import command as c
+from .runtime.channel.base import MASTER, DataChannel, PeerInfo, Transfer
+from .runtime.errors import BrokenError, ChannelError, DisttensorError, NodeLost, PoisonedError
+from .runtime.failure import Failure, Site
+from .runtime.keys import pair_key
+from .runtime.launch.base import Launcher
+from .runtime.link import Link, Request
+from .runtime.outbox import Outbox
+from .runtime.transport.base import Hub
+
+#: Uploads up to this many bytes are copied first, so that the caller needn't wait for the wire.
+SMALL = 64 << 10
+
+
+class Session:
+    """One master with its nodes, ready for commands. Made by init.py."""
+
+    def __init__(self, job: str, secret: bytes, hub: Hub, nodes: int, channel: DataChannel, launcher: Launcher | None) -> None:
+        self.job = job
+        self.channel = channel
+        self.link = Link(hub, nodes, launcher, self._lost)
+        self.states = [NodeState(self, rank, self.link.outboxes[rank]) for rank in range(nodes)]
+        self.places: Places
+        self.launcher = launcher
+        self._secret = secret
+        self._transfers = count(1)
+        self._unsent: list[tuple[torch.Tensor, Transfer]] = []
+        self._send_lock = threading.Lock()
+        self.link.interrupts.unsafe.add(release_finalizer_code())  # type: ignore[arg-type]
+
+    def introduce(self) -> None:
+        """After all hellos: places, and everybody learns where everybody's data channel is."""
+        hellos = self.link.hellos
+        n = len(self.states)
+        self.places = Places(self, [hellos[r].devices for r in range(n)])
+        addresses = {MASTER: self.channel.address()} | {r: hellos[r].channel for r in range(n)}
+        for rank in range(n):
+            for peer, address in addresses.items():
+                if peer != rank:
+                    self.link.outboxes[rank].add(c.Peer(peer, address, pair_key(self._secret, self.job, rank, peer)))
+        self.channel.connect(
+            {r: PeerInfo(r, addresses[r], pair_key(self._secret, self.job, MASTER, r)) for r in range(n)}
+        )
+        self.link.flush_all()
+
+    def _lost(self, error: NodeLost) -> None:
+        self.channel.forget(error.rank, error.cause)
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def flush(self, outbox: Outbox) -> None:
+        """What an issuing thread calls when its node's queue is long enough."""
+        self.link.flush(outbox)
+        if self.blocking:
+            self.synchronize(outbox.rank)
+
+    #: DISTTENSOR_LAUNCH_BLOCKING=1: every operation waits for its node
+    blocking = False
+
+    def ask(self, place: Place, command: Callable[[int], c.Command], site: Site | None, timeout: float | None = None) -> Any:
+        """One round trip: sends everything that is queued anywhere, waits for the reply.
+
+        Raises what made an operand fail, NodeLost, TimeoutError.
+        """
+        request = self.link.request(place.node)
+        place.outbox.add(command(request.id), site)
+        self.link.flush(place.outbox)
+        self.link.flush_all()
+        reply = self.link.wait(request, timeout)
+        if isinstance(reply, c.Poisoned):
+            raise self.failure(reply.rank, reply.seq)
+        return reply
+
+    def failure(self, rank: int, seq: int) -> Exception:
+        """The exception for what failed at command ``seq`` of node ``rank``; the earliest, with the others counted."""
+        found = self.link.failures.get((rank, seq))
+        if found is None and 0 <= rank < len(self.states):
+            self._sync(rank, None)
+            found = self.link.failures.get((rank, seq))
+        if found is None:
+            return DisttensorError(f"command {seq} of node {rank} failed, and the node didn't say why")
+        return found.exception()
+
+    def unobserved(self) -> list[Failure]:
+        return [f for f in self.link.failures.values() if not f.observed]
+
+    def synchronize(self, node: int | None = None, timeout: float | None = None) -> None:
+        """Waits until a node (all of them: None) has done everything; raises the earliest error not raised yet.
+
+        Raises NodeLost, TimeoutError after ``timeout`` seconds.
+        """
+        self.link.flush_all()
+        for rank in range(len(self.states)) if node is None else [node]:
+            self._sync(rank, timeout)
+        left = [f for f in self.unobserved() if node is None or f.rank == node]
+        if left:
+            error = left[0].exception(others=len(left) - 1)
+            for f in left:
+                f.observed = True
+            raise error
+
+    def _sync(self, rank: int, timeout: float | None) -> None:
+        request = self.link.request(rank)
+        outbox = self.link.outboxes[rank]
+        outbox.add(c.Sync(request.id))
+        self.link.flush(outbox)
+        self.link.wait(request, timeout)
+
+    # ---- transfers ---------------------------------------------------------------------------------------------------
+
+    def new_transfer(self) -> int:
+        return next(self._transfers)
+
+    def upload(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> None:
+        """Sends a local tensor to ``ref`` at ``place``. Small ones are copied, so that this returns at once."""
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
+        small = tensor.numel() * tensor.element_size() <= SMALL
+        tensor = tensor.resolve_conj().resolve_neg()
+        tensor = tensor.clone(memory_format=torch.contiguous_format) if small else tensor.contiguous()
+        command = c.Recv(0, ref, MASTER, tuple(tensor.shape), codec.dtype_id(tensor.dtype), place.name)
+        with self._send_lock:  # Recv and send leave in one order
+            transfer = self.new_transfer()
+            place.outbox.add(
+                c.Recv(transfer, ref, MASTER, command.shape, command.dtype, command.device), site
+            )
+            self.link.flush(place.outbox)
+            sending = self.channel.isend(tensor, place.node, transfer)
+        if not small:
+            self._wait_transfer(sending, place.node)
+
+    def download(self, tensor: Any, site: Site | None) -> torch.Tensor:
+        """A local, contiguous copy of a remote tensor."""
+        from .dispatch import materialise
+
+        place: Place = tensor._place
+        ref = tensor._h.ref or materialise(tensor._h)
+        local = self.channel.empty(tuple(tensor.shape), tensor.dtype)
+        with self._send_lock:
+            transfer = self.new_transfer()
+            receiving = self.channel.irecv(local, place.node, transfer)
+            place.outbox.add(c.Send(transfer, ref, MASTER), site)
+            self.link.flush(place.outbox)
+        self.link.flush_all()
+        self._wait_transfer(receiving, place.node)
+        place.outbox.restart()
+        return local
+
+    def _wait_transfer(self, transfer: Transfer, node: int) -> None:
+        """Waits as for a reply, so that a lost node and Ctrl-C end it. Raises what the sender's tensor failed with."""
+        request = Request(-1, node)
+        transfer.add_done_callback(request.resolve)
+        if not transfer.is_completed():
+            self.link.wait(request, until=transfer.is_completed)
+        try:
+            transfer.wait(0)
+        except PoisonedError as e:
+            rank, seq = map(int, e.reason.split())
+            raise self.failure(rank, seq) from None
+        except BrokenError as e:
+            self._explain(e, node)
+
+    def _explain(self, error: ChannelError, node: int) -> None:
+        """A broken transfer: says NodeLost when the node is what broke, else what the channel said."""
+        self._sync(node, 5.0)
+        raise error
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, grace: float = 2.0) -> None:
+        """Ends the nodes and lets go of everything. Never raises for a node that is gone already."""
+        link = self.link
+        if not link.closed:
+            for outbox in link.outboxes:
+                if outbox.lost is None:
+                    outbox.add(c.Stop())
+                    try:
+                        link.flush(outbox)
+                    except DisttensorError:
+                        continue
+        link.close()
+        self.channel.close()
+        if self.launcher is not None:
+            self.launcher.stop(grace)
+        forget_all()

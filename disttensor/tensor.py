@@ -1,0 +1,166 @@
+"""DistributedTensor: the proxy. A tensor of torch's with the remote one's metadata and no memory of its own.
+
+A proxy's one attribute beyond torch's is its handle. Torch edits tensors behind a subclass's back (``p.data = q``,
+``swap_tensors``, deepcopy); whatever does so here leaves handle and tensor in step, or refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from .meta import Handle, Meta
+from .placement import Place
+
+if TYPE_CHECKING:
+    from .runtime.failure import Site
+
+_wrap = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
+_data = torch.Tensor.data
+
+
+class DistributedTensor(torch.Tensor):
+    """A tensor that lives on a node. Made by operations, factories and ``.to("node:k")``, never by this class itself.
+
+    Everything that torch does with a tensor works on it; what follows is what a proxy has beyond that.
+    """
+
+    _h: Handle
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[misc]
+        raise TypeError("a DistributedTensor is made by factories (disttensor.zeros(2, 3)), operations or .to('node:0')")
+
+    # replaced by dispatch.py; torch wants the method to be there when the class is made
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+    # ---- placement -------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> Place:
+        return self._h.meta.place
+
+    def get_node(self) -> int:
+        """The node that holds this tensor."""
+        return self._h.meta.place.node
+
+    def get_device(self) -> int:
+        """The index of its CUDA device on that node; -1 for the node's CPU."""
+        return self._h.meta.place.index
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """A local copy. Waits for the node. Raises what made the tensor fail, if it did, or NodeLost."""
+        return self.to("cpu", memory_format=memory_format)
+
+    def cuda(
+        self,
+        device: int | str | torch.device | None = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> DistributedTensor:
+        """A copy on a CUDA device of the node that holds this tensor (its first by default); itself if it's there."""
+        place = self._place
+        target = place.session.places.at(place.node, "cuda" if device is None and place.index < 0 else device or place.name)
+        return self.to(target.device, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[return-value]
+
+    def dist_send(self, node: int | None = None, device: int | str | torch.device | None = None) -> DistributedTensor:
+        """A copy on another node (the current one by default), on the same kind of device unless ``device`` says else."""
+        from .context import current_node
+
+        place = self._place
+        target = place.session.places.at(
+            current_node() if node is None else node, ("cuda" if place.is_cuda() else "cpu") if device is None else device
+        )
+        return self.to(target.device)  # type: ignore[return-value]
+
+    # ---- what has to keep handle and tensor in step ------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        """The same remote tensor, outside of autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, DistributedTensor):
+            raise TypeError(
+                f"the data of a tensor on {self._place} can't be a local tensor; write x.data = y.to({str(self.device)!r})"
+            )
+        _data.__set__(self, other)  # type: ignore[attr-defined]
+        self._h = other._h
+
+    def __tensor_flatten__(self) -> NoReturn:
+        # its presence makes Module.to swap tensors instead of setting .data, so that ties and optimizers survive
+        raise NotImplementedError("a DistributedTensor has no local tensors inside")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("only tensors created explicitly by the user (graph leaves) support deepcopy")
+        with torch.no_grad():
+            twin = self.detach().clone(memory_format=torch.preserve_format)
+        memo[id(self)] = twin
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name != "_h":
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        return twin.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a tensor on {self._place} can't be pickled: its bytes are elsewhere. Pickle x.cpu(), "
+            "or pass the tensor itself to disttensor.run"
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Of a local copy with ``force=True``; else a TypeError, as for a CUDA tensor."""
+        if not force:
+            raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
+        return self.detach().cpu().numpy(force=True)
+
+    def __array__(self, dtype: Any = None) -> NoReturn:
+        raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
+
+    def tolist(self) -> Any:
+        """The values as nested lists. One transfer."""
+        return self.detach().cpu().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        from .printing import text
+
+        return text(self)
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+def proxy(handle: Handle) -> DistributedTensor:
+    """A new proxy of a remote tensor."""
+    meta = handle.meta
+    tensor = _wrap(DistributedTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, meta.device)
+    tensor._h = handle
+    return tensor  # type: ignore[no-any-return]
+
+
+def set_geometry(tensor: DistributedTensor, handle: Handle) -> None:
+    """Gives ``tensor`` another handle with another geometry, in the C++ tensor as well."""
+    meta: Meta = handle.meta
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        tensor.as_strided_(meta.shape, meta.stride, meta.offset)
+    tensor._h = handle
+
+
+def operand_name(tensor: torch.Tensor) -> str:
+    """How an error names an operand."""
+    where = str(tensor._place) if isinstance(tensor, DistributedTensor) else f"the master's {tensor.device}"
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"
+
+
+__all__ = ["DistributedTensor", "Site", "operand_name", "proxy", "set_geometry"]

@@ -1,0 +1,114 @@
+"""Tensor bytes on their way: master to node, node to master, node to node. All go through the session's data channel."""
+
+from __future__ import annotations
+
+import torch
+
+from .meta import Handle, Lazy, meta_of, new_ref
+from .placement import Place
+from .runtime import codec
+from .runtime import command as c
+from .runtime.channel.base import MASTER
+from .site import here
+from .tensor import DistributedTensor, proxy
+
+
+def upload(tensor: torch.Tensor, place: Place) -> DistributedTensor:
+    """A copy of a local tensor at ``place``. Returns when the tensor may be changed again."""
+    meta = meta_of(tuple(tensor.shape), _dense(tensor), 0, tensor.dtype, place)
+    handle = Handle(new_ref(), meta)
+    place.session.upload(tensor.detach(), place, handle.ref, here())
+    return proxy(handle)
+
+
+def fill(target: DistributedTensor, tensor: torch.Tensor) -> bool:
+    """Uploads ``tensor`` as an empty one that nothing has used yet; False where that is not what ``target`` is."""
+    handle = target._h
+    if not isinstance(handle, Lazy) or handle.ref or handle.base is not None:
+        return False
+    meta = handle.meta
+    if meta.shape != tuple(tensor.shape) or meta.dtype != tensor.dtype or meta.stride != _contiguous(meta.shape):
+        return False
+    with meta.place.state.lock:
+        if handle.ref:
+            return False
+        ref = new_ref()
+        meta.place.session.upload(tensor.detach(), meta.place, ref, here())
+        handle.ref = ref
+    return True
+
+
+def fetch(tensor: DistributedTensor) -> torch.Tensor:
+    """A local copy, contiguous. Waits for the node; raises what made the tensor fail, or NodeLost."""
+    return tensor._place.session.download(_resolved(tensor), here())
+
+
+def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
+    """A copy at another place; between two nodes the bytes go directly. Returns at once."""
+    from .dispatch import materialise
+
+    source = tensor._place
+    if source.node == place.node:
+        return _within(tensor, place)
+    meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    ref = tensor._h.ref or materialise(tensor._h)
+    handle = Handle(new_ref(), meta)
+    session = place.session
+    transfer = session.new_transfer()
+    session.link.pair(
+        (source.node, c.Send(transfer, ref, place.node)),
+        (
+            place.node,
+            c.Recv(transfer, handle.ref, source.node, meta.shape, codec.dtype_id(meta.dtype), place.name),
+        ),
+        here(),
+    )
+    return proxy(handle)
+
+
+def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
+    """To another device of the same node: the node copies by itself."""
+    from .dispatch import materialise
+
+    site = here()
+    meta = meta_of(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, place)
+    if not _is_dense(tensor):
+        meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    ref = tensor._h.ref or materialise(tensor._h)
+    handle = Handle(new_ref(), meta)
+    # an explicit copy, for two simulated devices are one memory
+    empty = place.state.define(
+        "aten::empty_strided",
+        (codec.to_spec(meta.shape), codec.to_spec(meta.stride)),
+        (("dtype", codec.to_spec(meta.dtype)), ("device", c.Device(place.name))),
+        1,
+        site,
+    )
+    copy = place.state.define("aten::copy_", (c.Hole(True), c.Hole(True)), (), 0, site)
+    place.outbox.commands.extend(
+        (c.Call(empty, handle.ref, ()), site, c.Call(copy, handle.ref, (0, handle.ref - ref)), site)
+    )
+    if len(place.outbox.commands) >= place.outbox.limit:
+        place.session.flush(place.outbox)
+    return proxy(handle)
+
+
+def _resolved(tensor: DistributedTensor) -> DistributedTensor:
+    return tensor
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride = []
+    step = 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
+    return _contiguous(tuple(tensor.shape))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))  # type: ignore[attr-defined]

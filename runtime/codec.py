@@ -1,0 +1,126 @@
+"""L1: commands to bytes and back, and Python arguments to wire arguments and back.
+
+Everything that arrives is decoded into the types of command.py or refused with ProtocolError; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from . import command as c
+from .errors import ProtocolError
+
+#: A message is at most this long; the socket factory cuts longer ones off.
+MAX_MESSAGE = 1 << 20
+
+#: dtypes by number. Append only; the number goes over the wire.
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.complex32, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e8m0fnu, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
+)  # fmt: skip
+LAYOUTS: tuple[torch.layout, ...] = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+FORMATS: tuple[torch.memory_format, ...] = (
+    torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d,
+)  # fmt: skip
+
+DTYPE_ID = {d: i for i, d in enumerate(DTYPES)}
+_LAYOUT_ID = {d: i for i, d in enumerate(LAYOUTS)}
+_FORMAT_ID = {d: i for i, d in enumerate(FORMATS)}
+
+_encoder = msgspec.msgpack.Encoder()
+_batch = msgspec.msgpack.Decoder(c.Batch)
+_report = msgspec.msgpack.Decoder(c.Report)
+
+encode: Callable[[c.Batch | c.Report], bytes] = _encoder.encode
+
+
+def size(command: c.Command) -> int:
+    """The bytes that a command takes on the wire."""
+    return len(_encoder.encode(command))
+
+
+def decode_batch(message: bytes) -> c.Batch:
+    """Raises ProtocolError."""
+    return _decode(_batch, message)
+
+
+def decode_report(message: bytes) -> c.Report:
+    """Raises ProtocolError."""
+    return _decode(_report, message)
+
+
+def _decode(decoder: Any, message: bytes) -> Any:
+    try:
+        return decoder.decode(message)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise ProtocolError(f"a message of {len(message)} bytes is not of this protocol: {e}") from None
+
+
+def to_spec(value: object) -> c.Spec:
+    """A static argument of an operator in its wire form. Raises TypeError for a type that may not cross."""
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 63:
+            raise OverflowError(f"integer argument {value} does not fit 64 bits")
+        return value
+    if isinstance(value, (list, tuple)):
+        return c.Items(tuple(map(to_spec, value)))
+    if isinstance(value, c.Wire):
+        return value  # type: ignore[return-value]  # a hole, or a device named already
+    if isinstance(value, torch.dtype):
+        return c.DType(dtype_id(value))
+    if isinstance(value, torch.layout):
+        return c.Layout(_LAYOUT_ID[value])
+    if isinstance(value, torch.memory_format):
+        return c.MemoryFormat(_FORMAT_ID[value])
+    if isinstance(value, complex):
+        return c.Complex(value.real, value.imag)
+    if isinstance(value, torch.device):
+        return c.Device(str(value))
+    raise TypeError(f"an argument of type {type(value).__module__}.{type(value).__qualname__} can't go to a node: {value!r}")
+
+
+def dtype_id(dtype: torch.dtype) -> int:
+    """Raises TypeError for a dtype that this protocol doesn't carry."""
+    try:
+        return DTYPE_ID[dtype]
+    except KeyError:
+        raise TypeError(f"tensors of {dtype} can't go to a node") from None
+
+
+def dtype_of(id: int) -> torch.dtype:
+    """Raises ProtocolError."""
+    if not 0 <= id < len(DTYPES):
+        raise ProtocolError(f"dtype {id} is unknown (0 to {len(DTYPES) - 1} are known)")
+    return DTYPES[id]
+
+
+def to_value(value: object) -> c.Value:
+    """A plain result (number, bool, text, None, complex) in its wire form. Raises TypeError for others."""
+    if isinstance(value, complex):
+        return c.Complex(value.real, value.imag)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"a value of type {type(value).__name__} is not plain data")
+
+
+def from_value(value: c.Value) -> object:
+    return complex(value.real, value.imag) if isinstance(value, c.Complex) else value
+
+
+def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = 1 << 46) -> None:
+    """Refuses a shape before anything is allocated for it. Raises ProtocolError."""
+    total = itemsize
+    for n in shape:
+        if n < 0:
+            raise ProtocolError(f"shape {shape} has a negative size")
+        total *= n
+    if len(shape) > 64 or total > limit:
+        raise ProtocolError(f"shape {shape} is over the limit of 64 dimensions or {limit} bytes")

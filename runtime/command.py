@@ -1,0 +1,278 @@
+"""L0: the vocabulary of the control channel. Frozen structs, no logic.
+
+    master -> node   Batch(first, commands)     commands are numbered from 0 per node; `first` is the first one's number
+    node -> master   Report(done, replies)      `done` commands have been applied; replies are the exception
+
+Refs in a Call are written as distances from ``out``, which keeps them short: recent operands take one byte.
+A Call names a *template*, defined once: an operator with its static arguments, and holes for tensors and numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of all structs that cross the wire: an array of the fields, led by an integer tag."""
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+class Hole(Wire, tag=1):
+    """In a template: a tensor (``tensor=True``) or a number, taken from the Call's next argument."""
+
+    tensor: bool
+
+
+class Complex(Wire, tag=2):
+    real: float
+    imag: float
+
+
+class DType(Wire, tag=3):
+    """A torch dtype, by its index in codec.DTYPES."""
+
+    id: int
+
+
+class Device(Wire, tag=4):
+    """A device of the node: "cpu" or "cuda:1"."""
+
+    name: str
+
+
+class Layout(Wire, tag=5):
+    id: int
+
+
+class MemoryFormat(Wire, tag=6):
+    id: int
+
+
+class Items(Wire, tag=7):
+    """A list argument."""
+
+    items: tuple[Spec, ...]
+
+
+Plain: TypeAlias = None | bool | int | float | str
+Spec: TypeAlias = None | bool | int | float | str | Hole | Complex | DType | Device | Layout | MemoryFormat | Items
+Value: TypeAlias = None | bool | int | float | str | Complex
+
+
+class Geometry(Wire, tag=8):
+    """The metadata of one tensor on a node."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: int
+    device: str
+
+
+# ---- commands: master -> node --------------------------------------------------------------------------------------
+
+
+class Call(Wire, tag=10):
+    """Runs a template. ``args``: a distance ``out - ref`` per tensor hole and a number per number hole, in order,
+    then the distance of each output after the first. A template without outputs uses ``out`` as a base only."""
+
+    template: int
+    out: int
+    args: tuple[Plain, ...]
+
+
+class Define(Wire, tag=11):
+    """Defines a template: ``op`` as "aten::add.Tensor", its arguments, and how many tensors it puts out."""
+
+    template: int
+    op: str
+    args: tuple[Spec, ...]
+    kwargs: tuple[tuple[str, Spec], ...]
+    outs: int
+
+
+class Forget(Wire, tag=12):
+    """Drops the templates numbered below ``below``: the master has started new ones, and nothing names those."""
+
+    below: int
+
+
+class Free(Wire, tag=13):
+    """Drops refs: ``first`` and each next one by its distance from the one before."""
+
+    first: int
+    distances: tuple[int, ...]
+
+
+class Ask(Wire, tag=14):
+    """Runs a template and answers: with its plain value (Answer), or its outputs' geometry (Shapes)."""
+
+    request: int
+    call: Call
+
+
+class Send(Wire, tag=15):
+    """Sends the tensor to a peer through the data channel."""
+
+    transfer: int
+    ref: int
+    peer: int
+
+
+class Recv(Wire, tag=16):
+    """Receives a tensor from a peer; later commands that use ``out`` wait for it."""
+
+    transfer: int
+    out: int
+    peer: int
+    shape: tuple[int, ...]
+    dtype: int
+    device: str
+
+
+class Piece(Wire, tag=17):
+    """A piece of a pickled function or of its arguments, collected under ``key``."""
+
+    key: bytes
+    data: bytes
+    last: bool
+
+
+class Run(Wire, tag=18):
+    """Runs a user's function: ``function`` and ``arguments`` name collected pieces; answers with Result."""
+
+    request: int
+    function: bytes
+    arguments: bytes
+    site: str
+
+
+class Adopt(Wire, tag=19):
+    """Gives refs to the tensors that a Run returned, in order; 0 drops one."""
+
+    request: int
+    refs: tuple[int, ...]
+
+
+class Seed(Wire, tag=20):
+    """Seeds the node's default generators as torch.manual_seed does."""
+
+    seed: int
+
+
+class Random(Wire, tag=21):
+    """Answers with the state of a device's generator (state empty) or sets it."""
+
+    request: int
+    device: str
+    state: bytes
+
+
+class Sync(Wire, tag=22):
+    """Answers with Done once everything before it is done, transfers included."""
+
+    request: int
+
+
+class Memory(Wire, tag=23):
+    """Answers with the number of live tensors and the bytes of their storages on ``device`` ("" for all)."""
+
+    request: int
+    device: str
+
+
+class Peer(Wire, tag=24):
+    """A peer's data channel: its address, and the key that only the two of them have."""
+
+    rank: int
+    address: str
+    key: bytes
+
+
+class Lost(Wire, tag=25):
+    """A peer is gone: transfers with it fail."""
+
+    rank: int
+    why: str
+
+
+class Stop(Wire, tag=26):
+    """The last command: drop everything and end."""
+
+
+Command: TypeAlias = (
+    Call | Define | Forget | Free | Ask | Send | Recv | Piece | Run | Adopt | Seed | Random | Sync | Memory | Peer | Lost | Stop
+)
+
+
+class Batch(Wire, tag=1):
+    first: int
+    commands: tuple[Command, ...]
+
+
+# ---- replies: node -> master ---------------------------------------------------------------------------------------
+
+
+class Hello(Wire, tag=40):
+    """A worker's first words. The rank is not among them: it comes from the authenticated connection."""
+
+    protocol: int
+    job: str
+    pid: int
+    host: str
+    torch: str
+    python: str
+    devices: tuple[str, ...]
+    channel: str  #: the address of its data channel
+
+
+class Answer(Wire, tag=41):
+    request: int
+    value: Value
+
+
+class Shapes(Wire, tag=42):
+    request: int
+    outs: tuple[Geometry, ...]
+
+
+class Result(Wire, tag=43):
+    """What a user's function returned: msgpack with tensors as extension values, and their geometry."""
+
+    request: int
+    data: bytes
+    tensors: tuple[Geometry, ...]
+
+
+class Failed(Wire, tag=44):
+    """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened."""
+
+    seq: int
+    op: str
+    kind: str  #: the exception type, as "builtins.RuntimeError"
+    message: str
+    traceback: str
+
+
+class Poisoned(Wire, tag=45):
+    """The answer to a request for something poisoned: the failure ``seq`` on node ``rank`` caused it."""
+
+    request: int
+    rank: int
+    seq: int
+
+
+class Done(Wire, tag=46):
+    request: int
+
+
+Reply: TypeAlias = Hello | Answer | Shapes | Result | Failed | Poisoned | Done
+
+
+class Report(Wire, tag=2):
+    done: int
+    replies: tuple[Reply, ...]

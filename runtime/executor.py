@@ -1,0 +1,286 @@
+"""L4: commands to effects on a node's store. No sockets: what has to be told goes to ``emit``.
+
+A failed command poisons its outputs and whatever it would have written, is told once (Failed), and the node goes on.
+A command that reads poison is skipped and passes the poison on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from . import codec
+from . import command as c
+from .channel.base import DataChannel, PeerInfo
+from .errors import ChannelError, PoisonedError, ProtocolError
+from .functions import Functions
+from .ops import AllowList
+from .store import Pending, Poison, Store
+from .template import Template, tensors_of
+
+#: A told message or traceback is cut to this many characters.
+MAX_TEXT = 64 << 10
+
+
+class Executor:
+    """Applies commands in order. One per node, used by one thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        emit: Callable[[c.Reply], None],
+        channel: DataChannel,
+        allow: AllowList,
+        functions: Functions,
+        simulate_cuda: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.store = Store()
+        self.stopped = False
+        self._emit = emit
+        self._channel = channel
+        self._allow = allow
+        self._functions = functions
+        self._simulate_cuda = simulate_cuda
+        self._templates: dict[int, Template] = {}
+        self._results: dict[int, list[torch.Tensor]] = {}
+        #: the number of the command that is next, or being applied
+        self.seq = 0
+
+    def apply(self, batch: c.Batch) -> None:
+        """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
+        if batch.first != self.seq:
+            raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
+        templates, sending = self._templates, self.store.sending
+        for command in batch.commands:
+            try:
+                if type(command) is c.Call:
+                    template = templates[command.template]
+                    if template.mutated and self.store.sending:
+                        self._settle(template, command)
+                    template.run(command.out, command.args)
+                else:
+                    self._other(command)
+            except Exception as e:
+                self._failed(command, e)
+            self.seq += 1
+        if sending is not self.store.sending or len(sending) > 64:
+            self.store.settle([])
+
+    # ---- the less frequent commands --------------------------------------------------------------------------------
+
+    def _other(self, command: c.Command) -> None:
+        store = self.store
+        match command:
+            case c.Free():
+                store.free(command.first, command.distances)
+            case c.Define():
+                self._templates[command.template] = Template(command, self._allow, store.entries, self.device)
+            case c.Forget():
+                for number in [n for n in self._templates if n < command.below]:
+                    del self._templates[number]
+            case c.Ask():
+                self._ask(command)
+            case c.Send():
+                self._send(command)
+            case c.Recv():
+                self._recv(command)
+            case c.Piece():
+                self._functions.piece(command.key, command.data, command.last)
+            case c.Run():
+                self._run(command)
+            case c.Adopt():
+                for ref, tensor in zip(command.refs, self._results.pop(command.request), strict=True):
+                    if ref:
+                        store.entries[ref] = tensor
+            case c.Seed():
+                torch.manual_seed(command.seed)
+            case c.Random():
+                self._random(command)
+            case c.Sync():
+                self._settle_all()
+                self._emit(c.Done(command.request))
+            case c.Memory():
+                count, held = store.usage(command.device or None)
+                self._emit(c.Answer(command.request, f"{count} {held}"))
+            case c.Peer():
+                self._channel.connect({command.rank: _peer(command)})
+            case c.Lost():
+                self._channel.forget(command.rank, command.why)
+            case c.Stop():
+                self.stopped = True
+                store.clear()
+            case _:
+                raise ProtocolError(f"{type(command).__name__} is not for the executor")
+
+    def device(self, name: str) -> torch.device:
+        """A device of this node by name; a simulated CUDA device is the CPU's memory. Raises RuntimeError."""
+        device = torch.device(name)
+        if device.type == "cuda" and self._simulate_cuda:
+            if (device.index or 0) >= self._simulate_cuda:
+                raise RuntimeError(f"node {self.rank} has {self._simulate_cuda} simulated CUDA devices, not {name}")
+            return torch.device("cpu")
+        return device
+
+    def _ask(self, command: c.Ask) -> None:
+        call = command.call
+        template = self._templates[call.template]
+        if template.mutated and self.store.sending:
+            self._settle(template, call)
+        result = template.call(call.out, call.args)
+        tensors = tensors_of(result)
+        if not tensors and not isinstance(result, (list, tuple)):
+            self._emit(c.Answer(command.request, codec.to_value(result)))
+            return
+        for ref, tensor in zip(template.results(call.out, call.args), tensors, strict=True):
+            self.store.entries[ref] = tensor
+        self._emit(c.Shapes(command.request, tuple(map(self.geometry, tensors))))
+
+    def geometry(self, tensor: torch.Tensor) -> c.Geometry:
+        return c.Geometry(
+            tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), codec.dtype_id(tensor.dtype), str(tensor.device)
+        )
+
+    def _send(self, command: c.Send) -> None:
+        try:
+            entry = self._entry(command.ref)
+        except KeyError:
+            self._channel.refuse(command.peer, command.transfer, f"{self.rank} {self.seq}")
+            raise
+        if isinstance(entry, Poison):
+            self._channel.refuse(command.peer, command.transfer, f"{entry.rank} {entry.seq}")
+            return
+        transfer = self._channel.isend(entry, command.peer, command.transfer)
+        if not transfer.is_completed():
+            self.store.sending.append((entry, transfer))
+
+    def _recv(self, command: c.Recv) -> None:
+        dtype = codec.dtype_of(command.dtype)
+        codec.check_shape(command.shape, dtype.itemsize)
+        device = self.device(command.device)
+        tensor = self._channel.empty(command.shape, dtype)
+        if device.type != "cpu":
+            tensor = tensor.to(device)
+        pending = Pending(tensor, self._channel.irecv(tensor, command.peer, command.transfer), command.peer)
+        self.store.entries[command.out] = self.store.pending[command.out] = pending
+
+    def _run(self, command: c.Run) -> None:
+        def tensor(ref: int) -> torch.Tensor:
+            entry = self._entry(ref)
+            if isinstance(entry, Poison):
+                raise _PoisonRead(entry)
+            return entry
+
+        data, tensors = self._functions.run(command, tensor)
+        self._results[command.request] = tensors
+        self._emit(c.Result(command.request, data, tuple(map(self.geometry, tensors))))
+
+    def _random(self, command: c.Random) -> None:
+        device = self.device(command.device)
+        if command.state:
+            state = torch.frombuffer(bytearray(command.state), dtype=torch.uint8)
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+            else:
+                torch.set_rng_state(state)
+            self._emit(c.Done(command.request))
+        else:
+            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            self._emit(c.Answer(command.request, state.numpy().tobytes().hex()))
+
+    # ---- transfers and poison --------------------------------------------------------------------------------------
+
+    def _entry(self, ref: int) -> torch.Tensor | Poison:
+        """The tensor or poison under ``ref``; waits for one that is on its way. Raises KeyError."""
+        entry = self.store.entries[ref]
+        if isinstance(entry, Pending):
+            entry = self.store.entries[ref] = self._arrived(entry)
+            self.store.pending.pop(ref, None)
+        return entry
+
+    def _arrived(self, pending: Pending) -> torch.Tensor | Poison:
+        try:
+            pending.transfer.wait()
+        except PoisonedError as e:
+            rank, seq = map(int, e.reason.split())
+            return Poison(rank, seq)
+        except ChannelError as e:
+            return self._tell("transfer", e)
+        return pending.tensor
+
+    def _settle_all(self) -> None:
+        for ref in list(self.store.pending):
+            self._entry(ref)
+        self.store.settle([t for t, _ in self.store.sending])
+
+    def _settle(self, template: Template, call: c.Call) -> None:
+        targets = [self._entry(call.out - call.args[i]) for i in template.mutated]  # type: ignore[operator]
+        self.store.settle([t for t in targets if isinstance(t, torch.Tensor)])
+
+    def _failed(self, command: c.Command, error: Exception) -> None:
+        """The way out of every failed command: retry if it met a tensor on its way, pass poison on, or tell."""
+        call = command.call if isinstance(command, c.Ask) else command
+        request = getattr(command, "request", None)
+        template = self._templates.get(call.template) if isinstance(call, c.Call) else None
+        poison: Poison | None = error.poison if isinstance(error, _PoisonRead) else None
+        if template is not None and isinstance(call, c.Call) and poison is None:
+            try:
+                operands = template.operands(call.out, call.args)
+                waited = any(isinstance(self.store.entries.get(ref), Pending) for ref in operands)
+                read = [e for e in map(self._entry, operands) if isinstance(e, Poison)]
+            except Exception:  # nonsense from the master: told as what the command itself raised
+                waited, read = False, []
+            if read:
+                poison = min(read, key=lambda p: p.seq)
+            elif waited:
+                try:
+                    if isinstance(command, c.Ask):
+                        self._ask(command)
+                    else:
+                        template.run(call.out, call.args)
+                    return
+                except Exception as again:
+                    error = again
+        if poison is None:
+            poison = self._tell(template.name if template else type(command).__name__, error)
+        if template is not None and isinstance(call, c.Call):
+            self._spread(template, call, poison)
+        elif isinstance(command, c.Recv):
+            self.store.entries[command.out] = poison
+        if request is not None:
+            self._emit(c.Poisoned(request, poison.rank, poison.seq))
+
+    def _spread(self, template: Template, call: c.Call, poison: Poison) -> None:
+        entries = self.store.entries
+        try:
+            for ref in template.results(call.out, call.args):
+                entries[ref] = poison
+            for i in template.mutated:
+                ref = call.out - call.args[i]  # type: ignore[operator]
+                target = entries.get(ref)
+                for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
+                    entries[alias] = poison
+        except (TypeError, IndexError):
+            entries[call.out] = poison  # arguments that don't fit their template; Failed has told
+
+    def _tell(self, op: str, error: Exception) -> Poison:
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        try:
+            text = str(error)
+        except Exception as e:
+            text = f"<the text of this {kind} can't be had: {type(e).__name__}>"
+        trace = "".join(traceback.format_exception(error))
+        self._emit(c.Failed(self.seq, op, kind[:256], text[:MAX_TEXT], trace[-MAX_TEXT:]))
+        return Poison(self.rank, self.seq)
+
+
+class _PoisonRead(Exception):
+    def __init__(self, poison: Poison) -> None:
+        super().__init__()
+        self.poison = poison
+
+
+def _peer(command: c.Peer) -> PeerInfo:
+    return PeerInfo(command.rank, command.address, command.key)

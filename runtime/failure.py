@@ -1,0 +1,72 @@
+"""L4: a failure on a node, as the exception that the master raises at the user's next synchronization."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass
+from types import CodeType
+
+import torch
+
+from . import command as c
+from .errors import RemoteError
+
+#: Where a command was issued: a code object and the index of the instruction in it. Cheap to take (0.1 us), unlike a line.
+Site = tuple[CodeType, int]
+
+_KNOWN: dict[str, type[Exception]] = {
+    f"builtins.{name}": kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, (Warning, UnicodeError))
+} | {
+    "torch.OutOfMemoryError": torch.OutOfMemoryError,
+    "torch._C._LinAlgError": torch.linalg.LinAlgError,
+    "torch.linalg.LinAlgError": torch.linalg.LinAlgError,
+}
+
+
+def line_of(site: Site | None) -> str:
+    """ "train.py:12 in step", or "an unknown line"."""
+    if site is None:
+        return "an unknown line"
+    code, at = site
+    line = next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
+    return f"{code.co_filename}:{line} in {code.co_qualname}"
+
+
+@dataclass
+class Failure:
+    """Command ``seq`` of node ``rank`` failed. ``observed`` once an exception for it was raised."""
+
+    rank: int
+    host: str
+    pid: int
+    told: c.Failed
+    site: Site | None
+    observed: bool = False
+
+    @property
+    def seq(self) -> int:
+        return self.told.seq
+
+    def __str__(self) -> str:
+        return (
+            f"{self.told.message}\n"
+            f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n"
+            f"  issued: {line_of(self.site)}"
+        )
+
+    def exception(self, others: int = 0) -> Exception:
+        """The original type where it is known, else RemoteError naming it. Marks the failure as observed."""
+        self.observed = True
+        kind, text = self.told.kind, str(self)
+        if others:
+            text += f"\n  {others} more failure{'s' if others > 1 else ''} after this one, not shown"
+        known = _KNOWN.get(kind)
+        try:
+            error = known(text) if known is not None else RemoteError(f"{kind}: {text}")
+        except TypeError:  # a type whose constructor wants more than a text
+            error = RemoteError(f"{kind}: {text}")
+        if self.told.traceback:
+            error.add_note(f"--- traceback on node {self.rank} ---\n{self.told.traceback.rstrip()}")
+        return error

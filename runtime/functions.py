@@ -1,0 +1,131 @@
+"""L4: users' functions on a node, and what they return.
+
+Functions come pickled from the master only, over the authenticated control channel, and only through
+``_loads_from_master``. Nothing goes back pickled: results are tensors and plain data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from . import command as c
+from .errors import DisttensorError, ProtocolError
+
+#: A function, or the arguments of one call, are at most this long when pickled.
+MAX_PICKLE = 64 << 20
+#: Functions that are kept after their first call.
+MAX_KEPT = 1024
+
+_TENSOR, _TUPLE, _COMPLEX, _SET = 1, 2, 3, 4
+_encoder = msgspec.msgpack.Encoder()
+
+
+def key_of(data: bytes) -> bytes:
+    """The name under which pickled ``data`` is sent and kept."""
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+class Functions:
+    """Collects pieces, keeps functions by digest, runs them."""
+
+    def __init__(self, allowed: str = "any") -> None:
+        self._allowed = allowed
+        self._pieces: dict[bytes, bytearray] = {}
+        self._whole: dict[bytes, bytes] = {}
+        self._loaded: dict[bytes, Callable[..., Any]] = {}
+
+    def piece(self, key: bytes, data: bytes, last: bool) -> None:
+        """Raises ProtocolError when the pieces are too long or are not what ``key`` names."""
+        whole = self._pieces.setdefault(key, bytearray())
+        whole += data
+        if len(whole) > MAX_PICKLE:
+            del self._pieces[key]
+            raise ProtocolError(f"a pickled function or its arguments exceed {MAX_PICKLE >> 20} MiB; send tensors instead")
+        if last:
+            done = bytes(self._pieces.pop(key))
+            if key_of(done) != key:
+                raise ProtocolError("a pickled function arrived damaged")
+            self._whole[key] = done
+
+    def run(self, command: c.Run, tensor: Callable[[int], torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+        """Runs and gives (plain data with tensors as extension values, those tensors)."""
+        if self._allowed == "none":
+            raise DisttensorError("this node runs no user functions (functions='none')")
+        function = self._loaded.get(command.function)
+        if function is None:
+            function = _loads_from_master(self._whole.pop(command.function), tensor)
+            while len(self._loaded) >= MAX_KEPT:
+                del self._loaded[next(iter(self._loaded))]
+            self._loaded[command.function] = function
+        args, kwargs = _loads_from_master(self._whole.pop(command.arguments), tensor)
+        tensors: list[torch.Tensor] = []
+        with torch.enable_grad():
+            try:
+                result = function(*args, **kwargs)
+            except SystemExit as e:
+                raise DisttensorError(f"the function called sys.exit({e.code!r}); the node goes on") from e
+            except KeyboardInterrupt as e:
+                raise DisttensorError("the function raised KeyboardInterrupt; the node goes on") from e
+        return _encoder.encode(_plain(result, tensors)), tensors
+
+
+def _loads_from_master(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:
+    """The one place where a worker unpickles; ``data`` came from the master, which owns this worker."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> torch.Tensor:
+            return tensor(int(pid))
+
+    return Unpickler(io.BytesIO(data)).load()
+
+
+def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return msgspec.msgpack.Ext(_TENSOR, b"")
+    if isinstance(value, list):
+        return [_plain(v, tensors) for v in value]
+    if isinstance(value, tuple):
+        return msgspec.msgpack.Ext(_TUPLE, _encoder.encode([_plain(v, tensors) for v in value]))
+    if isinstance(value, (set, frozenset)):
+        return msgspec.msgpack.Ext(_SET, _encoder.encode([_plain(v, tensors) for v in value]))
+    if isinstance(value, dict):
+        return {_plain(k, tensors): _plain(v, tensors) for k, v in value.items()}
+    if isinstance(value, complex):
+        return msgspec.msgpack.Ext(_COMPLEX, _encoder.encode([value.real, value.imag]))
+    raise TypeError(
+        f"a function on a node returned a {type(value).__module__}.{type(value).__qualname__}; "
+        "only tensors and plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of them) come back, "
+        "because the master never unpickles what a node sends"
+    )
+
+
+def decode_result(data: bytes, tensors: list[Any]) -> Any:
+    """The master's side of a result: plain data, with ``tensors`` in order where the node had tensors.
+
+    Raises ProtocolError.
+    """
+    queue = iter(tensors)
+
+    def extension(code: int, body: memoryview) -> Any:
+        if code == _TENSOR:
+            return next(queue)
+        items = decoder.decode(body)
+        if code == _COMPLEX:
+            return complex(*items)
+        return tuple(items) if code == _TUPLE else set(items)
+
+    decoder = msgspec.msgpack.Decoder(ext_hook=extension)
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, StopIteration, TypeError, RecursionError) as e:
+        raise ProtocolError(f"a result of {len(data)} bytes can't be read: {e}") from None

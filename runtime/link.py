@@ -1,0 +1,318 @@
+"""L5: the master's I/O: flushes outboxes into the hub, takes reports in, and lets threads wait for answers.
+
+    issuing threads --> Outbox (no lock) --flush--> Hub.send        under `_lock`
+    Hub.drain --> Report --> acknowledge, failures, requests        under `_lock`
+
+There is no receiving thread: whoever waits polls the hub's descriptor without the lock and drains with it. Each
+draining thread wakes the others whose answers it took. One small thread flushes what lies about after a short idle.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
+from . import codec
+from . import command as c
+from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError
+from .failure import Failure
+from .interrupts import Interrupts
+from .launch.base import Exited, Launcher
+from .outbox import Outbox
+from .transport.base import Hub
+
+#: Commands that nobody flushed leave after about this long (seconds).
+IDLE = 0.002
+#: A node that neither dies nor answers is looked after at this interval while somebody waits.
+TICK = 0.5
+#: Failures kept with their traceback; later ones are kept without.
+MAX_TRACES = 256
+
+
+class Request:
+    """An answer that a thread waits for. ``reply`` is set before ``done``."""
+
+    __slots__ = ("done", "id", "node", "reply", "waiter")
+
+    def __init__(self, id: int, node: int) -> None:
+        self.id = id
+        self.node = node
+        self.reply: c.Reply | None = None
+        self.done = False
+        self.waiter = -1
+
+    def resolve(self, reply: c.Reply | None = None) -> None:
+        """Ends the waiting. Called by any thread."""
+        self.reply = reply
+        self.done = True
+        if self.waiter >= 0:
+            os.eventfd_write(self.waiter, 1)
+
+
+class Link:
+    """The master's connection with all nodes."""
+
+    def __init__(self, hub: Hub, nodes: int, launcher: Launcher | None, on_lost: Callable[[NodeLost], None]) -> None:
+        self.hub = hub
+        self.launcher = launcher
+        self.outboxes = [Outbox(rank) for rank in range(nodes)]
+        self.hellos: dict[int, c.Hello] = {}
+        self.failures: dict[tuple[int, int], Failure] = {}
+        self.interrupts = Interrupts()
+        self.reports = 0  #: messages received (for tests and status)
+        self.closed = False
+        self._forked = False
+        self._on_lost = on_lost
+        self._lock = threading.RLock()
+        self._requests: dict[int, Request] = {}
+        self._ids = count(1)
+        self._local = threading.local()
+        self._wake = threading.Event()
+        self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
+        self._flusher.start()
+
+    # ---- sending ---------------------------------------------------------------------------------------------------
+
+    def flush(self, outbox: Outbox) -> None:
+        """Sends what is queued for a node; blocks (interruptibly) while its window is full.
+
+        Raises NodeLost, ForkError in a forked child, DisttensorError after shutdown.
+        """
+        self._check(outbox)
+        with self.interrupts.deferred, self._lock:
+            self._send(outbox)
+            self.drain()
+        self._check(outbox)
+        if not self._wake.is_set():
+            self._wake.set()
+        if outbox.full:
+            self._wait_window(outbox)
+
+    def flush_all(self) -> None:
+        """Flushes every node that is still there: before the master blocks on one, or nodes could wait for each other."""
+        for outbox in self.outboxes:
+            if outbox.lost is None and (outbox.commands or outbox.dead):
+                self.flush(outbox)
+
+    def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
+        """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order."""
+        with self.interrupts.deferred, self._lock:
+            for rank, _ in (first, second):
+                self._check(self.outboxes[rank])
+            for rank, command in (first, second):
+                self.outboxes[rank].add(command, site)
+            for rank, _ in (first, second):
+                self._send(self.outboxes[rank])
+            self.drain()
+
+    def _check(self, outbox: Outbox) -> None:
+        if self._forked:
+            raise ForkError("this process was forked from the master; only the master can use its nodes")
+        if self.closed:
+            raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
+        if outbox.lost is not None:
+            raise NodeLost(*outbox.lost.__reduce__()[1])  # a fresh one: each raise has a traceback of its own
+
+    def _send(self, outbox: Outbox) -> None:
+        if outbox.lost is not None:
+            return
+        for message in outbox.take():
+            try:
+                self.hub.send(outbox.rank, message)
+            except BrokenError as e:
+                self._look_at_launcher(0.2)
+                self.lose(outbox.rank, str(e))
+                return
+
+    def _wait_window(self, outbox: Outbox) -> None:
+        request = Request(0, outbox.rank)
+        self.wait(request, until=lambda: not outbox.full)
+
+    # ---- receiving -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Takes in what has arrived. Callable by any thread."""
+        with self._lock:
+            for rank, message in self.hub.drain():
+                self.reports += 1
+                try:
+                    report = codec.decode_report(message)
+                    if not 0 <= report.done <= self.outboxes[rank].sent:
+                        raise ProtocolError(f"node {rank} reports {report.done} of {self.outboxes[rank].sent} commands")
+                    for reply in report.replies:
+                        self._take(rank, reply)
+                except ProtocolError as e:
+                    self.lose(rank, f"broke the protocol: {e}")
+                    continue
+                self.outboxes[rank].acknowledge(report.done)
+            self._look_at_launcher(0)
+
+    def _take(self, rank: int, reply: c.Reply) -> None:
+        if isinstance(reply, c.Failed):
+            hello = self.hellos[rank]
+            if len(self.failures) >= MAX_TRACES:
+                reply = c.Failed(reply.seq, reply.op, reply.kind, reply.message[:256], "")
+            failure = Failure(rank, hello.host, hello.pid, reply, self.outboxes[rank].site(reply.seq))
+            self.failures[rank, reply.seq] = failure
+        elif isinstance(reply, c.Hello):
+            if rank in self.hellos:
+                raise ProtocolError("a second hello")
+            self.hellos[rank] = reply
+        else:
+            request = self._requests.get(reply.request)
+            if request is not None:
+                if request.node != rank:
+                    raise ProtocolError(f"node {rank} answers a request to node {request.node}")
+                del self._requests[reply.request]
+                request.resolve(reply)
+
+    def _look_at_launcher(self, timeout: float) -> None:
+        if self.launcher is None or not select.select([self.launcher.fileno()], [], [], timeout)[0]:
+            return
+        for event in self.launcher.events():
+            if isinstance(event, Exited):
+                self.lose(event.rank, event.cause, event.tail)
+
+    def lose(self, rank: int, cause: str, tail: tuple[str, ...] = ()) -> None:
+        """Marks a node as lost; ends all waiting for it and tells the other nodes. Saying it twice is fine."""
+        outbox = self.outboxes[rank]
+        if outbox.lost is not None or self.closed:
+            return
+        hello = self.hellos.get(rank)
+        where = (hello.host, hello.pid) if hello else ("?", 0)
+        outbox.lose(NodeLost(rank, *where, cause, tail))
+        for request in [r for r in self._requests.values() if r.node == rank]:
+            del self._requests[request.id]
+            request.resolve()
+        for other in self.outboxes:
+            if other.lost is None and other.rank in self.hellos:
+                other.add(c.Lost(rank, cause))
+        self._on_lost(outbox.lost)  # type: ignore[arg-type]
+
+    # ---- waiting ---------------------------------------------------------------------------------------------------
+
+    def request(self, node: int) -> Request:
+        """A new request to ``node``, whose id goes into a command."""
+        request = Request(next(self._ids), node)
+        self._requests[request.id] = request
+        return request
+
+    def wait(
+        self, request: Request, timeout: float | None = None, until: Callable[[], bool] | None = None
+    ) -> c.Reply | None:
+        """Waits until the request is resolved (or ``until()`` holds); gives its reply.
+
+        Interruptible. Raises NodeLost when the node is lost, TimeoutError after ``timeout`` seconds.
+        """
+        outbox = self.outboxes[request.node]
+        poller, waker = self._poller()
+        request.waiter = waker
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while True:
+                with self.interrupts.deferred:
+                    self.drain()
+                if request.done or (until is not None and until()):
+                    break
+                self._check(outbox)
+                left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
+                if left <= 0:
+                    raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
+                for fd, _ in poller.poll(left * 1000):
+                    if fd == waker:
+                        os.eventfd_read(waker)
+        finally:
+            request.waiter = -1
+            self._requests.pop(request.id, None)
+        if request.done and request.reply is None and outbox.lost is not None:
+            self._check(outbox)
+        outbox.restart()
+        return request.reply
+
+    def _poller(self) -> tuple[select.poll, int]:
+        """This thread's poll object and the eventfd that wakes it."""
+        try:
+            return self._local.poller, self._local.waker.fd
+        except AttributeError:
+            self._local.waker = _Waker()
+            self._local.poller = poller = select.poll()
+            fds: Iterable[int] = [self.hub.fileno(), self._local.waker.fd]
+            for fd in [*fds, *([self.launcher.fileno()] if self.launcher else [])]:
+                poller.register(fd, select.POLLIN)
+            return poller, self._local.waker.fd
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps until something may have arrived."""
+        poller, waker = self._poller()
+        for fd, _ in poller.poll(seconds * 1000):
+            if fd == waker:
+                os.eventfd_read(waker)
+
+    # ---- the idle flush --------------------------------------------------------------------------------------------
+
+    def _flush_idle(self) -> None:
+        """Sends what an issuing thread left behind, so that nodes work while the script does something else."""
+        quiet = 0
+        while not self.closed:
+            if quiet > 10:
+                self._wake.clear()
+                for outbox in self.outboxes:
+                    if outbox.limit:
+                        outbox.limit = 2  # the next append flushes at once, and wakes this thread
+                self._wake.wait(TICK)
+                quiet = 0
+            before = [(o.sent, len(o.commands)) for o in self.outboxes]
+            time.sleep(IDLE)
+            if self.closed:
+                return
+            quiet += 1
+            for outbox, (sent, queued) in zip(self.outboxes, before, strict=True):
+                if outbox.sent != sent:
+                    quiet = 0
+                elif (queued or outbox.dead) and outbox.lost is None:
+                    quiet = 0
+                    with self._lock:
+                        if not self.closed and not outbox.full:
+                            self._send(outbox)
+            if self.launcher is not None or quiet == 1:
+                with self._lock:
+                    if not self.closed:
+                        self.drain()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def forked(self) -> None:
+        """In a forked child: nothing works any more, and nothing leaves."""
+        self._forked = True
+        for outbox in self.outboxes:
+            outbox.limit = 0
+
+    def close(self) -> None:
+        """Closes the hub. Requests under way end with an error. Calling it twice is fine."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self.hub.close()
+            for request in list(self._requests.values()):
+                request.resolve()
+            for outbox in self.outboxes:
+                outbox.limit = 0
+        self._wake.set()
+        if threading.current_thread() is not self._flusher:
+            self._flusher.join(5)
+
+
+class _Waker:
+    """An eventfd that closes with its thread."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        os.close(self.fd)

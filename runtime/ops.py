@@ -1,0 +1,49 @@
+"""L1: the allow-list: which operators a node runs, resolved by name. A name outside of it is an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch._ops import OpOverload
+
+from .errors import ProtocolError
+
+#: Without asking: torch's own operators. Users add theirs with init_master_worker(allow_ops=["torchvision::*"]).
+BASE = ("aten::*", "prims::*")
+
+#: Operators in these namespaces that reach beyond tensors (files, processes), refused all the same.
+REFUSED = frozenset({"aten::from_file", "aten::_save", "aten::save"})
+
+
+class AllowList:
+    """``resolve("aten::add.Tensor")`` gives the operator, once and for all."""
+
+    def __init__(self, extra: Iterable[str] = ()) -> None:
+        self.patterns = (*BASE, *extra)
+        self._known: dict[str, OpOverload] = {}
+
+    def resolve(self, name: str) -> OpOverload:
+        """Raises ProtocolError for an operator that is not allowed or doesn't exist here."""
+        op = self._known.get(name)
+        if op is None:
+            op = self._known[name] = self._find(name)
+        return op
+
+    def _find(self, name: str) -> OpOverload:
+        qualified, _, overload = name.partition(".")
+        if qualified in REFUSED or not any(fnmatchcase(qualified, p) for p in self.patterns):
+            allowed = ", ".join(self.patterns)
+            raise ProtocolError(f"operator {name} is not allowed on this node (allowed: {allowed}); see allow_ops=")
+        namespace, _, base = qualified.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), base, None)
+        op = getattr(packet, overload or "default", None)
+        if not isinstance(op, OpOverload):
+            raise ProtocolError(f"operator {name} doesn't exist on this node (torch {torch.__version__})")
+        return op
+
+
+def name_of(op: OpOverload) -> str:
+    """The name that ``resolve`` takes."""
+    return op.name()

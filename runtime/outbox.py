@@ -1,0 +1,132 @@
+"""L4: what waits to be sent to one node. Decides when to flush and what goes into a message; does no I/O.
+
+Issuing threads append without a lock: ``commands`` is a flat list (command, site, command, site, ...) and one
+``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. ``take`` looks at ``dead`` first and at
+``commands`` second: whatever died before had its last use appended before, so a free follows every use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice, pairwise
+
+from . import codec
+from . import command as c
+from .errors import DisttensorError, NodeLost
+from .failure import Site
+
+#: The window: commands and their bytes in flight per node. A full one blocks the issuing thread.
+MAX_COMMANDS = 10_000
+MAX_BYTES = 64 << 20
+#: A message takes at most this many commands. The first after a pause takes fewer, so that an idle node starts early.
+MAX_BATCH = 128
+MIN_BATCH = 2
+#: Refs in one Free; bounds its size below a message's limit whatever the distances.
+MAX_FREE = 100_000
+
+
+class Outbox:
+    """The queue of one node, and the account of what it has been sent and has done."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.commands: list[c.Command | Site | None] = []
+        self.dead: list[int] = []
+        #: ``len(commands)`` at which an issuing thread has to flush. 0 makes each next append look (a lost node).
+        self.limit = 2
+        self.sent = 0  #: commands sent; the number of the next one
+        self.done = 0  #: commands that the node has reported
+        self.messages = 0  #: messages sent (for tests and status)
+        self.bytes = 0  #: bytes sent
+        self.lost: NodeLost | None = None
+        #: what is in flight: (number of the first command, bytes, sites)
+        self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
+        self._flight_bytes = 0
+
+    def add(self, command: c.Command, site: Site | None = None) -> bool:
+        """Appends; whether the caller has to flush. The hot path has this inlined."""
+        self.commands += (command, site)
+        return len(self.commands) >= self.limit
+
+    def take(self) -> list[bytes]:
+        """The next messages, pending frees last. The caller holds the link's lock and sends them all."""
+        dead = self.dead
+        n = len(dead)
+        refs = dead[:n]
+        del dead[:n]
+        n = len(self.commands)
+        commands: list[c.Command] = self.commands[:n:2]  # type: ignore[assignment]
+        sites: list[Site | None] = self.commands[1:n:2]  # type: ignore[assignment]
+        del self.commands[:n]
+        if refs:
+            refs.sort()
+            for start in range(0, len(refs), MAX_FREE):
+                some = refs[start : start + MAX_FREE]
+                commands.append(c.Free(some[0], tuple(b - a for a, b in pairwise(some))))
+                sites.append(None)
+        if not commands:
+            return []
+        self.limit = min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.limit))
+        messages: list[bytes] = []
+        self._pack(commands, sites, messages)
+        return messages
+
+    def _pack(self, commands: list[c.Command], sites: list[Site | None], messages: list[bytes]) -> None:
+        message = codec.encode(c.Batch(self.sent, commands))  # type: ignore[arg-type]  # a list encodes as a tuple
+        if len(message) > codec.MAX_MESSAGE or len(commands) > MAX_COMMANDS:
+            if len(commands) == 1:
+                raise DisttensorError(f"a command of {len(message)} bytes is over the limit of {codec.MAX_MESSAGE}")
+            half = len(commands) // 2
+            self._pack(commands[:half], sites[:half], messages)
+            self._pack(commands[half:], sites[half:], messages)
+            return
+        messages.append(message)
+        self._flight.append((self.sent, len(message), sites))
+        self._flight_bytes += len(message)
+        self.sent += len(commands)
+        self.messages += 1
+        self.bytes += len(message)
+
+    def acknowledge(self, done: int) -> None:
+        """The node has applied ``done`` commands. What it did earlier needs no site any more."""
+        self.done = max(self.done, done)
+        flight = self._flight
+        while flight and flight[0][0] + len(flight[0][2]) <= done:
+            self._flight_bytes -= flight.popleft()[1]
+
+    @property
+    def full(self) -> bool:
+        return self.sent - self.done > MAX_COMMANDS or self._flight_bytes > MAX_BYTES
+
+    @property
+    def idle(self) -> bool:
+        """The node has nothing to do but perhaps the command that it is answering."""
+        return self.sent - self.done <= 1
+
+    def restart(self) -> None:
+        """After an answer from an idle node: the next commands should reach it soon."""
+        if self.limit and self.idle:
+            self.limit = 2 * MIN_BATCH
+
+    def site(self, seq: int) -> Site | None:
+        """Where command ``seq`` was issued, while it is in flight."""
+        for first, _, sites in self._flight:
+            if first <= seq < first + len(sites):
+                return sites[seq - first]
+        return None
+
+    def running(self) -> Site | None:
+        """Where the oldest command that the node has not reported was issued."""
+        return next((s for _, _, sites in islice(self._flight, 1) for s in sites[self.done - self._flight[0][0] :]), None)
+
+    def lose(self, error: NodeLost) -> None:
+        """The node is gone: nothing is queued for it any more, and every issuing thread learns of it."""
+        self.lost = error
+        self.limit = 0
+        self.commands.clear()
+        self._flight.clear()
+        self._flight_bytes = 0
+
+    def __repr__(self) -> str:
+        state = "lost" if self.lost else f"queued={len(self.commands) // 2} inflight={self.sent - self.done}"
+        return f"<Outbox node={self.rank} {state} dead={len(self.dead)}>"

@@ -1,0 +1,101 @@
+"""L3: a node's tensors by ref. An entry is a tensor, or stands for one that failed or is still on its way.
+
+Entries that are no tensors need no check on the hot path: an operator that is given one raises TypeError, and only
+then the executor looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .channel.base import Transfer
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Stands for a tensor that could not be made: the failure ``seq`` on node ``rank`` caused it."""
+
+    rank: int
+    seq: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """Stands for a tensor that a transfer is filling."""
+
+    tensor: torch.Tensor
+    transfer: Transfer
+    peer: int
+
+
+Entry = torch.Tensor | Poison | Pending
+
+
+class Store:
+    """ref -> entry."""
+
+    def __init__(self) -> None:
+        #: The executor's runners read and write this dict directly.
+        self.entries: dict[int, Entry] = {}
+        #: refs whose entries are Pending, in order of arrival
+        self.pending: dict[int, Pending] = {}
+        #: sends under way: an in-place operation on their memory has to wait
+        self.sending: list[tuple[torch.Tensor, Transfer]] = []
+
+    def free(self, first: int, distances: tuple[int, ...]) -> None:
+        """Drops entries. A ref that was never written (its command failed to leave the master) is no error."""
+        entries, ref = self.entries, first
+        entries.pop(ref, None)
+        for distance in distances:
+            ref += distance
+            entries.pop(ref, None)
+        if self.pending:
+            self.pending = {r: p for r, p in self.pending.items() if r in entries}
+
+    def aliases(self, tensor: torch.Tensor) -> list[int]:
+        """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
+        storage = tensor.untyped_storage()._cdata
+        return [r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and e.untyped_storage()._cdata == storage]
+
+    def settle(self, tensors: list[torch.Tensor]) -> None:
+        """Waits for sends that read the memory of ``tensors``, which is about to change."""
+        touched = {t.untyped_storage()._cdata for t in tensors}
+        rest = []
+        for tensor, transfer in self.sending:
+            if transfer.is_completed():
+                continue
+            if tensor.untyped_storage()._cdata in touched:
+                wait_quietly(transfer)
+            else:
+                rest.append((tensor, transfer))
+        self.sending = rest
+
+    def usage(self, device: str | None = None) -> tuple[int, int]:
+        """Live tensors, and the bytes of their distinct storages."""
+        storages: dict[int, int] = {}
+        count = 0
+        for entry in self.entries.values():
+            tensor = entry.tensor if isinstance(entry, Pending) else entry
+            if isinstance(tensor, Poison) or (device is not None and str(tensor.device) != device):
+                continue
+            count += 1
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        return count, sum(storages.values())
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self.pending.clear()
+        self.sending.clear()
+
+
+def wait_quietly(transfer: Transfer) -> None:
+    """Waits for the end of a send. That it failed is the receiver's to tell."""
+    from .errors import ChannelError
+
+    try:
+        transfer.wait()
+    except ChannelError:
+        return

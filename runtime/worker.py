@@ -1,0 +1,142 @@
+"""L5: the worker's process loop.
+
+    life-line pipe --> bundle, then silence; its end means that the master is gone
+    Spoke.recv() --> decode --> Executor.apply --> replies --> Spoke.send()
+
+One thread receives and executes, so the default lane costs no hand-over between threads. A second one waits for the
+end of the life-line.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import threading
+
+import torch
+
+from . import codec
+from . import command as c
+from .bundle import PROTOCOL, Bundle, read_bundle
+from .channel import get_channel
+from .channel.base import ChannelContext, DataChannel
+from .errors import ClosedError, ProtocolError
+from .executor import Executor
+from .functions import Functions
+from .ops import AllowList
+from .transport.base import Spoke
+
+#: Commands applied without a word to the master, at most; its window is several times that.
+ACK_EVERY = 1024
+
+#: The exit code of a worker whose master went away.
+EX_MASTER_GONE = 75
+
+
+class Worker:
+    """One node: a spoke, an executor and what is between them."""
+
+    def __init__(self, bundle: Bundle, spoke: Spoke) -> None:
+        self.bundle = bundle
+        self._spoke = spoke
+        self._replies: list[c.Reply] = []
+        self._told = 0
+        context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host)
+        self.channel: DataChannel = get_channel(bundle.backend)(context)
+        self.executor = Executor(
+            bundle.rank,
+            self._emit,
+            self.channel,
+            AllowList(bundle.allow_ops),
+            Functions(bundle.functions),
+            bundle.simulate_cuda,
+        )
+
+    def hello(self) -> c.Hello:
+        cuda = self.bundle.simulate_cuda or torch.cuda.device_count()
+        return c.Hello(
+            protocol=PROTOCOL,
+            job=self.bundle.job,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            devices=("cpu", *(f"cuda:{i}" for i in range(cuda))),
+            channel=self.channel.address(),
+        )
+
+    def serve(self) -> int:
+        """Applies commands until Stop (returns 0), the master's end (75) or a broken protocol (70)."""
+        torch.set_grad_enabled(False)
+        self._emit(self.hello())
+        self._flush()
+        try:
+            while not self.executor.stopped:
+                message = self._spoke.recv()
+                if message is not None:
+                    self.executor.apply(codec.decode_batch(message))
+                    if self._replies or self.executor.seq - self._told >= ACK_EVERY:
+                        self._flush()
+        except ClosedError:
+            return EX_MASTER_GONE
+        except ProtocolError as e:
+            print(f"disttensor: node {self.bundle.rank} gives up: {e}", file=sys.stderr)
+            return 70
+        finally:
+            self.channel.close()
+            self._spoke.close()
+        return 0
+
+    def _emit(self, reply: c.Reply) -> None:
+        self._replies.append(reply)
+        if type(reply) in _AWAITED:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Reports what has been applied, with the replies. The window of the master opens by it."""
+        executor, replies = self.executor, self._replies
+        self._replies = []
+        self._told = executor.seq
+        message = codec.encode(c.Report(executor.seq, tuple(replies)))
+        if len(message) > codec.MAX_MESSAGE and len(replies) > 1:
+            for reply in replies:
+                self._replies = [reply]
+                self._flush()
+            return
+        if len(message) > codec.MAX_MESSAGE:
+            seq = executor.seq
+            text = f"an answer of {len(message)} bytes is over the limit of {codec.MAX_MESSAGE}; return tensors instead"
+            failed = c.Failed(seq, "answer", "disttensor.runtime.errors.DisttensorError", text, "")
+            request = getattr(replies[0], "request", 0)
+            message = codec.encode(c.Report(seq, (failed, c.Poisoned(request, self.bundle.rank, seq))))
+        self._spoke.send(message)
+
+
+#: Somebody waits for these: they leave at once, not at the end of the batch.
+_AWAITED = frozenset({c.Answer, c.Shapes, c.Result, c.Poisoned, c.Done})
+
+
+def main(lifeline: int) -> int:
+    """A worker process: reads its bundle from the life-line, serves, and returns the exit code."""
+    bundle = read_bundle(lifeline)
+    threading.Thread(target=_watch, args=(lifeline,), name="life-line", daemon=True).start()
+    for path in reversed(bundle.sys_path):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    if bundle.cwd and os.path.isdir(bundle.cwd):
+        os.chdir(bundle.cwd)
+    torch.set_num_threads(bundle.threads)
+    from .transport.zmq import ZmqSpoke
+
+    spoke = ZmqSpoke(bundle.address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank)
+    return Worker(bundle, spoke).serve()
+
+
+def _watch(lifeline: int) -> None:
+    try:
+        while os.read(lifeline, 1):
+            pass
+    finally:
+        os._exit(EX_MASTER_GONE)
