@@ -1,82 +1,212 @@
-"""The reader thread of one connection: from frames to tensors. It is the only one that reads the socket."""
+"""The reading half of a tcp peer: from frames to tensors.
+
+One thread at a time reads, the one that holds ``_role``: normally the reader thread, which sleeps in the kernel. Waking
+it and then having it wake who waits costs twice, so after it has served a small transfer that somebody waited for it
+*parks*: the next one who waits takes the role and reads for itself. When nobody has for a moment, or somebody asks in
+another way (a callback, ``is_completed``), or a frame is large or early, the reader thread takes over again.
+"""
 
 from __future__ import annotations
 
+import select
 import socket
+import time
+from _thread import allocate_lock
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import BrokenError, ProtocolError
-from .frame import NACK, SIZE, Frame, Opener
+from .frame import EAGER, NACK, SIZE, Frame, Opener
 from .payload import byte_view, describe, store
 from .tcp_inbound import Inbound
+from .ticket import Ticket
 
 if TYPE_CHECKING:
-    from .tcp_peer import Receive, TcpPeer
+    from .tcp_peer import TcpPeer
+
+#: For how long the reader thread leaves the connection to those who wait, seconds. A transfer that nobody waits for
+#: is late by this at most.
+_GRACE = 0.002
+
+
+@dataclass(eq=False)
+class Receive:
+    """A receive that waits for its data. ``view`` is None when the tensor has to be staged."""
+
+    tensor: torch.Tensor
+    dtype: int
+    numel: int
+    view: memoryview | None
+    ticket: ReceiveTicket
+
+
+class ReceiveTicket(Ticket):
+    """Its waiter may read the connection."""
+
+    def __init__(self, peer: TcpPeer) -> None:
+        super().__init__()
+        self._peer = peer
+        self.waited = False  #: whether somebody came to wait before it ended
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._done:
+            self.waited = True
+            reader = self._peer.reader
+            if reader is not None and reader.parked:
+                start = time.monotonic()
+                reader.help(self, timeout)
+                if timeout is not None:
+                    timeout -= time.monotonic() - start
+        super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        if not self._done:
+            self._rouse()
+        return self._done
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        super().add_done_callback(fn)
+        if not self._done:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        reader = self._peer.reader
+        if reader is not None and reader.parked:
+            reader.rouse()
 
 
 class Reader:
-    """Reads what ``peer`` sends. A transfer that it has claimed is ended by it and nobody else."""
+    """Reads what ``peer`` sends over ``sock``. A transfer that it has claimed is ended by it and nobody else."""
 
-    def __init__(self, peer: TcpPeer, sock: socket.socket, opener: Opener) -> None:
-        self._peer, self._inbound, self._opener = peer, Inbound(sock), opener
+    def __init__(self, peer: TcpPeer, sock: socket.socket, key: bytes) -> None:
+        self._peer, self._inbound, self._opener = peer, Inbound(sock), Opener(key)
+        self._role = allocate_lock()
+        self._frame: Frame | None = None  #: its header was read, it was not dealt with yet
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.parked = False
+        self._helped = False  #: somebody has read since the reader thread last looked
+        self._rouse = allocate_lock()
+        self._rouse.acquire()
 
     def run(self) -> None:
-        """Until the connection ends. A payload is read only once its receive is there: TCP holds back the sender."""
-        why = "its reader ended"
+        """The reader thread. A payload is read only once its receive is there: TCP holds back the sender."""
         try:
             while True:
-                frame = self._opener.open(self._inbound.take(SIZE))
-                if frame.kind == NACK:
-                    self._peer.refused(frame)
-                else:
-                    self._read(frame, self._peer.claim(frame.transfer))
-        except (OSError, EOFError) as error:
-            why = (
-                f"rank {self._peer.info.rank} closed its end or died; "
-                f"the connection to rank {self._peer.me} is gone: {error}"
-            )
-        except (BrokenError, ProtocolError) as error:
-            why = f"between rank {self._peer.info.rank} and rank {self._peer.me}: {error}"
+                with self._role:
+                    served = self._step_or_fail(patient=True)
+                if served is not None and served.ticket.waited and served.numel * served.tensor.element_size() <= EAGER:
+                    self._park()
+        except Exception:  # the peer has failed, and knows why
+            return
         finally:
-            self._peer.read_ended(why)
+            self._peer.leave()
+
+    def help(self, ticket: ReceiveTicket, timeout: float | None) -> None:
+        """Reads until ``ticket`` has ended, if the reader thread is parked and the next frames are small and due."""
+        if not self._role.acquire(False):
+            return
+        try:
+            self._helped = True
+            while not ticket._done:
+                # Interrupting this is harmless, for nothing is taken yet; so it is where the time is spent.
+                if self._inbound.at_boundary() and not self._poll.poll(None if timeout is None else timeout * 1000):
+                    return
+                if self._step_or_fail(patient=False) is None and self._frame is not None:
+                    return
+        except Exception:  # the ticket has ended with it
+            return
+        finally:
+            self._role.release()
+            if not ticket._done:
+                self.rouse()
+
+    def rouse(self) -> None:
+        """Has the reader thread take over, if it is parked. Never blocks."""
+        if self._rouse.locked():
+            try:
+                self._rouse.release()
+            except RuntimeError:  # another thread was faster
+                return
+
+    def _park(self) -> None:
+        self._rouse.acquire(False)  # what was asked before is answered
+        self.parked = True
+        while True:
+            self._helped = False
+            if self._peer.failure is not None or self._rouse.acquire(True, _GRACE):
+                break
+            if not self._role.acquire(False):
+                self._role.acquire()  # somebody waits and reads: until then there is nothing to do
+            self._role.release()
+            if not self._helped:
+                break
+        self.parked = False
+
+    def _step_or_fail(self, patient: bool) -> Receive | None:
+        """One frame. Gives the receive that it ended, if it did; raises after it has failed the peer."""
+        peer = self._peer
+        try:
+            return self._step(patient)
+        except (OSError, EOFError) as error:
+            peer.fail(BrokenError, peer.lost(error))
+            raise
+        except BaseException as error:  # an interrupt too: what was read of the frame is lost
+            why = str(error) or type(error).__name__
+            peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
+            raise
+
+    def _step(self, patient: bool) -> Receive | None:
+        frame = self._frame
+        if frame is None:
+            frame = self._frame = self._opener.open(self._inbound.take(SIZE))
+        entry = None
+        if frame.kind == NACK:
+            self._peer.refused(frame)
+        else:
+            if not patient and frame.nbytes > EAGER:
+                return None
+            entry = self._peer.claim(frame.transfer, patient)
+            if entry is None:
+                return None
+            self._read(frame, entry)
+        self._frame = None
+        return entry
 
     def _read(self, frame: Frame, entry: Receive) -> None:
         """Ends ``entry``'s transfer. Raises what ends the connection, after it has."""
         peer, ticket = self._peer, entry.ticket
-        what = f"transfer {frame.transfer} from rank {peer.info.rank} to rank {peer.me}"
+        what = f"transfer {frame.transfer} from rank {peer.rank} to rank {peer.me}"
         try:
             if (frame.dtype, frame.numel) != (entry.dtype, entry.numel):
+                sends, receives = describe(frame.dtype, frame.numel), describe(entry.dtype, entry.numel)
+                peer.unclaim()
                 ticket.fail(
-                    BrokenError,
-                    f"{what}: rank {peer.info.rank} sends {describe(frame.dtype, frame.numel)} but "
-                    f"rank {peer.me} receives {describe(entry.dtype, entry.numel)}",
+                    BrokenError, f"{what}: rank {peer.rank} sends {sends} but rank {peer.me} receives {receives}"
                 )
                 peer.refuse(Frame(NACK, frame.transfer, entry.dtype, entry.numel, 0))
                 self._inbound.skip(frame.nbytes)
                 return
-            view, staged = entry.view, entry.tensor
+            view, arrived = entry.view, entry.tensor
             if view is None:
-                staged = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype)
-                view = byte_view(staged)
+                arrived = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype)
+                view = byte_view(arrived)
             if len(view) != frame.nbytes:
-                raise ProtocolError(f"{what} has {frame.nbytes} bytes, not {len(view)}")
+                raise ProtocolError(f"it has {frame.nbytes} bytes instead of {len(view)}")
             self._inbound.read_into(view)
-        except Exception as error:
+        except BaseException as error:
             # The rest of the payload cannot be told from frames any more, so the connection is over.
-            peer.read_done()
-            if isinstance(error, OSError | EOFError):
-                why = f"rank {peer.info.rank} closed its end or died: {error}"
-            else:
-                why = str(error)
-            kind, why = peer.failure or (BrokenError, why)
+            peer.unclaim()
+            kind, why = peer.failure or (BrokenError, peer.lost(error) if isinstance(error, EOFError) else str(error))
             ticket.fail(kind, f"{what} broke off: {why}")
             raise
-        peer.read_done()
-        if staged is not entry.tensor:
+        peer.unclaim()
+        if arrived is not entry.tensor:
             try:
-                store(entry.tensor, staged)
+                store(entry.tensor, arrived)
             except Exception as error:  # such as a tensor whose elements overlap: the connection is fine
                 ticket.fail(BrokenError, f"{what} arrived, but rank {peer.me} cannot store it: {error}")
                 return

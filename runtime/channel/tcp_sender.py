@@ -1,0 +1,172 @@
+"""The writing half of a tcp peer: a queue, a thread that is started when something had to be queued, and a short cut.
+
+A small frame with nothing queued before it is written by its caller, without blocking: a thread less to wake. What the
+kernel does not take of it is left to the sender thread.
+
+``_with_lock`` methods are called with the peer's lock held; it is held for short, non-blocking steps only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import termios
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import BrokenError
+from .frame import EAGER, Frame, Sealer
+from .payload import byte_view, plain
+from .ticket import Ticket
+
+if TYPE_CHECKING:
+    from .tcp_peer import TcpPeer
+
+
+@dataclass(eq=False)
+class Out:
+    """A frame to write. ``tensor`` keeps the memory alive; ``header`` is set once the frame's turn has come."""
+
+    frame: Frame
+    tensor: torch.Tensor | None
+    ticket: Ticket
+    header: bytes = b""  #: what is to be written before the payload
+    rest: bool = False  #: a part went out already: ``header`` holds all that is left
+
+
+class Sender:
+    """Writes frames in the order in which they were put. Before ``attach_with_lock`` they wait."""
+
+    def __init__(self, peer: TcpPeer) -> None:
+        self._peer = peer
+        self._work = threading.Condition(peer.lock)  #: something to write, or a failure
+        self._idle = threading.Condition(peer.lock)  #: nothing to write, or a failure
+        self._queue: deque[Out] = deque()
+        self._writing: Out | None = None  #: what the thread writes at this moment
+        self._sock: socket.socket | None = None
+        self._sealer: Sealer | None = None
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue) + (self._writing is not None)
+
+    def attach_with_lock(self, sock: socket.socket, key: bytes) -> None:
+        """The connection is up."""
+        self._sock, self._sealer = sock, Sealer(key)
+        self._work.notify_all()
+
+    def put_with_lock(self, out: Out) -> None:
+        """Writes or queues."""
+        if not (self._sock and out.frame.nbytes <= EAGER and not len(self) and self._write_now_with_lock(out)):
+            self._queue.append(out)
+            self.want_thread_with_lock()
+
+    def want_thread_with_lock(self) -> None:
+        """Has the thread look at the queue; it is started if need be, and connects first if nobody has."""
+        if self._thread is None:
+            self._thread = self._peer.start_with_lock(self._run, "send")
+        self._work.notify()
+
+    def give_up_with_lock(self) -> list[Ticket]:
+        """The peer failed: empties the queue and gives its tickets; the frame being written ends by itself."""
+        tickets = [out.ticket for out in self._queue]
+        self._queue.clear()
+        self._work.notify_all()
+        self._idle.notify_all()
+        return tickets
+
+    def writing(self) -> Out | None:
+        """What is being written by the thread."""
+        return self._writing
+
+    def flush(self, deadline: float) -> None:
+        """Waits until what was put has reached the peer's kernel, at most until ``deadline`` (time.monotonic)."""
+        with self._peer.lock:
+            while self._peer.failure is None and (left := deadline - time.monotonic()) > 0:
+                if len(self):
+                    self._idle.wait(left)
+                elif self._sock is not None and _unacknowledged(self._sock):
+                    # Closing while the peer still sends would make our kernel drop what it has not delivered.
+                    self._idle.wait(min(left, 0.002))
+                else:
+                    return
+
+    def _write_now_with_lock(self, out: Out) -> bool:
+        """Writes what the kernel takes at once. False if some is left, which is in ``out`` then."""
+        if self._sock is None or self._sealer is None:
+            return False
+        header = self._sealer.seal(out.frame)
+        payload = byte_view(out.tensor) if out.tensor is not None else memoryview(b"")
+        try:
+            sent = self._sock.sendmsg((header, payload), (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._peer.fail(BrokenError, self._peer.lost(error))
+            out.ticket.fail(BrokenError, self._what(out, self._peer.lost(error)))
+            return True
+        if sent == len(header) + len(payload):
+            out.ticket.finish()
+            return True
+        out.header, out.rest = (header + payload)[sent:], True
+        return False
+
+    def _run(self) -> None:
+        try:
+            self._peer.call_if_new()
+            while (out := self._next()) is not None:
+                self._write(out)
+        finally:
+            self._peer.leave()
+
+    def _next(self) -> Out | None:
+        """The next frame, sealed; None after a failure."""
+        with self._peer.lock:
+            self._writing = None
+            if not self._queue:
+                self._idle.notify_all()
+            while self._peer.failure is None:
+                if self._queue and self._sealer is not None:
+                    out = self._writing = self._queue.popleft()
+                    if not out.rest:
+                        out.header = self._sealer.seal(out.frame)
+                    return out
+                self._work.wait()
+            return None
+
+    def _write(self, out: Out) -> None:
+        try:
+            sock = self._sock
+            if sock is None:
+                raise OSError("it was closed")
+            if out.rest or out.tensor is None:
+                sock.sendall(out.header)
+            else:
+                tensor = plain(out.tensor)
+                payload = byte_view(tensor)
+                sent = sock.sendmsg((out.header, payload))
+                if sent < len(out.header):
+                    sock.sendall(out.header[sent:])
+                    sent = len(out.header)
+                sock.sendall(payload[sent - len(out.header) :])
+        except Exception as error:  # not only OSError: a frame of which a part is missing ends the connection
+            self._peer.fail(BrokenError, self._peer.lost(error))
+            kind, why = self._peer.failure or (BrokenError, str(error))
+            out.ticket.fail(kind, self._what(out, why))
+        else:
+            out.ticket.finish()
+
+    def _what(self, out: Out, why: str) -> str:
+        return f"transfer {out.frame.transfer} from rank {self._peer.me} to rank {self._peer.rank} broke off: {why}"
+
+
+def _unacknowledged(sock: socket.socket) -> int:
+    """Bytes that the peer's kernel does not have yet."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(count)
