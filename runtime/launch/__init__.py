@@ -1,0 +1,6 @@
+"""L6: launchers start worker processes and leave none behind."""
+
+from .base import Exited, Launcher, Started
+from .registry import get_launcher, launcher_names
+
+__all__ = ["Exited", "Launcher", "Started", "get_launcher", "launcher_names"]

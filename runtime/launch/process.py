@@ -1,0 +1,100 @@
+"""Processes on Linux: how one ends with its parent, how all below one are ended, and how an end is put in words."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+# Loaded here and not on use: a freshly forked child should take no lock of the loader's.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+_libc.prctl.restype = ctypes.c_int
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process as soon as the thread that made it ends; at once when ``parent`` is gone already.
+
+    Meant for children of a main thread: a child that a helper thread starts would die with that thread.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent ended before the line above took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends, so that ``end_children`` finds it."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def name_process(name: str) -> None:
+    """What ``top`` shows for this process (15 characters); its command line stays as it is."""
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    _libc.prctl(_PR_SET_NAME, ctypes.addressof(buffer), 0, 0, 0)
+
+
+def describe_exit(code: int) -> str:
+    """``exit code 3``, ``killed by SIGKILL``: a return code as ``subprocess`` counts it, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def children() -> list[int]:
+    """The pids of this process's children, zombies included. (/proc/*/children is missing on some kernels.)"""
+    me, found = str(os.getpid()), []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as stat:
+                # "pid (name) state ppid ...": the name can hold spaces and brackets
+                if stat.read().rpartition(")")[2].split()[1] == me:
+                    found.append(int(entry))
+    return found
+
+
+def end_children(patience: float, limit: float = 5.0) -> None:
+    """Ends and reaps all children, and whom they leave to this process: TERM, KILL after ``patience`` seconds.
+
+    Gives up ``limit`` seconds after that (a process in uninterruptible sleep cannot be ended).
+    """
+    start, told = time.monotonic(), set[int]()
+    while pids := children():
+        waited = time.monotonic() - start
+        if waited > patience + limit:
+            return
+        for pid in pids:
+            if waited >= patience:
+                os.kill(pid, signal.SIGKILL)  # a child that was not waited for cannot have lost its pid to another
+            elif pid not in told:
+                os.kill(pid, signal.SIGTERM)
+                told.add(pid)
+        wait_any(pids, 0.05 if waited >= patience else min(0.2, patience - waited))
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def wait_any(pids: list[int], timeout: float) -> None:
+    """Returns when one of these processes has ended or after ``timeout`` seconds."""
+    poller, fds = select.poll(), []
+    try:
+        for pid in pids:
+            try:
+                fds.append(os.pidfd_open(pid))
+            except ProcessLookupError:
+                return
+            poller.register(fds[-1], select.POLLIN)
+        poller.poll(timeout * 1000)
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,31 @@
+"""Which launchers there are, by name. A new one is a file beside this one and a line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from .base import Launcher
+
+#: name -> "module:class", the module relative to this package; imported when it is asked for
+_BUILTIN = {
+    "local": ".local:LocalLauncher",
+}
+
+
+def launcher_names() -> list[str]:
+    """The known names, sorted; nothing is imported."""
+    return sorted(_BUILTIN)
+
+
+def get_launcher(name: str) -> type[Launcher]:
+    """The class of the launcher ``name``.
+
+    Raises ValueError for an unknown name (it lists the known ones), ImportError when the launcher's library is missing.
+    """
+    if name not in _BUILTIN:
+        raise ValueError(f"unknown launcher {name!r}; known launchers: {', '.join(launcher_names())}")
+    module, _, attribute = _BUILTIN[name].partition(":")
+    found = getattr(import_module(module, __package__), attribute)
+    if not (isinstance(found, type) and issubclass(found, Launcher)):
+        raise TypeError(f"launcher {name!r} is {found!r}, which is not a subclass of Launcher")
+    return found

@@ -1,0 +1,236 @@
+"""The fork server: a process that has imported torch once and forks a worker from itself for each bundle.
+
+    master              fork server (one thread)                          worker of node k
+    LocalLauncher --control socket--> Server --life-line pipe: bundle, then silence--> stdin of its protocol
+       events    <-- Began, Ended --    |    <-- stdout, stderr pipes, relayed as "[node k] ..." --
+                                        +-- pidfd: when and how it ended
+
+Who dies when: the control socket's end (the master is gone, even by SIGKILL) or SIGTERM makes the server end all
+workers and then itself. When the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG) and their
+life-lines end. No descriptor of a worker's is left open in its siblings.
+
+It uses neither threads nor CUDA nor torch's thread pool: none of them survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+from ..bundle import Bundle, write_bundle
+from .child import become_worker
+from .control import Began, Ended, Kill, Order, Ready, Start, Stop, Unfit, Wire
+from .process import adopt_orphans, describe_exit, die_with_parent, end_children
+from .relay import TAIL_LINES, Sink, Source
+
+#: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
+TERM_TIME = 1.0
+
+
+class Node:
+    """A running worker, as its server sees it."""
+
+    def __init__(self, rank: int, pid: int, lifeline: int, sources: tuple[Source, ...], tail: deque[str]) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.lifeline = lifeline  #: write end; the worker dies when it closes
+        self.sources = sources
+        self.tail = tail
+
+    def signal(self, number: int) -> None:
+        """To its process group, so that children of user functions go with it. It is not reaped yet: the pid is its."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class Server:
+    """Forks, relays, reaps. ``run`` returns when the master has gone or said Stop and no worker is left."""
+
+    def __init__(self, wire: Wire[Order]) -> None:
+        self._wire = wire
+        self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
+        self._sinks = (Sink(1), Sink(2))
+        self._nodes: dict[int, Node] = {}
+        self._selector = selectors.PollSelector()  # epoll refuses regular files
+        self._deadline: float | None = None  #: set while stopping: when to use more force
+        self._force: int | None = None  #: the signal that the workers were sent last
+        self._paused = False  #: a sink is full, so sources wait
+        self._watch(wire.sock.fileno(), self._take_orders)
+        self._watch(self._wakeup[0], self._take_signal)
+        signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def run(self) -> None:
+        while self._nodes or self._deadline is None:
+            self._watch_writers()
+            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            for key, mask in self._selector.select(timeout):
+                # what ran before may have closed it, and its number may be another's by now
+                if mask & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is key:
+                    key.data()
+            self._wire.push()
+            for sink in self._sinks:
+                sink.push()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._press()
+        end_children(0)  # what the workers' own children left behind
+        for sink in self._sinks:
+            sink.push(0.2)
+        self._wire.push(0.2)
+
+    # ---- orders ----------------------------------------------------------------------------------------------------
+
+    def _take_orders(self) -> None:
+        for order in self._wire.hear():
+            match order:
+                case Start() if self._deadline is None:
+                    self._start(order.bundle, order.entry)
+                case Kill() if order.rank in self._nodes:
+                    self._nodes[order.rank].signal(order.signal)
+                case Stop():
+                    self._stop(order.grace)
+        if self._wire.ended:
+            self._selector.unregister(self._wire.sock)
+            self._stop(0)
+
+    def _take_signal(self) -> None:
+        os.read(self._wakeup[0], 64)
+        self._stop(0)
+
+    def _stop(self, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        if self._deadline is None or (self._force is None and deadline < self._deadline):
+            self._deadline = deadline
+
+    def _press(self) -> None:
+        """The time is over: TERM first, KILL later."""
+        self._force = signal.SIGTERM if self._force is None else signal.SIGKILL
+        self._deadline = time.monotonic() + TERM_TIME
+        for node in self._nodes.values():
+            node.signal(self._force)
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def _start(self, bundle: Bundle, entry: str) -> None:
+        fds: list[int] = []
+        try:
+            for _ in range(3):
+                fds += os.pipe()
+            line_out, line_in, out, out_in, err, err_in = fds
+            pid = self._fork(bundle.rank, entry, line_out, out_in, err_in, (line_in, out, err))
+            for fd in (line_out, out_in, err_in):
+                fds.remove(fd)
+                os.close(fd)
+            tail: deque[str] = deque(maxlen=TAIL_LINES)
+            sources = (Source(out, bundle.rank, self._sinks[0], tail), Source(err, bundle.rank, self._sinks[1], tail))
+            node = Node(bundle.rank, pid, line_in, sources, tail)
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, which its pidfd will say
+                write_bundle(line_in, bundle)
+        except OSError as e:  # no descriptors, no processes, no memory left
+            for fd in fds:
+                os.close(fd)
+            self._wire.say(Ended(bundle.rank, 0, os.EX_OSERR, f"could not be started: {e}", ()))
+            return
+        self._nodes[bundle.rank] = node
+        self._watch(node.pidfd, lambda: self._reap(node))
+        for source in sources:
+            self._watch_source(source)
+        self._wire.say(Began(bundle.rank, pid))
+
+    def _fork(self, rank: int, entry: str, lifeline: int, out: int, err: int, others: tuple[int, ...]) -> int:
+        server = os.getpid()
+        # A signal for the child between fork and its own handlers would be taken for one to the server.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        try:
+            pid = os.fork()
+            if pid == 0:
+                become_worker(server, rank, entry, lifeline, out, err, [*others, *self._own_fds()])
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # the child does the same: whoever comes first
+        return pid
+
+    def _own_fds(self) -> list[int]:
+        """All that a worker must not keep open."""
+        fds = [self._wire.sock.fileno(), *self._wakeup]
+        for node in self._nodes.values():
+            fds += [node.pidfd, node.lifeline, *(s.fd for s in node.sources)]
+        return fds
+
+    def _reap(self, node: Node) -> None:
+        node.signal(signal.SIGKILL)  # its children; it is a zombie itself, so the group's number is still its own
+        code = os.waitstatus_to_exitcode(os.waitpid(node.pid, 0)[1])
+        for source in node.sources:
+            self._forget(source.fd)
+            source.close()
+        self._forget(node.pidfd)
+        os.close(node.pidfd)
+        os.close(node.lifeline)
+        del self._nodes[node.rank]
+        self._wire.say(Ended(node.rank, node.pid, code, describe_exit(code), tuple(node.tail)))
+
+    # ---- the selector ----------------------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, then: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, then)
+
+    def _watch_source(self, source: Source) -> None:
+        if not self._paused:
+            self._watch(source.fd, lambda: self._relay(source))
+
+    def _relay(self, source: Source) -> None:
+        source.read()
+        if source.ended:  # the worker closed its stdout; only its pidfd says that it has ended
+            self._forget(source.fd)
+
+    def _forget(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _watch_writers(self) -> None:
+        """Waits for room where something could not be written; lets sources wait while too much is."""
+        for fd, pending in [(s.fd, s.pending) for s in self._sinks]:
+            self._forget(fd)
+            if pending:
+                self._selector.register(fd, selectors.EVENT_WRITE)
+        if not self._wire.ended:
+            writing = selectors.EVENT_WRITE if self._wire.pending else 0
+            self._selector.modify(self._wire.sock, selectors.EVENT_READ | writing, self._take_orders)
+        full = any(s.full for s in self._sinks)
+        if full != self._paused:
+            self._paused = full
+            for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:
+                self._forget(source.fd)
+                self._watch_source(source)
+
+
+def serve(control: int, parent: int) -> int:
+    """Serves the socket with this number until its end. ``parent`` is a pid to die with, or 0. One thread only."""
+    wire: Wire[Order] = Wire(socket.socket(fileno=control), Order)
+    wire.sock.set_inheritable(False)
+    if parent:
+        die_with_parent(parent)
+    adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
+    # numpy's OpenBLAS has threads, and a handler that stops them around a fork
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+    gc.freeze()  # a collection in a worker would otherwise touch, and so copy, every page
+    server = Server(wire)
+    wire.say(Ready(os.getpid()))
+    server.run()
+    return 0
+
+
+def decline(control: int, why: str) -> None:
+    """Tells the master that there won't be any worker."""
+    Wire(socket.socket(fileno=control), Order).say(Unfit(why))

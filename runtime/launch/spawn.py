@@ -1,0 +1,82 @@
+"""Starting a fork server, and finding the one that dtrun has started."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from ..errors import StartError
+
+#: Where dtrun tells the script which descriptor is the socket of its server.
+LAUNCHER_FD = "DISTTENSOR_LAUNCHER_FD"
+
+_BOOT = os.path.join(os.path.dirname(__file__), "boot.py")
+
+#: What a worker imports and what it would otherwise import after the fork, each for itself.
+PRELOAD = ("disttensor.runtime.worker", "disttensor.runtime.transport.zmq", "disttensor.runtime.channel.tcp")
+
+
+def spawn_server(preload: Sequence[str] = PRELOAD, tied: bool = False) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Starts a fork server; gives its control socket. ``tied``: it dies with the calling thread, which must be main.
+
+    Raises StartError.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        # Not 0, 1 or 2, which are what the caller may have closed and the server needs for others.
+        fd = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+        try:
+            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            path = json.dumps([p for p in sys.path if isinstance(p, str)])
+            parent = str(os.getpid() if tied else 0)
+            process = subprocess.Popen(
+                [sys.executable, *flags, "-P", _BOOT, path, str(fd), parent, *preload],
+                stdin=subprocess.DEVNULL,
+                stdout=None if _is_open(1) else subprocess.DEVNULL,
+                stderr=None if _is_open(2) else subprocess.DEVNULL,
+                pass_fds=(fd,),
+                start_new_session=True,  # Ctrl-C on the terminal is the master's
+            )
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as e:
+        ours.close()
+        raise StartError(f"the fork server could not be started ({sys.executable!r}): {e}") from e
+    finally:
+        theirs.close()
+    return ours, process
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def inherited_server() -> socket.socket | None:
+    """The control socket of dtrun's server, once and for the script that dtrun started, not for that one's children."""
+    text = os.environ.pop(LAUNCHER_FD, "")
+    try:
+        fd = int(text)
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        sock = socket.socket(fileno=fd)
+    except (ValueError, OSError):
+        return None
+    maker = 0
+    if sock.family == socket.AF_UNIX:
+        maker = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    if maker != os.getppid():  # a child of the script inherited the variable; this descriptor is something else
+        sock.detach()
+        return None
+    sock.set_inheritable(False)
+    return sock
