@@ -69,8 +69,8 @@ class ZmqSpoke(Spoke):
         self._send, self._recv, _, self._get = sockets.raw_calls(self._sock)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        self._fd = self._sock.FD
-        for descriptor in (self._fd, self._monitor.FD, self._wake):
+        self._only_messages = [(self._sock.FD, select.POLLIN)]
+        for descriptor in (self._sock.FD, self._monitor.FD, self._wake):
             self._poll.register(descriptor, select.POLLIN)
         self._look()  # the FD of a socket announces only what comes after a vain look into it
 
@@ -84,8 +84,7 @@ class ZmqSpoke(Spoke):
                 self._waiting = False
                 if self._closed:
                     raise ClosedError(f"node {self._rank} cannot receive: its own end is closed")
-                events = self._get(_EVENTS)
-                if events & _POLLIN:
+                if self._get(_EVENTS) & _POLLIN:
                     return self._recv(_NOBLOCK)
                 if self._ended:
                     raise self._master_gone()
@@ -97,7 +96,7 @@ class ZmqSpoke(Spoke):
                 ready = self._poll.poll(max(0, int((deadline - time.monotonic()) * 1000 + 0.999)))
                 if not ready and time.monotonic() >= deadline:
                     return None
-            if any(descriptor != self._fd for descriptor, _ in ready):
+            if ready != self._only_messages:
                 self._look()
 
     def send(self, message: bytes) -> None:

@@ -1,0 +1,316 @@
+"""The contract of transport/base.py, for each control transport; then what only a network can do to one."""
+
+import os
+import socket
+import threading
+
+import pytest
+from transport_kit import LIMIT, Proxy, World, nothing_leaks
+
+from disttensor.runtime.errors import BrokenError, ClosedError
+from disttensor.runtime.keys import curve_pair, job_id, job_secret, pair_key
+from disttensor.runtime.transport import sockets
+from disttensor.runtime.transport.sockets import MAX_MESSAGE
+from disttensor.runtime.transport.zmq import ZmqHub, ZmqSpoke
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    with nothing_leaks():
+        yield
+
+
+@pytest.fixture(params=["inproc", "curve", "plain"])
+def world(request):
+    world = World(request.param)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def net():
+    world = World("curve")
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def proxy(net):
+    proxy = Proxy(net.hub.address)
+    yield proxy
+    proxy.close()
+
+
+# ---- every transport ------------------------------------------------------------------------------------------------
+
+
+def test_messages_keep_their_order(world):
+    spokes = [world.join(rank) for rank in range(3)]
+    for i in range(300):
+        for rank in range(3):
+            world.hub.send(rank, b"%d to %d" % (i, rank))
+    for rank, spoke in enumerate(spokes):
+        assert [spoke.recv(LIMIT) for _ in range(300)] == [b"%d to %d" % (i, rank) for i in range(300)]
+        for i in range(300):
+            spoke.send(b"%d" % i)
+    got = world.take(900)
+    for rank in range(3):
+        assert [message for sender, message in got if sender == rank] == [b"%d" % i for i in range(300)]
+
+
+def test_a_node_is_connected_from_its_first_drained_message_on(world):
+    assert world.hub.connected == frozenset()
+    spoke = world.spoke(1)
+    with pytest.raises(BrokenError, match="node 1 is not connected"):
+        world.hub.send(1, b"early")
+    spoke.send(b"hello")
+    world.take(1)
+    assert world.hub.connected == {1}
+    assert "connected=[1]" in repr(world.hub)
+    assert "node=1" in repr(spoke)
+    world.echo(1, spoke)
+    with pytest.raises(BrokenError, match="node 7"):
+        world.hub.send(7, b"")
+
+
+def test_the_descriptor_tells_what_drain_has(world):
+    spoke = world.join(0)
+    for i in range(100):
+        assert world.hub.drain() == []
+        assert not world.ready(0)
+        spoke.send(b"%d" % i)
+        assert world.ready()
+        assert world.take(1) == [(0, b"%d" % i)]
+
+
+def test_draining_after_each_send_misses_nothing(world):
+    # A send may take in what the descriptor would have announced.
+    spoke = world.join(0)
+
+    def answer():
+        for _ in range(500):
+            spoke.send(spoke.recv())
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    got = 0
+    for i in range(500):
+        world.hub.send(0, b"%d" % i)
+        got += len(world.hub.drain())
+        if i % 7 == 0 and got < i:
+            got += len(world.take(1))
+    world.take(500 - got)
+    thread.join()
+
+
+def test_recv_times_out(world):
+    spoke = world.join(0)
+    assert spoke.recv(0) is None
+    assert spoke.recv(0.01) is None
+    world.echo(0, spoke)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2048, MAX_MESSAGE])
+def test_sizes(world, size):
+    spoke = world.join(0)
+    message = os.urandom(size)
+    world.hub.send(0, message)
+    assert spoke.recv(LIMIT) == message
+    spoke.send(message)
+    assert world.take(1) == [(0, message)]
+
+
+def test_a_message_over_the_limit_is_refused_and_harms_nothing(world):
+    spoke = world.join(0)
+    for end in (lambda m: world.hub.send(0, m), spoke.send):
+        with pytest.raises(ValueError, match=f"{MAX_MESSAGE + 1} bytes"):
+            end(bytes(MAX_MESSAGE + 1))
+    world.echo(0, spoke)
+
+
+def test_a_closed_node_is_gone_after_its_last_message(world):
+    spoke, other = world.join(0), world.join(2)
+    for i in range(200):
+        spoke.send(b"%d" % i)
+    spoke.close()
+    got, gone = world.lost()
+    assert got == [(0, b"%d" % i) for i in range(200)]
+    assert gone == [0]
+    assert world.hub.gone() == []
+    assert world.hub.connected == {2}
+    with pytest.raises(BrokenError, match="node 0"):
+        world.hub.send(0, b"late")
+    world.echo(2, other)
+
+
+def test_a_closed_master_is_gone_after_its_last_message(world):
+    spoke = world.join(0)
+    for i in range(200):
+        world.hub.send(0, b"%d" % i)
+    world.hub.close()
+    assert [spoke.recv(LIMIT) for _ in range(200)] == [b"%d" % i for i in range(200)]
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="master"):
+            spoke.recv(LIMIT)
+    with pytest.raises(ClosedError, match="master"):
+        spoke.send(b"late")
+
+
+@pytest.mark.parametrize("end", ["hub", "spoke"])
+def test_closing_wakes_a_blocked_recv(world, end):
+    spoke = world.join(0)
+    errors = []
+
+    def receive():
+        assert spoke.recv() == b"go"
+        spoke.send(b"waiting")
+        try:
+            spoke.recv()
+        except ClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    world.hub.send(0, b"go")
+    assert world.take(1) == [(0, b"waiting")]
+    (world.hub if end == "hub" else spoke).close()
+    thread.join(LIMIT)
+    assert len(errors) == 1
+
+
+def test_nothing_works_after_close(world):
+    spoke = world.join(0)
+    spoke.close()
+    spoke.close()
+    world.hub.close()
+    world.hub.close()
+    for call in (spoke.recv, lambda: spoke.send(b""), world.hub.drain, lambda: world.hub.send(0, b"")):
+        with pytest.raises(ClosedError):
+            call()
+    assert "closed" in repr(spoke)
+    assert "closed" in repr(world.hub)
+
+
+def test_any_thread_may_send_while_one_receives(world):
+    spoke = world.join(0)
+    received = []
+
+    def receive():
+        while (message := spoke.recv()) != b"stop":
+            received.append(message)
+
+    def send(thread):
+        for i in range(200):
+            spoke.send(b"%d %d" % (thread, i))
+
+    threads = [threading.Thread(target=receive), *(threading.Thread(target=send, args=(t,)) for t in range(3))]
+    for thread in threads:
+        thread.start()
+    got = []
+    for i in range(600):
+        world.hub.send(0, b"%d" % i)  # meets their sends in the node's socket
+        got += world.hub.drain()
+    world.hub.send(0, b"stop")
+    got += world.take(600 - len(got))
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    assert received == [b"%d" % i for i in range(600)]
+    for t in range(3):
+        mine = [message for _, message in got if message.startswith(b"%d " % t)]
+        assert mine == [b"%d %d" % (t, i) for i in range(200)]
+
+
+# ---- the network ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_connection_is_lost_for_good(net, proxy):
+    spoke, other = net.join(0, address=proxy.address), net.join(1)
+    proxy.cut()
+    assert net.lost() == ([], [0])
+    with pytest.raises(ClosedError):
+        spoke.recv(LIMIT)
+    with pytest.raises(BrokenError, match="does not come back"):
+        net.spoke(0)
+    net.echo(1, other)
+
+
+def test_a_silent_network_is_noticed_by_both_ends():
+    net = World("curve", silence=0.3)
+    proxy = Proxy(net.hub.address)
+    try:
+        spoke = net.join(0, address=proxy.address, silence=0.3)
+        assert spoke.recv(0.5) is None  # an idle connection is no silent one
+        proxy.frozen = True
+        assert net.lost() == ([], [0])
+        with pytest.raises(ClosedError):
+            spoke.recv(LIMIT)
+    finally:
+        net.close()
+        proxy.close()
+
+
+def test_connecting_is_tried_again(net, proxy):
+    proxy.drop = 2
+    net.echo(0, net.join(0, address=proxy.address))
+
+
+def test_a_master_that_is_not_there():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(BrokenError, match=f"cannot reach the master at tcp://127.0.0.1:{port}: 3 attempts"):
+        ZmqSpoke(f"tcp://127.0.0.1:{port}", curve_pair()[0], *curve_pair(), 0, connect_timeout=0.3)
+
+
+def test_a_taken_port_is_named(net):
+    port = int(net.hub.address.rpartition(":")[2])
+    with pytest.raises(BrokenError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
+        ZmqHub(port=port, server_keys=curve_pair(), node_keys={})
+
+
+def test_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    net = World("curve", host="::1")
+    net.echo(0, net.join(0))
+    assert net.hub.address.startswith("tcp://[::1]:")
+    net.close()
+
+
+def test_a_stuck_peer_delays_close_by_a_bound(net, proxy, monkeypatch):
+    monkeypatch.setattr(sockets, "FLUSH_MS", 50)
+    net.join(0, address=proxy.address)
+    proxy.frozen = True
+    for _ in range(64):
+        net.hub.send(0, bytes(MAX_MESSAGE))
+    net.hub.close()  # the test's timeout is the check
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+
+
+def test_pair_keys():
+    secret = job_secret()
+    keys = {(job, a, b): pair_key(secret, job, a, b) for job in ("x", "y") for a in range(-1, 13) for b in range(a)}
+    assert len(set(keys.values())) == len(keys)
+    assert all(len(key) == 32 and key == pair_key(secret, job, b, a) for (job, a, b), key in keys.items())
+    assert pair_key(job_secret(), "x", 1, 0) != keys["x", 1, 0]
+    with pytest.raises(ValueError, match="32 bytes"):
+        pair_key(b"short", "x", 0, 1)
+    assert job_id() != job_id()
+
+
+def test_pair_key_is_hkdf():
+    # One block of RFC 5869, written out with other means than the implementation's.
+    import hashlib
+
+    def hmac(key, text):
+        key = key.ljust(64, b"\0")
+        inner = hashlib.sha256(bytes(k ^ 0x36 for k in key) + text).digest()
+        return hashlib.sha256(bytes(k ^ 0x5C for k in key) + inner).digest()
+
+    secret = bytes(range(32))
+    info = b"disttensor pair" + (2).to_bytes(8, "big") + (5).to_bytes(8, "big")
+    assert pair_key(secret, "job", 5, 2) == hmac(hmac(b"job", secret), info + b"\x01")

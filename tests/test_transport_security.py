@@ -1,0 +1,350 @@
+"""Who gets in and who does not. Each refusal stands beside the case that must still work."""
+
+import ast
+import logging
+import os
+import pathlib
+import re
+import socket
+import struct
+
+import pytest
+import zmq
+from transport_kit import LIMIT, Proxy, World, nothing_leaks
+
+from disttensor.runtime.errors import BrokenError
+from disttensor.runtime.keys import curve_pair
+from disttensor.runtime.transport import sockets
+from disttensor.runtime.transport import zmq as transport
+from disttensor.runtime.transport.spoke import plain_name
+
+ROOT = pathlib.Path(__file__).parent.parent
+MEBI = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    with nothing_leaks():
+        yield
+
+
+@pytest.fixture
+def net():
+    world = World("curve")
+    yield world
+    world.close()
+
+
+class Peer:
+    """A ZeroMQ peer with any keys and any name, and none of the manners of a spoke."""
+
+    def __init__(self, net, keys, name):
+        self._ctx = sockets.context()
+        curve = sockets.Curve(*keys, net.server[0]) if keys else None
+        self.sock = sockets.dealer(self._ctx, net.hub.address, curve, name)
+        self.sock.monitor("inproc://peer", zmq.EVENT_ALL)
+        self._monitor = sockets.pair(self._ctx)
+        self._monitor.connect("inproc://peer")
+        self.sock.connect(net.hub.address)
+
+    def sees(self, *wanted):
+        """Waits for one of the events."""
+        while self._monitor.poll(LIMIT * 1000):
+            (kind,) = struct.unpack_from("=H", self._monitor.recv_multipart()[0])
+            if kind in wanted:
+                return True
+        return False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._monitor.close()
+        self.sock.close(linger=100)
+        self._ctx.term()
+
+
+def connect(address):
+    """A raw TCP connection."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    raw = socket.create_connection((host, int(port)))
+    raw.settimeout(LIMIT)
+    return raw
+
+
+def hangs_up(raw):
+    """Waits until the hub has hung up."""
+    try:
+        while raw.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+# ---- strangers ------------------------------------------------------------------------------------------------------
+
+
+def test_an_unlisted_key_is_refused_though_it_knows_the_servers(net):
+    with pytest.raises(BrokenError, match="refused this node's key"):
+        net.spoke(0, keys=curve_pair())
+    assert net.hub.refused == 1
+    assert net.hub.drain() == []
+    net.echo(0, net.join(0))
+    assert net.hub.refused == 1
+
+
+def test_a_wrong_server_key_connects_nobody(net):
+    right, net.server = net.server, curve_pair()
+    with pytest.raises(BrokenError, match="cannot reach the master"):
+        net.spoke(0, connect_timeout=0.2)
+    net.server = right
+    net.echo(0, net.join(0))
+
+
+def test_plain_text_is_refused_where_keys_are_expected(net):
+    with Peer(net, None, plain_name(0)) as peer:
+        peer.sock.send(b"let me in")
+        assert peer.sees(zmq.EVENT_DISCONNECTED)
+    net.echo(0, net.join(0))
+    assert net.hub.drain() == []
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(80),
+        os.urandom(999),
+    ],
+    ids=["http", "tls", "random"],
+)
+def test_noise_is_not_delivered(net, noise):
+    spoke = net.join(0)
+    with connect(net.hub.address) as raw:
+        raw.sendall(noise)
+        assert hangs_up(raw)
+    assert net.hub.drain() == []
+    net.echo(0, spoke)
+
+
+def test_a_huge_hello_is_given_no_memory(net):
+    def resident():
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, sent = resident(), 0
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
+    with connect(net.hub.address) as raw:
+        raw.sendall(greeting + b"\x06" + (1024 * MEBI).to_bytes(8, "big"))  # a long command frame
+        try:
+            while sent < 128 * MEBI:
+                raw.sendall(bytes(MEBI))
+                sent += MEBI
+        except ConnectionError:
+            pass
+    assert sent < 32 * MEBI, "the hub went on reading"
+    assert resident() - before < 50 * MEBI
+    net.echo(0, net.join(0))
+
+
+def test_silent_connections_are_dropped(monkeypatch):
+    assert sockets.HANDSHAKE_MS == 2000
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 200)
+    net = World("curve")
+    spoke = net.join(0)
+    strangers = [connect(net.hub.address) for _ in range(50)]
+    assert all(hangs_up(raw) for raw in strangers)
+    for raw in strangers:
+        raw.close()
+    net.echo(0, spoke)
+    net.close()
+
+
+def test_a_crowd_of_strangers_gets_one_line_in_the_log(net, caplog):
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            with pytest.raises(BrokenError, match="refused"):
+                net.spoke(0, keys=curve_pair())
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused a connection from 127.0.0.1: unknown key; 1 refused so far"
+    ]
+    assert net.hub.refused == 5
+
+
+def test_without_a_doorman_nobody_gets_in(net):
+    # libzmq's default is the opposite: no ZAP handler, no questions.
+    ctx, server = sockets.context(), curve_pair()
+    lonely = sockets.router(ctx, "tcp://127.0.0.1", sockets.Curve(*server))
+    net.server, address = server, f"tcp://127.0.0.1:{lonely.bind_to_random_port('tcp://127.0.0.1')}"
+    with pytest.raises(BrokenError):
+        net.spoke(0, address=address, connect_timeout=0.2)
+    lonely.close()
+    ctx.term()
+
+
+# ---- nodes that lie -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_worker_with_a_live_nodes_key_is_refused(net):
+    first = net.join(0)
+    with pytest.raises(BrokenError, match="was connected before"):
+        net.spoke(0)
+    assert net.hub.refused == 1
+    net.echo(0, first)
+
+
+def test_of_two_with_one_key_the_first_to_speak_is_the_node(net):
+    first, second = net.spoke(0), net.spoke(0)
+    first.send(b"hello")
+    assert net.take(1) == [(0, b"hello")]
+    second.send(b"no, me")
+    while not net.hub.refused:
+        assert net.ready()
+        assert net.hub.drain() == []
+    net.echo(0, first)
+    assert second.recv(0) is None
+
+
+def test_a_restarted_worker_is_refused(net):
+    net.join(0).close()
+    assert net.lost()[1] == [0]
+    with pytest.raises(BrokenError, match="does not come back"):
+        net.spoke(0)
+
+
+def test_a_live_nodes_routing_id_is_of_no_use(net):
+    spoke = net.join(0)
+    with Peer(net, net.keys[1], net.hub._routes[0]) as peer:
+        assert peer.sees(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        peer.sock.send(b"I am node 0")
+        net.echo(0, spoke)
+    net.echo(0, spoke)
+    # Its name is taken, so the socket heeds nothing of it, or takes its message for a name.
+    assert net.hub.drain() == []
+    assert net.hub.connected == {0}
+
+
+def test_a_lost_nodes_routing_id_is_of_no_use(net):
+    spoke = net.join(0)
+    route = net.hub._routes[0]
+    spoke.close()
+    assert net.lost()[1] == [0]
+    with Peer(net, net.keys[1], route) as peer:
+        peer.sock.send(b"I am node 0")
+        assert net.take(1) == [(1, b"I am node 0")]
+        with pytest.raises(BrokenError, match="node 0 is gone"):
+            net.hub.send(0, b"secret")
+
+
+def test_a_rank_is_the_keys_whatever_the_name(net):
+    with Peer(net, net.keys[1], plain_name(0)) as peer:
+        peer.sock.send(b"I am node 0")
+        assert net.take(1) == [(1, b"I am node 0")]
+
+
+def test_a_message_of_many_frames_is_dropped(net):
+    with Peer(net, net.keys[1], b"many") as peer:
+        peer.sock.send_multipart([b"1", b"2", b"3"])
+        peer.sock.send(b"one")
+        assert net.take(1) == [(1, b"one")]
+        assert net.hub.refused == 1
+
+
+def test_an_oversize_message_cuts_off_its_sender_only(net):
+    other = net.join(0)
+    with Peer(net, net.keys[1], b"big") as peer:
+        peer.sock.send(b"hello")
+        net.take(1)
+        peer.sock.send(bytes(2 * MEBI))
+        assert net.lost() == ([], [1])
+    net.echo(0, other)
+
+
+# ---- on the path ----------------------------------------------------------------------------------------------------
+
+
+def test_a_replayed_session_is_refused(net):
+    proxy = Proxy(net.hub.address)
+    spoke = net.join(0, address=proxy.address)
+    spoke.send(b"once")
+    net.take(1)
+    with connect(net.hub.address) as raw:
+        raw.sendall(proxy.recorded)
+        assert hangs_up(raw)
+    assert net.hub.drain() == []
+    net.echo(0, spoke)
+    assert b"once" not in proxy.recorded
+    proxy.close()
+
+
+def test_a_flipped_bit_ends_the_connection(net):
+    proxy = Proxy(net.hub.address)
+    spoke = net.join(0, address=proxy.address)
+    proxy.flip = True
+    spoke.send(b"damaged on its way")
+    assert net.lost() == ([], [0])
+    proxy.close()
+
+
+# ---- plain text -----------------------------------------------------------------------------------------------------
+
+
+def test_plain_text_hears_only_expected_names():
+    net = World("plain", nodes=1)
+    spoke = net.join(0)
+    with Peer(net, None, b"stranger") as peer:
+        peer.sock.send(b"hello")
+        while not net.hub.refused:
+            assert net.ready()
+            assert net.hub.drain() == []
+    net.echo(0, spoke)
+    net.close()
+
+
+def test_plain_text_is_for_loopback(monkeypatch):
+    monkeypatch.delenv(transport.PLAINTEXT_SWITCH, raising=False)
+    with pytest.raises(ValueError, match=transport.PLAINTEXT_SWITCH):
+        transport.ZmqHub("192.0.2.1", server_keys=None, node_keys={})
+    assert transport._endpoint("192.0.2.1", 0, encrypted=True) == "tcp://192.0.2.1:0"
+    monkeypatch.setenv(transport.PLAINTEXT_SWITCH, "1")  # only "yes" means yes
+    with pytest.raises(ValueError, match="not loopback"):
+        transport._endpoint("192.0.2.1", 0, encrypted=False)
+    monkeypatch.setenv(transport.PLAINTEXT_SWITCH, "yes")
+    assert transport._endpoint("192.0.2.1", 0, encrypted=False) == "tcp://192.0.2.1:0"
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "0", "::", "::ffff:0.0.0.0", "0x0"])
+def test_every_interface_is_never_meant(host):
+    with pytest.raises(ValueError, match="every interface"):
+        transport.ZmqHub(host, server_keys=curve_pair(), node_keys={})
+
+
+def test_bad_keys_are_named():
+    key = curve_pair()[0]
+    with pytest.raises(ValueError, match="nodes 0 and 1 have the same"):
+        transport.ZmqHub(server_keys=curve_pair(), node_keys={0: key, 1: key})
+    with pytest.raises(ValueError, match="node 0's public key"):
+        transport.ZmqHub(server_keys=curve_pair(), node_keys={0: "short"})
+
+
+# ---- the source -----------------------------------------------------------------------------------------------------
+
+
+def sources():
+    for folder in ("runtime", "disttensor"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), path
+
+
+def test_only_the_factory_makes_zeromq_sockets():
+    makes = re.compile(
+        r"\bzmq\.(asyncio\.|green\.)?(Context|Socket)\s*\(|\b(ctx|context)\.socket\(|Context\.instance|SHADOW"
+    )
+    assert [name for name, path in sources() if makes.search(path.read_text())] == ["runtime/transport/sockets.py"]
+
+
+def test_no_check_is_an_assert():
+    # python -O removes them.
+    for name, path in sources():
+        if name.startswith("runtime/transport/") or name == "runtime/keys.py":
+            assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), name
