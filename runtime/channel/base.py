@@ -70,16 +70,25 @@ class Transfer(ABC):
 
     @abstractmethod
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` once when the transfer ended (in any thread), or now if it has."""
+        """Calls ``fn`` once when the transfer ended (in any thread; it must not block), or now if it has."""
 
 
 class DataChannel(ABC):
     """Moves tensors between this peer and others. All methods are thread-safe.
 
     ``isend`` and ``irecv`` return at once and keep a reference to the tensor until the transfer ended. A tensor may
-    have any dtype, any strides and zero elements; the receiver's must have the sender's dtype and number of elements
-    (else both transfers fail with BrokenError, naming both sides' values). The memory of a tensor that is being sent
-    must not change until the transfer ended.
+    have any dtype, any strides and zero elements. The memory of one that is being sent must not change, and that of
+    one that is being received into must not be used, until the transfer ended.
+
+    The receiver's tensor must have the sender's dtype and number of elements, else its transfer fails with
+    BrokenError, naming both sides' values. So does the sender's, unless it has ended by then: a send ends when its
+    bytes were handed over (to the kernel, say), which does not mean that they have arrived. Other transfers go on.
+
+    Data that comes before its ``irecv`` waits, and what the same peer sent after it waits behind it; so every isend
+    needs its irecv at the other end, or the pair stalls and, after a limit of the channel's, breaks.
+
+    After a peer was lost (it closed, died or was forgotten) transfers with it fail with BrokenError, including those
+    started later: ``isend`` and ``irecv`` return them, failed.
     """
 
     name: ClassVar[str]
@@ -98,13 +107,17 @@ class DataChannel(ABC):
 
     @abstractmethod
     def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
-        """Starts sending ``tensor`` to ``peer``. Raises ValueError for an unknown peer, ClosedError after close."""
+        """Starts sending ``tensor`` to ``peer``.
+
+        Raises ValueError for an unknown peer, ClosedError after close, TypeError for what cannot travel as one piece
+        of memory (sparse and quantized tensors).
+        """
 
     @abstractmethod
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         """Starts receiving into ``tensor`` from ``peer``.
 
-        Raises ValueError for an unknown peer, BusyError if ``transfer`` is being received already, ClosedError.
+        Raises as ``isend``, and BusyError if ``transfer`` is being received from that peer already.
         """
 
     def send(self, tensor: torch.Tensor, peer: int, transfer: int) -> None:
@@ -116,7 +129,8 @@ class DataChannel(ABC):
         self.irecv(tensor, peer, transfer).wait()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A CPU tensor to receive into. A channel that reuses warm buffers hands out one of those."""
+        """An uninitialised CPU tensor to receive into. A channel that reuses warm buffers hands out one of those; its
+        storage has a fixed size then, so that ``resize_`` to more elements raises RuntimeError."""
         return torch.empty(shape, dtype=dtype)
 
     def forget(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do

@@ -180,7 +180,7 @@ def _copy(key: _Key, source: _Half, destination: _Half) -> None:
         why = f"{what}: rank {sender} sends {describe(*sent)} but rank {receiver} receives {describe(*wanted)}"
     else:
         try:
-            store(destination.tensor, source.tensor.detach().reshape(destination.tensor.shape))
+            store(destination.tensor, source.tensor)
         except Exception as error:  # such as a destination whose elements overlap
             why = f"{what}: rank {receiver} cannot store it: {error}"
     for half in (source, destination):

@@ -20,6 +20,7 @@ _IDS: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate
 #: every dtype that can travel, in the order of their wire ids
 DTYPES: tuple[torch.dtype, ...] = tuple(_IDS)
 
+_PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}
 _PyBUF_WRITE = 0x200
 _from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -51,7 +52,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself if it is plain, else a plain copy of its elements."""
     if is_plain(tensor):
         return tensor
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return _movable(tensor.detach()).to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -67,4 +68,16 @@ def store(destination: torch.Tensor, plain_copy: torch.Tensor) -> None:
     """Copies what arrived in ``plain_copy`` (same dtype, number of elements) into ``destination``."""
     # Inference mode, so that a destination that is an inference tensor may be written too.
     with torch.inference_mode():
-        destination.detach().copy_(plain_copy.view(destination.shape))
+        _movable(destination.detach()).copy_(_movable(plain_copy.detach()).reshape(destination.shape))
+
+
+def scratch(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain, uninitialised CPU tensor of ``tensor``'s dtype and number of elements."""
+    nbytes = tensor.numel() * tensor.element_size()
+    # Through bytes: torch.empty warns of complex32.
+    return torch.empty(nbytes, dtype=torch.uint8).view(tensor.dtype)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a dtype that torch can copy: packed 4-bit floats are bytes to it."""
+    return tensor.view(torch.uint8) if tensor.dtype in _PACKED else tensor

@@ -92,8 +92,13 @@ class TcpChannel(DataChannel):
         """Waits at most ``limits.flush`` seconds until what is being sent has reached the peers' kernels."""
         self._closed = self._closed or "was closed"
         deadline = time.monotonic() + self.limits.flush
-        for peer in list(self._peers.values()):
+        peers = list(self._peers.values())
+        for peer in peers:
             peer.flush(deadline)
+        for peer in peers:
+            peer.close(self._end_text())
+        for peer in peers:
+            peer.linger(deadline)
         self._end(5.0)
 
     def abort(self) -> None:
@@ -105,15 +110,18 @@ class TcpChannel(DataChannel):
         self._listener.stop()
         peers = list(self._peers.values())
         for peer in peers:
-            peer.fail(ClosedError, f"the tcp channel of rank {self._context.rank} {self._closed}")
+            peer.fail(ClosedError, self._end_text())
         deadline = time.monotonic() + join
         for thread in [self._listener.thread, *(thread for peer in peers for thread in peer.threads)]:
             if thread is not threading.current_thread():  # a done callback may close the channel
                 thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _end_text(self) -> str:
+        return f"the tcp channel of rank {self._context.rank} {self._closed}"
+
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError(f"the tcp channel of rank {self._context.rank} {self._closed}")
+            raise ClosedError(self._end_text())
 
     def _peer(self, rank: int, transfer: int) -> TcpPeer:
         self._check_open()

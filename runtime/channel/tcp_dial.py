@@ -56,7 +56,10 @@ def dial(
     deadline = time.monotonic() + limit
     hung_up = ""
     for attempt in range(_ATTEMPTS):
-        time.sleep(0.05 * attempt)
+        if attempt:
+            if not watch(None):
+                break
+            time.sleep(0.05 * attempt)
         sock = None
         try:
             host, port = split_address(info.address)
@@ -70,6 +73,7 @@ def dial(
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             verdict, secrets = call(sock, info.key, job, me, info.rank)
             if verdict == WELCOME:
+                watch(None)
                 taken, sock = sock, None
                 return taken, secrets
             if verdict == CROSSED:
@@ -88,8 +92,8 @@ def dial(
         except (OSError, ValueError) as error:
             raise BrokenError(f"rank {me} cannot reach rank {info.rank} at {info.address}: {error}") from error
         finally:
-            watch(None)
             if sock is not None:
+                watch(None)
                 sock.close()
     raise BrokenError(
         f"rank {info.rank} at {info.address} refused rank {me} in the handshake ({hung_up or 'gave up'}): it is gone, "

@@ -19,7 +19,10 @@ down; a transfer whose memory a thread is using at that moment is failed by that
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +32,7 @@ from enum import Enum
 
 import torch
 
-from ..errors import BrokenError, BusyError, ChannelError
+from ..errors import BrokenError, BusyError, ChannelError, ClosedError
 from .base import PeerInfo
 from .frame import DATA, EAGER, Frame
 from .handshake import CROSSED, TAKEN, WELCOME, Secrets
@@ -73,6 +76,7 @@ class TcpPeer:
         self.reader: Reader | None = None  #: None until connected
         self._sock: socket.socket | None = None
         self._calling: socket.socket | None = None
+        self._lingering = False  #: between ``close`` and ``linger``
         self._users = 0  #: threads that use _sock; the last one closes it
         self.threads: list[threading.Thread] = []
 
@@ -110,8 +114,26 @@ class TcpPeer:
         return entry.ticket
 
     def flush(self, deadline: float) -> None:
-        """Waits until what was sent has reached the peer's kernel, at most until ``deadline`` (time.monotonic)."""
+        """Waits until what was sent has been written, at most until ``deadline`` (time.monotonic)."""
         self._sender.flush(deadline)
+
+    def close(self, why: str) -> None:
+        """Ends as ``fail(ClosedError, why)``, but what was written may still reach the peer: ``linger`` comes next."""
+        with self.lock:
+            if self.failure is None and self._sock is not None:
+                self._users += 1
+                self._lingering = True
+            self.fail(ClosedError, why)
+
+    def linger(self, deadline: float) -> None:
+        """Waits until the peer's kernel has what was written: ours would drop it if it had to refuse more from them."""
+        with self.lock:
+            lingers, self._lingering = self._lingering, False
+        if lingers and self._sock is not None:
+            while _unacknowledged(self._sock) and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            _shut_down(self._sock)
+            self.leave()
 
     def fail(self, kind: type[ChannelError], why: str) -> None:
         """Ends all transfers with ``kind(why)``, now and later. Never blocks; only the first failure counts."""
@@ -121,7 +143,7 @@ class TcpPeer:
             self.failure = kind, why
             victims = [*self._sender.give_up_with_lock(), *(entry.ticket for entry in self._receives.values())]
             self._receives.clear()
-            _shut_down(self._sock)
+            _shut_down(self._sock, socket.SHUT_WR if self._lingering else socket.SHUT_RDWR)
             _shut_down(self._calling)
             self._changed.notify_all()
             self._posted.notify_all()
@@ -258,8 +280,14 @@ class TcpPeer:
             )
 
 
-def _shut_down(sock: socket.socket | None) -> None:
+def _shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
     """Wakes whoever blocks in ``sock``."""
     if sock is not None:
         with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(how)
+
+
+def _unacknowledged(sock: socket.socket) -> int:
+    """Bytes that the peer's kernel does not have yet."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(count)

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import BrokenError, ProtocolError
 from .frame import EAGER, NACK, SIZE, Frame, Opener
-from .payload import byte_view, describe, store
+from .payload import byte_view, describe, scratch, store
 from .tcp_inbound import Inbound
 from .ticket import Ticket
 
@@ -88,6 +88,7 @@ class Reader:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.parked = False
+        self._awaited = False  #: the last frame was small, and somebody waited for it
         self._helped = False  #: somebody has read since the reader thread last looked
         self._rouse = allocate_lock()
         self._rouse.acquire()
@@ -97,8 +98,8 @@ class Reader:
         try:
             while True:
                 with self._role:
-                    served = self._step_or_fail(patient=True)
-                if served is not None and served.ticket.waited and served.numel * served.tensor.element_size() <= EAGER:
+                    self._step_or_fail(patient=True)
+                if self._awaited:
                     self._park()
         except Exception:  # the peer has failed, and knows why
             return
@@ -115,7 +116,7 @@ class Reader:
                 # Interrupting this is harmless, for nothing is taken yet; so it is where the time is spent.
                 if self._inbound.at_boundary() and not self._poll.poll(None if timeout is None else timeout * 1000):
                     return
-                if self._step_or_fail(patient=False) is None and self._frame is not None:
+                if not self._step_or_fail(patient=False):
                     return
         except Exception:  # the ticket has ended with it
             return
@@ -146,8 +147,11 @@ class Reader:
                 break
         self.parked = False
 
-    def _step_or_fail(self, patient: bool) -> Receive | None:
-        """One frame. Gives the receive that it ended, if it did; raises after it has failed the peer."""
+    def _step_or_fail(self, patient: bool) -> bool:
+        """One frame. False if it was left for the (patient) reader thread. Raises after it has failed the peer.
+
+        It must not give the receive to its caller, who would keep the tensor alive until the next frame.
+        """
         peer = self._peer
         try:
             return self._step(patient)
@@ -159,22 +163,21 @@ class Reader:
             peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
             raise
 
-    def _step(self, patient: bool) -> Receive | None:
+    def _step(self, patient: bool) -> bool:
         frame = self._frame
         if frame is None:
             frame = self._frame = self._opener.open(self._inbound.take(SIZE))
-        entry = None
         if frame.kind == NACK:
             self._peer.refused(frame)
         else:
-            if not patient and frame.nbytes > EAGER:
-                return None
-            entry = self._peer.claim(frame.transfer, patient)
+            small = frame.nbytes <= EAGER
+            entry = self._peer.claim(frame.transfer, patient) if small or patient else None
             if entry is None:
-                return None
+                return False
             self._read(frame, entry)
+            self._awaited = small and entry.ticket.waited
         self._frame = None
-        return entry
+        return True
 
     def _read(self, frame: Frame, entry: Receive) -> None:
         """Ends ``entry``'s transfer. Raises what ends the connection, after it has."""
@@ -192,7 +195,7 @@ class Reader:
                 return
             view, arrived = entry.view, entry.tensor
             if view is None:
-                arrived = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype)
+                arrived = scratch(entry.tensor)
                 view = byte_view(arrived)
             if len(view) != frame.nbytes:
                 raise ProtocolError(f"it has {frame.nbytes} bytes instead of {len(view)}")

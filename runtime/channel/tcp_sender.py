@@ -8,10 +8,7 @@ kernel does not take of it is left to the sender thread.
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
-import termios
 import threading
 import time
 from collections import deque
@@ -86,16 +83,10 @@ class Sender:
         return self._writing
 
     def flush(self, deadline: float) -> None:
-        """Waits until what was put has reached the peer's kernel, at most until ``deadline`` (time.monotonic)."""
+        """Waits until what was put has been written, at most until ``deadline`` (time.monotonic)."""
         with self._peer.lock:
-            while self._peer.failure is None and (left := deadline - time.monotonic()) > 0:
-                if len(self):
-                    self._idle.wait(left)
-                elif self._sock is not None and _unacknowledged(self._sock):
-                    # Closing while the peer still sends would make our kernel drop what it has not delivered.
-                    self._idle.wait(min(left, 0.002))
-                else:
-                    return
+            while len(self) and self._peer.failure is None and (left := deadline - time.monotonic()) > 0:
+                self._idle.wait(left)
 
     def _write_now_with_lock(self, out: Out) -> bool:
         """Writes what the kernel takes at once. False if some is left, which is in ``out`` then."""
@@ -120,25 +111,23 @@ class Sender:
     def _run(self) -> None:
         try:
             self._peer.call_if_new()
-            while (out := self._next()) is not None:
-                self._write(out)
+            while self._write_next():
+                pass
         finally:
             self._peer.leave()
 
-    def _next(self) -> Out | None:
-        """The next frame, sealed; None after a failure."""
+    def _write_next(self) -> bool:
+        """Waits for the next frame and writes it; False after a failure. Keeps no tensor alive while it waits."""
         with self._peer.lock:
-            self._writing = None
-            if not self._queue:
-                self._idle.notify_all()
-            while self._peer.failure is None:
-                if self._queue and self._sealer is not None:
-                    out = self._writing = self._queue.popleft()
-                    if not out.rest:
-                        out.header = self._sealer.seal(out.frame)
-                    return out
+            while not self._queue or self._sealer is None:
+                if self._peer.failure is not None:
+                    return False
                 self._work.wait()
-            return None
+            out = self._writing = self._queue.popleft()
+            if not out.rest:
+                out.header = self._sealer.seal(out.frame)
+        self._write(out)
+        return True
 
     def _write(self, out: Out) -> None:
         try:
@@ -158,15 +147,18 @@ class Sender:
         except Exception as error:  # not only OSError: a frame of which a part is missing ends the connection
             self._peer.fail(BrokenError, self._peer.lost(error))
             kind, why = self._peer.failure or (BrokenError, str(error))
+            self._wrote()
             out.ticket.fail(kind, self._what(out, why))
         else:
+            self._wrote()
             out.ticket.finish()
+
+    def _wrote(self) -> None:
+        # Before the ticket ends: who waited for it and sends again may then write by itself.
+        with self._peer.lock:
+            self._writing = None
+            if not self._queue:
+                self._idle.notify_all()
 
     def _what(self, out: Out, why: str) -> str:
         return f"transfer {out.frame.transfer} from rank {self._peer.me} to rank {self._peer.rank} broke off: {why}"
-
-
-def _unacknowledged(sock: socket.socket) -> int:
-    """Bytes that the peer's kernel does not have yet."""
-    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
-    return int(count)
