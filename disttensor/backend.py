@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import attention, device_module, engine, handlers, state
+from . import attention, device_module, engine, fast, handlers, state, transfer
 from .context import current_node
 from .dispatch import dispatch, enter, run
 from .tensor import DistributedTensor
@@ -44,8 +44,10 @@ def register() -> None:
     fallback.fallback(_factory, "PrivateUse1")
     kernels = torch.library.Library("aten", "IMPL")
     attention.register(kernels)
+    kernels.impl("_to_copy", _to_copy, "PrivateUse1")
     _library.extend((fallback, kernels))
     engine.install()
+    fast.install()
 
 
 def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +72,29 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if "dtype" in kwargs and kwargs["dtype"] is None:
         del kwargs["dtype"]
     return run(entry, args, kwargs, place)
+
+
+def _to_copy(
+    source: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """Local to node (``x.to("node:1")``), converted on the side where fewer bytes have to move."""
+    if isinstance(source, DistributedTensor):
+        options = {"dtype": dtype, "device": device, "memory_format": memory_format}
+        given = {k: v for k, v in options.items() if v is not None}
+        return dispatch(DistributedTensor, torch.ops.aten._to_copy.default, (), (source,), given)  # type: ignore[no-any-return]
+    place = state.session().places.of(device or torch.device("node"))
+    dtype = dtype or source.dtype
+    first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
+    local = source.detach().to(dtype=first, memory_format=memory_format or torch.preserve_format)
+    remote = transfer.upload(local, place)
+    return handlers.finish_copy(remote, local, dtype)
 
 
 __all__ = ["handlers", "register"]

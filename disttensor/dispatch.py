@@ -11,6 +11,7 @@ Nothing here blocks but 4 and 5's questions and a full window.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from .plan import INDEX, LIST, MANY, MAX_PLANS, NUMBER, ONE, RESHAPED, STATIC, T
 from .runtime import codec
 from .runtime import command as c
 from .runtime.errors import DisttensorError
+from .site import codes as site_codes
 from .site import here
 from .tensor import DistributedTensor, operand_name, proxy, set_geometry
 
@@ -61,6 +63,7 @@ def drop_plans() -> None:
     """All plans are made anew (a new session, or a node's full table of templates)."""
     for entry in list(_entries.values()):
         entry.plans.clear()
+        entry.quick.clear()
 
 
 def dispatch(cls: type, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -68,7 +71,41 @@ def dispatch(cls: type, func: OpOverload, types: Any, args: tuple[Any, ...] = ()
     entry = _entries.get(id(func)) or enter(func)
     if entry.handler is not None:
         return entry.handler(entry, args, kwargs or _EMPTY)
+    if not kwargs and len(args) <= 2 and type(args[0]) is DistributedTensor:
+        # the commonest shapes of a call, by the shortest way: one or two proxies, or a proxy and a number
+        a, b = args if len(args) == 2 else (args[0], None)
+        plan = entry.quick.get((a._h.meta, b._h.meta if type(b) is DistributedTensor else type(b)))
+        if plan is not None:
+            return issue(plan, a._h, b)
     return run(entry, args, kwargs or _EMPTY, None)
+
+
+def issue(plan: Plan, h: Handle, b: Any) -> Any:
+    """Mints, appends and makes the proxy for one of `remember`'s signatures. Called straight from torch or the user."""
+    meta: Meta = plan.shapes
+    out = new_ref()
+    first = out - (h.ref or materialise(h))
+    if b is None:
+        call: tuple[Any, ...] = (first,)
+    elif type(b) is DistributedTensor:
+        h = b._h
+        call = (first, out - (h.ref or materialise(h)))
+    else:
+        call = (first, b)
+    tensor = meta.make()
+    tensor._h = Handle(out, meta)
+    frame = sys._getframe(2)
+    code = frame.f_code
+    known = site_codes.get(id(code))
+    box = meta.place.outbox
+    commands = box.commands
+    commands += (
+        c.Call(plan.template, out, call),
+        (code, frame.f_lasti) if known is not None and known[1] else here(),
+    )
+    if len(commands) >= box.limit:
+        meta.place.session.flush(box)
+    return tensor
 
 
 def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
@@ -101,6 +138,7 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
             entry.plans[tuple(key)] = plan
             return result
         plan = entry.plans[tuple(key)] = made
+        remember(entry, plan, args, kwargs)
     if plan.kind == ONE:
         meta: Meta = plan.shapes
         tensor = proxy(Handle(out, meta))
@@ -111,6 +149,17 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
             meta.place.session.flush(box)
         return tensor
     return _rare(entry, plan, args, kwargs, call, out)
+
+
+def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notes a plan for the shortest way, if its signature is one of those that it serves."""
+    if plan.kind != ONE or kwargs or len(args) > 2 or type(args[0]) is not DistributedTensor:
+        return
+    b = args[1] if len(args) == 2 else None
+    if type(b) is DistributedTensor:
+        entry.quick[args[0]._h.meta, b._h.meta] = plan
+    elif b is None or (type(b) in (float, int) and entry.kinds[1] <= NUMBER):
+        entry.quick[args[0]._h.meta, type(b)] = plan
 
 
 def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> bool:
@@ -305,6 +354,7 @@ def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site
     outs = sum(isinstance(m, Meta) for m in tree_leaves(metas))
     if len(entry.plans) >= MAX_PLANS:
         entry.plans.clear()
+        entry.quick.clear()
     single = isinstance(metas, Meta)
     return Plan(ONE if single else MANY, place.state, (entry.name, *specs), metas, outs, site)
 
@@ -352,30 +402,45 @@ def _view(entry: Entry, args: Any, kwargs: Any) -> Any:
     base = args[0]
     if type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as one
         return run(entry, args, kwargs, None)
-    key: list[Any] = [base._h.meta]
-    numbers: list[Any] = []
-    for value, kind in zip(args[1:], entry.kinds[1:]):  # noqa: B905
-        if not _other(value, kind, key, numbers, 0):
+    h = base._h
+    rest = args[1:]
+    if kwargs:
+        rest = (*rest, *kwargs.items())
+    try:
+        plan = entry.plans.get((h.meta, rest))
+    except TypeError:
+        rest = tuple(tuple(a) if type(a) is list else a for a in rest)
+        try:
+            plan = entry.plans.get((h.meta, rest))
+        except TypeError:
             return run(entry, args, kwargs, None)
-    for name, value in kwargs.items():
-        key.append(name)
-        if not _other(value, entry.kwkinds[name], key, numbers, 0):
-            return run(entry, args, kwargs, None)
-    plan = entry.plans.get(tuple(key))
     if plan is None:
-        place = base._place
-        result = infer.infer(entry.op, infer.stand_ins(args, DistributedTensor), kwargs)
-        if not isinstance(result, torch.Tensor):
+        plan = _view_plan(entry, args, kwargs, h.meta, rest)
+        if plan is None:
             return run(entry, args, kwargs, None)
-        specs = entry.specs(args, kwargs, DistributedTensor, place.name)
-        if len(entry.plans) >= MAX_PLANS:
-            entry.plans.clear()
-        if place.state.full:
-            drop_plans()
-            place.state.turn()
-        plan = Plan(VIEW, place.state, (entry.name, *specs), meta_like(result, place), 1, here(3))
-        entry.plans[tuple(key)] = plan
-    return proxy(Lazy(plan.shapes, base._h, plan, tuple(numbers), here(3)))
+    tensor = plan.shapes.make()
+    tensor._h = Lazy(0, plan.shapes, h, plan, tuple([rest[i] for i in plan.holes]), here(3))
+    return tensor
+
+
+def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any, ...]) -> Plan | None:
+    """None for what must take the ordinary way: views that give lists, operands that are local."""
+    if any(isinstance(v, torch.Tensor) for v in rest):
+        return None
+    place = meta.place
+    result = infer.infer(entry.op, infer.stand_ins(args, DistributedTensor), kwargs)
+    if not isinstance(result, torch.Tensor):
+        return None
+    positional, named = entry.specs(args, kwargs, DistributedTensor, place.name)
+    if len(entry.plans) >= MAX_PLANS:
+        entry.plans.clear()
+    if place.state.full:
+        drop_plans()
+        place.state.turn()
+    plan = Plan(VIEW, place.state, (entry.name, positional, named), meta_like(result, place), 1, here(4))
+    plan.holes = tuple(i for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
+    entry.plans[meta, rest] = plan
+    return plan
 
 
 def materialise(handle: Handle) -> int:

@@ -20,8 +20,7 @@ import torch.autograd.graph
 
 _api = ctypes.PyDLL(None)
 _fetch = _api.PyErr_Fetch
-_fetch.argtypes = [ctypes.c_void_p] * 3
-_fetch.restype = None
+_fetch.restype = None  # and no argtypes: their converters are Python calls, which fail while an error is set
 
 _kept = threading.local()
 
@@ -30,10 +29,9 @@ class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
     """The device guard that torch calls, while an exception unwinds as well."""
 
     def type_(self) -> Any:
-        slots = _slots
-        _fetch(*slots.pointers)  # nothing may run before this while an error is set
-        if slots.kind.value:
-            slots.keep()
+        _fetch(_kind_slot, _value_slot, _trace_slot)  # nothing may run before this while an error is set
+        if _slots.kind.value:
+            _slots.keep()
         return _kind
 
 
@@ -73,6 +71,7 @@ _decref = _api.Py_DecRef
 _decref.argtypes = [ctypes.py_object]
 _decref.restype = None
 _slots = _Slots()
+_kind_slot, _value_slot, _trace_slot = _slots.pointers
 _kind: Any = torch._C._autograd.DeviceType.PrivateUse1
 
 

@@ -56,6 +56,16 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> torch.Tensor:
     return _like_layout(moved, source, kwargs.get("memory_format"))
 
 
+def finish_copy(remote: DistributedTensor, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What arrived contiguous, with ``local``'s strides and in ``dtype``."""
+    if remote.stride() != local.stride() and not local.is_contiguous():
+        strided = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=remote.device)
+        remote = strided.copy_(remote)  # type: ignore[assignment]
+    if remote.dtype == dtype:
+        return remote
+    return run(enter(aten._to_copy.default), (remote,), {"dtype": dtype}, None)  # type: ignore[no-any-return]
+
+
 def _restride(local: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """``local`` with the strides that torch's own copy of ``source`` would have, for preserve_format."""
     wanted = torch.empty_like(source._h.meta.stand_in).stride()  # type: ignore[attr-defined]
@@ -118,7 +128,7 @@ def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
         specs = entry.specs(args, kwargs, DistributedTensor, place.name)
         plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
         entry.plans[key] = plan
-    return proxy(Lazy(plan.shapes, None, plan, (), None))
+    return proxy(Lazy(0, plan.shapes, None, plan, (), None))
 
 
 @handler(aten.set_.source_Tensor)

@@ -54,7 +54,7 @@ _KINDS = {
 class Entry:
     """What is known of an operator whatever its arguments."""
 
-    __slots__ = ("asks", "handler", "kinds", "kwkinds", "mutable", "name", "op", "plans", "returned", "value", "view", "writes")
+    __slots__ = ("asks", "handler", "kinds", "kwkinds", "mutable", "name", "op", "plans", "quick", "returned", "value", "view", "writes")
 
     def __init__(self, op: OpOverload) -> None:
         schema = op._schema
@@ -75,6 +75,8 @@ class Entry:
         self.asks = asks_always(op)
         self.value = gives_value(op) and not self.mutable
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the shortest way of `dispatch`
+        self.quick: dict[tuple[Any, Any], Plan] = {}
         self.handler: Callable[..., Any] | None = None
 
     def _kind(self, argument: torch.Argument) -> int:  # type: ignore[name-defined]
@@ -129,10 +131,12 @@ class Entry:
 class Plan:
     """What one signature sends and gives. Belongs to one node."""
 
-    __slots__ = ("generation", "kind", "meta", "shapes", "specs", "state", "template")
+    __slots__ = ("holes", "kind", "meta", "shapes", "specs", "state", "template")
 
     def __init__(self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None) -> None:
         self.kind = kind
+        #: of a VIEW: which of the arguments after the first are numbers that go into the call
+        self.holes: tuple[int, ...] = ()
         self.state = state
         self.specs = (*specs, outs)
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED

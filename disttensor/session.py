@@ -169,8 +169,7 @@ class Session:
         try:
             transfer.wait(0)
         except PoisonedError as e:
-            rank, seq = map(int, e.reason.split())
-            raise self.failure(rank, seq) from None
+            raise self.failure(e.rank, e.seq) from None
         except BrokenError as e:
             self._explain(e, node)
 

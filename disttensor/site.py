@@ -15,14 +15,14 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _RUNTIME = os.path.dirname(os.path.realpath(os.path.join(_HERE, "runtime", "__init__.py"))) + os.sep
 
 #: id of a code object -> (it, whether it is the user's). Hashing the object itself would hash its bytecode each time.
-_codes: dict[int, tuple[CodeType, bool]] = {}
+codes: dict[int, tuple[CodeType, bool]] = {}
 
 
 def _is_users(code: CodeType) -> bool:
-    if len(_codes) > 100_000:
-        _codes.clear()
+    if len(codes) > 100_000:
+        codes.clear()
     mine = not code.co_filename.startswith((_HERE, _TORCH, _RUNTIME, "<frozen "))
-    _codes[id(code)] = (code, mine)
+    codes[id(code)] = (code, mine)
     return mine
 
 
@@ -31,7 +31,7 @@ def here(depth: int = 2) -> Site | None:
     frame = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
-        known = _codes.get(id(code))
+        known = codes.get(id(code))
         if known[1] if known is not None else _is_users(code):
             return (code, frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]

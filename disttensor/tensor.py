@@ -17,8 +17,6 @@ from .placement import Place
 if TYPE_CHECKING:
     from .runtime.failure import Site
 
-_wrap = torch.Tensor._make_wrapper_subclass
-_strided = torch.strided
 _data = torch.Tensor.data
 
 
@@ -143,8 +141,7 @@ class DistributedTensor(torch.Tensor):
 
 def proxy(handle: Handle) -> DistributedTensor:
     """A new proxy of a remote tensor."""
-    meta = handle.meta
-    tensor = _wrap(DistributedTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, meta.device)
+    tensor = handle.meta.make()
     tensor._h = handle
     return tensor  # type: ignore[no-any-return]
 

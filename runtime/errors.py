@@ -71,11 +71,14 @@ class BrokenError(ChannelError):
 
 
 class PoisonedError(ChannelError):
-    """The sender has no tensor to send: what should have made it failed. ``reason`` says what, as the sender put it."""
+    """The sender has no tensor to send, because command ``seq`` of node ``rank`` failed."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the sender has nothing to send: {reason}")
-        self.reason = reason
+    def __init__(self, rank: int, seq: int) -> None:
+        super().__init__(f"the sender has nothing to send: command {seq} of node {rank} failed")
+        self.rank, self.seq = rank, seq
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.rank, self.seq)
 
 
 class ClosedError(ChannelError):

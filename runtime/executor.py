@@ -96,7 +96,10 @@ class Executor:
                     if ref:
                         store.entries[ref] = tensor
             case c.Seed():
-                torch.manual_seed(command.seed)
+                # not torch.manual_seed: it would seed further backends, a session's own nodes among them
+                torch.default_generator.manual_seed(command.seed)
+                if torch.cuda.is_available():
+                    torch.cuda.manual_seed_all(command.seed)
             case c.Random():
                 self._random(command)
             case c.Sync():
@@ -147,10 +150,10 @@ class Executor:
         try:
             entry = self._entry(command.ref)
         except KeyError:
-            self._channel.refuse(command.peer, command.transfer, f"{self.rank} {self.seq}")
+            self._channel.refuse(command.peer, command.transfer, self.rank, self.seq)
             raise
         if isinstance(entry, Poison):
-            self._channel.refuse(command.peer, command.transfer, f"{entry.rank} {entry.seq}")
+            self._channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
             return
         transfer = self._channel.isend(entry, command.peer, command.transfer)
         if not transfer.is_completed():
@@ -204,8 +207,7 @@ class Executor:
         try:
             pending.transfer.wait()
         except PoisonedError as e:
-            rank, seq = map(int, e.reason.split())
-            return Poison(rank, seq)
+            return Poison(e.rank, e.seq)
         except ChannelError as e:
             return self._tell("transfer", e)
         return pending.tensor

@@ -1,0 +1,153 @@
+"""dtrun: runs a script as the master, with its nodes beside it.
+
+    dtrun ----fork server (imports torch meanwhile)----> nodes, output prefixed "[node 0] "
+      |              ^ control socket
+      +----> python script.py args   (DISTTENSOR_LAUNCHER_FD, DISTTENSOR_NODES, ...)
+
+A script works without dtrun too. With it, the server imports torch while the script does, several settings can be
+given from outside, and whatever the script leaves behind is ended with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .runtime.errors import StartError
+from .runtime.launch.process import adopt_orphans, die_with_parent, end_children
+from .runtime.launch.spawn import LAUNCHER_FD, spawn_server
+
+_EXAMPLES = """\
+examples:
+  dtrun -n 4 train.py --epochs 3             four nodes on this machine
+  dtrun -n 2 --simulate-cuda 2 train.py      two nodes with two simulated CUDA devices each
+  dtrun -n 2 --backend tcp -m package.train  a module, as with python -m
+
+The exit code is the script's, or 128 + the signal that killed it.
+"""
+
+#: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
+_PATIENCE = 2.0
+
+#: Linux's si_code of signals that the kernel sends: Ctrl-C on the terminal.
+_SI_KERNEL = 0x80
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _at_least(least: int) -> type[int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {text!r}")
+        return int(text)
+
+    return number  # type: ignore[return-value]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dtrun",
+        usage="dtrun [options] [-m] script [arguments of the script]",
+        description="Run a disttensor script with local nodes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-n", "--nproc-per-node", "--nproc_per_node", dest="nodes", metavar="N", type=_at_least(1),
+        help="how many nodes to start (default: one per GPU, at least 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--simulate-cuda", "--simulate_cuda", metavar="K", type=_at_least(0),
+        help="give each node K simulated CUDA devices (CPU memory)",
+    )  # fmt: skip
+    parser.add_argument("--backend", metavar="NAME", help="the data channel that carries tensors, such as tcp")
+    parser.add_argument("-m", "--module", action="store_true", help="script is a module's name, as with python -m")
+    parser.add_argument("script", nargs="?", help="the program that drives the nodes")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs dtrun with these arguments (default: the process's) and gives its exit code; never raises for bad ones."""
+    parser = _parser()
+    try:
+        options = parser.parse_args(argv)
+        if options.script is None:
+            parser.error("no script was named")
+        if not options.module and not os.path.isfile(options.script):
+            what = "is a directory" if os.path.isdir(options.script) else "does not exist"
+            parser.error(f"script {options.script!r} {what}")
+    except SystemExit as e:
+        return int(e.code or 0)
+    program = ["-m", options.script] if options.module else [options.script]
+    environment = dict(os.environ)
+    environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
+    for name, value in (
+        ("DISTTENSOR_NODES", options.nodes),
+        ("DISTTENSOR_SIMULATE_CUDA", options.simulate_cuda),
+        ("DISTTENSOR_BACKEND", options.backend),
+    ):
+        if value is not None:
+            environment[name] = str(value)
+    try:
+        code = _run([*program, *options.arguments], environment)
+    except StartError as e:
+        print(f"dtrun: error: {e}", file=sys.stderr)
+        return 1
+    return code if code >= 0 else 128 - code
+
+
+def _run(program: list[str], environment: dict[str, str]) -> int:
+    """The script's return code, as subprocess counts it. When it returns nothing that was started is left."""
+    forwarded = {s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}  # as after nohup
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Blocked signals are not lost, whatever comes before the loop below; a handler could miss the script's start.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*forwarded, signal.SIGCHLD])
+    adopt_orphans()
+    me = os.getpid()
+
+    def settle() -> None:
+        die_with_parent(me)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        control, server = spawn_server(tied=True)
+        with control:  # closed here then: the server sees the socket's end when the script ends
+            fd = control.fileno()
+            script = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), *program],  # type: ignore[attr-defined]
+                env={**environment, LAUNCHER_FD: str(fd)},
+                pass_fds=(fd,),
+                preexec_fn=settle,
+            )
+        code = _watch(script, forwarded)
+    finally:
+        end_children(_PATIENCE)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    server.poll()  # only tells the object that its process was reaped
+    return code
+
+
+def _watch(script: subprocess.Popen[bytes], forwarded: set[signal.Signals]) -> int:
+    while True:
+        info = signal.sigwaitinfo([*forwarded, signal.SIGCHLD])
+        if (code := script.poll()) is not None:
+            return code
+        # The script is in the same process group, so that it can read the terminal: what the terminal sends it has.
+        if info.si_signo in forwarded and info.si_code != _SI_KERNEL:
+            script.send_signal(info.si_signo)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

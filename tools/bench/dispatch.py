@@ -1,0 +1,70 @@
+"""python tools/bench/dispatch.py [--nodes 2] [--security none]
+
+The eager hot path: what the master pays to issue small operations, against the same operations done locally in the
+same run. `issue` is the time until the calls have returned; `sustained` until the last value has been fetched.
+Security, flow control and call-site capture are on, as for users.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import disttensor as dt
+
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "y * 0.999": lambda x, y: x * 0.999,
+    "x + y": lambda x, y: x + y,
+    "relu(x)": lambda x, y: torch.relu(x),
+    "x @ y": lambda x, y: x @ y,
+    "x.sum()": lambda x, y: x.sum(),
+    "x.t()": lambda x, y: x.t(),
+    "x[0]": lambda x, y: x[0],
+}
+
+
+def issue(op: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor, n: int) -> tuple[float, float]:
+    """(seconds to issue, seconds until fetched) per operation."""
+    start = time.perf_counter()
+    for _ in range(n):
+        z = op(x, y)
+    issued = time.perf_counter()
+    z.sum().item()
+    done = time.perf_counter()
+    return (issued - start) / n, (done - start) / n
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--security", default="curve")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=3000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    local = torch.randn(16, 16), torch.randn(16, 16)
+    with dt.init_master_worker(nodes=2, security=options.security):
+        remote = tuple(t.to("node:1") for t in local)
+        ratios: dict[str, tuple[float, float]] = {}
+        print(f"{'16x16, us per op':18} {'local':>8} {'issue':>8} {'sustained':>10} {'issue x':>8} {'sust. x':>8}")
+        for name, op in OPS.items():
+            issue(op, *remote, 500), issue(op, *local, 500)  # type: ignore[misc]
+            runs = []
+            for _ in range(options.repeats):
+                runs.append((issue(op, *local, options.calls)[0], *issue(op, *remote, options.calls)))  # type: ignore[misc]
+            here, issued, done = (statistics.median(column) for column in zip(*runs, strict=True))
+            r_issue = statistics.median(r[1] / r[0] for r in runs)
+            r_done = statistics.median(r[2] / r[0] for r in runs)
+            ratios[name] = r_issue, r_done
+            print(f"{name:18} {here * 1e6:8.2f} {issued * 1e6:8.2f} {done * 1e6:10.2f} {r_issue:8.2f} {r_done:8.2f}")
+        for i, what in enumerate(("issue", "sustained")):
+            mean = math.exp(statistics.fmean(math.log(r[i]) for r in ratios.values()))
+            print(f"{what} of the mix, geometric mean over local eager: {mean:.2f}x")
+
+
+if __name__ == "__main__":
+    main()
