@@ -143,7 +143,9 @@ class Sender:
                 if sent < len(out.header):
                     sock.sendall(out.header[sent:])
                     sent = len(out.header)
-                sock.sendall(payload[sent - len(out.header) :])
+                rest = payload[sent - len(out.header) :]
+                if rest:  # sending nothing would still fail if the peer has read it all and closed
+                    sock.sendall(rest)
         except Exception as error:  # not only OSError: a frame of which a part is missing ends the connection
             self._peer.fail(BrokenError, self._peer.lost(error))
             kind, why = self._peer.failure or (BrokenError, str(error))

@@ -1,0 +1,120 @@
+"""The inproc channel, and the registry of channels."""
+
+from __future__ import annotations
+
+import itertools
+from typing import ClassVar
+
+import pytest
+import torch
+
+from disttensor.runtime.channel import ChannelContext, DataChannel, PeerInfo, get_channel, register_channel
+from disttensor.runtime.channel import registry as registry_module
+from disttensor.runtime.channel.check import CHECKS, ConformanceError, check_data_channel
+from disttensor.runtime.channel.inproc import InprocChannel, _rooms
+
+_jobs = (f"test-{n}" for n in itertools.count())
+
+
+def make(n: int) -> list[InprocChannel]:
+    job = next(_jobs)
+    channels = [InprocChannel(ChannelContext(rank, job, "127.0.0.1")) for rank in range(-1, n - 1)]
+    peers = {rank: PeerInfo(rank, channel.address(), bytes(32)) for rank, channel in enumerate(channels, -1)}
+    for channel in channels:
+        channel.connect(peers)
+    return channels
+
+
+def test_conformance():
+    check_data_channel(make)
+    assert not _rooms
+
+
+def test_the_suite_finds_what_is_wrong(monkeypatch):
+    """Each of these mistakes, the first of its kind that comes to mind, is caught by some check."""
+
+    class Forgetful(InprocChannel):
+        def forget(self, peer, why):
+            pass
+
+    class Deaf(InprocChannel):
+        def irecv(self, tensor, peer, transfer):
+            return super().irecv(torch.empty_like(tensor), peer, transfer)
+
+    class Unending(InprocChannel):
+        def close(self):
+            pass
+
+        abort = close
+
+    def maker(cls):
+        def make(n):
+            job = next(_jobs)
+            channels = [cls(ChannelContext(rank, job, "127.0.0.1")) for rank in range(-1, n - 1)]
+            for channel in channels:
+                channel.connect({rank: PeerInfo(rank, "", bytes(32)) for rank in range(-1, n - 1)})
+            return channels
+
+        return make
+
+    for module in ("check", "check_kit"):
+        monkeypatch.setattr(f"disttensor.runtime.channel.{module}.LIMIT", 0.05)
+    for cls in (Deaf, Forgetful, Unending):
+        with pytest.raises(ConformanceError) as caught:
+            check_data_channel(maker(cls))
+        assert any(check.__name__ in str(caught.value) for check in CHECKS)
+    _rooms.clear()  # of the unending
+
+
+def test_one_channel_a_rank():
+    master, first = make(2)
+    with pytest.raises(ValueError, match="has a channel of rank 0"):
+        InprocChannel(ChannelContext(0, first._job, "127.0.0.1"))
+    first.close()
+    again = InprocChannel(ChannelContext(0, first._job, "127.0.0.1"))
+    again.close()
+    master.close()
+
+
+class TestRegistry:
+    def test_known(self):
+        assert get_channel("inproc") is InprocChannel
+        assert get_channel("tcp").name == "tcp"
+
+    def test_unknown_lists_the_known(self):
+        with pytest.raises(ValueError, match=r"unknown data channel 'pigeon'; known channels: .*inproc.*tcp"):
+            get_channel("pigeon")
+
+    def test_register(self, monkeypatch):
+        monkeypatch.setattr(registry_module, "_registered", {})
+
+        class Mine(InprocChannel):
+            name: ClassVar[str] = "mine"
+
+        register_channel("mine", Mine)
+        register_channel("mine", Mine)
+        assert get_channel("mine") is Mine
+        with pytest.raises(ValueError, match="taken"):
+            register_channel("mine", InprocChannel)
+        with pytest.raises(ValueError, match="taken"):
+            register_channel("tcp", Mine)
+        with pytest.raises(TypeError, match="subclass of DataChannel"):
+            register_channel("other", dict)  # type: ignore[arg-type]
+
+    def test_entry_points(self, monkeypatch):
+        class Point:
+            def __init__(self, name: str, value: object) -> None:
+                self.name, self.value = name, value
+
+            def load(self) -> object:
+                return self.value
+
+        points = [Point("theirs", InprocChannel), Point("odd", dict)]
+        monkeypatch.setattr(
+            registry_module, "entry_points", lambda group, name=None: [p for p in points if name in (None, p.name)]
+        )
+        assert issubclass(get_channel("theirs"), DataChannel)
+        with pytest.raises(TypeError, match="odd"):
+            get_channel("odd")
+        with pytest.raises(ValueError, match="theirs"):
+            get_channel("pigeon")
