@@ -1,6 +1,7 @@
 """The contract of transport/base.py, for each control transport; then what only a network can do to one."""
 
 import os
+import select
 import socket
 import threading
 
@@ -110,6 +111,17 @@ def test_recv_times_out(world):
     world.echo(0, spoke)
 
 
+def test_an_end_that_does_not_read_holds_nobody_up(world):
+    # What limits the sender is the window above, never a queue in here.
+    spoke, message = world.join(0), bytes(500)
+    for _ in range(5000):
+        world.hub.send(0, message)
+        spoke.send(message)
+    assert len(world.take(5000)) == 5000
+    for _ in range(5000):
+        assert spoke.recv(LIMIT) == message
+
+
 @pytest.mark.parametrize("size", [0, 1, 2048, MAX_MESSAGE])
 def test_sizes(world, size):
     spoke = world.join(0)
@@ -154,6 +166,19 @@ def test_a_closed_master_is_gone_after_its_last_message(world):
             spoke.recv(LIMIT)
     with pytest.raises(ClosedError, match="master"):
         spoke.send(b"late")
+
+
+def test_sending_to_a_node_that_just_left_is_an_error(world):
+    # The hub has not noticed it: nobody has drained.
+    world.join(0).close()
+    assert world.ready()
+
+    def send_on():
+        for _ in range(100_000):
+            world.hub.send(0, b"into the void")
+
+    with pytest.raises(BrokenError, match="node 0"):
+        send_on()
 
 
 @pytest.mark.parametrize("end", ["hub", "spoke"])
@@ -221,6 +246,15 @@ def test_any_thread_may_send_while_one_receives(world):
         assert mine == [b"%d %d" % (t, i) for i in range(200)]
 
 
+def test_a_send_that_takes_the_receivers_cue_wakes_it(net):
+    spoke = net.join(0)
+    assert spoke.recv(0) is None  # leaves the mark of a thread that is about to wait
+    net.hub.send(0, b"for the receiver")
+    assert select.select([spoke._sock.FD], [], [], LIMIT)[0]
+    spoke.send(b"from another thread")
+    assert select.select([spoke._wake], [], [], 0)[0]
+
+
 # ---- the network ----------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +267,33 @@ def test_a_cut_connection_is_lost_for_good(net, proxy):
     with pytest.raises(BrokenError, match="does not come back"):
         net.spoke(0)
     net.echo(1, other)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CPython warns of any fork beside threads
+def test_a_forked_child_does_not_keep_connections_alive(world):
+    spoke = world.join(0)
+    release, held = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            world.hub.forked()
+            world.hub.forked()
+            world.hub.close()
+            with pytest.raises(ClosedError):
+                world.hub.send(0, b"")
+            os.close(held)
+            os.read(release, 1)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(release)
+    world.echo(0, spoke)
+    world.hub.close()
+    with pytest.raises(ClosedError):
+        spoke.recv(sockets.SILENCE / 2)  # sooner than by the heartbeats
+    os.close(held)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_silent_network_is_noticed_by_both_ends():

@@ -236,6 +236,18 @@ def test_a_lost_nodes_routing_id_is_of_no_use(net):
             net.hub.send(0, b"secret")
 
 
+def test_nor_is_it_before_the_loss_was_noticed(net, monkeypatch):
+    spoke = net.join(0)
+    route = net.hub._routes[0]
+    monkeypatch.setattr(net.hub, "_settle", lambda: ())
+    spoke.close()
+    assert net.ready()
+    with Peer(net, net.keys[1], route) as peer:
+        peer.sock.send(b"I am node 0")
+        while not net.hub.refused:
+            assert net.hub.drain() == []
+
+
 def test_a_rank_is_the_keys_whatever_the_name(net):
     with Peer(net, net.keys[1], plain_name(0)) as peer:
         peer.sock.send(b"I am node 0")
@@ -255,8 +267,10 @@ def test_an_oversize_message_cuts_off_its_sender_only(net):
     with Peer(net, net.keys[1], b"big") as peer:
         peer.sock.send(b"hello")
         net.take(1)
+        for i in range(200):
+            peer.sock.send(b"%d" % i)
         peer.sock.send(bytes(2 * MEBI))
-        assert net.lost() == ([], [1])
+        assert net.lost() == ([(1, b"%d" % i) for i in range(200)], [1])
     net.echo(0, other)
 
 
@@ -341,6 +355,24 @@ def test_only_the_factory_makes_zeromq_sockets():
         r"\bzmq\.(asyncio\.|green\.)?(Context|Socket)\s*\(|\b(ctx|context)\.socket\(|Context\.instance|SHADOW"
     )
     assert [name for name, path in sources() if makes.search(path.read_text())] == ["runtime/transport/sockets.py"]
+
+
+def test_every_socket_has_its_options():
+    ctx = sockets.context()
+    keys = sockets.Curve(*curve_pair())
+    router = sockets.router(ctx, "tcp://127.0.0.1", keys)
+    dealer = sockets.dealer(ctx, "tcp://127.0.0.1", keys, b"name")
+    every = (router, dealer, sockets.pair(ctx), sockets.rep(ctx))
+    for sock in every:
+        assert (sock.LINGER, sock.SNDHWM, sock.RCVHWM) == (0, 0, 0)
+        if sock in (router, dealer):
+            assert (sock.MAXMSGSIZE, sock.HANDSHAKE_IVL) == (MEBI + 64, 2000)
+            assert (sock.HEARTBEAT_IVL, sock.HEARTBEAT_TIMEOUT, sock.HEARTBEAT_TTL) == (1000, 5000, 5000)
+            assert sock.MECHANISM == zmq.CURVE
+    assert dealer.RECONNECT_IVL > 3600_000
+    for sock in every:
+        sock.close()
+    ctx.term()
 
 
 def test_no_check_is_an_assert():

@@ -78,6 +78,10 @@ class Doorman:
                 os.eventfd_read(self.wake)
             return out
 
+    def descriptors(self) -> list[int]:
+        """The connections and the wake-up, for a forked child to close. No lock: who held it is not there."""
+        return [*self._open, self.wake]
+
     def join(self) -> None:
         """Waits for the thread; call it when the context has been terminated, which is what ends the thread."""
         self._thread.join()

@@ -96,6 +96,12 @@ class InprocHub(Hub):
         for spoke in self._spokes.values():
             spoke.put(None)
 
+    def forked(self) -> None:
+        """In a forked child: every call raises ClosedError from now on."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._event)
+
     def _arrive(self, rank: int, message: bytes | None) -> bool:
         """Takes what a spoke sends; False when the hub is closed."""
         with self._lock:

@@ -142,6 +142,18 @@ class ZmqHub(Hub):
         self._ctx.term()  # waits for the flush, and ends the doorman
         self._door.join()
 
+    def forked(self) -> None:
+        """In a forked child: closes its copies of the connections. They would hide the master's death from the nodes.
+
+        Calls nothing of libzmq's, whose threads are not here. Every call raises ClosedError from now on.
+        """
+        if not self._closed:
+            self._closed = True
+            self._routes.clear()
+            self._epoll.close()
+            for descriptor in self._door.descriptors():
+                os.close(descriptor)
+
     def _sender(self, route: bytes, frame: zmq.Frame) -> int | None:
         """The rank that sent ``frame``; None (and counted) when it must not be listened to."""
         if frame.more:
