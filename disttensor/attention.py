@@ -46,7 +46,7 @@ def attention(
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    if not query._place.is_cuda():  # type: ignore[attr-defined]
+    if query._place.kernels == "cpu":  # type: ignore[attr-defined]
         return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]

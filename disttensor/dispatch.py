@@ -382,7 +382,8 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
     place = _place_of(entry, args, kwargs, None)
     out = new_ref()
     call: list[Any] = []
-    for value, kind in zip(args, entry.kinds):  # noqa: B905
+    pairs = [*zip(args, entry.kinds), *((v, entry.kwkinds[k]) for k, v in kwargs.items())]  # noqa: B905
+    for value, kind in pairs:
         if type(value) is DistributedTensor:
             call.append(out - (value._h.ref or materialise(value._h)))
         elif not _other(value, kind, [], call, out):

@@ -213,7 +213,7 @@ def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
 def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
     """On a CPU node with the very steps of local CPU's dropout, so that the same seed gives the same numbers."""
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
-    if source._place.is_cuda() or train is False or not 0 < p < 1:
+    if source._place.kernels == "cuda" or train is False or not 0 < p < 1:
         return run(entry, args, kwargs, None)
     noise = torch.empty_like(source).bernoulli_(1 - p).div_(1 - p)
     return source * noise, noise

@@ -47,6 +47,8 @@ WRONG_META = frozenset(
         "aten::grid_sampler_2d",
         "aten::_ctc_loss",
         "aten::histogram.bin_ct",
+        "aten::convolution",
+        "aten::convolution_backward",
         "aten::linalg_lstsq",
         "aten::_thnn_fused_lstm_cell",
         "aten::mkldnn_rnn_layer",
@@ -56,6 +58,7 @@ WRONG_META = frozenset(
 #: Tagged as data-dependent by torch; a shape that depends on the data has to be asked for each time.
 _DYNAMIC = torch.Tag.dynamic_output_shape
 _VALUE = torch.Tag.data_dependent_output
+_PLAIN = frozenset({"bool", "int", "float", "number", "complex", "str"})
 
 
 def asks_always(op: OpOverload) -> bool:
@@ -65,7 +68,8 @@ def asks_always(op: OpOverload) -> bool:
 
 def gives_value(op: OpOverload) -> bool:
     """Whether the operation returns a Python value instead of tensors (``.item()``, ``equal``)."""
-    return _VALUE in op.tags or all(str(r.type) in {"bool", "int", "float", "number"} for r in op._schema.returns or [None])
+    returns = op._schema.returns
+    return _VALUE in op.tags or (bool(returns) and all(str(r.type) in _PLAIN for r in returns))
 
 
 def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -81,13 +81,15 @@ def _exact(value: object) -> object:
 class Place:
     """One device of one node. One object per session and pair."""
 
-    __slots__ = ("commands", "dead", "device", "index", "name", "node", "outbox", "session", "slot", "state")
+    __slots__ = ("commands", "dead", "device", "index", "kernels", "name", "node", "outbox", "session", "slot", "state")
 
     def __init__(self, session: Session, node: int, name: str, slot: int) -> None:
         self.session = session
         self.node = node
         self.name = name  #: "cpu" or "cuda:1", as the node calls it
         self.index = -1 if name == "cpu" else int(name.partition(":")[2])  #: what get_device() says
+        #: which kernels run there: a simulated CUDA device computes as a CPU does
+        self.kernels = "cpu" if self.index < 0 or session.link.hellos[node].simulated else "cuda"
         self.slot = slot
         self.device = torch.device("node", slot)
         self.state = session.states[node]

@@ -148,9 +148,11 @@ def proxy(handle: Handle) -> DistributedTensor:
 
 def set_geometry(tensor: DistributedTensor, handle: Handle) -> None:
     """Gives ``tensor`` another handle with another geometry, in the C++ tensor as well."""
-    meta: Meta = handle.meta
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        tensor.as_strided_(meta.shape, meta.stride, meta.offset)
+    like = handle.meta.make()
+    # the meta kernel of set_ copies the metadata and asks for no memory
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard(), torch.no_grad():  # type: ignore[attr-defined]
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        tensor.set_(like)
     tensor._h = handle
 
 

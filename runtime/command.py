@@ -227,6 +227,7 @@ class Hello(Wire, tag=40):
     torch: str
     python: str
     devices: tuple[str, ...]
+    simulated: bool  #: its CUDA devices are CPU memory
     channel: str  #: the address of its data channel
 
 

@@ -64,6 +64,7 @@ class Worker:
             torch=str(torch.__version__),
             python=platform.python_version(),
             devices=("cpu", *(f"cuda:{i}" for i in range(cuda))),
+            simulated=bool(self.bundle.simulate_cuda),
             channel=self.channel.address(),
         )
 
