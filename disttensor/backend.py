@@ -65,8 +65,6 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("pin_memory"):
         raise RuntimeError("pin_memory=True is for local tensors; a node's memory can't be pinned from here")
     kwargs.pop("pin_memory", None)
-    if kwargs.get("generator") is not None:
-        raise NotImplementedError("a local generator can't draw on a node; seed the nodes with torch.manual_seed(seed)")
     if entry.handler is not None:
         return entry.handler(entry, args, kwargs)
     if "dtype" in kwargs and kwargs["dtype"] is None:

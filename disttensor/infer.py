@@ -79,7 +79,16 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
-    return op(*args, **kwargs)
+    try:
+        return op(*args, **kwargs)
+    except AssertionError as e:  # how some of torch's meta kernels refuse what the real ones refuse with RuntimeError
+        raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
+
+
+def warm() -> None:
+    """Has torch import what its meta kernels need: over a second, once, that the first operation would pay otherwise."""
+    x = torch.empty(2, 2, device="meta")
+    torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
 
 
 def stand_ins(tree: Any, tensor_type: type) -> Any:

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from . import backend as device_backend
-from . import dispatch, state
+from . import dispatch, infer, state
 from .runtime import bundle as b
 from .runtime.channel import get_channel
 from .runtime.channel.base import MASTER, ChannelContext
@@ -127,6 +127,7 @@ def init_master_worker(
         ]
         if starter:
             starter.start(bundles)
+        infer.warm()  # while the nodes start
         device_backend.register()
         channel = channel_class(ChannelContext(rank=MASTER, job=job, host="127.0.0.1"))
         session = Session(job, secret, hub, count, channel, starter)

@@ -114,6 +114,10 @@ class Entry:
                 return None
             if isinstance(value, torch.device):
                 return c.Device(device)
+            if isinstance(value, torch.Generator):
+                raise NotImplementedError(
+                    f"{self.name}: a local generator can't draw on a node; seed the nodes with torch.manual_seed(seed)"
+                )
             if kind == TENSORS:
                 return c.Items(tuple(None if v is None else c.Hole(True) for v in value))
             if kind == NUMBERS and not any(isinstance(v, complex) for v in value):

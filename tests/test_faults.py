@@ -1,0 +1,171 @@
+"""What happens when processes die, with real nodes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import disttensor as dt
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    with dt.init_master_worker(nodes=2, threads=1):
+        yield
+
+
+def pid_of(node: int) -> int:
+    return int(dt.nodes()[node]["pid"])
+
+
+def gone(pids: list[int], seconds: float) -> list[int]:
+    """The pids that are still alive after ``seconds``; waits on pidfds, not in steps."""
+    deadline, alive = time.monotonic() + seconds, []
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            alive.append(pid)
+        os.close(fd)
+    return alive
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_node_is_lost_and_the_other_is_not() -> None:
+    x, y = torch.ones(3, device="node:1"), torch.ones(3, device="node:0")
+    assert x.sum().item() == 3
+    start = time.monotonic()
+    os.kill(pid_of(1), signal.SIGKILL)
+    with pytest.raises(dt.NodeLost, match=r"node 1 .*SIGKILL") as caught:
+        while True:
+            x.sum().item()
+    assert time.monotonic() - start < 1.0
+    assert caught.value.rank == 1
+    assert (y + 1).sum().item() == 6
+    with pytest.raises(dt.NodeLost):
+        x.cpu()
+    with pytest.raises(dt.NodeLost):
+        y.to("node:1")
+    assert (y + 2).sum().item() == 9
+    assert [n["alive"] for n in dt.nodes()] == [True, False]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_waiting_for_a_node_that_dies_ends() -> None:
+    pid = pid_of(1)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(dt.NodeLost, match="SIGKILL"):
+        dt.run(die, node=1)
+    assert gone([pid], 1.0) == []
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_node_that_dies_takes_its_transfers_with_it() -> None:
+    x = torch.ones(1 << 20, device="node:1")
+    x.cpu()
+    os.kill(pid_of(1), signal.SIGKILL)
+    with pytest.raises(dt.NodeLost):
+        for _ in range(1000):
+            x.cpu()
+    assert torch.ones(5, device="node:0").cpu().tolist() == [1] * 5
+
+
+MASTER = """
+    import sys, torch, disttensor as dt
+    dt.init_master_worker(nodes=3)
+    x = torch.ones(4, 4, device="node:1")
+    print(*(n["pid"] for n in dt.nodes()), flush=True)
+    x.sum().item()
+    while True:
+        x = x * 1.0
+"""
+
+
+@pytest.mark.parametrize("mode", ["idle", "busy"])
+def test_no_worker_outlives_a_killed_master(mode: str) -> None:
+    script = MASTER if mode == "busy" else MASTER.replace("while True:", "while sys.stdin.read():")
+    master = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert master.stdout is not None
+    pids = [int(p) for p in master.stdout.readline().split()]
+    assert len(pids) == 3
+    master.kill()
+    master.wait()
+    assert gone(pids, 2.0) == []
+    master.stdout.close()
+    assert master.stdin is not None
+    master.stdin.close()
+
+
+def test_an_error_that_nobody_asked_about_fails_the_script() -> None:
+    script = """
+        import torch, disttensor as dt
+        dt.init_master_worker(nodes=1)
+        torch.nn.functional.embedding(torch.tensor([7], device="node:0"), torch.ones(3, 2, device="node:0"))
+        print("end of script")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert done.stdout == "end of script\n"
+    assert "IndexError" in done.stderr
+    assert "nothing in the script asked" in done.stderr
+
+
+def test_interrupts_leave_the_session_usable() -> None:
+    script = """
+        import os, signal, threading, torch, disttensor as dt
+        dt.init_master_worker(nodes=1)
+        x = torch.ones(4, 4, device="node:0")
+        hits = 0
+        for i in range(20):
+            timer = threading.Timer(0.002 * (i % 7 + 1), os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                y = x
+                while True:
+                    y = y * 1.0
+            except KeyboardInterrupt:
+                hits += 1
+            timer.join()
+        print(hits, (x + 1).sum().item())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "20 32.0\n", done.stderr
+    assert done.stderr == ""
+
+
+def test_a_forked_child_is_refused_and_harms_nothing() -> None:
+    script = """
+        import os, torch, disttensor as dt
+        dt.init_master_worker(nodes=1)
+        x = torch.ones(4, device="node:0")
+        child = os.fork()
+        if child == 0:
+            try:
+                (x + 1).sum().item()
+            except dt.ForkError:
+                del x
+                os._exit(7)
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (x + 1).sum().item())
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "7 8.0\n", done.stderr
+    assert done.stderr == ""
