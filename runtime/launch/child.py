@@ -32,7 +32,7 @@ def become_worker(
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the reader is gone, user code closed it
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # user code closed it or took it away
                 stream.flush()
         os._exit(code & 0xFF)
 

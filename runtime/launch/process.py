@@ -19,14 +19,14 @@ _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 _libc.prctl.restype = ctypes.c_int
 
 
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process as soon as the thread that made it ends; at once when ``parent`` is gone already.
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """A signal for this process as soon as the thread that made it ends; at once when ``parent`` is gone already.
 
     Meant for children of a main thread: a child that a helper thread starts would die with that thread.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before the line above took effect
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:

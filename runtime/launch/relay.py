@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections import deque
 
 TAIL_LINES = 20
@@ -41,9 +42,10 @@ class Sink:
     def put(self, data: bytes) -> None:
         self._queue += data
 
-    def push(self, timeout: float = 0.0) -> None:
-        """Writes what there is room for; waits up to ``timeout`` seconds each time for some."""
-        while self._queue and self._poller.poll(timeout * 1000):
+    def push(self, patience: float = 0.0) -> None:
+        """Writes what there is room for; waits ``patience`` seconds in all for more."""
+        deadline = time.monotonic() + patience
+        while self._queue and self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             end = self._queue.rfind(b"\n", 0, _ATOM) + 1 or _ATOM
             try:
                 del self._queue[: os.write(self.fd, self._queue[:end])]

@@ -48,8 +48,11 @@ class Node:
 
     def signal(self, number: int) -> None:
         """To its process group, so that children of user functions go with it. It is not reaped yet: the pid is its."""
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.killpg(self.pid, number)
+        except ProcessLookupError:  # its user code moved it to another group
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class Server:
@@ -71,21 +74,19 @@ class Server:
 
     def run(self) -> None:
         while self._nodes or self._deadline is None:
-            self._watch_writers()
+            self._watch_room()
             timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             for key, mask in self._selector.select(timeout):
                 # what ran before may have closed it, and its number may be another's by now
                 if mask & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._wire.push()
-            for sink in self._sinks:
-                sink.push()
+            self._push_output()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._press()
         end_children(0)  # what the workers' own children left behind
-        for sink in self._sinks:
-            sink.push(0.2)
-        self._wire.push(0.2)
+        self._push_output(0.5)
+        self._wire.push(0.5)
 
     # ---- orders ----------------------------------------------------------------------------------------------------
 
@@ -177,6 +178,7 @@ class Server:
         os.close(node.pidfd)
         os.close(node.lifeline)
         del self._nodes[node.rank]
+        self._push_output()  # before the master hears of it and says the same again
         self._wire.say(Ended(node.rank, node.pid, code, describe_exit(code), tuple(node.tail)))
 
     # ---- the selector ----------------------------------------------------------------------------------------------
@@ -193,13 +195,17 @@ class Server:
         if source.ended:  # the worker closed its stdout; only its pidfd says that it has ended
             self._forget(source.fd)
 
+    def _push_output(self, patience: float = 0.0) -> None:
+        for sink in self._sinks:
+            sink.push(patience)
+
     def _forget(self, fd: int) -> None:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
-    def _watch_writers(self) -> None:
+    def _watch_room(self) -> None:
         """Waits for room where something could not be written; lets sources wait while too much is."""
-        for fd, pending in [(s.fd, s.pending) for s in self._sinks]:
+        for fd, pending in ((s.fd, s.pending) for s in self._sinks):
             self._forget(fd)
             if pending:
                 self._selector.register(fd, selectors.EVENT_WRITE)
@@ -219,7 +225,7 @@ def serve(control: int, parent: int) -> int:
     wire: Wire[Order] = Wire(socket.socket(fileno=control), Order)
     wire.sock.set_inheritable(False)
     if parent:
-        die_with_parent(parent)
+        die_with_parent(parent, signal.SIGTERM)  # the way of the socket's end, if somebody holds it open
     adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
     # numpy's OpenBLAS has threads, and a handler that stops them around a fork

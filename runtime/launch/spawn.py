@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -28,30 +29,33 @@ def spawn_server(preload: Sequence[str] = PRELOAD, tied: bool = False) -> tuple[
 
     Raises StartError.
     """
-    ours, theirs = socket.socketpair()
+    ours, theirs = _socketpair()
     try:
-        # Not 0, 1 or 2, which are what the caller may have closed and the server needs for others.
-        fd = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
-        try:
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            path = json.dumps([p for p in sys.path if isinstance(p, str)])
-            parent = str(os.getpid() if tied else 0)
-            process = subprocess.Popen(
-                [sys.executable, *flags, "-P", _BOOT, path, str(fd), parent, *preload],
-                stdin=subprocess.DEVNULL,
-                stdout=None if _is_open(1) else subprocess.DEVNULL,
-                stderr=None if _is_open(2) else subprocess.DEVNULL,
-                pass_fds=(fd,),
-                start_new_session=True,  # Ctrl-C on the terminal is the master's
-            )
-        finally:
-            os.close(fd)
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        path = json.dumps([p for p in sys.path if isinstance(p, str)])
+        parent = str(os.getpid() if tied else 0)
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-P", _BOOT, path, str(theirs.fileno()), parent, *preload],
+            stdin=subprocess.DEVNULL,
+            stdout=None if _is_open(1) else subprocess.DEVNULL,
+            stderr=None if _is_open(2) else subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C on the terminal is the master's
+        )
     except (OSError, ValueError) as e:
         ours.close()
         raise StartError(f"the fork server could not be started ({sys.executable!r}): {e}") from e
     finally:
         theirs.close()
     return ours, process
+
+
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    """Two sockets that are not 0, 1 or 2: a daemon may have closed those, and they stand for something else."""
+    with contextlib.ExitStack() as stack:
+        pair = [stack.enter_context(s) for s in socket.socketpair()]
+        first, second = (socket.socket(fileno=fcntl.fcntl(s.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)) for s in pair)
+    return first, second
 
 
 def _is_open(fd: int) -> bool:

@@ -1,0 +1,353 @@
+"""Local nodes: started, watched and ended as promised. Real processes, with stubs for workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from disttensor.runtime.bundle import Bundle
+from disttensor.runtime.errors import ForkError, StartError
+from disttensor.runtime.launch import Exited, Launcher, Started, get_launcher
+from disttensor.runtime.launch.local import LocalLauncher
+
+STUBS = ("stub_workers",)
+Launch = Callable[..., tuple[LocalLauncher, list[int]]]
+SECRET = "never-in-argv-or-environ-0123456789-abcd"
+
+
+def bundles(*jobs: str) -> list[Bundle]:
+    return [Bundle(job=job, rank=rank, address="none", secret_key=SECRET) for rank, job in enumerate(jobs)]
+
+
+def collect(launcher: LocalLauncher, count: int, timeout: float = 10) -> list[Started | Exited]:
+    """Events until there are ``count``."""
+    deadline, events = time.monotonic() + timeout, list[Started | Exited]()
+    while len(events) < count:
+        left = deadline - time.monotonic()
+        assert left > 0, f"only {events}"
+        if select.select([launcher], [], [], left)[0]:
+            events += launcher.events()
+    return events
+
+
+def gone(pids: Sequence[int], within: float) -> bool:
+    """Whether all these processes end (or are zombies of somebody's) within so many seconds."""
+    procs = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            procs.append(psutil.Process(pid))
+    deadline = time.monotonic() + within
+    while alive := [p for p in procs if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(psutil.TimeoutExpired):
+            alive[0].wait(0.02)
+    return True
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """Starts such workers; gives the launcher and their pids. (From the test itself: capfd isn't there before.)"""
+    with contextlib.ExitStack() as stack:
+
+        def start(*jobs: str) -> tuple[LocalLauncher, list[int]]:
+            launcher = LocalLauncher("stub_workers:act", STUBS)
+            stack.callback(launcher.stop, 0)
+            launcher.start(bundles(*jobs))
+            return launcher, [e.pid for e in collect(launcher, len(jobs))]
+
+        yield start
+
+
+def lines_of(capfd: pytest.CaptureFixture[str], count: int) -> tuple[list[str], list[str]]:
+    """What was relayed to stdout and stderr, once ``count`` lines have come."""
+    deadline = time.monotonic() + 10
+    # capfd's own reading loses what comes meanwhile, as it shares the file's position with the writers
+    while sum(os.pread(fd, 1 << 20, 0).count(b"\n") for fd in (1, 2)) < count:
+        assert time.monotonic() < deadline, capfd.readouterr()
+        time.sleep(0.005)
+    out, err = capfd.readouterr()
+    return sorted(out.splitlines()), sorted(err.splitlines())
+
+
+def test_start_relay_stop(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher, pids = launch("serve", "serve")
+    out, err = lines_of(capfd, 4)
+    assert out == ["[node 0] serving", "[node 1] serving"]
+    assert err == ["[node 0] as well", "[node 1] as well"]
+    server = launcher._server_pid
+    assert [psutil.Process(p).ppid() for p in pids] == [server, server]
+    assert len({os.getpgid(p) for p in (*pids, server, os.getpid())}) == 4
+    assert os.getsid(server) != os.getsid(0)
+    launcher.stop(0)
+    assert gone([*pids, server], 0)
+    assert sorted((e.rank, e.cause) for e in launcher.events()) == [(0, "killed by SIGTERM"), (1, "killed by SIGTERM")]
+    launcher.stop(0)
+    with pytest.raises(StartError, match="was stopped"):
+        launcher.start(bundles("serve"))
+
+
+def test_killed_worker(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher, pids = launch("serve", "serve")
+    lines_of(capfd, 4)
+    launcher.kill(1)
+    [event] = collect(launcher, 1)
+    assert isinstance(event, Exited)
+    assert (event.rank, event.pid, event.code, event.cause) == (1, pids[1], -9, "killed by SIGKILL")
+    assert sorted(event.tail) == ["as well", "serving"]
+    launcher.kill(1)  # nobody is there: nothing happens
+    launcher.start([bundles("serve", "serve")[1]])
+    assert [type(e) for e in collect(launcher, 1)] == [Started]
+    with pytest.raises(ValueError, match=r"node 0 runs already; nodes that run: \[0, 1\]"):
+        launcher.start(bundles("serve"))
+
+
+def test_exit_code_and_tail(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher, _ = launch()
+    launcher.start(bundles("three", "leave", "crash"))
+    exits = {e.rank: e for e in collect(launcher, 6) if isinstance(e, Exited)}
+    assert exits[0].cause == "exit code 3"
+    assert exits[0].tail == (*(f"line {i}" for i in range(11, 30)), "unfinished")
+    assert (exits[1].cause, exits[1].tail) == ("exit code 1", ("gone fishing",))
+    assert exits[2].cause == "killed by SIGSEGV"
+    assert any("Segmentation fault" in line for line in exits[2].tail)
+    assert "[node 0] unfinished\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("entry", "tail"),
+    [("no_such_module:f", "No module named 'no_such_module'"), ("stub_workers:nothing", "no attribute 'nothing'")],
+)
+def test_entry_that_is_not_there(entry: str, tail: str) -> None:
+    launcher = LocalLauncher(entry, STUBS)
+    launcher.start(bundles("serve"))
+    event = collect(launcher, 2)[1]
+    launcher.stop(0)
+    assert isinstance(event, Exited)
+    assert event.cause == "exit code 1"
+    assert tail in event.tail[-1]
+
+
+def test_preload_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = LocalLauncher("stub_workers:act", ("no_such_module",))
+    launcher.start(bundles("serve"))
+    with pytest.raises(StartError, match="ModuleNotFoundError: No module named 'no_such_module'"):
+        collect(launcher, 1)
+    with pytest.raises(StartError, match="no_such_module"):
+        launcher.start(bundles("serve"))
+    launcher.stop(0)
+
+
+def test_server_killed(launch: Launch) -> None:
+    launcher, pids = launch("serve", "stubborn")
+    os.kill(launcher._server_pid, signal.SIGKILL)
+    with pytest.raises(StartError, match=r"fork server \(pid \d+\) has ended.*killed by SIGKILL"):
+        collect(launcher, 1)
+    assert gone(pids, 2)
+
+
+def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher, pids = launch("stubborn", "serve", "quiet")
+    out, _ = lines_of(capfd, 3)
+    pids += [int(word) for word in out[0].split()[3:]]
+    begin = time.monotonic()
+    launcher.stop(0.1)
+    assert time.monotonic() - begin < 3
+    assert gone(pids, 0)
+    causes = {e.rank: e.cause for e in launcher.events() if isinstance(e, Exited)}
+    assert causes == {0: "killed by SIGKILL", 1: "killed by SIGTERM", 2: "killed by SIGTERM"}
+
+
+def test_grace_is_not_used_up(launch: Launch) -> None:
+    launcher, _ = launch()
+    launcher.start(bundles("three", "flood"))
+    collect(launcher, 1)
+    begin = time.monotonic()
+    launcher.stop(30)
+    assert time.monotonic() - begin < 10
+    assert not launcher._running
+
+
+def test_workers_hold_nothing_of_others(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    _, pids = launch("serve", "serve", "serve")
+    lines_of(capfd, 6)  # they have come so far
+    open_files = [
+        {os.readlink(f.path) for f in os.scandir(f"/proc/{pid}/fd") if f.name != "0"} for pid in pids
+    ]  # pipes only: nothing of the control socket, of pidfds or of the server's own pipes
+    assert all(len(files) == 3 and all(f.startswith("pipe:") for f in files) for files in open_files), open_files
+    assert not set.intersection(*open_files)
+    assert [os.readlink(f"/proc/{pid}/fd/0") for pid in pids] == ["/dev/null"] * 3
+
+
+def test_no_secret_in_sight(launch: Launch) -> None:
+    launcher, pids = launch("serve")
+    for pid in (*pids, launcher._server_pid):
+        for name in ("cmdline", "environ"):
+            assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+    assert SECRET not in repr(bundles("serve")) + repr(launcher)
+
+
+def test_siblings_draw_other_numbers(launch: Launch) -> None:
+    launcher, _ = launch()
+    launcher.start(bundles("draw", "draw"))
+    drawn = {e.tail[0] for e in collect(launcher, 4) if isinstance(e, Exited)}
+    assert len(drawn) == 2
+
+
+def test_cycles_leak_nothing() -> None:
+    before = os.listdir("/proc/self/fd"), psutil.Process().children()
+    for _ in range(20):
+        launcher = LocalLauncher("stub_workers:act", STUBS)
+        launcher.start(bundles("serve", "serve"))
+        collect(launcher, 2)
+        launcher.stop(0)
+    LocalLauncher("stub_workers:act", STUBS).stop(0)  # while it still imports
+    assert (os.listdir("/proc/self/fd"), psutil.Process().children()) == before
+
+
+def test_fork(launch: Launch) -> None:
+    launcher, _ = launch("serve")
+    fd = launcher.fileno()
+    pid = os.fork()
+    if pid == 0:
+        checks = 0
+        with contextlib.suppress(ForkError):
+            launcher.start(bundles("serve", "serve")[1:])
+            checks += 1
+        with contextlib.suppress(ForkError):
+            launcher.events()
+            checks += 1
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            checks += 1
+        launcher.stop(0)
+        os._exit(checks)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    launcher.kill(0, signal.SIGTERM)
+    assert [e.cause for e in collect(launcher, 1) if isinstance(e, Exited)] == ["killed by SIGTERM"]
+
+
+MASTER = """
+import os, select, sys, time
+from disttensor.runtime.bundle import Bundle
+from disttensor.runtime.launch.local import LocalLauncher
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once, between the nodes' lines
+_, preload, *jobs = sys.argv
+launcher = LocalLauncher("stub_workers:act", (preload,))
+launcher.start([Bundle(job=j, rank=k, address="none") for k, j in enumerate(jobs)])
+if preload == "slow_to_import":
+    say("pids", launcher._server.pid)
+    time.sleep(600)
+pids = []
+while len(pids) < len(jobs):
+    select.select([launcher], [], [])
+    pids += [e.pid for e in launcher.events()]
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+say("forked", child)
+say("pids", launcher._server_pid, *pids)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def master(*arguments: str, path: str = "", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that has started nodes and then waits. It has no __main__ guard and no file."""
+    search = os.pathsep.join([path, os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": search}
+    process = subprocess.Popen(
+        [sys.executable, "-c", MASTER, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+    with process:
+        yield process
+        process.kill()
+
+
+def told(process: subprocess.Popen[str], *words: str) -> dict[str, list[int]]:
+    """The numbers behind these words, from lines that the process or its nodes print."""
+    assert process.stdout is not None
+    found: dict[str, list[int]] = {}
+    while not set(words) <= set(found):
+        line = process.stdout.readline()
+        assert line, f"the output ended; found {found}"
+        for word in words:
+            if word in line:
+                found[word] = [int(n) for n in line.split(word)[1].split()]
+    return found
+
+
+def test_master_killed() -> None:
+    with master("stub_workers", "serve", "stubborn", "serve") as process:
+        found = told(process, "children", "pids", "forked")
+        process.kill()
+        # a forked child of the master's is still there, and holds nothing that keeps the nodes alive
+        assert gone(found["pids"] + found["children"], 2)
+        os.kill(found["forked"][0], signal.SIGKILL)
+
+
+def test_master_killed_while_the_server_imports(tmp_path: Path) -> None:
+    tmp_path.joinpath("slow_to_import.py").write_text("import time\ntime.sleep(600)\n")
+    with master("slow_to_import", "serve", path=str(tmp_path)) as process:
+        pids = told(process, "pids")["pids"]
+        process.kill()
+        assert gone(pids, 2)
+
+
+def test_reader_that_stalls() -> None:
+    with master("stub_workers", "flood", "flood") as process:
+        pids = told(process, "pids")["pids"]
+        process.kill()  # nobody has read: the pipe is full and nodes and server have much to say
+        assert gone(pids, 2)
+
+
+def test_all_output_arrives_whole() -> None:
+    with master("stub_workers", "flood", "flood") as process:
+        assert process.stdout is not None
+        seen: dict[str, list[str]] = {"[node 0]": [], "[node 1]": []}
+        while sum(map(len, seen.values())) < 80_000:
+            line = process.stdout.readline()
+            if line.startswith("[node"):
+                seen[line[:8]].append(line[9:15])
+                assert line.endswith(" " + "x" * 40 + "\n")
+    assert all(numbers == [f"{i:06}" for i in range(40_000)] for numbers in seen.values())
+
+
+def test_without_standard_descriptors() -> None:
+    """A daemon's master: 0, 1 and 2 are closed, and the launcher's own must not take their place."""
+    code = (
+        "import os, sys, select\nfor fd in 0, 1, 2: os.close(fd)\n"
+        "from disttensor.runtime.bundle import Bundle\n"
+        "from disttensor.runtime.launch.local import LocalLauncher\n"
+        "l = LocalLauncher('stub_workers:act', ('stub_workers',))\n"
+        "l.start([Bundle(job='three', rank=0, address='none')])\n"
+        "events = []\n"
+        "while len(events) < 2:\n    select.select([l], [], [])\n    events += l.events()\n"
+        "l.stop(0)\nos._exit(events[1].code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=30).returncode == 3
+
+
+def test_registry() -> None:
+    assert get_launcher("local") is LocalLauncher
+    assert issubclass(LocalLauncher, Launcher)
+    with pytest.raises(ValueError, match="unknown launcher 'moon'; known launchers: local"):
+        get_launcher("moon")
