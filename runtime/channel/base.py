@@ -120,6 +120,13 @@ class DataChannel(ABC):
         Raises as ``isend``, and BusyError if ``transfer`` is being received from that peer already.
         """
 
+    @abstractmethod
+    def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
+        """Takes the place of ``isend`` when there is no tensor to send, because command ``seq`` of node ``rank`` failed.
+
+        The receiver's transfer fails with PoisonedError(rank, seq). Raises as ``isend`` does.
+        """
+
     def send(self, tensor: torch.Tensor, peer: int, transfer: int) -> None:
         """Sends and waits."""
         self.isend(tensor, peer, transfer).wait()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..errors import BrokenError, BusyError, ClosedError
+from ..errors import BrokenError, BusyError, ClosedError, PoisonedError
 from .base import DataChannel, Transfer
 from .check_kit import LIMIT, ConformanceError, bits, move, need, raises, random, same
 from .payload import DTYPES
@@ -45,6 +45,24 @@ def check_data_channel(make: Make) -> None:
         finally:
             for channel in channels:
                 channel.close()
+
+
+def check_refusal(channels: Sequence[DataChannel]) -> None:
+    """What takes a tensor's place arrives in the tensor's order, and names what failed; the next one is fine."""
+    early, late, next_one = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    posted = channels[1].irecv(early, 1, 7)
+    channels[2].refuse(0, 7, 5, 1 << 40)
+    channels[2].refuse(0, 8, 0, 3)
+    channels[2].isend(torch.ones(3), 0, 9)
+    for receive, rank, seq in ((posted, 5, 1 << 40), (channels[1].irecv(late, 1, 8), 0, 3)):
+        try:
+            receive.wait(LIMIT)
+        except PoisonedError as error:
+            need((error.rank, error.seq) == (rank, seq), f"the refusal names {error.rank} {error.seq}")
+        else:
+            raise ConformanceError("a refused transfer ended well")
+    channels[1].irecv(next_one, 1, 9).wait(LIMIT)
+    need(next_one.tolist() == [1, 1, 1], "the transfer after a refusal arrived changed")
 
 
 def check_every_dtype(channels: Sequence[DataChannel]) -> None:
@@ -283,6 +301,7 @@ def check_closed(channels: Sequence[DataChannel]) -> None:
 
 
 CHECKS: tuple[Callable[[Sequence[DataChannel]], None], ...] = (
+    check_refusal,
     check_every_dtype,
     check_shapes,
     check_strides,

@@ -19,6 +19,7 @@ from ..errors import ProtocolError
 
 DATA = 1  #: a tensor; the payload follows
 NACK = 2  #: transfer refused: the receiver's tensor has this dtype and this numel; no payload
+POISON = 3  #: transfer has no tensor: command `numel` of node `nbytes - 1` failed; no payload
 
 _FIELDS = struct.Struct("<BB14xQQQQ")
 _MAC = 16
@@ -71,7 +72,7 @@ class Opener:
         kind, dtype, transfer, numel, nbytes, sequence = _FIELDS.unpack(fields)
         if sequence != self._sequence:
             raise ProtocolError(f"frame {sequence} arrived where {self._sequence} was due: a replay or a gap")
-        if kind not in (DATA, NACK):
+        if kind not in (DATA, NACK, POISON):
             raise ProtocolError(f"frame {sequence} is of the unknown kind {kind}")
         self._sequence += 1
         return Frame(kind, transfer, dtype, numel, nbytes)

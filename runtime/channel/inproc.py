@@ -16,7 +16,7 @@ import torch
 from ..errors import BrokenError, BusyError, ClosedError
 from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from .payload import describe, dtype_id, store
-from .ticket import Ticket, failed
+from .ticket import Ticket, failed, poisoned
 
 #: source, destination, transfer
 _Key = tuple[int, int, int]
@@ -26,9 +26,10 @@ _Key = tuple[int, int, int]
 class _Half:
     """One side of a transfer that waits for the other."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None  #: None: there is none to send, for command ``seq`` of node ``dtype`` failed
     dtype: int
     ticket: Ticket
+    seq: int = 0
 
 
 class _Room:
@@ -112,6 +113,18 @@ class InprocChannel(DataChannel):
             _copy(key, other, half)
         return half.ticket
 
+    def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
+        room, key = self._room, (self._rank, peer, transfer)
+        half = _Half(None, rank, Ticket(), seq)
+        with room.lock:
+            if self._check(peer):
+                return
+            other = room.receives.pop(key, None)
+            if other is None:
+                room.sends[key] = half
+        if other is not None:
+            _copy(key, half, other)
+
     def forget(self, peer: int, why: str) -> None:
         text = f"rank {peer} is lost to rank {self._rank}: {why}"
         with self._room.lock:
@@ -172,6 +185,10 @@ class InprocChannel(DataChannel):
 
 def _copy(key: _Key, source: _Half, destination: _Half) -> None:
     """Ends a transfer both sides of which are there."""
+    if source.tensor is None or destination.tensor is None:
+        destination.ticket.fail(poisoned(source.dtype, source.seq), "")
+        source.ticket.finish()
+        return
     sender, receiver, transfer = key
     what = f"transfer {transfer} from rank {sender} to rank {receiver}"
     why = ""

@@ -37,6 +37,7 @@ class TcpChannel(DataChannel):
         self._context = context
         self._peers: dict[int, TcpPeer] = {}
         self._lock = threading.RLock()  #: guards the table of peers, not the peers
+        self._replaced: list[TcpPeer] = []  #: peers that were started anew
         self._closed = ""  #: why nothing can be started any more
         self._pool = WarmPool()
         self._listener = Listener(
@@ -70,6 +71,7 @@ class TcpChannel(DataChannel):
                 if old is not None:
                     replaced.append(old)
                 self._peers[rank] = TcpPeer(self._context.rank, self._context.job, info, self.limits)
+        self._replaced += replaced
         for old in replaced:
             old.fail(BrokenError, f"rank {old.info.rank} was started anew")
 
@@ -78,6 +80,9 @@ class TcpChannel(DataChannel):
 
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         return self._peer(peer, transfer).receive(tensor, transfer)
+
+    def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
+        self._peer(peer, transfer).poison(transfer, rank, seq)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a warm buffer, if it is large: receiving into fresh pages costs half of the speed."""
@@ -112,7 +117,8 @@ class TcpChannel(DataChannel):
         for peer in peers:
             peer.fail(ClosedError, self._end_text())
         deadline = time.monotonic() + join
-        for thread in [self._listener.thread, *(thread for peer in peers for thread in peer.threads)]:
+        threads = [thread for peer in [*peers, *self._replaced] for thread in peer.threads]
+        for thread in [self._listener.thread, *threads]:
             if thread is not threading.current_thread():  # a done callback may close the channel
                 thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -34,7 +34,7 @@ import torch
 
 from ..errors import BrokenError, BusyError, ChannelError, ClosedError
 from .base import PeerInfo
-from .frame import DATA, EAGER, Frame
+from .frame import DATA, EAGER, POISON, Frame
 from .handshake import CROSSED, TAKEN, WELCOME, Secrets
 from .payload import byte_view, describe, dtype_id, is_plain, plain
 from .tcp_dial import dial, tune_after
@@ -98,6 +98,12 @@ class TcpPeer:
             self._sender.put_with_lock(out)
         return out.ticket
 
+    def poison(self, transfer: int, rank: int, seq: int) -> None:
+        """Tells, in the order of sends, that there is no tensor because command ``seq`` of node ``rank`` failed."""
+        with self.lock:
+            if self.failure is None:
+                self._sender.put_with_lock(Out(Frame(POISON, transfer, 0, seq, rank + 1), None, Ticket()))
+
     def receive(self, tensor: torch.Tensor, transfer: int) -> Ticket:
         """Announces a transfer. Raises BusyError."""
         view = byte_view(tensor) if is_plain(tensor) else None
@@ -123,7 +129,8 @@ class TcpPeer:
             if self.failure is None and self._sock is not None:
                 self._users += 1
                 self._lingering = True
-            self.fail(ClosedError, why)
+            victims = self._fail_with_lock(ClosedError, why)
+        _end(victims, ClosedError, why)
 
     def linger(self, deadline: float) -> None:
         """Waits until the peer's kernel has what was written: ours would drop it if it had to refuse more from them."""
@@ -138,19 +145,23 @@ class TcpPeer:
     def fail(self, kind: type[ChannelError], why: str) -> None:
         """Ends all transfers with ``kind(why)``, now and later. Never blocks; only the first failure counts."""
         with self.lock:
-            if self.failure is not None:
-                return
-            self.failure = kind, why
-            victims = [*self._sender.give_up_with_lock(), *(entry.ticket for entry in self._receives.values())]
-            self._receives.clear()
-            _shut_down(self._sock, socket.SHUT_WR if self._lingering else socket.SHUT_RDWR)
-            _shut_down(self._calling)
-            self._changed.notify_all()
-            self._posted.notify_all()
-            if self.reader is not None:
-                self.reader.rouse()
-        for ticket in victims:
-            ticket.fail(kind, why)
+            victims = self._fail_with_lock(kind, why)
+        _end(victims, kind, why)
+
+    def _fail_with_lock(self, kind: type[ChannelError], why: str) -> list[Ticket]:
+        """Gives the tickets to fail once the lock is released: their callbacks may take others."""
+        if self.failure is not None:
+            return []
+        self.failure = kind, why
+        victims = [*self._sender.give_up_with_lock(), *(entry.ticket for entry in self._receives.values())]
+        self._receives.clear()
+        _shut_down(self._sock, socket.SHUT_WR if self._lingering else socket.SHUT_RDWR)
+        _shut_down(self._calling)
+        self._changed.notify_all()
+        self._posted.notify_all()
+        if self.reader is not None:
+            self.reader.rouse()
+        return victims
 
     def lost(self, error: Exception) -> str:
         """Words for a connection that ended by ``error``."""
@@ -200,19 +211,24 @@ class TcpPeer:
         try:
             sock, secrets = dial(self.info, self._job, self.me, self._limits.connect, self._watch)
         except BrokenError as error:
+            self._fail_unless_up(str(error))
+            return
+        if sock is None:
             with self.lock:
-                if self._state is not _State.UP:
-                    self.fail(BrokenError, str(error))
+                self._changed.wait_for(lambda: self.failure or self._state is _State.UP, self._limits.connect)
+            why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
+            self._fail_unless_up(f"{why} within {self._limits.connect:g} s")
             return
         with self.lock:
-            if sock is not None:
-                if self.failure is None and self._state is _State.CALLING:
-                    self._set_up_with_lock(sock, secrets.initiator_sends, secrets.acceptor_sends)
-                else:
-                    sock.close()
-            elif not self._changed.wait_for(lambda: self.failure or self._state is _State.UP, self._limits.connect):
-                why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
-                self.fail(BrokenError, f"{why} within {self._limits.connect:g} s")
+            if self.failure is None and self._state is _State.CALLING:
+                self._set_up_with_lock(sock, secrets.initiator_sends, secrets.acceptor_sends)
+            else:
+                sock.close()
+
+    def _fail_unless_up(self, why: str) -> None:
+        with self.lock:
+            victims = [] if self._state is _State.UP else self._fail_with_lock(BrokenError, why)
+        _end(victims, BrokenError, why)
 
     def _watch(self, sock: socket.socket | None) -> bool:
         with self.lock:
@@ -278,6 +294,11 @@ class TcpPeer:
                 f"transfer {frame.transfer}: rank {self.me} sends {describe(out.frame.dtype, out.frame.numel)} but "
                 f"rank {self.rank} receives {describe(frame.dtype, frame.numel)}",
             )
+
+
+def _end(tickets: list[Ticket], kind: type[ChannelError], why: str) -> None:
+    for ticket in tickets:
+        ticket.fail(kind, why)
 
 
 def _shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:

@@ -9,9 +9,11 @@ another way (a callback, ``is_completed``), or a frame is large or early, the re
 from __future__ import annotations
 
 import select
+import signal
 import socket
+import threading
 import time
-from _thread import allocate_lock
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BrokenError, ProtocolError
-from .frame import EAGER, NACK, SIZE, Frame, Opener
+from .frame import EAGER, NACK, POISON, SIZE, Frame, Opener
 from .payload import byte_view, describe, scratch, store
 from .tcp_inbound import Inbound
-from .ticket import Ticket
+from .ticket import Ticket, poisoned
 
 if TYPE_CHECKING:
     from .tcp_peer import TcpPeer
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 #: For how long the reader thread leaves the connection to those who wait, seconds. A transfer that nobody waits for
 #: is late by this at most.
 _GRACE = 0.002
+_MAIN = threading.main_thread()
 
 
 @dataclass(eq=False)
@@ -43,24 +46,31 @@ class Receive:
     ticket: ReceiveTicket
 
 
+def _interruptible() -> bool:
+    """Whether a signal's handler may raise in this thread, anywhere: whoever reads must not be torn out of it."""
+    return get_ident() == _MAIN.ident and callable(signal.getsignal(signal.SIGINT))
+
+
 class ReceiveTicket(Ticket):
-    """Its waiter may read the connection."""
+    """Its waiter may read the connection, unless it could be interrupted (workers ignore SIGINT, the master can't)."""
 
     def __init__(self, peer: TcpPeer) -> None:
         super().__init__()
         self._peer = peer
-        self.waited = False  #: whether somebody came to wait before it ended
+        self.waited = False  #: whether somebody who may read came to wait before it ended
 
     def wait(self, timeout: float | None = None) -> None:
-        if not self._done:
+        left = timeout
+        if not self._done and not _interruptible():
             self.waited = True
             reader = self._peer.reader
             if reader is not None and reader.parked:
-                start = time.monotonic()
-                reader.help(self, timeout)
-                if timeout is not None:
-                    timeout -= time.monotonic() - start
-        super().wait(timeout)
+                deadline = None if timeout is None else time.monotonic() + timeout
+                reader.help(self, deadline)
+                left = None if deadline is None else deadline - time.monotonic()
+        elif not self._done:
+            self._rouse()
+        self._wait(left, timeout)
 
     def is_completed(self) -> bool:
         if not self._done:
@@ -106,16 +116,20 @@ class Reader:
         finally:
             self._peer.leave()
 
-    def help(self, ticket: ReceiveTicket, timeout: float | None) -> None:
-        """Reads until ``ticket`` has ended, if the reader thread is parked and the next frames are small and due."""
+    def help(self, ticket: ReceiveTicket, deadline: float | None) -> None:
+        """Reads until ``ticket`` has ended, if the reader thread is parked and the next frames are small and due.
+
+        Gives up at ``deadline``, of time.monotonic.
+        """
         if not self._role.acquire(False):
             return
         try:
             self._helped = True
             while not ticket._done:
-                # Interrupting this is harmless, for nothing is taken yet; so it is where the time is spent.
-                if self._inbound.at_boundary() and not self._poll.poll(None if timeout is None else timeout * 1000):
-                    return
+                if self._inbound.at_boundary():
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+                    if not self._poll.poll(left):
+                        return
                 if not self._step_or_fail(patient=False):
                     return
         except Exception:  # the ticket has ended with it
@@ -158,7 +172,7 @@ class Reader:
         except (OSError, EOFError) as error:
             peer.fail(BrokenError, peer.lost(error))
             raise
-        except BaseException as error:  # an interrupt too: what was read of the frame is lost
+        except BaseException as error:  # an exit too: what was read of the frame is lost
             why = str(error) or type(error).__name__
             peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
             raise
@@ -169,6 +183,12 @@ class Reader:
             frame = self._frame = self._opener.open(self._inbound.take(SIZE))
         if frame.kind == NACK:
             self._peer.refused(frame)
+        elif frame.kind == POISON:
+            poisoned_entry = self._peer.claim(frame.transfer, patient)
+            if poisoned_entry is None:
+                return False
+            self._peer.unclaim()
+            poisoned_entry.ticket.fail(poisoned(frame.nbytes - 1, frame.numel), "")
         else:
             small = frame.nbytes <= EAGER
             entry = self._peer.claim(frame.transfer, patient) if small or patient else None

@@ -96,12 +96,9 @@ class Sender:
         payload = byte_view(out.tensor) if out.tensor is not None else memoryview(b"")
         try:
             sent = self._sock.sendmsg((header, payload), (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        except OSError:
+            # No room, or the end of the connection: the thread will see which, and may call callbacks if it is the end.
             sent = 0
-        except OSError as error:
-            self._peer.fail(BrokenError, self._peer.lost(error))
-            out.ticket.fail(BrokenError, self._what(out, self._peer.lost(error)))
-            return True
         if sent == len(header) + len(payload):
             out.ticket.finish()
             return True

@@ -11,7 +11,7 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 
-from ..errors import ChannelError
+from ..errors import ChannelError, PoisonedError
 from .base import Transfer
 
 _log = logging.getLogger("disttensor.channel")
@@ -23,18 +23,18 @@ class Ticket(Transfer):
     def __init__(self) -> None:
         self._claim = allocate_lock()  #: taken by whoever ends it
         self._done = False
-        self._failure: tuple[type[ChannelError], str] | None = None
+        self._failure: tuple[Callable[[str], ChannelError], str] | None = None
         self._then: deque[Callable[[], None]] = deque()  #: each is popped, and so called, exactly once
 
     def finish(self) -> None:
         """Ends it well."""
         self._end(None)
 
-    def fail(self, kind: type[ChannelError], why: str) -> None:
+    def fail(self, kind: Callable[[str], ChannelError], why: str) -> None:
         """Ends it: ``wait`` raises ``kind(why)``."""
         self._end((kind, why))
 
-    def _end(self, failure: tuple[type[ChannelError], str] | None) -> None:
+    def _end(self, failure: tuple[Callable[[str], ChannelError], str] | None) -> None:
         if self._claim.acquire(False):
             self._failure = failure
             self._done = True
@@ -52,12 +52,16 @@ class Ticket(Transfer):
                 _log.exception("a done callback of a transfer failed")
 
     def wait(self, timeout: float | None = None) -> None:
+        self._wait(timeout, timeout)
+
+    def _wait(self, left: float | None, timeout: float | None) -> None:
+        """Waits for the ``left`` seconds of ``timeout``."""
         if not self._done:
             gate = allocate_lock()
             gate.acquire()
             self._then.append(gate.release)
             # It may have ended between the test above and the append; then nobody else would open the gate.
-            if not self._done and not gate.acquire(True, -1 if timeout is None else min(max(timeout, 0.0), 1e6)):
+            if not self._done and not gate.acquire(True, -1 if left is None else min(max(left, 0.0), 1e6)):
                 raise TimeoutError(f"the transfer did not end within {timeout:g} s; it is still under way")
         if self._failure is not None:
             kind, why = self._failure
@@ -81,6 +85,11 @@ def done() -> Ticket:
     ticket = Ticket()
     ticket.finish()
     return ticket
+
+
+def poisoned(rank: int, seq: int) -> Callable[[str], ChannelError]:
+    """A ``kind`` for ``Ticket.fail``: the sender has nothing to send, for command ``seq`` of node ``rank`` failed."""
+    return lambda why: PoisonedError(rank, seq)
 
 
 def failed(kind: type[ChannelError], why: str) -> Ticket:
