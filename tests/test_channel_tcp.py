@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 import socket
 import threading
 import warnings
@@ -12,7 +13,7 @@ import warnings
 import pytest
 import torch
 
-from disttensor.runtime.channel import ChannelContext, PeerInfo
+from disttensor.runtime.channel import ChannelContext, PeerInfo, Transfer
 from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.pool import WarmPool
@@ -67,9 +68,10 @@ def test_conformance():
     check_data_channel(connected)
 
 
-def test_pings_of_all_kinds(pair):
+def test_pings_of_all_kinds(pair, monkeypatch):
     """The one who waits and the reader thread hand the connection to each other without losing anything."""
     a, b = pair
+    monkeypatch.setattr("disttensor.runtime.channel.tcp_reader._interruptible", lambda: False)
     sizes = [0, 1, 256, EAGER // 4, EAGER // 4 + 1, 300_000]
     rounds = 300
 
@@ -118,6 +120,46 @@ def test_many_threads_wait(pair):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_an_interrupted_wait(pair):
+    """Ctrl-C ends the wait and nothing else, wherever in it the interrupt comes."""
+    a, b = pair
+    armed = threading.Event()
+
+    def interrupt(number, frame):
+        if armed.is_set():
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        assert armed.wait(20)
+        # More than once: one that comes just before the wait blocks is seen by the interpreter after it only.
+        while armed.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.wait(0.002)
+
+    ended = threading.Event()
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        for n in range(30):
+            target = torch.zeros(1)
+            receive = b.irecv(target, 0, n)
+            thread = threading.Thread(target=press)
+            with pytest.raises(KeyboardInterrupt):
+                _wait_and_press(receive, armed, thread)
+            thread.join()
+            a.send(torch.ones(1), 1, n)
+            receive.wait(20)
+            assert target[0] == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _wait_and_press(receive: Transfer, armed: threading.Event, thread: threading.Thread) -> None:
+    thread.start()
+    armed.set()
+    receive.wait(20)
 
 
 def test_both_call_at_once():

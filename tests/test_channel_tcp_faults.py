@@ -57,11 +57,11 @@ class Wire:
                     at = self.flip - passed
                     data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
                 passed += len(data)
-                sink.sendall(data)
                 if forward:
                     self.record += data
-                    if passed == self.cut:
-                        break
+                sink.sendall(data)
+                if forward and passed == self.cut:
+                    break
         except OSError:
             pass
         for sock in (source, sink):

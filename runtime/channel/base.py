@@ -122,7 +122,7 @@ class DataChannel(ABC):
 
     @abstractmethod
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
-        """Takes the place of ``isend`` when there is no tensor to send, because command ``seq`` of node ``rank`` failed.
+        """Takes the place of ``isend`` when there is no tensor to send: command ``seq`` of node ``rank`` failed.
 
         The receiver's transfer fails with PoisonedError(rank, seq). Raises as ``isend`` does.
         """

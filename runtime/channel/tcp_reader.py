@@ -188,6 +188,7 @@ class Reader:
             if poisoned_entry is None:
                 return False
             self._peer.unclaim()
+            self._awaited = poisoned_entry.ticket.waited
             poisoned_entry.ticket.fail(poisoned(frame.nbytes - 1, frame.numel), "")
         else:
             small = frame.nbytes <= EAGER

@@ -4,12 +4,15 @@ The tcp data channel against a raw socket, between two processes over loopback, 
 of that many MiB; the raw socket sends from and receives into warm, reused memory with the channel's socket options.
 Small: 1 KiB there and back; the raw socket uses one sendall and one recv_into each way. Look at the ratios: what a
 machine does at all varies with what else it does.
+
+Python's handler of SIGINT is off here, as in a node: who waits for a small receive then reads the socket itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import statistics
 import time
@@ -84,6 +87,7 @@ def main() -> None:
     parser.add_argument("--pings", type=int, default=2000)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     listener = socket.socket()
     tune_before(listener, "127.0.0.1")
     listener.bind(("127.0.0.1", 0))
