@@ -57,7 +57,7 @@ def test_the_suite_finds_what_is_wrong(monkeypatch):
 
         return make
 
-    for module in ("check", "check_kit"):
+    for module in ("check", "check_ends", "check_kit"):
         monkeypatch.setattr(f"disttensor.runtime.channel.{module}.LIMIT", 0.05)
     for cls in (Deaf, Forgetful, Unending):
         with pytest.raises(ConformanceError) as caught:

@@ -1,11 +1,15 @@
-"""Calling a peer: TCP connection and handshake, within a time limit, with errors that name the address."""
+"""Sockets, and calling a peer: TCP connection and handshake, within a time limit, with errors that name the address."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import socket
+import struct
+import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..errors import BrokenError
 from .base import PeerInfo
@@ -42,6 +46,19 @@ def tune_after(sock: socket.socket) -> None:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+    """Wakes whoever blocks in ``sock``."""
+    if sock is not None:
+        with suppress(OSError):
+            sock.shutdown(how)
+
+
+def unacknowledged(sock: socket.socket) -> int:
+    """Bytes that the peer's kernel does not have yet."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(count)
 
 
 def dial(

@@ -19,14 +19,10 @@ down; a transfer whose memory a thread is using at that moment is failed by that
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
-import termios
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,7 +33,7 @@ from .base import PeerInfo
 from .frame import DATA, EAGER, POISON, Frame
 from .handshake import CROSSED, TAKEN, WELCOME, Secrets
 from .payload import byte_view, describe, dtype_id, is_plain, plain
-from .tcp_dial import dial, tune_after
+from .tcp_dial import dial, shut_down, tune_after, unacknowledged
 from .tcp_reader import Reader, Receive, ReceiveTicket
 from .tcp_sender import Out, Sender
 from .ticket import Ticket, failed
@@ -137,9 +133,9 @@ class TcpPeer:
         with self.lock:
             lingers, self._lingering = self._lingering, False
         if lingers and self._sock is not None:
-            while _unacknowledged(self._sock) and time.monotonic() < deadline:
+            while unacknowledged(self._sock) and time.monotonic() < deadline:
                 time.sleep(0.0005)
-            _shut_down(self._sock)
+            shut_down(self._sock)
             self.leave()
 
     def fail(self, kind: type[ChannelError], why: str) -> None:
@@ -155,8 +151,8 @@ class TcpPeer:
         self.failure = kind, why
         victims = [*self._sender.give_up_with_lock(), *(entry.ticket for entry in self._receives.values())]
         self._receives.clear()
-        _shut_down(self._sock, socket.SHUT_WR if self._lingering else socket.SHUT_RDWR)
-        _shut_down(self._calling)
+        shut_down(self._sock, socket.SHUT_WR if self._lingering else socket.SHUT_RDWR)
+        shut_down(self._calling)
         self._changed.notify_all()
         self._posted.notify_all()
         if self.reader is not None:
@@ -238,7 +234,7 @@ class TcpPeer:
     def _set_up_with_lock(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         tune_after(sock)
         self._sock, self._state = sock, _State.UP
-        _shut_down(self._calling)  # the peer was faster
+        shut_down(self._calling)  # the peer was faster
         self._sender.attach_with_lock(sock, send_key)
         self.reader = Reader(self, sock, receive_key)
         self.start_with_lock(self.reader.run, "read")
@@ -299,16 +295,3 @@ class TcpPeer:
 def _end(tickets: list[Ticket], kind: type[ChannelError], why: str) -> None:
     for ticket in tickets:
         ticket.fail(kind, why)
-
-
-def _shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
-    """Wakes whoever blocks in ``sock``."""
-    if sock is not None:
-        with suppress(OSError):
-            sock.shutdown(how)
-
-
-def _unacknowledged(sock: socket.socket) -> int:
-    """Bytes that the peer's kernel does not have yet."""
-    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
-    return int(count)
