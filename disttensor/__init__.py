@@ -1,11 +1,11 @@
 """disttensor: one plain PyTorch script drives tensors on many machines.
 
-    import torch, disttensor as dt
+import torch, disttensor as dt
 
-    dt.init_master_worker(nodes=2)
-    x = torch.randn(3, 4, device="node:1")      # lives on node 1; the script holds a proxy
-    y = (x @ x.t()).relu()                      # runs there; returns at once
-    print(y.sum().item())                       # waits
+dt.init_master_worker(nodes=2)
+x = torch.randn(3, 4, device="node:1")      # lives on node 1; the script holds a proxy
+y = (x @ x.t()).relu()                      # runs there; returns at once
+print(y.sum().item())                       # waits
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'disttensor' has no attribute {name!r}") from None
 
 
-__all__ = [  # noqa: RUF022 - the legacy names stand at the end
+__all__ = [
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "ForkError",
     "NodeLost", "ProtocolError", "RemoteError", "StartError", "arange", "current_node", "device",
     "empty", "eye", "from_numpy", "full", "init_master_worker", "is_initialized", "linspace", "logspace", "node",

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from .dispatch import enter, run
 from .plan import MAX_PLANS
 from .tensor import DistributedTensor
 
@@ -75,12 +74,10 @@ def _choose(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, *rest
             _choices.clear()
         causal, scale, gqa = rest
         with torch._C._AutoDispatchBelowAutograd():
-            choice = aten._fused_sdp_choice(
-                query.detach(), key.detach(), value.detach(), None if mask is None else mask.detach(), dropout_p, causal,
-                scale=scale, enable_gqa=gqa,
-            )  # fmt: skip
+            query, key, value = query.detach(), key.detach(), value.detach()
+            mask = None if mask is None else mask.detach()
+            choice = int(
+                aten._fused_sdp_choice(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=gqa)
+            )
         _choices[signature] = choice
     return choice
-
-
-__all__ = ["attention", "enter", "register", "run"]

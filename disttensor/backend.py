@@ -13,13 +13,14 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from . import attention, device_module, engine, fast, handlers, state, transfer
 from .context import current_node
-from .dispatch import dispatch, enter, run
+from .dispatch import dispatch, run
+from .registry import enter
 from .tensor import DistributedTensor
 
 _library: list[torch.library.Library] = []
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc,name-defined]
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
     """What C++ asks of the device type."""
 
     def is_available(self) -> bool:
@@ -36,7 +37,7 @@ def register() -> None:
     """Registers the device type; a second call does nothing."""
     if _library:
         return
-    DistributedTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+    setattr(DistributedTensor, "__torch_dispatch__", classmethod(dispatch))  # noqa: B010 - mypy can't see the method
     _setup_privateuseone_for_python_backend(
         rename="node", backend_module=device_module, hook=_Hooks(), device_guard=engine.Guard()
     )
@@ -81,18 +82,17 @@ def _to_copy(
     pin_memory: bool | None = None,
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
-) -> torch.Tensor:
+) -> Any:
     """Local to node (``x.to("node:1")``), converted on the side where fewer bytes have to move."""
     if isinstance(source, DistributedTensor):
         options = {"dtype": dtype, "device": device, "memory_format": memory_format}
         given = {k: v for k, v in options.items() if v is not None}
-        return dispatch(DistributedTensor, torch.ops.aten._to_copy.default, (), (source,), given)  # type: ignore[no-any-return]
+        return dispatch(DistributedTensor, torch.ops.aten._to_copy.default, (), (source,), given)
     place = state.session().places.of(device or torch.device("node"))
     dtype = dtype or source.dtype
     first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
-    local = source.detach().to(dtype=first, memory_format=memory_format or torch.preserve_format)
-    remote = transfer.upload(local, place)
-    return handlers.finish_copy(remote, local, dtype)
+    remote = transfer.upload(source.detach().to(first), place)
+    return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
 
 
 __all__ = ["handlers", "register"]

@@ -26,7 +26,9 @@ class node:
         self._tokens.append(_current.set(self.index))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         _current.reset(self._tokens.pop())
 
     def __repr__(self) -> str:

@@ -83,6 +83,7 @@ def memory_allocated(device: torch.device | str | int = "node") -> int:
 
 def usage(place: Place) -> tuple[int, int]:
     """(live tensors, bytes of their storages) on the place's node."""
+    place.session.link.flush(place.outbox)  # frees ride at the end of a message: those of before come first
     reply = place.session.ask(place, lambda id: c.Memory(id, ""), None)
     count, held = str(reply.value).split()
     return int(count), int(held)

@@ -25,7 +25,7 @@ _fetch.restype = None  # and no argtypes: their converters are Python calls, whi
 _kept = threading.local()
 
 
-class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
+class Guard(torch._C._acc.DeviceGuard):
     """The device guard that torch calls, while an exception unwinds as well."""
 
     def type_(self) -> Any:
@@ -40,9 +40,7 @@ class _Slots:
 
     def __init__(self) -> None:
         self.kind, self.value, self.trace = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        self.pointers = tuple(
-            ctypes.c_void_p(ctypes.addressof(slot)) for slot in (self.kind, self.value, self.trace)
-        )
+        self.pointers = tuple(ctypes.c_void_p(ctypes.addressof(slot)) for slot in (self.kind, self.value, self.trace))
 
     def keep(self) -> None:
         """Takes over the references that PyErr_Fetch handed out; keeps the first error of this thread."""
@@ -84,7 +82,7 @@ def install() -> None:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         outer = getattr(_kept, "errors", None)
         _kept.errors = []
-        multithreaded = torch.autograd.is_multithreading_enabled()  # type: ignore[attr-defined]
+        multithreaded = torch.autograd.is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
         try:
             return original(*args, **kwargs)

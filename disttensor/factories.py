@@ -46,7 +46,7 @@ def _factory(name: str) -> Callable[..., DistributedTensor]:
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (
-        f"As ``torch.{name}``, on the current node. ``device``: one of its devices (\"cpu\", the default; \"cuda:1\"; 1), "
+        f'As ``torch.{name}``, on the current node. ``device``: one of its devices ("cpu", the default; "cuda:1"; 1), '
         f"or any ``torch.device`` of type node.\n\nRaises what torch.{name} raises, DisttensorError without a session."
     )
     return make
@@ -85,7 +85,7 @@ def _legacy(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (
         f"``{name}(2, 3)``: an uninitialised tensor of {dtype} on the current node; ``{name}([1, 2])``: one with these "
-        "values. ``device``: -1 or \"cpu\" (default), k or \"cuda:k\".\n\nRaises TypeError for other arguments."
+        'values. ``device``: -1 or "cpu" (default), k or "cuda:k".\n\nRaises TypeError for other arguments.'
     )
     return make
 
@@ -94,7 +94,7 @@ LEGACY = {name: _legacy(name, dtype) for name, dtype in _LEGACY.items()}
 
 
 def device(node: int, dev: str | int | torch.device | None = None) -> torch.device:
-    """Any device of any node as a ``torch.device``: ``device(1, "cuda:1")``, ``device(0, "cpu")``; its default one alone.
+    """Any device of any node as a ``torch.device``: ``device(1, "cuda:1")``, ``device(0, "cpu")``, ``device(0)``.
 
     Raises ValueError for a node that doesn't exist, RuntimeError for a device that it doesn't have.
     """

@@ -14,17 +14,18 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
-from .dispatch import enter, issue
+from .dispatch import issue
+from .registry import enter
 from .tensor import DistributedTensor
 
 aten = torch.ops.aten
 
 _grad = torch.is_grad_enabled
-_modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _inference = torch.is_inference_mode_enabled
-_autocast = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
-_transforms = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+_autocast = torch._C._is_any_autocast_enabled
+_transforms = torch._C._functorch.maybe_current_level
 
 
 def _quiet() -> bool:

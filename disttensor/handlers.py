@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from . import infer, state
-from .dispatch import _entries, enter, handler, materialise, run
-from .meta import Handle, Lazy, meta_like, meta_of, new_ref
+from .dispatch import run
+from .meta import Lazy, meta_like, meta_of
 from .placement import Place
 from .plan import Entry
+from .registry import enter, handler
 from .tensor import DistributedTensor, operand_name, proxy, set_geometry
 from .transfer import fetch, fill, move, upload
 
@@ -31,7 +32,7 @@ def _bits(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 @handler(aten._to_copy.default)
-def _to_copy(entry: Entry, args: Any, kwargs: Any) -> torch.Tensor:
+def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     """To another device, dtype or memory format: converts where the fewest bytes have to move afterwards."""
     source: DistributedTensor = args[0]
     kwargs = dict(kwargs)
@@ -40,74 +41,60 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> torch.Tensor:
     kwargs.pop("pin_memory", None)
     kwargs.pop("layout", None)
     if device is not None and device.type == "meta":
-        return entry.op(source._h.meta.stand_in, device=device, **kwargs)  # type: ignore[no-any-return]
+        return entry.op(source._h.meta.stand_in, device=device, **kwargs)
     dtype = kwargs.get("dtype") or source.dtype
     place = source._place if device is None else state.session().places.of(device) if device.type == "node" else None
     if place is source._place:
-        return run(entry, args, kwargs, None)  # type: ignore[no-any-return]
+        return run(entry, args, kwargs, None)
     shrink = dtype.itemsize < source.dtype.itemsize
     moving = run(entry, args, {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
     if place is None:
-        local = fetch(moving).to(device)
-        return entry.op(_restride(local, source), **kwargs)  # type: ignore[no-any-return]
-    moved = move(moving, place)
-    if dtype != moved.dtype:
-        return run(entry, (moved,), kwargs, None)  # type: ignore[no-any-return]
-    return _like_layout(moved, source, kwargs.get("memory_format"))
+        local = fetch(moving)
+        wanted = _copy_strides(source, kwargs.get("memory_format"))
+        if wanted != local.stride():
+            local = torch.empty_strided(local.shape, wanted, dtype=local.dtype).copy_(local)
+        return local.to(device=device, dtype=dtype)
+    return arrive(move(moving, place), source, kwargs, dtype)
 
 
-def finish_copy(remote: DistributedTensor, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What arrived contiguous, with ``local``'s strides and in ``dtype``."""
-    if remote.stride() != local.stride() and not local.is_contiguous():
-        strided = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=remote.device)
-        remote = strided.copy_(remote)  # type: ignore[assignment]
-    if remote.dtype == dtype:
-        return remote
-    return run(enter(aten._to_copy.default), (remote,), {"dtype": dtype}, None)  # type: ignore[no-any-return]
-
-
-def _restride(local: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``local`` with the strides that torch's own copy of ``source`` would have, for preserve_format."""
-    wanted = torch.empty_like(source._h.meta.stand_in).stride()  # type: ignore[attr-defined]
-    if wanted == local.stride():
-        return local
-    out = torch.empty_strided(local.shape, wanted, dtype=local.dtype)
-    return out.copy_(local)
-
-
-def _like_layout(moved: DistributedTensor, source: torch.Tensor, format: torch.memory_format | None) -> torch.Tensor:
-    wanted = torch.empty_like(source._h.meta.stand_in, memory_format=format or torch.preserve_format).stride()  # type: ignore[attr-defined]
-    if wanted == moved.stride():
+def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """What came contiguous, with the strides and the dtype that torch's own copy of ``source`` would have."""
+    wanted = _copy_strides(source, kwargs.get("memory_format"))
+    if wanted != moved.stride():
+        empty = torch.empty_strided(moved.shape, wanted, dtype=moved.dtype, device=moved.device)
+        moved = cast(DistributedTensor, empty.copy_(moved))
+    if moved.dtype == dtype:
         return moved
-    empty = torch.empty_strided(moved.shape, wanted, dtype=moved.dtype, device=moved.device)
-    return empty.copy_(moved)
+    return run(enter(aten._to_copy.default), (moved,), {"dtype": dtype}, None)
+
+
+def _copy_strides(source: torch.Tensor, format: torch.memory_format | None) -> tuple[int, ...]:
+    stand = torch.empty_strided(source.shape, source.stride(), device="meta")
+    return torch.empty_like(stand, memory_format=format or torch.preserve_format).stride()
+
+
+def place_of(tensor: Any) -> Place:
+    """Where a proxy lives."""
+    return tensor._h.meta.place  # type: ignore[no-any-return]
 
 
 @handler(aten.copy_.default)
-def _copy(entry: Entry, args: Any, kwargs: Any) -> torch.Tensor:
+def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Between any two places. A copy of a whole local tensor into one that is still empty is the transfer itself."""
-    target, source = args[0], args[1]
-    if not isinstance(target, DistributedTensor):
+    target: Any = args[0]
+    source: Any = args[1]
+    if type(target) is not DistributedTensor:
         target.copy_(fetch(source))
-        return target  # type: ignore[no-any-return]
-    if not isinstance(source, torch.Tensor):
-        return run(entry, (target, source), {}, None)  # type: ignore[no-any-return]
-    if not isinstance(source, DistributedTensor):
-        if fill(target, source):
-            return target
-        torch.broadcast_shapes(source.shape, target.shape)
-        source = upload(source, target._place)
-    elif source._place is not target._place:
-        if source._place.node != target._place.node:
-            source = move(source, target._place)
-        else:
-            return _copy_within(entry, target, source)
-    return run(entry, (target, source), {}, None)  # type: ignore[no-any-return]
-
-
-def _copy_within(entry: Entry, target: DistributedTensor, source: DistributedTensor) -> DistributedTensor:
-    moved = move(source, target._place)
-    return run(entry, (target, moved), {}, None)  # type: ignore[no-any-return]
+        return target
+    if isinstance(source, torch.Tensor):
+        if type(source) is not DistributedTensor:
+            if fill(target, source):
+                return target
+            torch.broadcast_shapes(source.shape, target.shape)
+            source = upload(source, place_of(target))
+        elif place_of(source) is not place_of(target):
+            source = move(cast(DistributedTensor, source), place_of(target))
+    return run(entry, (target, source), {}, None)
 
 
 @handler(aten.empty.memory_format, aten.empty_strided.default)
@@ -156,11 +143,10 @@ def _record_stream(entry: Entry, args: Any, kwargs: Any) -> None:
     """Memory is freed in the order of commands already."""
 
 
-_LIKE = tuple(
-    getattr(aten, name).default
-    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
-                 "new_ones", "new_full", "new_empty_strided")
-)  # fmt: skip
+_LIKE = (
+    *(getattr(aten, f"{name}_like").default for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(getattr(aten, f"new_{name}").default for name in ("empty", "zeros", "ones", "full", "empty_strided")),
+)
 
 
 @handler(*_LIKE)
@@ -211,7 +197,7 @@ def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """On a CPU node with the very steps of local CPU's dropout, so that the same seed gives the same numbers."""
+    """On a CPU node with the very steps of local CPU's dropout, so that one seed gives one set of numbers."""
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
     if source._place.kernels == "cuda" or train is False or not 0 < p < 1:
         return run(entry, args, kwargs, None)
@@ -226,6 +212,3 @@ handler(aten.native_dropout.default)(dropout)
 def _dropout_backward(entry: Entry, args: Any, kwargs: Any) -> Any:
     grad, mask = args[0], args[1]
     return grad * mask if mask.dtype != torch.bool else run(entry, args, kwargs, None)
-
-
-__all__ = ["Handle", "_entries", "materialise", "new_ref"]

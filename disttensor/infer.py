@@ -86,11 +86,11 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def warm() -> None:
-    """Has torch import what its meta kernels need: over a second, once, that the first operation would pay otherwise."""
+    """Has torch import what its meta kernels need: over a second that the first operation would pay otherwise."""
     x = torch.empty(2, 2, device="meta")
     torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
 
 
-def stand_ins(tree: Any, tensor_type: type) -> Any:
+def stand_ins(tree: Any, tensor_type: Any) -> Any:
     """``tree`` with tensors on the meta device in place of proxies."""
     return tree_map(lambda v: v._h.meta.stand_in if isinstance(v, tensor_type) else v, tree)

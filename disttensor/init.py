@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from . import backend as device_backend
-from . import dispatch, infer, state
+from . import infer, registry, state
 from .runtime import bundle as b
 from .runtime.channel import get_channel
 from .runtime.channel.base import MASTER, ChannelContext
@@ -36,7 +36,9 @@ class SessionContext:
     def __enter__(self) -> SessionContext:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             shutdown()
         else:
@@ -146,7 +148,7 @@ def init_master_worker(
                 starter.stop(0)
         raise
     session.blocking = os.environ.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0")
-    dispatch.drop_plans()
+    registry.drop_plans()
     state.set_session(session)
     session.link.interrupts.install()
     _register_once()
@@ -184,7 +186,9 @@ def _meet(session: Session, count: int, timeout: float) -> None:
         link.pause(0.1)
     for rank, hello in link.hellos.items():
         if hello.protocol != b.PROTOCOL or hello.job != session.job:
-            raise StartError(f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version")
+            raise StartError(
+                f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version"
+            )
         mine, theirs = torch.__version__.split("+")[0], hello.torch.split("+")[0]
         if mine != theirs:
             raise StartError(f"node {rank} ({hello.host}) has torch {theirs}, this master {mine}: install one version")
@@ -220,7 +224,7 @@ def _end(report: bool) -> None:
     state.set_session(None)
     session.link.interrupts.restore()
     session.close()
-    dispatch.drop_plans()
+    registry.drop_plans()
     if error is not None:
         raise error
 

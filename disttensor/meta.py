@@ -1,4 +1,4 @@
-"""What the master knows of a remote tensor without asking: shape, strides, dtype, place; and the handle that owns it."""
+"""What the master knows of a remote tensor without asking (shape, strides, dtype, place); the handle that owns it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,18 @@ class Meta:
         self.dead = place.dead
         #: makes a bare proxy with this metadata; prebuilt, for it is most of what an operation costs
         self.make: Callable[[], Any] = partial(
-            torch.Tensor._make_wrapper_subclass, _tensor_type(), shape, stride, offset, None, dtype, torch.strided, self.device
+            torch.Tensor._make_wrapper_subclass,
+            _tensor_type(),
+            shape,
+            stride,
+            offset,
+            None,
+            dtype,
+            torch.strided,
+            self.device,
         )
         #: a tensor on the meta device with this metadata, for inference
-        self.stand_in = _stand_in(shape, stride, offset, dtype)
+        self.stand_in = stand_in(shape, stride, offset, dtype)
 
     def __repr__(self) -> str:
         return f"<{tuple(self.shape)} {self.dtype} at {self.place}>"
@@ -57,16 +65,15 @@ def _tensor_type() -> type:
     return DistributedTensor
 
 
-def _stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
+def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the meta device with this geometry."""
     if not offset:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n)
     return torch.empty(extent, dtype=dtype, device="meta").as_strided(shape, stride, offset)
 
 
-def meta_of(
-    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, place: Place
-) -> Meta:
+def meta_of(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, place: Place) -> Meta:
     """The one Meta with these values."""
     key = (shape, stride, offset, dtype, place)
     meta = _metas.get(key)
@@ -79,7 +86,7 @@ def meta_of(
 
 def meta_like(tensor: torch.Tensor, place: Place) -> Meta:
     """The Meta of a tensor with ``tensor``'s geometry at ``place``."""
-    return meta_of(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, place)
+    return meta_of(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, place)
 
 
 def forget_all() -> None:

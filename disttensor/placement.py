@@ -125,7 +125,9 @@ class Places:
     def _add(self, node: int, name: str) -> Place:
         slot = len(self.by_slot)
         if slot >= MAX_SLOTS:
-            raise DisttensorError(f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use; none is left for {name}")
+            raise DisttensorError(
+                f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use; none is left for {name}"
+            )
         place = Place(self._session, node, name, slot)
         self.by_slot.append(place)
         self._by_pair[node, name] = place
@@ -139,7 +141,9 @@ class Places:
         if isinstance(node, bool) or not isinstance(node, int):
             raise TypeError(f"a node is an integer, not {node!r}")
         if not 0 <= node < len(self._devices):
-            raise ValueError(f"node {node} does not exist; there are {len(self._devices)} nodes, 0 to {len(self._devices) - 1}")
+            raise ValueError(
+                f"node {node} does not exist; there are {len(self._devices)} nodes, 0 to {len(self._devices) - 1}"
+            )
         if device is None:
             return self.by_slot[node]
         name = self._name(device)
@@ -172,6 +176,6 @@ class Places:
         if not 0 <= slot < len(self.by_slot):
             raise RuntimeError(
                 f"device {str(device)!r} stands for nothing: there are {len(self._devices)} nodes "
-                f"(node:0 to node:{len(self._devices) - 1}); other devices are named by disttensor.device(node, 'cuda:1')"
+                f"(node:0 to node:{len(self._devices) - 1}); others are named by disttensor.device(node, 'cuda:1')"
             )
         return self.by_slot[slot]

@@ -1,4 +1,4 @@
-"""Per operator: how its arguments are sorted; per signature: a plan, computed once, of what an operation sends and gives."""
+"""Per operator: how its arguments are sorted. Per signature: a plan, computed once, of what it sends and gives."""
 
 from __future__ import annotations
 
@@ -54,7 +54,21 @@ _KINDS = {
 class Entry:
     """What is known of an operator whatever its arguments."""
 
-    __slots__ = ("asks", "handler", "kinds", "kwkinds", "mutable", "name", "op", "plans", "quick", "returned", "value", "view", "writes")
+    __slots__ = (
+        "asks",
+        "handler",
+        "kinds",
+        "kwkinds",
+        "mutable",
+        "name",
+        "op",
+        "plans",
+        "quick",
+        "returned",
+        "value",
+        "view",
+        "writes",
+    )
 
     def __init__(self, op: OpOverload) -> None:
         schema = op._schema
@@ -79,7 +93,7 @@ class Entry:
         self.quick: dict[tuple[Any, Any], Plan] = {}
         self.handler: Callable[..., Any] | None = None
 
-    def _kind(self, argument: torch.Argument) -> int:  # type: ignore[name-defined]
+    def _kind(self, argument: torch.Argument) -> int:
         text = str(argument.type)
         if text.startswith("Optional["):
             text = text[9:-1]
@@ -96,7 +110,7 @@ class Entry:
             if a.alias_info is not None and a.alias_info.is_write:
                 for name in a.alias_info.before_set:
                     by_alias[name] = a.name if a.kwarg_only else i
-        found = []
+        found: list[int | str] = []
         for r in schema.returns:
             if r.alias_info is not None and r.alias_info.is_write:
                 found.extend(by_alias[name] for name in r.alias_info.before_set)
@@ -137,19 +151,22 @@ class Plan:
 
     __slots__ = ("holes", "kind", "meta", "shapes", "specs", "state", "template")
 
-    def __init__(self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None) -> None:
+    def __init__(
+        self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
+    ) -> None:
         self.kind = kind
         #: of a VIEW: which of the arguments after the first are numbers that go into the call
         self.holes: tuple[int, ...] = ()
         self.state = state
-        self.specs = (*specs, outs)
+        self.specs: tuple[Any, ...] = (*specs, outs)
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
         self.shapes = shapes
         self.meta: Meta | None = shapes if isinstance(shapes, Meta) else None
         self.template = self.define(site)
 
     def define(self, site: Site | None) -> int:
-        return self.state.define(*self.specs, site)
+        name, args, kwargs, outs = self.specs
+        return self.state.define(name, args, kwargs, outs, site)
 
 
 ONE = 0  #: one new tensor

@@ -18,7 +18,11 @@ def text(tensor: DistributedTensor) -> str:
             suffixes.append(f"size={tuple(tensor.shape)}")
     except Exception as e:
         contents = "..."
-        what = str(e).splitlines()[0] if isinstance(e, DisttensorError) else f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        what = (
+            str(e).splitlines()[0]
+            if isinstance(e, DisttensorError)
+            else f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        )
         suffixes += [f"size={tuple(tensor.shape)}", f"<{what}>"]
     if tensor.dtype not in (torch.get_default_dtype(), torch.int64, torch.bool) or tensor.numel() == 0:
         suffixes.append(f"dtype={tensor.dtype}")
@@ -27,7 +31,7 @@ def text(tensor: DistributedTensor) -> str:
     elif tensor.requires_grad:
         suffixes.append("requires_grad=True")
     name = "Parameter containing:\n" if isinstance(tensor, torch.nn.Parameter) else ""
-    return name + _tensor_str._add_suffixes(f"tensor({contents}", suffixes, 7, False)
+    return name + str(_tensor_str._add_suffixes(f"tensor({contents}", suffixes, 7, False))
 
 
 def _contents(tensor: DistributedTensor) -> tuple[str, bool]:

@@ -80,7 +80,9 @@ def _pickled(value: Any, place: Place, keep: list[DistributedTensor]) -> bytes:
     _Pickler(buffer, place, keep).dump(value)
     data = buffer.getvalue()
     if len(data) > MAX_PICKLE:
-        raise ValueError(f"arguments of {len(data)} bytes exceed {MAX_PICKLE >> 20} MiB when pickled; pass them as tensors")
+        raise ValueError(
+            f"arguments of {len(data)} bytes exceed {MAX_PICKLE >> 20} MiB when pickled; pass them as tensors"
+        )
     return data
 
 
@@ -91,7 +93,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._keep = keep
 
     def persistent_id(self, value: Any) -> int | None:
-        from .dispatch import materialise
+        from .lazy import materialise
 
         if not isinstance(value, torch.Tensor):
             return None

@@ -29,7 +29,9 @@ SMALL = 64 << 10
 class Session:
     """One master with its nodes, ready for commands. Made by init.py."""
 
-    def __init__(self, job: str, secret: bytes, hub: Hub, nodes: int, channel: DataChannel, launcher: Launcher | None) -> None:
+    def __init__(
+        self, job: str, secret: bytes, hub: Hub, nodes: int, channel: DataChannel, launcher: Launcher | None
+    ) -> None:
         self.job = job
         self.channel = channel
         self.link = Link(hub, nodes, launcher, self._lost)
@@ -40,7 +42,7 @@ class Session:
         self._transfers = count(1)
         self._unsent: list[tuple[torch.Tensor, Transfer]] = []
         self._send_lock = threading.Lock()
-        self.link.interrupts.unsafe.add(release_finalizer_code())  # type: ignore[arg-type]
+        self.link.interrupts.unsafe.add(release_finalizer_code())
 
     def introduce(self) -> None:
         """After all hellos: places, and everybody learns where everybody's data channel is."""
@@ -71,7 +73,9 @@ class Session:
     #: DISTTENSOR_LAUNCH_BLOCKING=1: every operation waits for its node
     blocking = False
 
-    def ask(self, place: Place, command: Callable[[int], c.Command], site: Site | None, timeout: float | None = None) -> Any:
+    def ask(
+        self, place: Place, command: Callable[[int], c.Command], site: Site | None, timeout: float | None = None
+    ) -> Any:
         """One round trip: sends everything that is queued anywhere, waits for the reply.
 
         Raises what made an operand fail, NodeLost, TimeoutError.
@@ -135,24 +139,24 @@ class Session:
         command = c.Recv(0, ref, MASTER, tuple(tensor.shape), codec.dtype_id(tensor.dtype), place.name)
         with self._send_lock:  # Recv and send leave in one order
             transfer = self.new_transfer()
-            place.outbox.add(
-                c.Recv(transfer, ref, MASTER, command.shape, command.dtype, command.device), site
-            )
+            place.outbox.add(c.Recv(transfer, ref, MASTER, command.shape, command.dtype, command.device), site)
             self.link.flush(place.outbox)
-            sending = self.channel.isend(tensor, place.node, transfer)
+            with self.link.interrupts.deferred:
+                sending = self.channel.isend(tensor, place.node, transfer)
         if not small:
             self._wait_transfer(sending, place.node)
 
     def download(self, tensor: Any, site: Site | None) -> torch.Tensor:
         """A local, contiguous copy of a remote tensor."""
-        from .dispatch import materialise
+        from .lazy import materialise
 
         place: Place = tensor._place
         ref = tensor._h.ref or materialise(tensor._h)
         local = self.channel.empty(tuple(tensor.shape), tensor.dtype)
         with self._send_lock:
             transfer = self.new_transfer()
-            receiving = self.channel.irecv(local, place.node, transfer)
+            with self.link.interrupts.deferred:
+                receiving = self.channel.irecv(local, place.node, transfer)
             place.outbox.add(c.Send(transfer, ref, MASTER), site)
             self.link.flush(place.outbox)
         self.link.flush_all()
@@ -184,6 +188,7 @@ class Session:
         """Ends the nodes and lets go of everything. Never raises for a node that is gone already."""
         link = self.link
         if not link.closed:
+            link.closing = True
             for outbox in link.outboxes:
                 if outbox.lost is None:
                     outbox.add(c.Stop())

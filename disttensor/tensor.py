@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .meta import Handle, Meta
+from .meta import Handle
 from .placement import Place
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ class DistributedTensor(torch.Tensor):
     _h: Handle
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[misc]
-        raise TypeError("a DistributedTensor is made by factories (disttensor.zeros(2, 3)), operations or .to('node:0')")
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedTensor is made by factories (disttensor.zeros(2, 3)), operations or .to('node:0')"
+        )
 
     # replaced by dispatch.py; torch wants the method to be there when the class is made
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError
 
     # ---- placement -------------------------------------------------------------------------------------------------
@@ -63,31 +65,34 @@ class DistributedTensor(torch.Tensor):
     ) -> DistributedTensor:
         """A copy on a CUDA device of the node that holds this tensor (its first by default); itself if it's there."""
         place = self._place
-        target = place.session.places.at(place.node, "cuda" if device is None and place.index < 0 else device or place.name)
+        target = place.session.places.at(
+            place.node, "cuda" if device is None and place.index < 0 else device or place.name
+        )
         return self.to(target.device, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[return-value]
 
     def dist_send(self, node: int | None = None, device: int | str | torch.device | None = None) -> DistributedTensor:
-        """A copy on another node (the current one by default), on the same kind of device unless ``device`` says else."""
+        """A copy on a node (the current one by default), on the same kind of device unless ``device`` says else."""
         from .context import current_node
 
         place = self._place
         target = place.session.places.at(
-            current_node() if node is None else node, ("cuda" if place.is_cuda() else "cpu") if device is None else device
+            current_node() if node is None else node,
+            ("cuda" if place.is_cuda() else "cpu") if device is None else device,
         )
         return self.to(target.device)  # type: ignore[return-value]
 
     # ---- what has to keep handle and tensor in step ------------------------------------------------------------------
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> torch.Tensor:
         """The same remote tensor, outside of autograd."""
         return self.detach()
 
     @data.setter
-    def data(self, other: torch.Tensor) -> None:
+    def data(self, other: Any) -> None:
         if not isinstance(other, DistributedTensor):
             raise TypeError(
-                f"the data of a tensor on {self._place} can't be a local tensor; write x.data = y.to({str(self.device)!r})"
+                f"the data of a tensor on {self._place} can't be a local one; write x.data = y.to({str(self.device)!r})"
             )
         _data.__set__(self, other)  # type: ignore[attr-defined]
         self._h = other._h
@@ -111,6 +116,11 @@ class DistributedTensor(torch.Tensor):
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin.requires_grad_(self.requires_grad)
 
+    def __copy__(self) -> torch.Tensor:
+        twin = self.detach()
+        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_h"})
+        return twin.requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a tensor on {self._place} can't be pickled: its bytes are elsewhere. Pickle x.cpu(), "
@@ -130,7 +140,7 @@ class DistributedTensor(torch.Tensor):
         """The values as nested lists. One transfer."""
         return self.detach().cpu().tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         from .printing import text
 
         return text(self)
@@ -150,13 +160,13 @@ def set_geometry(tensor: DistributedTensor, handle: Handle) -> None:
     """Gives ``tensor`` another handle with another geometry, in the C++ tensor as well."""
     like = handle.meta.make()
     # the meta kernel of set_ copies the metadata and asks for no memory
-    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard(), torch.no_grad():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard(), torch.no_grad():
         torch._C._set_meta_in_tls_dispatch_include(True)
         tensor.set_(like)
     tensor._h = handle
 
 
-def operand_name(tensor: torch.Tensor) -> str:
+def operand_name(tensor: Any) -> str:
     """How an error names an operand."""
     where = str(tensor._place) if isinstance(tensor, DistributedTensor) else f"the master's {tensor.device}"
     return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"

@@ -1,4 +1,4 @@
-"""Tensor bytes on their way: master to node, node to master, node to node. All go through the session's data channel."""
+"""Tensor bytes on their way: master to node, node to master, node to node, all through the session's data channel."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from .meta import Handle, Lazy, meta_of, new_ref
 from .placement import Place
 from .runtime import codec
 from .runtime import command as c
-from .runtime.channel.base import MASTER
 from .site import here
 from .tensor import DistributedTensor, proxy
 
 
 def upload(tensor: torch.Tensor, place: Place) -> DistributedTensor:
     """A copy of a local tensor at ``place``. Returns when the tensor may be changed again."""
-    meta = meta_of(tuple(tensor.shape), _dense(tensor), 0, tensor.dtype, place)
+    meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
     place.session.upload(tensor.detach(), place, handle.ref, here())
     return proxy(handle)
@@ -40,12 +39,12 @@ def fill(target: DistributedTensor, tensor: torch.Tensor) -> bool:
 
 def fetch(tensor: DistributedTensor) -> torch.Tensor:
     """A local copy, contiguous. Waits for the node; raises what made the tensor fail, or NodeLost."""
-    return tensor._place.session.download(_resolved(tensor), here())
+    return tensor._place.session.download(tensor, here())
 
 
 def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     """A copy at another place; between two nodes the bytes go directly. Returns at once."""
-    from .dispatch import materialise
+    from .lazy import materialise
 
     source = tensor._place
     if source.node == place.node:
@@ -68,7 +67,7 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
 
 def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     """To another device of the same node: the node copies by itself."""
-    from .dispatch import materialise
+    from .lazy import materialise
 
     site = here()
     meta = meta_of(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, place)
@@ -93,10 +92,6 @@ def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     return proxy(handle)
 
 
-def _resolved(tensor: DistributedTensor) -> DistributedTensor:
-    return tensor
-
-
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride = []
     step = 1
@@ -106,9 +101,5 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
-    return _contiguous(tuple(tensor.shape))
-
-
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))  # type: ignore[attr-defined]
+    return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))

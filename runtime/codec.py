@@ -47,12 +47,12 @@ def size(command: c.Command) -> int:
 
 def decode_batch(message: bytes) -> c.Batch:
     """Raises ProtocolError."""
-    return _decode(_batch, message)
+    return _decode(_batch, message)  # type: ignore[no-any-return]
 
 
 def decode_report(message: bytes) -> c.Report:
     """Raises ProtocolError."""
-    return _decode(_report, message)
+    return _decode(_report, message)  # type: ignore[no-any-return]
 
 
 def _decode(decoder: Any, message: bytes) -> Any:
@@ -84,7 +84,9 @@ def to_spec(value: object) -> c.Spec:
         return c.Complex(value.real, value.imag)
     if isinstance(value, torch.device):
         return c.Device(str(value))
-    raise TypeError(f"an argument of type {type(value).__module__}.{type(value).__qualname__} can't go to a node: {value!r}")
+    raise TypeError(
+        f"an argument of type {type(value).__module__}.{type(value).__qualname__} can't go to a node: {value!r}"
+    )
 
 
 def dtype_id(dtype: torch.dtype) -> int:

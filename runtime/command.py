@@ -21,49 +21,49 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
-class Hole(Wire, tag=1):
+class Hole(Wire, frozen=True, tag=1):
     """In a template: a tensor (``tensor=True``) or a number, taken from the Call's next argument."""
 
     tensor: bool
 
 
-class Complex(Wire, tag=2):
+class Complex(Wire, frozen=True, tag=2):
     real: float
     imag: float
 
 
-class DType(Wire, tag=3):
+class DType(Wire, frozen=True, tag=3):
     """A torch dtype, by its index in codec.DTYPES."""
 
     id: int
 
 
-class Device(Wire, tag=4):
+class Device(Wire, frozen=True, tag=4):
     """A device of the node: "cpu" or "cuda:1"."""
 
     name: str
 
 
-class Layout(Wire, tag=5):
+class Layout(Wire, frozen=True, tag=5):
     id: int
 
 
-class MemoryFormat(Wire, tag=6):
+class MemoryFormat(Wire, frozen=True, tag=6):
     id: int
 
 
-class Items(Wire, tag=7):
+class Items(Wire, frozen=True, tag=7):
     """A list argument."""
 
     items: tuple[Spec, ...]
 
 
-Plain: TypeAlias = None | bool | int | float | str
-Spec: TypeAlias = None | bool | int | float | str | Hole | Complex | DType | Device | Layout | MemoryFormat | Items
-Value: TypeAlias = None | bool | int | float | str | Complex
+Plain: TypeAlias = bool | int | float | str | None
+Spec: TypeAlias = bool | int | float | str | Hole | Complex | DType | Device | Layout | MemoryFormat | Items | None
+Value: TypeAlias = bool | int | float | str | Complex | None
 
 
-class Geometry(Wire, tag=8):
+class Geometry(Wire, frozen=True, tag=8):
     """The metadata of one tensor on a node."""
 
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class Geometry(Wire, tag=8):
 # ---- commands: master -> node --------------------------------------------------------------------------------------
 
 
-class Call(Wire, tag=10):
+class Call(Wire, frozen=True, tag=10):
     """Runs a template. ``args``: a distance ``out - ref`` per tensor hole and a number per number hole, in order,
     then the distance of each output after the first. A template without outputs uses ``out`` as a base only."""
 
@@ -85,7 +85,7 @@ class Call(Wire, tag=10):
     args: tuple[Plain, ...]
 
 
-class Define(Wire, tag=11):
+class Define(Wire, frozen=True, tag=11):
     """Defines a template: ``op`` as "aten::add.Tensor", its arguments, and how many tensors it puts out."""
 
     template: int
@@ -95,27 +95,27 @@ class Define(Wire, tag=11):
     outs: int
 
 
-class Forget(Wire, tag=12):
+class Forget(Wire, frozen=True, tag=12):
     """Drops the templates numbered below ``below``: the master has started new ones, and nothing names those."""
 
     below: int
 
 
-class Free(Wire, tag=13):
+class Free(Wire, frozen=True, tag=13):
     """Drops refs: ``first`` and each next one by its distance from the one before."""
 
     first: int
     distances: tuple[int, ...]
 
 
-class Ask(Wire, tag=14):
+class Ask(Wire, frozen=True, tag=14):
     """Runs a template and answers: with its plain value (Answer), or its outputs' geometry (Shapes)."""
 
     request: int
     call: Call
 
 
-class Send(Wire, tag=15):
+class Send(Wire, frozen=True, tag=15):
     """Sends the tensor to a peer through the data channel."""
 
     transfer: int
@@ -123,7 +123,7 @@ class Send(Wire, tag=15):
     peer: int
 
 
-class Recv(Wire, tag=16):
+class Recv(Wire, frozen=True, tag=16):
     """Receives a tensor from a peer; later commands that use ``out`` wait for it."""
 
     transfer: int
@@ -134,7 +134,7 @@ class Recv(Wire, tag=16):
     device: str
 
 
-class Piece(Wire, tag=17):
+class Piece(Wire, frozen=True, tag=17):
     """A piece of a pickled function or of its arguments, collected under ``key``."""
 
     key: bytes
@@ -142,7 +142,7 @@ class Piece(Wire, tag=17):
     last: bool
 
 
-class Run(Wire, tag=18):
+class Run(Wire, frozen=True, tag=18):
     """Runs a user's function: ``function`` and ``arguments`` name collected pieces; answers with Result."""
 
     request: int
@@ -151,20 +151,20 @@ class Run(Wire, tag=18):
     site: str
 
 
-class Adopt(Wire, tag=19):
+class Adopt(Wire, frozen=True, tag=19):
     """Gives refs to the tensors that a Run returned, in order; 0 drops one."""
 
     request: int
     refs: tuple[int, ...]
 
 
-class Seed(Wire, tag=20):
+class Seed(Wire, frozen=True, tag=20):
     """Seeds the node's default generators as torch.manual_seed does."""
 
     seed: int
 
 
-class Random(Wire, tag=21):
+class Random(Wire, frozen=True, tag=21):
     """Answers with the state of a device's generator (state empty) or sets it."""
 
     request: int
@@ -172,20 +172,20 @@ class Random(Wire, tag=21):
     state: bytes
 
 
-class Sync(Wire, tag=22):
+class Sync(Wire, frozen=True, tag=22):
     """Answers with Done once everything before it is done, transfers included."""
 
     request: int
 
 
-class Memory(Wire, tag=23):
+class Memory(Wire, frozen=True, tag=23):
     """Answers with the number of live tensors and the bytes of their storages on ``device`` ("" for all)."""
 
     request: int
     device: str
 
 
-class Peer(Wire, tag=24):
+class Peer(Wire, frozen=True, tag=24):
     """A peer's data channel: its address, and the key that only the two of them have."""
 
     rank: int
@@ -193,23 +193,39 @@ class Peer(Wire, tag=24):
     key: bytes
 
 
-class Lost(Wire, tag=25):
+class Lost(Wire, frozen=True, tag=25):
     """A peer is gone: transfers with it fail."""
 
     rank: int
     why: str
 
 
-class Stop(Wire, tag=26):
+class Stop(Wire, frozen=True, tag=26):
     """The last command: drop everything and end."""
 
 
 Command: TypeAlias = (
-    Call | Define | Forget | Free | Ask | Send | Recv | Piece | Run | Adopt | Seed | Random | Sync | Memory | Peer | Lost | Stop
+    Call
+    | Define
+    | Forget
+    | Free
+    | Ask
+    | Send
+    | Recv
+    | Piece
+    | Run
+    | Adopt
+    | Seed
+    | Random
+    | Sync
+    | Memory
+    | Peer
+    | Lost
+    | Stop
 )
 
 
-class Batch(Wire, tag=1):
+class Batch(Wire, frozen=True, tag=1):
     first: int
     commands: tuple[Command, ...]
 
@@ -217,7 +233,7 @@ class Batch(Wire, tag=1):
 # ---- replies: node -> master ---------------------------------------------------------------------------------------
 
 
-class Hello(Wire, tag=40):
+class Hello(Wire, frozen=True, tag=40):
     """A worker's first words. The rank is not among them: it comes from the authenticated connection."""
 
     protocol: int
@@ -231,17 +247,17 @@ class Hello(Wire, tag=40):
     channel: str  #: the address of its data channel
 
 
-class Answer(Wire, tag=41):
+class Answer(Wire, frozen=True, tag=41):
     request: int
     value: Value
 
 
-class Shapes(Wire, tag=42):
+class Shapes(Wire, frozen=True, tag=42):
     request: int
     outs: tuple[Geometry, ...]
 
 
-class Result(Wire, tag=43):
+class Result(Wire, frozen=True, tag=43):
     """What a user's function returned: msgpack with tensors as extension values, and their geometry."""
 
     request: int
@@ -249,7 +265,7 @@ class Result(Wire, tag=43):
     tensors: tuple[Geometry, ...]
 
 
-class Failed(Wire, tag=44):
+class Failed(Wire, frozen=True, tag=44):
     """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened."""
 
     seq: int
@@ -259,7 +275,7 @@ class Failed(Wire, tag=44):
     traceback: str
 
 
-class Poisoned(Wire, tag=45):
+class Poisoned(Wire, frozen=True, tag=45):
     """The answer to a request for something poisoned: the failure ``seq`` on node ``rank`` caused it."""
 
     request: int
@@ -267,13 +283,13 @@ class Poisoned(Wire, tag=45):
     seq: int
 
 
-class Done(Wire, tag=46):
+class Done(Wire, frozen=True, tag=46):
     request: int
 
 
 Reply: TypeAlias = Hello | Answer | Shapes | Result | Failed | Poisoned | Done
 
 
-class Report(Wire, tag=2):
+class Report(Wire, frozen=True, tag=2):
     done: int
     replies: tuple[Reply, ...]

@@ -29,14 +29,16 @@ class NodeLost(DisttensorError):
     Attributes: ``rank``, ``host``, ``pid``, ``cause`` (one line) and ``tail`` (its last output lines).
     """
 
-    def __init__(
-        self, rank: int, host: str = "?", pid: int = 0, cause: str = "", tail: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, rank: int, host: str = "?", pid: int = 0, cause: str = "", tail: tuple[str, ...] = ()) -> None:
         self.rank, self.host, self.pid, self.cause, self.tail = rank, host, pid, cause, tail
         text = f"node {rank} (host {host}, pid {pid}) is lost: {cause or 'cause unknown'}"
         if tail:
             text += "\nits last output:\n" + "\n".join(f"  {line}" for line in tail)
         super().__init__(text)
+
+    def again(self) -> NodeLost:
+        """A fresh one to raise: each raise has a traceback of its own."""
+        return NodeLost(self.rank, self.host, self.pid, self.cause, self.tail)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.rank, self.host, self.pid, self.cause, self.tail)

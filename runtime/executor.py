@@ -143,7 +143,11 @@ class Executor:
 
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
         return c.Geometry(
-            tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), codec.dtype_id(tensor.dtype), str(tensor.device)
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            codec.dtype_id(tensor.dtype),
+            str(tensor.device),
         )
 
     def _send(self, command: c.Send) -> None:
@@ -218,7 +222,7 @@ class Executor:
         self.store.settle([t for t, _ in self.store.sending])
 
     def _settle(self, template: Template, call: c.Call) -> None:
-        targets = [self._entry(call.out - call.args[i]) for i in template.mutated]  # type: ignore[operator]
+        targets = [self._entry(call.out - int(call.args[i])) for i in template.mutated]  # type: ignore[arg-type]
         self.store.settle([t for t in targets if isinstance(t, torch.Tensor)])
 
     def _failed(self, command: c.Command, error: Exception) -> None:
@@ -260,7 +264,7 @@ class Executor:
             for ref in template.results(call.out, call.args):
                 entries[ref] = poison
             for i in template.mutated:
-                ref = call.out - call.args[i]  # type: ignore[operator]
+                ref = call.out - int(call.args[i])  # type: ignore[arg-type]
                 target = entries.get(ref)
                 for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
                     entries[alias] = poison

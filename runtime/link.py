@@ -65,6 +65,7 @@ class Link:
         self.failures: dict[tuple[int, int], Failure] = {}
         self.interrupts = Interrupts()
         self.reports = 0  #: messages received (for tests and status)
+        self.closing = False  #: nodes have been told to end, so that their end is no loss
         self.closed = False
         self._forked = False
         self._on_lost = on_lost
@@ -94,7 +95,7 @@ class Link:
             self._wait_window(outbox)
 
     def flush_all(self) -> None:
-        """Flushes every node that is still there: before the master blocks on one, or nodes could wait for each other."""
+        """Flushes every node that is there: before the master blocks on one, or nodes could wait for each other."""
         for outbox in self.outboxes:
             if outbox.lost is None and (outbox.commands or outbox.dead):
                 self.flush(outbox)
@@ -116,7 +117,7 @@ class Link:
         if self.closed:
             raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
         if outbox.lost is not None:
-            raise NodeLost(*outbox.lost.__reduce__()[1])  # a fresh one: each raise has a traceback of its own
+            raise outbox.lost.again()
 
     def _send(self, outbox: Outbox) -> None:
         if outbox.lost is not None:
@@ -151,6 +152,10 @@ class Link:
                     continue
                 self.outboxes[rank].acknowledge(report.done)
             self._look_at_launcher(0)
+            for rank in self.hub.gone():
+                if self.outboxes[rank].lost is None and not self.closing:
+                    self._look_at_launcher(0.3)  # which knows why, if the process ended
+                    self.lose(rank, "its connection ended")
 
     def _take(self, rank: int, reply: c.Reply) -> None:
         if isinstance(reply, c.Failed):
@@ -181,7 +186,7 @@ class Link:
     def lose(self, rank: int, cause: str, tail: tuple[str, ...] = ()) -> None:
         """Marks a node as lost; ends all waiting for it and tells the other nodes. Saying it twice is fine."""
         outbox = self.outboxes[rank]
-        if outbox.lost is not None or self.closed:
+        if outbox.lost is not None or self.closing:
             return
         hello = self.hellos.get(rank)
         where = (hello.host, hello.pid) if hello else ("?", 0)
@@ -289,6 +294,7 @@ class Link:
     def forked(self) -> None:
         """In a forked child: nothing works any more, and nothing leaves."""
         self._forked = True
+        self.hub.forked()
         for outbox in self.outboxes:
             outbox.limit = 0
 
@@ -297,7 +303,7 @@ class Link:
         with self._lock:
             if self.closed:
                 return
-            self.closed = True
+            self.closing = self.closed = True
             self.hub.close()
             for request in list(self._requests.values()):
                 request.resolve()

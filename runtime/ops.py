@@ -46,4 +46,4 @@ class AllowList:
 
 def name_of(op: OpOverload) -> str:
     """The name that ``resolve`` takes."""
-    return op.name()
+    return str(op.name())

@@ -41,9 +41,7 @@ class Template:
         self.call = _caller(op._op, positional, keyword, entries)
         self.run = self._store(entries, "".join("T" if h else "N" for h in self.holes), keyword, positional, op._op)
 
-    def _store(
-        self, e: Entries, holes: str, keyword: list[tuple[str, _Slot]], positional: list[_Slot], op: Any
-    ) -> Run:
+    def _store(self, e: Entries, holes: str, keyword: list[tuple[str, _Slot]], positional: list[_Slot], op: Any) -> Run:
         """``call`` and what stores its outputs; the shapes that make up most programs have closures of their own."""
         call = self.call
         plain = not keyword and all(s.kind == "hole" for s in positional)
@@ -83,11 +81,11 @@ class Template:
 
     def operands(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
         """The refs that a call reads or writes."""
-        return [out - args[i] for i, hole in enumerate(self.holes) if hole]  # type: ignore[operator]
+        return [out - int(args[i]) for i, hole in enumerate(self.holes) if hole]  # type: ignore[arg-type]
 
     def results(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
         """The refs that a call makes."""
-        return [out, *(out - d for d in args[len(self.holes) :])] if self.outs else []  # type: ignore[operator]
+        return [out, *(out - int(d) for d in args[len(self.holes) :])] if self.outs else []  # type: ignore[arg-type]
 
 
 class _Slot:

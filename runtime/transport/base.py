@@ -33,6 +33,14 @@ class Hub(ABC):
         """A descriptor that becomes readable when ``drain`` may have something. Poll it without the lock."""
 
     @abstractmethod
+    def gone(self) -> list[int]:
+        """The nodes whose connections ended since the last call, each once; ``drain`` has given out all they sent."""
+
+    @abstractmethod
+    def forked(self) -> None:
+        """In a forked child: lets go of its copies of the connections without a word to the nodes."""
+
+    @abstractmethod
     def close(self) -> None:
         """Sends what is queued within a short bound and lets go of all resources. Closing twice is fine."""
 

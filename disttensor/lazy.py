@@ -1,0 +1,89 @@
+"""Views and empty tensors cost no command until something uses them: most views in a training step never are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import infer
+from .meta import Handle, Lazy, Meta, meta_like, new_ref
+from .plan import MAX_PLANS, VIEW, Entry, Plan
+from .registry import drop_plans, handles
+from .runtime import command as c
+from .runtime.errors import DisttensorError
+from .site import here
+from .tensor import DistributedTensor
+
+
+def materialise(handle: Handle) -> int:
+    """Makes a lazy tensor exist on its node; gives its ref."""
+    if not isinstance(handle, Lazy):
+        raise DisttensorError("this tensor was never made")
+    plan: Plan = handle.plan
+    with plan.state.lock:
+        if handle.ref:
+            return handle.ref
+        ref = new_ref()
+        base = handle.base
+        call = handle.values if base is None else (ref - (base.ref or materialise(base)), *handle.values)
+        commands = plan.state.outbox.commands
+        template = plan.define(handle.site)
+        commands += (c.Call(template, ref, call), handle.site)
+        handle.ref = ref  # only now: whoever sees it may use it
+        handle.base = None
+        return ref
+
+
+@handles("view")
+def view(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """A view makes no command until it is used: most in a training step never are."""
+    base = args[0]
+    if type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as one
+        return _run(entry, args, kwargs, None)
+    h = base._h
+    rest = args[1:]
+    if kwargs:
+        rest = (*rest, *kwargs.items())
+    try:
+        plan = entry.plans.get((h.meta, rest))
+    except TypeError:
+        rest = tuple(tuple(a) if type(a) is list else a for a in rest)
+        try:
+            plan = entry.plans.get((h.meta, rest))
+        except TypeError:
+            return _run(entry, args, kwargs, None)
+    if plan is None:
+        plan = _view_plan(entry, args, kwargs, h.meta, rest)
+        if plan is None:
+            return _run(entry, args, kwargs, None)
+    tensor = plan.shapes.make()
+    tensor._h = Lazy(0, plan.shapes, h, plan, tuple([rest[i] for i in plan.holes]), here(3))
+    return tensor
+
+
+def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any, ...]) -> Plan | None:
+    """None for what must take the ordinary way: views that give lists, operands that are local."""
+    if any(isinstance(v, torch.Tensor) for v in rest):
+        return None
+    place = meta.place
+    result = infer.infer(entry.op, infer.stand_ins(args, DistributedTensor), kwargs)
+    if not isinstance(result, torch.Tensor):
+        return None
+    positional, named = entry.specs(args, kwargs, DistributedTensor, place.name)
+    if len(entry.plans) >= MAX_PLANS:
+        entry.plans.clear()
+    if place.state.full:
+        drop_plans()
+        place.state.turn()
+    plan = Plan(VIEW, place.state, (entry.name, positional, named), meta_like(result, place), 1, here(4))
+    plan.holes = tuple(i for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
+    entry.plans[meta, rest] = plan
+    return plan
+
+
+def _run(entry: Entry, args: Any, kwargs: Any, place: Any) -> Any:
+    """The ordinary way; it sits above this module."""
+    from .dispatch import run
+
+    return run(entry, args, kwargs, place)

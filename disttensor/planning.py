@@ -1,0 +1,145 @@
+"""A signature's first call: where it runs, what it gives, and what has to be asked of the node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import infer
+from .meta import Handle, Meta, meta_like, meta_of, new_ref, stand_in
+from .placement import Place
+from .plan import MANY, MAX_PLANS, ONE, RESHAPED, WRITTEN, Entry, Plan
+from .registry import drop_plans
+from .runtime import codec
+from .runtime import command as c
+from .runtime.errors import DisttensorError
+from .site import here
+from .tensor import DistributedTensor, operand_name, proxy
+
+#: In-place operators that may write one element twice.
+_IDEMPOTENT = frozenset({"aten::fill_", "aten::zero_", "aten::detach_", "aten::requires_grad_"})
+
+
+def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place:
+    """The place where the operands are. 0-dim CPU operands may stand beside others of their node.
+
+    Raises RuntimeError naming both operands when they are on two places.
+    """
+    first: DistributedTensor | None = None
+    scalar: DistributedTensor | None = None
+    for value in tree_leaves((args, kwargs)):
+        if not isinstance(value, DistributedTensor):
+            continue
+        where = value._place
+        if place is None or (first is None and scalar is None):
+            if place is not None and place is not where:
+                break
+            place = where
+        if where is not place:
+            small = value.dim() == 0 and not where.is_cuda() and where.node == place.node
+            if small:
+                continue
+            if scalar is not None and first is None and where.node == place.node:
+                place = where
+            else:
+                other = first if first is not None else scalar
+                there = operand_name(other) if other is not None else str(place)
+                raise RuntimeError(
+                    f"{entry.name}: expected all tensors to be on the same device, but found {there} and "
+                    f"{operand_name(value)}; move one with .to({str(place.device)!r}) or .to({str(where.device)!r})"
+                )
+        if value.dim() == 0 and not where.is_cuda() and first is None:
+            scalar = scalar if scalar is not None else value
+        elif first is None:
+            first = value
+    if place is None:
+        raise DisttensorError(f"{entry.name}: no operand is on a node")
+    return place
+
+
+def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
+    """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation."""
+    place = place_of(entry, args, kwargs, place)
+    if place.state.full:
+        drop_plans()
+        place.state.turn()
+    args_in = infer.stand_ins(args, DistributedTensor)
+    kwargs_in = infer.stand_ins(kwargs, DistributedTensor)
+    fresh: dict[int | str, torch.Tensor] = {}
+    for where in entry.writes:
+        holder: Any = args_in if isinstance(where, int) else kwargs_in
+        if isinstance(holder, tuple) and isinstance(where, int) and where < len(holder):
+            if isinstance(holder[where], torch.Tensor):
+                fresh[where] = _twin(holder[where])
+                args_in = (*args_in[:where], fresh[where], *args_in[where + 1 :])
+        elif isinstance(where, str) and isinstance(kwargs_in.get(where), torch.Tensor):
+            fresh[where] = _twin(kwargs_in[where])
+            kwargs_in = {**kwargs_in, where: fresh[where]}
+    site = here()
+    try:
+        result = infer.infer(entry.op, args_in, kwargs_in)
+    except NotImplementedError:
+        if entry.mutable and entry.returned:
+            result = None  # written in place; the node will say if it can't be
+        else:
+            result, metas = ask(entry, args, kwargs, place, call, out)
+            return _finish(entry, args, kwargs, place, metas, site), result
+    if entry.mutable and (entry.returned or not entry.op._schema.returns):
+        specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+        reshaped = []
+        for where, stand in fresh.items():
+            before = args[where]._h.meta if isinstance(where, int) else kwargs[where]._h.meta
+            after = meta_like(stand, before.place)
+            if after is not before:
+                reshaped.append((where, after))
+            else:
+                _check_overlap(entry, before)
+        kind = RESHAPED if reshaped else WRITTEN
+        return Plan(kind, place.state, (entry.name, *specs), tuple(reshaped), 0, site)
+    metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else None, result)
+    return _finish(entry, args, kwargs, place, metas, site)
+
+
+def _twin(stand: torch.Tensor) -> torch.Tensor:
+    return stand_in(tuple(stand.shape), stand.stride(), int(stand.storage_offset()), stand.dtype)
+
+
+def _check_overlap(entry: Entry, meta: Meta) -> None:
+    """What local torch says of writing to an expanded tensor; the meta kernels don't."""
+    if entry.name.partition(".")[0] in _IDEMPOTENT:
+        return
+    if any(stride == 0 and n > 1 for n, stride in zip(meta.shape, meta.stride, strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            f"Please clone() the tensor before performing the operation. ({entry.name} on {meta})"
+        )
+
+
+def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site: Any) -> Plan:
+    specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+    outs = sum(isinstance(m, Meta) for m in tree_leaves(metas))
+    if len(entry.plans) >= MAX_PLANS:
+        entry.plans.clear()
+        entry.quick.clear()
+    single = isinstance(metas, Meta)
+    return Plan(ONE if single else MANY, place.state, (entry.name, *specs), metas, outs, site)
+
+
+def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int) -> tuple[Any, Any]:
+    """Runs the operation on the node and waits for its outputs' geometry: (proxies, their metas)."""
+    returns = entry.op._schema.returns
+    if any(str(r.type) != "Tensor" for r in returns):
+        raise NotImplementedError(f"{entry.name}: a list of tensors whose shapes depend on the data is not supported")
+    refs = [out, *(new_ref() for _ in returns[1:])]
+    specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+    site = here()
+    template = place.state.define(entry.name, *specs, len(refs), site)
+    call = [*call, *(out - r for r in refs[1:])]
+    reply = place.session.ask(place, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
+    if not isinstance(reply, c.Shapes) or len(reply.outs) != len(refs):
+        raise DisttensorError(f"{entry.name}: node {place.node} answered {reply} where {len(refs)} shapes were due")
+    metas = [meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place) for g in reply.outs]
+    proxies = [proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
+    return (proxies[0], metas[0]) if len(refs) == 1 else (tuple(proxies), tuple(metas))

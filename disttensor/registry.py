@@ -1,0 +1,57 @@
+"""The table of operators: what is known of each, and which have a handler of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload
+
+from .plan import Entry
+
+#: ``handler(entry, args, kwargs)``
+Handler = Callable[[Entry, Any, Any], Any]
+
+#: id of an operator -> its entry. The entry holds the operator, so the id stays its own.
+entries: dict[int, Entry] = {}
+_handlers: dict[OpOverload, Handler] = {}
+_kinds: dict[str, Handler] = {}
+
+
+def handler(*ops: OpOverload) -> Callable[[Handler], Handler]:
+    """Registers ``fn(entry, args, kwargs)`` for operators that don't go the ordinary way."""
+
+    def register(fn: Handler) -> Handler:
+        for op in ops:
+            _handlers[op] = fn
+        return fn
+
+    return register
+
+
+def handles(kind: str) -> Callable[[Handler], Handler]:
+    """Registers the handler of all operators of a kind: "view" (gives one alias) or "value" (gives no tensor)."""
+
+    def register(fn: Handler) -> Handler:
+        _kinds[kind] = fn
+        return fn
+
+    return register
+
+
+def enter(op: OpOverload) -> Entry:
+    """The entry of an operator."""
+    entry = entries.get(id(op))
+    if entry is None:
+        entry = Entry(op)
+        kind = "view" if entry.view else "value" if entry.value else ""
+        entry.handler = _handlers.get(op) or _kinds.get(kind)
+        entries[id(op)] = entry
+    return entry
+
+
+def drop_plans() -> None:
+    """All plans are made anew (a new session, or a node's full table of templates)."""
+    for entry in list(entries.values()):
+        entry.plans.clear()
+        entry.quick.clear()

@@ -1,0 +1,79 @@
+"""Calls with several outputs, and calls that write their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._pytree import tree_map
+
+from .meta import Handle, Meta, new_ref
+from .plan import MANY, RESHAPED, Entry, Plan
+from .runtime import command as c
+from .site import here
+from .tensor import DistributedTensor, proxy, set_geometry
+
+
+def rare(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
+    box, session = plan.state.outbox, plan.state.session
+    site = here()
+    if plan.kind == MANY:
+        handles: list[Handle] = []
+
+        def one(meta: Meta | None) -> DistributedTensor | None:
+            if meta is None:
+                return None
+            handles.append(Handle(new_ref() if handles else out, meta))
+            return proxy(handles[-1])
+
+        result = tree_map(one, plan.shapes)
+        call.extend(out - h.ref for h in handles[1:])
+        box.commands += (c.Call(plan.template, out, tuple(call)), site)
+    else:
+        targets = [args[w] if isinstance(w, int) else kwargs[w] for w in entry.returned]
+        if plan.kind == RESHAPED:
+            _reshape(entry, plan, args, kwargs, call, out, site)
+        else:
+            box.commands += (c.Call(plan.template, out, tuple(call)), site)
+        result = targets[0] if len(targets) == 1 else tuple(targets) if targets else None
+    if len(box.commands) >= box.limit:
+        session.flush(box)
+    return result
+
+
+def _reshape(
+    entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int, site: Any
+) -> None:
+    """Writes arguments whose geometry changes. Each gets a new ref first, an alias: a handle's geometry is fixed."""
+    box = plan.state.outbox
+    alias = plan.state.define("aten::alias", (c.Hole(True),), (), 1, site)
+    changed: list[tuple[DistributedTensor, Handle]] = []
+    for where, meta in plan.shapes:
+        tensor = args[where] if isinstance(where, int) else kwargs[where]
+        old = tensor._h.ref
+        handle = Handle(new_ref(), meta)
+        box.commands += (c.Call(alias, handle.ref, (handle.ref - old,)), site)
+        call = [
+            out - handle.ref if type(v) is int and v == out - old and _is_hole(plan, i) else v
+            for i, v in enumerate(call)
+        ]
+        changed.append((tensor, handle))
+    box.commands += (c.Call(plan.template, out, tuple(call)), site)
+    for tensor, handle in changed:
+        set_geometry(tensor, handle)
+
+
+def _is_hole(plan: Plan, index: int) -> bool:
+    holes: list[bool] = []
+
+    def walk(spec: c.Spec) -> None:
+        if isinstance(spec, c.Hole):
+            holes.append(spec.tensor)
+        elif isinstance(spec, c.Items):
+            for s in spec.items:
+                walk(s)
+
+    for spec in plan.specs[1]:
+        walk(spec)
+    for _, spec in plan.specs[2]:
+        walk(spec)
+    return holes[index]
