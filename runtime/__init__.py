@@ -5,6 +5,5 @@ Its import name is ``disttensor.runtime``; it never imports the rest of disttens
 
 if __name__ != "disttensor.runtime":
     raise ImportError(
-        "the engine's import name is 'disttensor.runtime', not 'runtime'; "
-        "write 'from disttensor.runtime import ...'"
+        "the engine's import name is 'disttensor.runtime', not 'runtime'; write 'from disttensor.runtime import ...'"
     )

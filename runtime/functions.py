@@ -47,7 +47,9 @@ class Functions:
         whole += data
         if len(whole) > MAX_PICKLE:
             del self._pieces[key]
-            raise ProtocolError(f"a pickled function or its arguments exceed {MAX_PICKLE >> 20} MiB; send tensors instead")
+            raise ProtocolError(
+                f"a pickled function or its arguments exceed {MAX_PICKLE >> 20} MiB; send tensors instead"
+            )
         if last:
             done = bytes(self._pieces.pop(key))
             if key_of(done) != key:

@@ -117,7 +117,9 @@ class Outbox:
 
     def running(self) -> Site | None:
         """Where the oldest command that the node has not reported was issued."""
-        return next((s for _, _, sites in islice(self._flight, 1) for s in sites[self.done - self._flight[0][0] :]), None)
+        return next(
+            (s for _, _, sites in islice(self._flight, 1) for s in sites[self.done - self._flight[0][0] :]), None
+        )
 
     def lose(self, error: NodeLost) -> None:
         """The node is gone: nothing is queued for it any more, and every issuing thread learns of it."""

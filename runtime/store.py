@@ -57,7 +57,9 @@ class Store:
     def aliases(self, tensor: torch.Tensor) -> list[int]:
         """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
         storage = tensor.untyped_storage()._cdata
-        return [r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and e.untyped_storage()._cdata == storage]
+        return [
+            r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and e.untyped_storage()._cdata == storage
+        ]
 
     def settle(self, tensors: list[torch.Tensor]) -> None:
         """Waits for sends that read the memory of ``tensors``, which is about to change."""

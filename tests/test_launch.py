@@ -216,6 +216,7 @@ def test_cycles_leak_nothing() -> None:
     assert (os.listdir("/proc/self/fd"), psutil.Process().children()) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_fork(launch: Launch) -> None:
     launcher, _ = launch("serve")
     fd = launcher.fileno()
