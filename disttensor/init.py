@@ -147,7 +147,10 @@ def init_master_worker(
             if starter is not None:
                 starter.stop(0)
         raise
-    session.blocking = os.environ.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0")
+    if os.environ.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        for outbox in session.link.outboxes:
+            outbox.blocking = True
+            outbox.limit = 2
     registry.drop_plans()
     state.set_session(session)
     session.link.interrupts.install()

@@ -67,11 +67,8 @@ class Session:
     def flush(self, outbox: Outbox) -> None:
         """What an issuing thread calls when its node's queue is long enough."""
         self.link.flush(outbox)
-        if self.blocking:
+        if outbox.blocking:
             self.synchronize(outbox.rank)
-
-    #: DISTTENSOR_LAUNCH_BLOCKING=1: every operation waits for its node
-    blocking = False
 
     def ask(
         self, place: Place, command: Callable[[int], c.Command], site: Site | None, timeout: float | None = None

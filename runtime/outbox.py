@@ -39,6 +39,7 @@ class Outbox:
         self.messages = 0  #: messages sent (for tests and status)
         self.bytes = 0  #: bytes sent
         self.lost: NodeLost | None = None
+        self.blocking = False  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
         #: what is in flight: (number of the first command, bytes, sites)
         self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
         self._flight_bytes = 0
@@ -66,7 +67,7 @@ class Outbox:
                 sites.append(None)
         if not commands:
             return []
-        self.limit = min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.limit))
+        self.limit = 2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.limit))
         messages: list[bytes] = []
         self._pack(commands, sites, messages)
         return messages
@@ -106,7 +107,7 @@ class Outbox:
     def restart(self) -> None:
         """After an answer from an idle node: the next commands should reach it soon."""
         if self.limit and self.idle:
-            self.limit = 2 * MIN_BATCH
+            self.limit = 2 if self.blocking else 2 * MIN_BATCH
 
     def site(self, seq: int) -> Site | None:
         """Where command ``seq`` was issued, while it is in flight."""

@@ -6,11 +6,25 @@ then the executor looks.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .channel.base import Transfer
+from .errors import ChannelError
+
+
+#: After so many tensors fewer, what malloc kept of them goes back to the system.
+_MANY = 50_000
+
+
+def _nothing(pad: int) -> int:
+    return 0
+
+
+_trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", _nothing)
 
 
 @dataclass(frozen=True)
@@ -43,14 +57,19 @@ class Store:
         self.pending: dict[int, Pending] = {}
         #: sends under way: an in-place operation on their memory has to wait
         self.sending: list[tuple[torch.Tensor, Transfer]] = []
+        self._peak = 0  #: entries, since memory was last given back
 
     def free(self, first: int, distances: tuple[int, ...]) -> None:
         """Drops entries. A ref that was never written (its command failed to leave the master) is no error."""
         entries, ref = self.entries, first
+        self._peak = max(self._peak, len(entries))
         entries.pop(ref, None)
         for distance in distances:
             ref += distance
             entries.pop(ref, None)
+        if self._peak - len(entries) > _MANY and len(entries) < self._peak // 2:
+            self._peak = len(entries)
+            _trim(0)
         if self.pending:
             self.pending = {r: p for r, p in self.pending.items() if r in entries}
 
@@ -95,8 +114,6 @@ class Store:
 
 def wait_quietly(transfer: Transfer) -> None:
     """Waits for the end of a send. That it failed is the receiver's to tell."""
-    from .errors import ChannelError
-
     try:
         transfer.wait()
     except ChannelError:
