@@ -115,7 +115,7 @@ def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
         specs = entry.specs(args, kwargs, DistributedTensor, place.name)
         plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
         entry.plans[key] = plan
-    return proxy(Lazy(0, plan.shapes, None, plan, (), None))
+    return proxy(Lazy(0, plan.shapes, None, plan, ()))
 
 
 @handler(aten.set_.source_Tensor)

@@ -28,8 +28,8 @@ def materialise(handle: Handle) -> int:
         base = handle.base
         call = handle.values if base is None else (ref - (base.ref or materialise(base)), *handle.values)
         commands = plan.state.outbox.commands
-        template = plan.define(handle.site)
-        commands += (c.Call(template, ref, call), handle.site)
+        site = here()  # the line that uses it: a view that can't be made was refused when it was written
+        commands += (c.Call(plan.define(site), ref, call), site)
         handle.ref = ref  # only now: whoever sees it may use it
         handle.base = None
         return ref
@@ -39,12 +39,10 @@ def materialise(handle: Handle) -> int:
 def view(entry: Entry, args: Any, kwargs: Any) -> Any:
     """A view makes no command until it is used: most in a training step never are."""
     base = args[0]
-    if type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as one
+    if kwargs or type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as one
         return _run(entry, args, kwargs, None)
     h = base._h
     rest = args[1:]
-    if kwargs:
-        rest = (*rest, *kwargs.items())
     try:
         plan = entry.plans.get((h.meta, rest))
     except TypeError:
@@ -57,8 +55,9 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
         plan = _view_plan(entry, args, kwargs, h.meta, rest)
         if plan is None:
             return _run(entry, args, kwargs, None)
-    tensor = plan.shapes.make()
-    tensor._h = Lazy(0, plan.shapes, h, plan, tuple([rest[i] for i in plan.holes]), here(3))
+    meta = plan.shapes
+    tensor = meta.make()
+    tensor._h = Lazy(0, meta, h, plan, tuple([rest[i] for i in plan.holes]) if plan.holes else ())
     return tensor
 
 

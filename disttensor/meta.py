@@ -12,7 +12,6 @@ import msgspec
 import torch
 
 from .runtime import command as c
-from .runtime.failure import Site
 
 if TYPE_CHECKING:
     from .placement import Place
@@ -117,7 +116,6 @@ class Lazy(Handle, gc=False, eq=False):
     base: Handle | None
     plan: Any
     values: tuple[c.Plain, ...]
-    site: Site | None
 
 
 def release_finalizer_code() -> CodeType:
