@@ -58,6 +58,8 @@ WRONG_META = frozenset(
 #: Tagged as data-dependent by torch; a shape that depends on the data has to be asked for each time.
 _DYNAMIC = torch.Tag.dynamic_output_shape
 _VALUE = torch.Tag.data_dependent_output
+#: Operators that give nothing and raise if the data are bad: asked, or what follows would compute on garbage.
+_CHECKS = frozenset({"aten::_linalg_check_errors"})
 _PLAIN = frozenset({"bool", "int", "float", "number", "complex", "str"})
 
 
@@ -69,6 +71,8 @@ def asks_always(op: OpOverload) -> bool:
 def gives_value(op: OpOverload) -> bool:
     """Whether the operation returns a Python value instead of tensors (``.item()``, ``equal``)."""
     returns = op._schema.returns
+    if op.name() in _CHECKS:
+        return True
     return _VALUE in op.tags or (bool(returns) and all(str(r.type) in _PLAIN for r in returns))
 
 

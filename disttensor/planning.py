@@ -18,6 +18,10 @@ from .runtime.errors import DisttensorError
 from .site import here
 from .tensor import DistributedTensor, operand_name, proxy
 
+#: Operators whose tensors must have one dtype; the meta kernels don't look.
+_ONE_DTYPE = frozenset(
+    f"aten::{name}" for name in "mm addmm bmm baddbmm addbmm mv addmv dot vdot linear convolution addr".split()
+)
 #: In-place operators that may write one element twice.
 _IDEMPOTENT = frozenset({"aten::fill_", "aten::zero_", "aten::detach_", "aten::requires_grad_"})
 
@@ -65,6 +69,8 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     if place.state.full:
         drop_plans()
         place.state.turn()
+    if entry.name in _ONE_DTYPE:
+        _check_dtypes(entry, args)
     args_in = infer.stand_ins(args, DistributedTensor)
     kwargs_in = infer.stand_ins(kwargs, DistributedTensor)
     fresh: dict[int | str, torch.Tensor] = {}
@@ -104,6 +110,13 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
 
 def _twin(stand: torch.Tensor) -> torch.Tensor:
     return stand_in(tuple(stand.shape), stand.stride(), int(stand.storage_offset()), stand.dtype)
+
+
+def _check_dtypes(entry: Entry, args: Any) -> None:
+    tensors = [v for v in args if isinstance(v, torch.Tensor)]
+    if len({t.dtype for t in tensors}) > 1:
+        found = " and ".join(operand_name(t) for t in tensors)
+        raise RuntimeError(f"{entry.name}: expected the operands to have the same dtype, but got {found}")
 
 
 def _check_overlap(entry: Entry, meta: Meta) -> None:

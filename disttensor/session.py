@@ -128,6 +128,7 @@ class Session:
 
     def upload(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> None:
         """Sends a local tensor to ``ref`` at ``place``. Small ones are copied, so that this returns at once."""
+        self.link.check(place.outbox)
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
         small = tensor.numel() * tensor.element_size() <= SMALL
@@ -148,6 +149,7 @@ class Session:
         from .lazy import materialise
 
         place: Place = tensor._place
+        self.link.check(place.outbox)
         ref = tensor._h.ref or materialise(tensor._h)
         local = self.channel.empty(tuple(tensor.shape), tensor.dtype)
         with self._send_lock:

@@ -248,6 +248,7 @@ class Executor:
                         template.run(call.out, call.args)
                     return
                 except Exception as again:
+                    again.__context__ = None  # that it came too early the first time is nobody's concern
                     error = again
         if poison is None:
             poison = self._tell(template.name if template else type(command).__name__, error)
@@ -277,7 +278,10 @@ class Executor:
             text = str(error)
         except Exception as e:
             text = f"<the text of this {kind} can't be had: {type(e).__name__}>"
-        trace = "".join(traceback.format_exception(error))
+        try:
+            trace = "".join(traceback.format_exception(error))
+        except Exception as e:  # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
+            trace = f"<the traceback can't be had: {type(e).__name__}>"
         self._emit(c.Failed(self.seq, op, kind[:256], text[:MAX_TEXT], trace[-MAX_TEXT:]))
         return Poison(self.rank, self.seq)
 

@@ -84,11 +84,11 @@ class Link:
 
         Raises NodeLost, ForkError in a forked child, DisttensorError after shutdown.
         """
-        self._check(outbox)
+        self.check(outbox)
         with self.interrupts.deferred, self._lock:
             self._send(outbox)
             self.drain()
-        self._check(outbox)
+        self.check(outbox)
         if not self._wake.is_set():
             self._wake.set()
         if outbox.full:
@@ -104,14 +104,15 @@ class Link:
         """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order."""
         with self.interrupts.deferred, self._lock:
             for rank, _ in (first, second):
-                self._check(self.outboxes[rank])
+                self.check(self.outboxes[rank])
             for rank, command in (first, second):
                 self.outboxes[rank].add(command, site)
             for rank, _ in (first, second):
                 self._send(self.outboxes[rank])
             self.drain()
 
-    def _check(self, outbox: Outbox) -> None:
+    def check(self, outbox: Outbox) -> None:
+        """Raises what makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""
         if self._forked:
             raise ForkError("this process was forked from the master; only the master can use its nodes")
         if self.closed:
@@ -224,7 +225,7 @@ class Link:
                     self.drain()
                 if request.done or (until is not None and until()):
                     break
-                self._check(outbox)
+                self.check(outbox)
                 left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
@@ -235,7 +236,7 @@ class Link:
             request.waiter = -1
             self._requests.pop(request.id, None)
         if request.done and request.reply is None and outbox.lost is not None:
-            self._check(outbox)
+            self.check(outbox)
         outbox.restart()
         return request.reply
 
