@@ -144,8 +144,9 @@ def _watch(script: subprocess.Popen[bytes], forwarded: set[signal.Signals]) -> i
         info = signal.sigwaitinfo([*forwarded, signal.SIGCHLD])
         if (code := script.poll()) is not None:
             return code
-        # The script is in the same process group, so that it can read the terminal: what the terminal sends it has.
-        if info.si_signo in forwarded and info.si_code != _SI_KERNEL:
+        # The script is in the same process group, so that it can read the terminal: it has a Ctrl-C from there already.
+        typed = info.si_signo == signal.SIGINT and info.si_code == _SI_KERNEL
+        if info.si_signo in forwarded and not typed:
             script.send_signal(info.si_signo)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from stub_workers import LIGHT
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.errors import ForkError, StartError
@@ -239,7 +240,9 @@ def test_fork(launch: Launch) -> None:
     assert [e.cause for e in collect(launcher, 1) if isinstance(e, Exited)] == ["killed by SIGTERM"]
 
 
-MASTER = """
+MASTER = (
+    LIGHT
+    + """
 import os, select, sys, time
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.launch.local import LocalLauncher
@@ -262,6 +265,7 @@ say("forked", child)
 say("pids", launcher._server_pid, *pids)
 sys.stdin.read()
 """
+)
 
 
 @contextlib.contextmanager
@@ -278,8 +282,10 @@ def master(*arguments: str, path: str = "", **options: Any) -> Iterator[subproce
         **options,
     )
     with process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def told(process: subprocess.Popen[str], *words: str) -> dict[str, list[int]]:
@@ -334,7 +340,7 @@ def test_all_output_arrives_whole() -> None:
 def test_without_standard_descriptors() -> None:
     """A daemon's master: 0, 1 and 2 are closed, and the launcher's own must not take their place."""
     code = (
-        "import os, sys, select\nfor fd in 0, 1, 2: os.close(fd)\n"
+        LIGHT + "import os, select\nfor fd in 0, 1, 2: os.close(fd)\n"
         "from disttensor.runtime.bundle import Bundle\n"
         "from disttensor.runtime.launch.local import LocalLauncher\n"
         "l = LocalLauncher('stub_workers:act', ('stub_workers',))\n"

@@ -71,7 +71,10 @@ def hide_front_end() -> None:
     package, loader = importlib.util.module_from_spec(spec), spec.loader
 
     def load(name: str) -> object:
-        if name.startswith("__"):  # what the import system and inspect ask of any module
+        if name.startswith("__") and name not in (
+            "__all__",
+            "__version__",
+        ):  # asked of any module, by the import system
             raise AttributeError(f"module 'disttensor' has no attribute {name!r}")
         package.__dict__.pop("__getattr__", None)
         loader.exec_module(package)

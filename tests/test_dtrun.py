@@ -1,0 +1,295 @@
+"""dtrun: exit codes, signals, output, and nothing left behind. Real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_workers import LIGHT
+from test_launch import gone
+
+import disttensor
+from disttensor.runtime.launch.spawn import LAUNCHER_FD, inherited_server
+
+# The import would put the module in the place of the function disttensor.run, for all tests of this process.
+_function = disttensor.run
+main = import_module("disttensor.run").main
+disttensor.run = _function
+
+#: dtrun without what it doesn't need: seconds less for each test.
+DTRUN = (
+    LIGHT
+    + """
+from functools import partial
+from importlib import import_module
+run = import_module("disttensor.run")
+run.spawn_server = partial(run.spawn_server, ["stub_workers"])
+sys.exit(run.main())
+"""
+)
+
+Dtrun = Callable[..., contextlib.AbstractContextManager[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def dtrun(tmp_path: Path) -> Dtrun:
+    """Runs dtrun on a script with this text."""
+
+    @contextlib.contextmanager
+    def run(text: str, *arguments: str, options: tuple[str, ...] = (), **how: Any) -> Iterator[subprocess.Popen[str]]:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "PYTHONUNBUFFERED": ""}
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
+        command = [sys.executable, "-c", DTRUN, *options, str(script), *arguments]
+        with subprocess.Popen(command, env=environment, cwd=tmp_path, **how) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no script was named"),
+        (["nowhere.py"], "script 'nowhere.py' does not exist"),
+        (["."], "script '.' is a directory"),
+        (["-n", "0", "x.py"], "a whole number of at least 1 is needed, not '0'"),
+        (["-n", "two", "x.py"], "a whole number of at least 1 is needed, not 'two'"),
+        (["--simulate-cuda", "-1", "x.py"], "a whole number of at least 0 is needed, not '-1'"),
+        (["--nodes", "2", "x.py"], "unrecognized arguments: --nodes"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dtrun: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "dtrun -n 4 train.py --epochs 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", 0),
+        ("raise SystemExit(7)", 7),
+        ("1 / 0", 1),
+        ("import os; os._exit(200)", 200),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        ("import os; os.kill(os.getpid(), 15)", 143),
+    ],
+)
+def test_exit_code(dtrun: Dtrun, text: str, code: int) -> None:
+    with dtrun(text, options=("-n", "2")) as process:
+        process.communicate(timeout=20)
+        assert process.returncode == code
+
+
+SHOW = """
+import json, os, sys
+names = "NODES", "SIMULATE_CUDA", "BACKEND"
+print(json.dumps([sys.argv[1:], [os.environ.get("DISTTENSOR_" + n) for n in names], sys.stdin.read(), __name__]))
+"""
+
+
+@pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node"])
+def test_what_the_script_gets(dtrun: Dtrun, spelling: str) -> None:
+    with dtrun(SHOW, "-n", "9", "--help", options=(spelling, "3", "--simulate-cuda=2", "--backend", "tcp")) as process:
+        out, _ = process.communicate("typed", timeout=20)
+    assert json.loads(out) == [["-n", "9", "--help"], ["3", "2", "tcp"], "typed", "__main__"]
+
+
+def test_module(tmp_path: Path, dtrun: Dtrun) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SHOW)
+    with dtrun("", options=("-m", "package.train", "--x")) as process:
+        out, _ = process.communicate("", timeout=20)
+    assert json.loads(out)[:2] == [["--x", str(tmp_path / "script.py")], [None, None, None]]
+
+
+WAIT_FOR_SIGNALS = """
+import os, signal, sys
+got = []
+for s in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+    signal.signal(s, lambda number, frame: got.append(signal.Signals(number).name))
+print("ready", flush=True)
+shown = 0
+while "SIGTERM" not in got[:shown]:
+    if shown < len(got):
+        print(got[shown], flush=True)
+        shown += 1
+    else:
+        signal.sigtimedwait([], 0.02)
+print(*got, flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_signals_are_passed_on(dtrun: Dtrun) -> None:
+    with dtrun(WAIT_FOR_SIGNALS) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            process.send_signal(number)
+            assert process.stdout.readline() == f"{number.name}\n"
+        assert process.stdout.readline() == "SIGINT SIGHUP SIGTERM\n"
+        assert process.wait(10) == 143
+
+
+def test_terminal(dtrun: Dtrun) -> None:
+    ours, theirs = pty.openpty()
+    tty = os.ttyname(theirs)
+
+    def attach() -> None:
+        os.close(os.open(tty, os.O_RDWR))  # the first terminal that a session's leader opens becomes its own
+
+    with dtrun(WAIT_FOR_SIGNALS, stdin=theirs, start_new_session=True, preexec_fn=attach) as process:
+        os.close(theirs)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.write(ours, b"\x03")
+        assert process.stdout.readline() == "SIGINT\n"
+        os.close(ours)  # a hang-up: the kernel tells only the session's leader, here dtrun
+        assert process.stdout.readline() == "SIGHUP\n"
+        process.terminate()
+        assert process.stdout.readline() == "SIGTERM\n"
+        assert process.stdout.readline() == "SIGINT SIGHUP SIGTERM\n"  # once each
+
+
+def test_what_the_script_leaves_is_ended(dtrun: Dtrun) -> None:
+    text = """
+import subprocess
+print(subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL).pid, flush=True)
+print(subprocess.Popen(["sleep 600 & echo $!"], shell=True, stdout=subprocess.PIPE).stdout.readline().decode())
+"""
+    with dtrun(text) as process:
+        out, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+    assert len(out.split()) == 2
+    assert gone([int(pid) for pid in out.split()], 0)
+
+
+NODES = (
+    LIGHT
+    + """
+import os, select, sys
+from disttensor.runtime.bundle import Bundle
+from disttensor.runtime.launch.local import LocalLauncher
+launcher = LocalLauncher("stub_workers:act", ("stub_workers",))
+assert launcher._server is None, "dtrun's server was not taken"
+assert "DISTTENSOR_LAUNCHER_FD" not in os.environ and not os.get_inheritable(launcher.fileno())
+jobs = sys.argv[1:]
+launcher.start([Bundle(job=j, rank=k, address="none") for k, j in enumerate(jobs)])
+pids = [os.getpid()]
+while len(pids) <= len(jobs):
+    select.select([launcher], [], [])
+    pids += [e.pid for e in launcher.events()]
+print(*pids, launcher._server_pid, flush=True)
+sys.stdin.read(1)
+if sys.stdin.read(1):
+    launcher.stop(0)
+    print("stopped", flush=True)
+"""
+)
+
+
+def pids_of(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line[0].isdigit():
+            return [int(pid) for pid in line.split()]
+    pytest.fail(f"no pids came: {process.communicate()[1]}")
+
+
+def test_nodes_of_the_script(dtrun: Dtrun) -> None:
+    with dtrun(NODES, "serve", "serve") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        # whole lines to where they belong, in any order with those of the script
+        assert sorted(process.stderr.readline() for _ in range(2)) == ["[node 0] as well\n", "[node 1] as well\n"]
+        lines = sorted(process.stdout.readline() for _ in range(3))
+        assert lines[1:] == ["[node 0] serving\n", "[node 1] serving\n"]
+        out, err = process.communicate("go", timeout=20)
+        assert (process.returncode, out, err) == (0, "stopped\n", "")
+        assert gone([int(pid) for pid in lines[0].split()], 0)
+
+
+@pytest.mark.parametrize("victim", ["dtrun", "script", "terminal"])
+def test_killed(dtrun: Dtrun, victim: str) -> None:
+    with dtrun(NODES, "serve", "stubborn") as process:
+        pids = pids_of(process)
+        match victim:
+            case "dtrun":
+                process.kill()
+            case "script":
+                os.kill(pids[0], signal.SIGKILL)
+                assert process.wait(5) == 137
+            case "terminal":
+                process.send_signal(signal.SIGHUP)
+                assert process.wait(5) == 129
+        assert gone(pids, 2)
+
+
+def test_the_real_thing(tmp_path: Path) -> None:
+    """The installed command, real workers, and secrets that nobody sees."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import glob, sys, torch, disttensor as dt
+from disttensor.runtime.launch.local import LocalLauncher
+secrets, start = [], LocalLauncher.start
+def spy(self, bundles):
+    secrets.extend(b.secret_key.encode() for b in bundles)
+    return start(self, bundles)
+LocalLauncher.start = spy
+def look():
+    import disttensor
+    print(disttensor.__version__, disttensor.zeros.__name__)
+with dt.init_master_worker():
+    print("sum", (torch.ones(3, device="node:2") * 2).sum().item())
+    dt.run(look, node=1)
+    seen = b""
+    for name in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
+        try: seen += open(name, "rb").read()
+        except OSError: pass
+    print("secrets", len(secrets), any(s in seen for s in secrets))
+""")
+    command = [str(Path(sys.executable).with_name("dtrun")), "-n", "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[node 1] {disttensor.__version__} zeros",
+        "secrets 3 False",
+        "sum 6.0",
+    ]
+
+
+def test_a_socket_of_somebody_else_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of the script has the variable in its environment, but the descriptor is something else there."""
+    first, second = socket.socketpair()
+    with first, second, open(os.devnull) as file:
+        for fd in (first.fileno(), file.fileno(), 9999, "x"):
+            monkeypatch.setenv(LAUNCHER_FD, str(fd))
+            assert inherited_server() is None
+            assert LAUNCHER_FD not in os.environ
+        first.send(b"still open")
