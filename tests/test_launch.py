@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -147,6 +148,21 @@ def test_preload_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
         collect(launcher, 1)
     with pytest.raises(StartError, match="no_such_module"):
         launcher.start(bundles("serve"))
+    launcher.stop(0)
+
+
+def test_too_few_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (30, hard))
+    try:
+        launcher = LocalLauncher("stub_workers:act", STUBS)  # inherits the limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    launcher.start(bundles(*["serve"] * 10))
+    failed = [e for e in collect(launcher, 10) if isinstance(e, Exited)]
+    assert failed
+    assert "Too many open files: a node takes 4 of the 30 that one process may have" in failed[0].cause
+    assert failed[0].rank > 2
     launcher.stop(0)
 
 

@@ -15,8 +15,10 @@ It uses neither threads nor CUDA nor torch's thread pool: none of them survive a
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -50,8 +52,8 @@ class Node:
         """To its process group, so that children of user functions go with it. It is not reaped yet: the pid is its."""
         try:
             os.killpg(self.pid, number)
-        except ProcessLookupError:  # its user code moved it to another group
-            with contextlib.suppress(ProcessLookupError):
+        except OSError:  # its user code moved it to another group
+            with contextlib.suppress(OSError):
                 os.kill(self.pid, number)
 
 
@@ -139,7 +141,11 @@ class Server:
         except OSError as e:  # no descriptors, no processes, no memory left
             for fd in fds:
                 os.close(fd)
-            self._wire.say(Ended(bundle.rank, 0, os.EX_OSERR, f"could not be started: {e}", ()))
+            hint = ""
+            if e.errno == errno.EMFILE:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                hint = f": a node takes 4 of the {limit} that one process may have here (ulimit -n)"
+            self._wire.say(Ended(bundle.rank, 0, os.EX_OSERR, f"could not be started: {e}{hint}", ()))
             return
         self._nodes[bundle.rank] = node
         self._watch(node.pidfd, lambda: self._reap(node))
