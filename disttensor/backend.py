@@ -5,6 +5,7 @@ Done at the first init and not at import, because it changes what local torch an
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from .dispatch import dispatch, run
 from .registry import enter
 from .tensor import DistributedTensor
 
+#: Composites that have a kernel of their own on the CPU: without one here torch would take them apart.
+_OWN_KERNELS = (
+    torch.ops.aten.silu_backward.default,
+    torch.ops.aten.mish_backward.default,
+    torch.ops.aten.native_channel_shuffle.default,
+)
 _library: list[torch.library.Library] = []
 
 
@@ -46,6 +53,8 @@ def register() -> None:
     kernels = torch.library.Library("aten", "IMPL")
     attention.register(kernels)
     kernels.impl("_to_copy", _to_copy, "PrivateUse1")
+    for op in _OWN_KERNELS:
+        kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
     _library.extend((fallback, kernels))
     engine.install()
     fast.install()

@@ -47,7 +47,7 @@ def _unary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and type(self) is DistributedTensor:
             plan = quick.get((self._h.meta, nothing))
-            if plan is not None and not (_grad() and self.requires_grad) and _quiet():
+            if plan is not None and _quiet() and not (_grad() and self.requires_grad):
                 return issue(plan, self._h, None)
         return original(self, *args, **kwargs)
 
@@ -61,11 +61,11 @@ def _binary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
         if not args and not kwargs and type(self) is DistributedTensor:
             if type(other) is DistributedTensor:
                 plan = quick.get((self._h.meta, other._h.meta))
-                if plan is not None and not (_grad() and (self.requires_grad or other.requires_grad)) and _quiet():
+                if plan is not None and _quiet() and not (_grad() and (self.requires_grad or other.requires_grad)):
                     return issue(plan, self._h, other)
             elif other is not None:
                 plan = quick.get((self._h.meta, type(other)))
-                if plan is not None and not (_grad() and self.requires_grad) and _quiet():
+                if plan is not None and _quiet() and not (_grad() and self.requires_grad):
                     return issue(plan, self._h, other)
         return original(self, other, *args, **kwargs)
 

@@ -20,7 +20,21 @@ from .tensor import DistributedTensor, operand_name, proxy
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(
-    f"aten::{name}" for name in "mm addmm bmm baddbmm addbmm mv addmv dot vdot linear convolution addr".split()
+    f"aten::{name}"
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "addr",
+        "linear",
+        "convolution",
+    )
 )
 #: In-place operators that may write one element twice.
 _IDEMPOTENT = frozenset({"aten::fill_", "aten::zero_", "aten::detach_", "aten::requires_grad_"})
@@ -153,6 +167,8 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     reply = place.session.ask(place, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
     if not isinstance(reply, c.Shapes) or len(reply.outs) != len(refs):
         raise DisttensorError(f"{entry.name}: node {place.node} answered {reply} where {len(refs)} shapes were due")
-    metas = [meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place) for g in reply.outs]
-    proxies = [proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
+    metas = [
+        None if g is None else meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place) for g in reply.outs
+    ]
+    proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
     return (proxies[0], metas[0]) if len(refs) == 1 else (tuple(proxies), tuple(metas))

@@ -24,7 +24,9 @@ def text(tensor: DistributedTensor) -> str:
             else f"{type(e).__name__}: {str(e).splitlines()[0]}"
         )
         suffixes += [f"size={tuple(tensor.shape)}", f"<{what}>"]
-    if tensor.dtype not in (torch.get_default_dtype(), torch.int64, torch.bool) or tensor.numel() == 0:
+    default = torch.get_default_dtype()
+    usual = (default, default.to_complex(), torch.int64, torch.bool)
+    if tensor.dtype not in usual[: 1 if tensor.numel() == 0 else None]:
         suffixes.append(f"dtype={tensor.dtype}")
     if tensor.grad_fn is not None:
         suffixes.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")

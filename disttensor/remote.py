@@ -38,14 +38,15 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
     session = state.session()
     place = session.places.at(current_node() if node is None else node)
     sent = _known(session)
-    function = _pickled(fn, place, [])
-    function_key = key_of(function)
     keep: list[DistributedTensor] = []
+    function = _pickled(fn, place, keep)
+    function_key, holds_tensors = key_of(function), bool(keep)
     arguments = _pickled((args, kwargs), place, keep)
     site = here()
     if (place.node, function_key) not in sent:
         _pieces(place, function_key, function, site)
-        sent.add((place.node, function_key))
+        if not holds_tensors:
+            sent.add((place.node, function_key))
     arguments_key = key_of(arguments)
     _pieces(place, arguments_key, arguments, site)
     request_id = 0
@@ -53,13 +54,15 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
     def command(id: int) -> c.Command:
         nonlocal request_id
         request_id = id
-        return c.Run(id, function_key, arguments_key, line_of(site))
+        return c.Run(id, function_key, arguments_key, not holds_tensors, line_of(site))
 
     try:
         reply = session.ask(place, command, site)
     except Exception:
         sent.discard((place.node, function_key))  # it may not have got as far as being kept
         raise
+    finally:
+        keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
     tensors = [_adopted(g, place) for g in reply.tensors]
     if tensors:
         place.outbox.add(c.Adopt(request_id, tuple(t._h.ref for t in tensors)), site)
@@ -114,7 +117,8 @@ def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
 def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
     session = place.session
     name = geometry.device if geometry.device.startswith("cuda") else "cpu"
-    where = session.places.at(place.node, name)
+    # simulated devices are one memory, so the node can't tell which of them a result is on: its default one
+    where = place if session.link.hellos[place.node].simulated else session.places.at(place.node, name)
     meta = meta_of(geometry.shape, geometry.stride, geometry.offset, codec.dtype_of(geometry.dtype), where)
     return proxy(Handle(new_ref(), meta))
 

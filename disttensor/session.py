@@ -77,11 +77,10 @@ class Session:
 
         Raises what made an operand fail, NodeLost, TimeoutError.
         """
-        request = self.link.request(place.node)
-        place.outbox.add(command(request.id), site)
-        self.link.flush(place.outbox)
-        self.link.flush_all()
-        reply = self.link.wait(request, timeout)
+        link = self.link
+        request = link.request(place.node)
+        place.outbox.commands += (command(request.id), site)
+        reply = link.exchange(place.outbox, request, timeout)
         if isinstance(reply, c.Poisoned):
             raise self.failure(reply.rank, reply.seq)
         return reply

@@ -101,6 +101,10 @@ class DistributedTensor(torch.Tensor):
         # its presence makes Module.to swap tensors instead of setting .data, so that ties and optimizers survive
         raise NotImplementedError("a DistributedTensor has no local tensors inside")
 
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> NoReturn:
+        raise NotImplementedError("a DistributedTensor has no local tensors inside")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]

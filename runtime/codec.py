@@ -58,7 +58,7 @@ def decode_report(message: bytes) -> c.Report:
 def _decode(decoder: Any, message: bytes) -> Any:
     try:
         return decoder.decode(message)
-    except (msgspec.DecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # DecodeError, and UnicodeDecodeError for text that is none
         raise ProtocolError(f"a message of {len(message)} bytes is not of this protocol: {e}") from None
 
 

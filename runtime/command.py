@@ -148,6 +148,7 @@ class Run(Wire, frozen=True, tag=18):
     request: int
     function: bytes
     arguments: bytes
+    keep: bool  #: the function will be run again (it holds no tensors)
     site: str
 
 
@@ -254,7 +255,7 @@ class Answer(Wire, frozen=True, tag=41):
 
 class Shapes(Wire, frozen=True, tag=42):
     request: int
-    outs: tuple[Geometry, ...]
+    outs: tuple[Geometry | None, ...]  #: None where the operator gave none
 
 
 class Result(Wire, frozen=True, tag=43):

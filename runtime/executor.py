@@ -18,7 +18,7 @@ from .errors import ChannelError, PoisonedError, ProtocolError
 from .functions import Functions
 from .ops import AllowList
 from .store import Pending, Poison, Store
-from .template import Template, tensors_of
+from .template import Template
 
 #: A told message or traceback is cut to this many characters.
 MAX_TEXT = 64 << 10
@@ -133,13 +133,14 @@ class Executor:
         if template.mutated and self.store.sending:
             self._settle(template, call)
         result = template.call(call.out, call.args)
-        tensors = tensors_of(result)
-        if not tensors and not isinstance(result, (list, tuple)):
+        if not template.outs:
             self._emit(c.Answer(command.request, codec.to_value(result)))
             return
-        for ref, tensor in zip(template.results(call.out, call.args), tensors, strict=True):
-            self.store.entries[ref] = tensor
-        self._emit(c.Shapes(command.request, tuple(map(self.geometry, tensors))))
+        results = [result] if isinstance(result, torch.Tensor) else list(result)
+        for ref, tensor in zip(template.results(call.out, call.args), results, strict=True):
+            if tensor is not None:
+                self.store.entries[ref] = tensor
+        self._emit(c.Shapes(command.request, tuple(None if t is None else self.geometry(t) for t in results)))
 
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
         return c.Geometry(

@@ -23,7 +23,7 @@ MAX_PICKLE = 64 << 20
 #: Functions that are kept after their first call.
 MAX_KEPT = 1024
 
-_TENSOR, _TUPLE, _COMPLEX, _SET = 1, 2, 3, 4
+_TENSOR, _TUPLE, _COMPLEX, _SET, _DICT = 1, 2, 3, 4, 5
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -63,9 +63,10 @@ class Functions:
         function = self._loaded.get(command.function)
         if function is None:
             function = _loads_from_master(self._whole.pop(command.function), tensor)
-            while len(self._loaded) >= MAX_KEPT:
-                del self._loaded[next(iter(self._loaded))]
-            self._loaded[command.function] = function
+            if command.keep:
+                while len(self._loaded) >= MAX_KEPT:
+                    del self._loaded[next(iter(self._loaded))]
+                self._loaded[command.function] = function
         args, kwargs = _loads_from_master(self._whole.pop(command.arguments), tensor)
         tensors: list[torch.Tensor] = []
         with torch.enable_grad():
@@ -101,7 +102,10 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, (set, frozenset)):
         return msgspec.msgpack.Ext(_SET, _encoder.encode([_plain(v, tensors) for v in value]))
     if isinstance(value, dict):
-        return {_plain(k, tensors): _plain(v, tensors) for k, v in value.items()}
+        if all(isinstance(k, (str, int)) for k in value):
+            return {k: _plain(v, tensors) for k, v in value.items()}
+        pairs = [[_plain(k, tensors), _plain(v, tensors)] for k, v in value.items()]
+        return msgspec.msgpack.Ext(_DICT, _encoder.encode(pairs))
     if isinstance(value, complex):
         return msgspec.msgpack.Ext(_COMPLEX, _encoder.encode([value.real, value.imag]))
     raise TypeError(
@@ -124,10 +128,12 @@ def decode_result(data: bytes, tensors: list[Any]) -> Any:
         items = decoder.decode(body)
         if code == _COMPLEX:
             return complex(*items)
+        if code == _DICT:
+            return dict(items)
         return tuple(items) if code == _TUPLE else set(items)
 
     decoder = msgspec.msgpack.Decoder(ext_hook=extension)
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, StopIteration, TypeError, RecursionError) as e:
+    except (ValueError, StopIteration, TypeError, RecursionError) as e:
         raise ProtocolError(f"a result of {len(data)} bytes can't be read: {e}") from None

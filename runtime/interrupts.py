@@ -13,6 +13,9 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+_ident = threading.get_ident
+_MAIN = threading.main_thread().ident
+
 
 class Interrupts:
     """``with interrupts.deferred:`` marks what must not be split. Only the main thread is ever interrupted."""
@@ -27,7 +30,7 @@ class Interrupts:
 
     def install(self) -> None:
         """Takes SIGINT over, in the main thread only; a handler that ignores the signal is left alone."""
-        if threading.current_thread() is not threading.main_thread():
+        if _ident() != _MAIN:
             return
         previous = signal.getsignal(signal.SIGINT)
         if callable(previous):
@@ -36,7 +39,7 @@ class Interrupts:
 
     def restore(self) -> None:
         """Gives the user's handler back."""
-        if self._previous is None or threading.current_thread() is not threading.main_thread():
+        if self._previous is None or _ident() != _MAIN:
             return
         if signal.getsignal(signal.SIGINT) == self._handle:
             signal.signal(signal.SIGINT, self._previous)
@@ -51,7 +54,7 @@ class Interrupts:
 
     def check(self) -> None:
         """A safe point."""
-        if self._pending and threading.current_thread() is threading.main_thread():
+        if self._pending and _ident() == _MAIN:
             self._pending = False
             self._previous(signal.SIGINT, None)
 
@@ -63,12 +66,12 @@ class _Deferred:
         self._owner = owner
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if _ident() == _MAIN:
             self._owner._depth += 1
 
     def __exit__(self, *exc: object) -> None:
         owner = self._owner
-        if threading.current_thread() is threading.main_thread():
+        if _ident() == _MAIN:
             owner._depth -= 1
             if owner._pending and not owner._depth and exc[0] is None:
                 owner.check()

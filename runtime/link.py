@@ -37,20 +37,21 @@ MAX_TRACES = 256
 class Request:
     """An answer that a thread waits for. ``reply`` is set before ``done``."""
 
-    __slots__ = ("done", "id", "node", "reply", "waiter")
+    __slots__ = ("done", "id", "node", "reply", "thread", "waiter")
 
     def __init__(self, id: int, node: int) -> None:
         self.id = id
         self.node = node
         self.reply: c.Reply | None = None
         self.done = False
-        self.waiter = -1
+        self.waiter = -1  #: the eventfd that wakes the thread that waits
+        self.thread = 0
 
     def resolve(self, reply: c.Reply | None = None) -> None:
         """Ends the waiting. Called by any thread."""
         self.reply = reply
         self.done = True
-        if self.waiter >= 0:
+        if self.waiter >= 0 and self.thread != threading.get_ident():
             os.eventfd_write(self.waiter, 1)
 
 
@@ -59,6 +60,7 @@ class Link:
 
     def __init__(self, hub: Hub, nodes: int, launcher: Launcher | None, on_lost: Callable[[NodeLost], None]) -> None:
         self.hub = hub
+        self._hub_fd = hub.fileno()
         self.launcher = launcher
         self.outboxes = [Outbox(rank) for rank in range(nodes)]
         self.hellos: dict[int, c.Hello] = {}
@@ -74,6 +76,7 @@ class Link:
         self._ids = count(1)
         self._local = threading.local()
         self._wake = threading.Event()
+        self._parked = False  #: the flushing thread waits for work
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
         self._flusher.start()
 
@@ -88,16 +91,35 @@ class Link:
         with self.interrupts.deferred, self._lock:
             self._send(outbox)
             self.drain()
-        self.check(outbox)
-        if not self._wake.is_set():
+        if self._parked:
             self._wake.set()
+        if outbox.lost is not None:
+            self.check(outbox)
         if outbox.full:
             self._wait_window(outbox)
+
+    def exchange(self, outbox: Outbox, request: Request, timeout: float | None) -> c.Reply | None:
+        """Sends what is queued anywhere, ``outbox`` last, and waits for the reply.
+
+        The wait follows the send as closely as it can: on a busy machine ZeroMQ's thread runs only then. So nothing is
+        drained between them, unless other threads wait too, for a send can swallow the sign that a message is there.
+        """
+        for other in self.outboxes:
+            if (other.commands or other.dead) and other is not outbox and other.lost is None:
+                self.flush(other)
+        self.check(outbox)
+        if self._parked:
+            self._wake.set()
+        with self.interrupts.deferred, self._lock:
+            self._send(outbox)
+            if len(self._requests) > 1:
+                self.drain()
+        return self.wait(request, timeout)
 
     def flush_all(self) -> None:
         """Flushes every node that is there: before the master blocks on one, or nodes could wait for each other."""
         for outbox in self.outboxes:
-            if outbox.lost is None and (outbox.commands or outbox.dead):
+            if (outbox.commands or outbox.dead) and outbox.lost is None:
                 self.flush(outbox)
 
     def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
@@ -152,7 +174,6 @@ class Link:
                     self.lose(rank, f"broke the protocol: {e}")
                     continue
                 self.outboxes[rank].acknowledge(report.done)
-            self._look_at_launcher(0)
             for rank in self.hub.gone():
                 if self.outboxes[rank].lost is None and not self.closing:
                     self._look_at_launcher(0.3)  # which knows why, if the process ended
@@ -217,21 +238,17 @@ class Link:
         """
         outbox = self.outboxes[request.node]
         poller, waker = self._poller()
-        request.waiter = waker
+        request.thread, request.waiter = threading.get_ident(), waker
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while True:
-                with self.interrupts.deferred:
-                    self.drain()
-                if request.done or (until is not None and until()):
-                    break
+            while not request.done and not (until is not None and until()):
                 self.check(outbox)
                 left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
-                for fd, _ in poller.poll(left * 1000):
-                    if fd == waker:
-                        os.eventfd_read(waker)
+                ready = poller.poll(left * 1000)
+                with self.interrupts.deferred:
+                    self._readable(ready, waker)
         finally:
             request.waiter = -1
             self._requests.pop(request.id, None)
@@ -252,12 +269,22 @@ class Link:
                 poller.register(fd, select.POLLIN)
             return poller, self._local.waker.fd
 
+    def _readable(self, ready: list[tuple[int, int]], waker: int) -> None:
+        """Takes in what a poll has found. Finding nothing for so long is a reason to look everywhere."""
+        with self._lock:
+            for fd, _ in ready:
+                if fd == waker:
+                    os.eventfd_read(waker)
+                elif fd != self._hub_fd:
+                    self._look_at_launcher(0)
+            if not ready:
+                self._look_at_launcher(0)
+            self.drain()
+
     def pause(self, seconds: float) -> None:
-        """Sleeps until something may have arrived."""
+        """Sleeps until something may have arrived, and takes it in."""
         poller, waker = self._poller()
-        for fd, _ in poller.poll(seconds * 1000):
-            if fd == waker:
-                os.eventfd_read(waker)
+        self._readable(poller.poll(seconds * 1000), waker)
 
     # ---- the idle flush --------------------------------------------------------------------------------------------
 
@@ -267,10 +294,12 @@ class Link:
         while not self.closed:
             if quiet > 10:
                 self._wake.clear()
+                self._parked = True
                 for outbox in self.outboxes:
                     if outbox.limit:
                         outbox.limit = 2  # the next append flushes at once, and wakes this thread
                 self._wake.wait(TICK)
+                self._parked = False
                 quiet = 0
             before = [(o.sent, len(o.commands)) for o in self.outboxes]
             time.sleep(IDLE)
@@ -288,6 +317,7 @@ class Link:
             if self.launcher is not None or quiet == 1:
                 with self._lock:
                     if not self.closed:
+                        self._look_at_launcher(0)
                         self.drain()
 
     # ---- the end ---------------------------------------------------------------------------------------------------

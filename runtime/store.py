@@ -15,7 +15,6 @@ import torch
 from .channel.base import Transfer
 from .errors import ChannelError
 
-
 #: After so many tensors fewer, what malloc kept of them goes back to the system.
 _MANY = 50_000
 

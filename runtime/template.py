@@ -39,12 +39,17 @@ class Template:
         #: indices into a Call's arguments of the tensors that the operator writes
         self.mutated = tuple(_mutated(op, positional, dict(keyword)))
         self.call = _caller(op._op, positional, keyword, entries)
-        self.run = self._store(entries, "".join("T" if h else "N" for h in self.holes), keyword, positional, op._op)
+        returns = op._schema.returns
+        single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one
+        holes = "".join("T" if h else "N" for h in self.holes)
+        self.run = self._store(entries, holes, keyword, positional, op._op, single)
 
-    def _store(self, e: Entries, holes: str, keyword: list[tuple[str, _Slot]], positional: list[_Slot], op: Any) -> Run:
+    def _store(
+        self, e: Entries, holes: str, keyword: list[tuple[str, _Slot]], positional: list[_Slot], op: Any, single: bool
+    ) -> Run:
         """``call`` and what stores its outputs; the shapes that make up most programs have closures of their own."""
         call = self.call
-        plain = not keyword and all(s.kind == "hole" for s in positional)
+        plain = single and not keyword and all(s.kind == "hole" for s in positional)
         if self.outs == 1 and plain and holes == "T":
 
             def run(out: int, args: Any) -> None:
