@@ -42,6 +42,8 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
     function = _pickled(fn, place, keep)
     function_key, holds_tensors = key_of(function), bool(keep)
     arguments = _pickled((args, kwargs), place, keep)
+    # simulated devices are one memory, so the node can't tell which of them a result is on: where an argument is
+    beside = next((t._place for t in keep), place) if session.link.hellos[place.node].simulated else place
     site = here()
     if (place.node, function_key) not in sent:
         _pieces(place, function_key, function, site)
@@ -63,7 +65,7 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
         raise
     finally:
         keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
-    tensors = [_adopted(g, place) for g in reply.tensors]
+    tensors = [_adopted(g, beside) for g in reply.tensors]
     if tensors:
         place.outbox.add(c.Adopt(request_id, tuple(t._h.ref for t in tensors)), site)
     return decode_result(reply.data, tensors)
@@ -117,7 +119,6 @@ def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
 def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
     session = place.session
     name = geometry.device if geometry.device.startswith("cuda") else "cpu"
-    # simulated devices are one memory, so the node can't tell which of them a result is on: its default one
     where = place if session.link.hellos[place.node].simulated else session.places.at(place.node, name)
     meta = meta_of(geometry.shape, geometry.stride, geometry.offset, codec.dtype_of(geometry.dtype), where)
     return proxy(Handle(new_ref(), meta))
