@@ -1,0 +1,237 @@
+"""Fixtures for all tests: a session on in-process nodes, and a guard against leaked resources.
+
+`nodes` starts a session per module: two nodes that are threads of this process, with two simulated CUDA devices each.
+They share the process's random generator, so a node that is seeded draws what local CPU draws.
+"""
+
+from __future__ import annotations
+
+import gc
+import glob
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import disttensor as dt
+
+#: Seconds that what a test has closed may take to go away by itself.
+GRACE = 3.0
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[dt.init.SessionContext]:
+    """Two in-process nodes, for the module."""
+    with dt.init_master_worker(nodes=2, launcher="inproc", simulate_cuda=2) as session:
+        yield session
+
+
+@pytest.fixture
+def clean(nodes: object) -> Iterator[None]:
+    """The nodes of the module, with no error left over before the test and none after it."""
+    dt.synchronize()
+    yield
+    dt.synchronize()
+
+
+# ---- leaks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds that has to be given back."""
+
+    children: frozenset[int]
+    threads: frozenset[threading.Thread]
+    sockets: frozenset[str]
+    shared: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Held:
+        return cls(_children(), _threads(), _sockets(), _shared())
+
+    def since(self, before: Held) -> list[str]:
+        """What is held now and was not held before, in words."""
+        out = [f"child process {pid}: {_command_line(pid)}" for pid in self.children - before.children]
+        out += [f"thread {t.name!r}" for t in self.threads - before.threads]
+        out += [f"open {s}" for s in self.sockets - before.sockets]
+        out += [f"/dev/shm/{name}" for name in self.shared - before.shared if not _used_by_others(name)]
+        return out
+
+
+def _children() -> frozenset[int]:
+    pids = set()
+    for path in glob.glob("/proc/self/task/*/children"):
+        try:
+            pids.update(map(int, Path(path).read_text().split()))
+        except OSError:
+            continue  # the thread has ended
+    return frozenset(pids)
+
+
+def _threads() -> frozenset[threading.Thread]:
+    # a thread of C++ that has called Python once is known as a dummy for the rest of its life
+    return frozenset(t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+
+
+def _sockets() -> frozenset[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found.add(target)
+    return frozenset(found)
+
+
+def _shared() -> frozenset[str]:
+    try:
+        return frozenset(os.listdir("/dev/shm"))
+    except OSError:
+        return frozenset()
+
+
+def _used_by_others(name: str) -> bool:
+    """Whether a process outside of this one's family has the segment mapped or open: then it is that one's."""
+    family = {os.getpid(), *_children()}
+    for maps in glob.glob("/proc/[0-9]*/maps"):
+        pid = int(maps.split("/")[2])
+        if pid in family:
+            continue
+        try:
+            if f"/dev/shm/{name}" in Path(maps).read_text():
+                return True
+            if any(os.readlink(fd).startswith(f"/dev/shm/{name}") for fd in glob.glob(f"/proc/{pid}/fd/*")):
+                return True
+        except OSError:
+            continue
+    return not os.path.exists(f"/dev/shm/{name}")
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    except OSError:
+        return "gone"
+
+
+def _check(before: Held, what: str) -> None:
+    deadline = time.monotonic() + GRACE
+    left = Held.now().since(before)
+    if left:
+        gc.collect()
+    while left and time.monotonic() < deadline:
+        for thread in _threads() - before.threads:
+            thread.join(0.05)
+        threading.Event().wait(0.01)
+        left = Held.now().since(before)
+    if left:
+        pytest.fail(f"{what} left behind: " + "; ".join(sorted(left)), pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leaks_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails when a module leaves a child process, a thread, a socket or a segment of shared memory behind."""
+    before = Held.now()
+    yield
+    _check(before, request.node.name)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails when a test leaves any of those behind; what its module's fixtures hold was there before."""
+    if "nodes" in request.fixturenames:
+        request.getfixturevalue("nodes")
+    before = Held.now()
+    yield
+    _check(before, request.node.name)
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a text as a Python program of its own and gives what it printed: for what may end a process."""
+
+    def run(text: str, timeout: float = 50, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(__file__), **environment}
+        return subprocess.run(
+            [sys.executable, str(path)], capture_output=True, text=True, timeout=timeout, env=env, cwd=tmp_path
+        )
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def same_seed() -> None:
+    """Every test starts from the same random numbers, whichever ran before."""
+    torch.default_generator.manual_seed(0)
+
+
+# ---- differential testing --------------------------------------------------------------------------------------------
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """A local tensor's elements as they are in memory, in order: tells -0.0 from 0.0 and one NaN from another."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format)
+    return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def same(remote: object, local: object, strides: bool = True, path: str = "result") -> None:
+    """Asserts that ``remote`` is what ``local`` is, with proxies where that has tensors.
+
+    Values bit for bit, dtype, shape, strides and storage offset, ``requires_grad``; the types of everything else.
+    """
+    if isinstance(local, torch.Tensor):
+        assert isinstance(remote, dt.DistributedTensor), f"{path} is a {type(remote).__name__}, not a proxy"
+        assert remote.dtype == local.dtype, path
+        assert remote.shape == local.shape, path
+        if strides:
+            assert remote.stride() == local.stride(), f"{path}: strides"
+            assert remote.storage_offset() == local.storage_offset(), f"{path}: storage offset"
+        assert remote.requires_grad == local.requires_grad, f"{path}: requires_grad"
+        fetched = remote.detach().cpu()
+        assert type(fetched) is torch.Tensor, path
+        assert fetched.dtype == local.dtype, f"{path}: fetched"
+        assert fetched.shape == local.shape, f"{path}: fetched"
+        if bits(fetched) != bits(local):
+            assert fetched.tolist() == local.tolist(), f"{path}: values"
+            raise AssertionError(f"{path}: bits of {fetched} and {local}")
+    elif isinstance(local, (tuple, list)):
+        assert type(remote) is type(local), path
+        assert len(remote) == len(local), path
+        for i, (r, x) in enumerate(zip(remote, local, strict=True)):
+            same(r, x, strides, f"{path}[{i}]")
+    elif isinstance(local, dict):
+        assert list(remote) == list(local), path
+        for k in local:
+            same(remote[k], local[k], strides, f"{path}[{k!r}]")
+    else:
+        assert type(remote) is type(local), path
+        assert remote == local or (remote != remote and local != local), path
+
+
+def send(value: object, device: torch.device | str) -> object:
+    """``value`` with its tensors moved to ``device``, each once, keeping their strides and ``requires_grad``."""
+    moved: dict[int, torch.Tensor] = {}
+
+    def one(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) not in moved:
+            moved[id(x)] = x.detach().to(device).requires_grad_(x.requires_grad)
+        return moved[id(x)]
+
+    return torch.utils._pytree.tree_map(one, value)

@@ -1,0 +1,182 @@
+"""The wire format: whatever the master or a node can say survives the trip, and nothing else is understood."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args, get_origin
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttensor.runtime import codec
+from disttensor.runtime import command as c
+from disttensor.runtime.errors import ProtocolError
+
+settings.register_profile("fast", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.load_profile("fast")
+
+i64 = st.integers(-(2**63), 2**63 - 1)
+text = st.text(max_size=20)
+floats = st.floats(allow_nan=False, width=64)
+plain = st.one_of(st.none(), st.booleans(), i64, floats, text)
+data = st.binary(max_size=40)
+plain = st.one_of(st.none(), st.booleans(), i64, floats, text)
+SCALARS: dict[object, st.SearchStrategy[Any]] = {
+    bool: st.booleans(), int: i64, float: floats, str: text, bytes: data, type(None): st.none()
+}  # fmt: skip
+
+
+def of_type(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's type."""
+    if kind in SCALARS:
+        return SCALARS[kind]
+    if kind is c.Items:  # which may hold themselves
+        return st.recursive(
+            plain, lambda inner: st.builds(c.Items, st.lists(inner, max_size=4).map(tuple)), max_leaves=8
+        )
+    if get_origin(kind) is tuple:
+        args = get_args(kind)
+        if args[-1] is Ellipsis:
+            return st.lists(of_type(args[0]), max_size=4).map(tuple)
+        return st.tuples(*map(of_type, args))
+    if isinstance(kind, type) and issubclass(kind, c.Wire):
+        return st.builds(kind, *(of_type(f.type) for f in msgspec.structs.fields(kind)))
+    return st.one_of(*map(of_type, get_args(kind)))
+
+
+COMMANDS: dict[type, st.SearchStrategy[c.Command]] = {kind: of_type(kind) for kind in get_args(c.Command)}
+REPLIES: dict[type, st.SearchStrategy[c.Reply]] = {kind: of_type(kind) for kind in get_args(c.Reply)}
+
+
+@pytest.mark.parametrize("kind", COMMANDS, ids=lambda k: k.__name__)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_commands_round_trip(kind: type, data: st.DataObject) -> None:
+    batch = c.Batch(data.draw(i64), tuple(data.draw(st.lists(COMMANDS[kind], max_size=3))))
+    message = codec.encode(batch)
+    back = codec.decode_batch(message)
+    assert back == batch
+    assert repr(back) == repr(batch)  # tells 1 from 1.0 from True
+    assert codec.encode(back) == message
+
+
+@pytest.mark.parametrize("kind", REPLIES, ids=lambda k: k.__name__)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_replies_round_trip(kind: type, data: st.DataObject) -> None:
+    report = c.Report(data.draw(i64), tuple(data.draw(st.lists(REPLIES[kind], max_size=3))))
+    back = codec.decode_report(codec.encode(report))
+    assert back == report
+    assert repr(back) == repr(report)
+
+
+def test_numbers_keep_type_and_bits() -> None:
+    numbers = (1, 1.0, True, 0.0, -0.0, False, 0, math.inf, -math.inf, 5e-324, 2**63 - 1, -(2**63))
+    (back,) = codec.decode_batch(codec.encode(c.Batch(0, (c.Call(0, 1, numbers),)))).commands
+    assert [(type(n), str(n)) for n in back.args] == [(type(n), str(n)) for n in numbers]
+    (back,) = codec.decode_batch(codec.encode(c.Batch(0, (c.Call(0, 1, (math.nan,)),)))).commands
+    assert math.isnan(back.args[0])
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300)
+def test_garbage(message: bytes) -> None:
+    for decode in (codec.decode_batch, codec.decode_report):
+        try:
+            decoded = decode(message)
+        except ProtocolError:
+            continue
+        assert isinstance(decoded, (c.Batch, c.Report))
+
+
+@given(st.lists(st.one_of(*COMMANDS.values()), min_size=1, max_size=3), st.data())
+@settings(max_examples=150)
+def test_damaged_messages(commands: list[c.Command], data: st.DataObject) -> None:
+    """Cut, or with one byte changed: refused, or a batch of commands; never anything else."""
+    message = bytearray(codec.encode(c.Batch(0, tuple(commands))))
+    at = data.draw(st.integers(0, len(message) - 1))
+    with pytest.raises(ProtocolError):
+        codec.decode_batch(bytes(message[:at]))
+    message[at] ^= data.draw(st.integers(1, 255))
+    try:
+        batch = codec.decode_batch(bytes(message))
+    except ProtocolError:
+        return
+    assert all(isinstance(x, get_args(c.Command)) for x in batch.commands)
+
+
+NONSENSE = [
+    b"",
+    b"\xc1",
+    msgspec.msgpack.encode([1, 0, [[99]]]),
+    msgspec.msgpack.encode([1, 0, [[10, 1]]]),
+    msgspec.msgpack.encode([1, 0, [[10, 1, 2, [], 4]]]),
+    msgspec.msgpack.encode([1, 0, [[10, "1", 2, []]]]),
+    msgspec.msgpack.encode([1, 0, [[10, 1, 2, [[1, True]]]]]),
+    msgspec.msgpack.encode([3, 0, []]),
+    msgspec.msgpack.encode({"first": 0}),
+    msgspec.msgpack.encode([1, 0, []]) + b"x",
+    b"\x91" * 100_000,
+    msgspec.msgpack.encode([1, 0, [[10, 1, 2, [msgspec.msgpack.Ext(1, b"x")]]]]),
+]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=range(len(NONSENSE)))
+def test_nonsense(message: bytes) -> None:
+    with pytest.raises(ProtocolError, match="protocol"):
+        codec.decode_batch(message)
+    with pytest.raises(ProtocolError):
+        codec.decode_report(message)
+
+
+def test_text_that_is_none() -> None:
+    message = codec.encode(c.Batch(0, (c.Lost(0, "\u00e9"),)))
+    with pytest.raises(ProtocolError):
+        codec.decode_batch(message[:-1] + b"A")
+
+
+def test_a_report_is_no_batch() -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode_batch(codec.encode(c.Report(0, ())))
+    with pytest.raises(ProtocolError):
+        codec.decode_report(codec.encode(c.Batch(0, ())))
+    with pytest.raises(ProtocolError):
+        codec.decode_batch(codec.encode(c.Batch(0, (c.Done(1),))))  # type: ignore[arg-type]
+
+
+def test_dtypes() -> None:
+    for dtype in codec.DTYPES:
+        assert codec.dtype_of(codec.dtype_id(dtype)) is dtype
+    assert len(set(codec.DTYPES)) == len(codec.DTYPES)
+    for bad in (-1, len(codec.DTYPES), 255, 2**40):
+        with pytest.raises(ProtocolError, match="dtype"):
+            codec.dtype_of(bad)
+
+
+def test_to_spec() -> None:
+    assert codec.to_spec([1, (2.0, None)]) == c.Items((1, c.Items((2.0, None))))
+    assert codec.to_spec(torch.float32) == c.DType(0)
+    assert codec.to_spec(1 + 2j) == c.Complex(1.0, 2.0)
+    assert codec.to_spec(torch.channels_last) == c.MemoryFormat(2)
+    assert codec.to_spec(torch.strided) == c.Layout(0)
+    with pytest.raises(TypeError, match="object"):
+        codec.to_spec(object())
+    with pytest.raises(OverflowError):
+        codec.to_spec(2**63)
+    assert codec.from_value(codec.to_value(1 - 2j)) == 1 - 2j
+    with pytest.raises(TypeError):
+        codec.to_value([1])
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2**62, 2**62), (2**46,), (1,) * 65, (3, -2)])
+def test_shapes_that_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ProtocolError, match="shape"):
+        codec.check_shape(shape, 4)
+
+
+def test_shapes_that_are_not() -> None:
+    for shape in ((), (0,), (0, 2**40), (3, 4), (1,) * 64):
+        codec.check_shape(shape, 8)

@@ -1,0 +1,305 @@
+"""Commands in, effects out, with no sockets: the ordinary ones, and every kind of nonsense."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from disttensor.runtime import codec
+from disttensor.runtime import command as c
+from disttensor.runtime.channel import get_channel
+from disttensor.runtime.channel.base import ChannelContext, PeerInfo
+from disttensor.runtime.errors import PoisonedError, ProtocolError
+from disttensor.runtime.executor import Executor
+from disttensor.runtime.functions import Functions, decode_result, key_of
+from disttensor.runtime.ops import AllowList
+from disttensor.runtime.store import Poison
+
+
+class Node:
+    """An executor, its replies, and a master's end of the channel."""
+
+    def __init__(self, simulate_cuda: int = 0, functions: str = "any", allow: tuple[str, ...] = ()) -> None:
+        self.replies: list[c.Reply] = []
+        make = get_channel("inproc")
+        job = f"test-{id(self)}"
+        self.channel = make(ChannelContext(0, job, "127.0.0.1"))
+        self.master = make(ChannelContext(-1, job, "127.0.0.1"))
+        self.channel.connect({-1: PeerInfo(-1, self.master.address(), bytes(32))})
+        self.master.connect({0: PeerInfo(0, self.channel.address(), bytes(32))})
+        self.executor = Executor(
+            0, self.replies.append, self.channel, AllowList(allow), Functions(functions), simulate_cuda
+        )
+
+    def do(self, *commands: c.Command) -> list[c.Reply]:
+        """Applies a batch through the codec; gives the replies to it."""
+        before = len(self.replies)
+        batch = c.Batch(self.executor.seq, commands)
+        self.executor.apply(codec.decode_batch(codec.encode(batch)))
+        return self.replies[before:]
+
+    def __getitem__(self, ref: int) -> Any:
+        return self.executor.store.entries[ref]
+
+    def __contains__(self, ref: int) -> bool:
+        return ref in self.executor.store.entries
+
+    def failed(self, *commands: c.Command) -> c.Failed:
+        """Applies what has to fail once, and checks that the node goes on."""
+        failures = [r for r in self.do(*commands) if isinstance(r, c.Failed)]
+        assert len(failures) == 1, failures
+        assert self.do(c.Sync(77)) == [c.Done(77)]
+        return failures[0]
+
+
+@pytest.fixture
+def node() -> Any:
+    node = Node(simulate_cuda=2)
+    yield node
+    node.channel.close()
+    node.master.close()
+
+
+FULL = c.Define(1, "aten::full", (c.Items((2, 2)), c.Hole(False)), (("dtype", c.DType(0)),), 1)
+ADD = c.Define(2, "aten::add.Tensor", (c.Hole(True), c.Hole(True)), (), 1)
+MUL_ = c.Define(3, "aten::mul_.Scalar", (c.Hole(True), c.Hole(False)), (), 0)
+MAX = c.Define(4, "aten::max.dim", (c.Hole(True), 1), (), 2)
+SUM = c.Define(5, "aten::sum", (c.Hole(True),), (), 1)
+ITEM = c.Define(6, "aten::_local_scalar_dense", (c.Hole(True),), (), 0)
+GATHER = c.Define(7, "aten::gather", (c.Hole(True), 0, c.Hole(True)), (), 1)
+CAT = c.Define(8, "aten::cat", (c.Items((c.Hole(True), c.Hole(True))), 0), (), 1)
+SELECT = c.Define(9, "aten::select.int", (c.Hole(True), 0, c.Hole(False)), (), 1)
+NONZERO = c.Define(10, "aten::nonzero", (c.Hole(True),), (), 1)
+ALL = (FULL, ADD, MUL_, MAX, SUM, ITEM, GATHER, CAT, SELECT, NONZERO)
+
+
+@pytest.fixture
+def ready(node: Node) -> Node:
+    """With templates, 1: twos and 2: threes."""
+    assert node.do(*ALL, c.Call(1, 1, (2.0,)), c.Call(1, 2, (3.0,))) == []
+    return node
+
+
+def test_calls(ready: Node) -> None:
+    assert ready.do(c.Call(2, 3, (2, 1)), c.Call(3, 4, (1, 10)), c.Call(4, 5, (2, -1))) == []
+    assert ready[3].tolist() == [[50, 50], [50, 50]]
+    assert ready[5].tolist() == [50, 50]
+    assert ready[6].tolist() == [0, 0]
+    ready.do(c.Call(8, 7, (6, 5)), c.Call(9, 8, (6, 1)))
+    assert ready[7].shape == (4, 2)
+    ready[8].zero_()
+    assert ready[2].tolist() == [[3, 3], [0, 0]]
+
+
+def test_asks(ready: Node) -> None:
+    replies = ready.do(c.Call(5, 3, (2,)), c.Ask(11, c.Call(6, 4, (1,))))
+    assert replies == [c.Answer(11, 8.0)]
+    (reply,) = ready.do(c.Ask(12, c.Call(10, 5, (4,))))
+    assert reply == c.Shapes(12, (c.Geometry((4, 2), (1, 4), 0, codec.dtype_id(torch.int64), "cpu"),))
+    assert ready[5].shape == (4, 2)
+
+
+def test_frees(ready: Node) -> None:
+    ready.do(c.Free(1, (1,)))
+    assert 1 not in ready
+    assert 2 not in ready
+    assert ready.do(c.Free(1, (1, 5)), c.Free(-4, ()), c.Free(2**62, (2**62,))) == []  # again, and what never was
+
+
+def test_memory_and_seed(ready: Node) -> None:
+    assert ready.do(c.Memory(1, "")) == [c.Answer(1, "2 32")]
+    before = torch.get_rng_state()
+    ready.do(c.Seed(5))
+    expected = torch.Generator().manual_seed(5)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
+    torch.set_rng_state(before)
+    (reply,) = ready.do(c.Random(2, "cpu", b""))
+    assert bytes.fromhex(reply.value) == before.numpy().tobytes()  # type: ignore[union-attr, arg-type]
+
+
+def test_transfers(ready: Node) -> None:
+    source = torch.arange(4.0).reshape(2, 2)
+    ready.do(c.Recv(1, 3, -1, (2, 2), 0, "cuda:1"))
+    ready.master.send(source, 0, 1)
+    ready.do(c.Call(2, 4, (1, 3)))  # waits for it
+    assert ready[4].tolist() == (source + 2).tolist()
+    target = torch.empty(2, 2)
+    got = ready.master.irecv(target, 0, 2)
+    ready.do(c.Send(2, 4, -1), c.Sync(9))
+    got.wait(5)
+    assert target.tolist() == ready[4].tolist()
+
+
+def test_stop(ready: Node) -> None:
+    ready.do(c.Stop())
+    assert ready.executor.stopped
+    assert 1 not in ready
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_failure_poisons_and_is_told_once(ready: Node) -> None:
+    failed = ready.failed(c.Call(7, 3, (2, 1)))
+    assert (failed.op, failed.seq) == ("aten::gather", len(ALL) + 2)
+    assert failed.kind == "builtins.RuntimeError"
+    assert "int64" in failed.message
+    assert "Traceback" in failed.traceback
+    assert ready[3] == Poison(0, failed.seq)
+    poison = Poison(0, failed.seq)
+    assert ready.do(c.Call(2, 4, (1, 2)), c.Call(4, 5, (1, -1)), c.Call(3, 9, (5, 2))) == []
+    assert [ready[r] for r in (4, 5, 6)] == [poison] * 3
+    assert ready.do(c.Ask(5, c.Call(6, 9, (5,)))) == [c.Poisoned(5, 0, failed.seq)]
+    assert isinstance(ready[1], torch.Tensor)
+
+
+def test_a_failed_write_poisons_all_aliases(ready: Node) -> None:
+    ready.do(c.Call(9, 3, (2, 0)))
+    ready.do(c.Define(20, "aten::index_add_", (c.Hole(True), 0, c.Hole(True), c.Hole(True)), (), 0))
+    failed = ready.failed(c.Call(20, 4, (3, 2, 2)))
+    assert [ready[r] for r in (1, 3)] == [Poison(0, failed.seq)] * 2
+    assert isinstance(ready[2], torch.Tensor)
+
+
+def test_poison_of_a_sent_tensor_reaches_the_receiver(ready: Node) -> None:
+    failed = ready.failed(c.Call(7, 3, (2, 1)))
+    got = ready.master.irecv(torch.empty(2, 2), 0, 3)
+    ready.do(c.Send(3, 3, -1))
+    with pytest.raises(PoisonedError) as e:
+        got.wait(5)
+    assert e.value.rank == 0
+    assert e.value.seq == failed.seq
+
+
+NONSENSE: dict[str, tuple[tuple[c.Command, ...], str]] = {
+    "unknown op": ((c.Define(30, "aten::no_such_op", (), (), 1),), "doesn't exist"),
+    "unknown overload": ((c.Define(30, "aten::add.NoSuch", (), (), 1),), "doesn't exist"),
+    "not an op": ((c.Define(30, "aten::__class__", (), (), 1),), "not exist|doesn't exist|not allowed"),
+    "outside the list": ((c.Define(30, "torchvision::nms", (), (), 1),), "not allowed"),
+    "profiler": ((c.Define(30, "profiler::_record_function_enter", ("x",), (), 1),), "not allowed"),
+    "files": ((c.Define(30, "aten::from_file", ("/etc/passwd",), (), 1),), "not allowed"),
+    "empty name": ((c.Define(30, "", (), (), 1),), "not allowed"),
+    "strange name": ((c.Define(30, "os::system", ("true",), (), 1),), "not allowed"),
+    "unknown template": ((c.Call(31, 3, ()),), "31"),
+    "unknown ref": ((c.Call(2, 100, (1, 2)),), "9[98]"),
+    "too few arguments": ((c.Call(2, 3, (1,)),), ""),
+    "text for a tensor": ((c.Call(2, 3, ("x", 1)),), ""),
+    "number for a list": ((c.Call(8, 3, (1,)),), ""),
+    "dtype 255": ((c.Define(32, "aten::zeros", (c.Items((1,)),), (("dtype", c.DType(255)),), 1),), "dtype 255"),
+    "layout 9": ((c.Define(32, "aten::zeros", (c.Items((1,)),), (("layout", c.Layout(9)),), 1),), "Layout"),
+    "no device": ((c.Define(32, "aten::zeros", (c.Items((1,)),), (("device", c.Device("cuda:7")),), 1),), "cuda:7"),
+    "strange device": ((c.Define(32, "aten::zeros", (c.Items((1,)),), (("device", c.Device("xyz")),), 1),), "xyz"),
+    "wrong keyword": (
+        (c.Define(32, "aten::zeros", (c.Items((1,)),), (("nope", 1),), 1), c.Call(32, 3, ())),
+        "nope|unknown",
+    ),
+    "negative shape": ((c.Recv(5, 3, -1, (-1, 2), 0, "cpu"),), "negative"),
+    "overflowing shape": ((c.Recv(5, 3, -1, (2**40, 2**40), 0, "cpu"),), "limit"),
+    "huge shape": ((c.Recv(5, 3, -1, (2**45,), 0, "cpu"),), "limit"),
+    "receive dtype 255": ((c.Recv(5, 3, -1, (1,), 255, "cpu"),), "dtype 255"),
+    "receive from nobody": ((c.Recv(5, 3, 44, (1,), 0, "cpu"),), "44"),
+    "send to nobody": ((c.Send(5, 1, 44),), "44"),
+    "send what is not there": ((c.Send(5, 99, -1),), "99"),
+    "adopt of nothing": ((c.Adopt(9, (1, 2)),), "9"),
+    "piece that lies": ((c.Piece(b"k", b"data", True),), "damaged"),
+    "function that is not there": ((c.Run(9, b"x", b"y", True, ""),), ""),
+    "state of a wrong size": ((c.Random(9, "cpu", b"123"),), ""),
+    "fewer outputs than said": ((c.Define(33, "aten::sum", (c.Hole(True),), (), 3), c.Call(33, 9, (8, 1, 2))), "3"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_fails_that_command_only(ready: Node, name: str) -> None:
+    commands, text = NONSENSE[name]
+    failed = ready.failed(*commands)
+    assert len(failed.message) < 10_000
+    assert re.search(text, failed.message), failed.message
+    assert ready[1].tolist() == [[2, 2], [2, 2]]
+    assert ready.do(c.Call(2, 50, (49, 48))) == []
+    assert ready[50].tolist() == [[5, 5], [5, 5]]
+
+
+def test_a_request_that_fails_is_answered(ready: Node) -> None:
+    for request in (c.Ask(5, c.Call(6, 9, (1,))), c.Ask(5, c.Call(77, 9, ())), c.Run(5, b"x", b"y", True, "")):
+        seq = ready.executor.seq
+        kinds = ready.do(request)
+        assert isinstance(kinds[0], c.Failed)
+        assert kinds[1] == c.Poisoned(5, 0, seq)
+
+
+@pytest.mark.parametrize("first", [1, -1, 10**6])
+def test_a_gap_ends_the_node(node: Node, first: int) -> None:
+    with pytest.raises(ProtocolError, match="lost or repeated"):
+        node.executor.apply(c.Batch(first, ()))
+
+
+def test_a_repeat_ends_the_node(ready: Node) -> None:
+    with pytest.raises(ProtocolError, match="lost or repeated"):
+        ready.executor.apply(c.Batch(0, (FULL,)))
+
+
+def test_simulated_devices(node: Node) -> None:
+    assert node.executor.device("cuda:1") == torch.device("cpu")
+    with pytest.raises(RuntimeError, match="2 simulated"):
+        node.executor.device("cuda:2")
+
+
+def test_forget(ready: Node) -> None:
+    ready.do(c.Forget(5))
+    assert "2" in ready.failed(c.Call(2, 9, (8, 7))).message
+    ready.do(c.Call(5, 9, (8,)))
+    assert ready[9].item() == 8
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def run(node: Node, function: Any, *args: Any, request: int = 3) -> list[c.Reply]:
+    code, arguments = cloudpickle.dumps(function), cloudpickle.dumps((args, {}))
+    half = len(code) // 2
+    return node.do(
+        c.Piece(key_of(code), code[:half], False),
+        c.Piece(key_of(code), code[half:], True),
+        c.Piece(key_of(arguments), arguments, True),
+        c.Run(request, key_of(code), key_of(arguments), True, "here"),
+    )
+
+
+def test_functions(ready: Node) -> None:
+    (reply,) = run(ready, lambda n: {"x": [torch.ones(n), (n, 1.5, None, b"b")], 2: {1j}}, 3)
+    assert isinstance(reply, c.Result)
+    assert reply.tensors == (c.Geometry((3,), (1,), 0, 0, "cpu"),)
+    assert decode_result(reply.data, ["T"]) == {"x": ["T", (3, 1.5, None, b"b")], 2: {1j}}
+    ready.do(c.Adopt(3, (40,)))
+    assert ready[40].tolist() == [1, 1, 1]
+    (reply,) = run(ready, lambda: torch.ones(1), request=4)
+    ready.do(c.Adopt(4, (0,)))
+
+
+def test_functions_may_be_refused() -> None:
+    node = Node(functions="none")
+    replies = run(node, lambda: 1)
+    assert isinstance(replies[0], c.Failed)
+    assert "functions='none'" in replies[0].message
+    node.channel.close()
+    node.master.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01", b"\xc7\x00\x01", b"\xd4\x02\xff", b"\xd4\x09\x01"])
+def test_results_that_are_nonsense(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_result(data, [])
+
+
+def test_allow_list() -> None:
+    allow = AllowList(["mine::*", "theirs::one"])
+    assert allow.resolve("aten::add.Tensor") is torch.ops.aten.add.Tensor
+    assert allow.resolve("aten::relu") is torch.ops.aten.relu.default
+    with pytest.raises(ProtocolError, match=r"not allowed.*mine::\*"):
+        allow.resolve("theirs::two")
+    with pytest.raises(ProtocolError, match="doesn't exist"):
+        allow.resolve("mine::op")

@@ -1,0 +1,166 @@
+"""The queue of one node: order, frees after uses, message sizes, the window. No sockets, no threads."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttensor.runtime import codec, outbox
+from disttensor.runtime import command as c
+from disttensor.runtime.errors import DisttensorError, NodeLost
+from disttensor.runtime.outbox import Outbox
+
+
+def sent(messages: list[bytes]) -> list[c.Command]:
+    """The commands of ``messages``, whose numbers have to follow one another."""
+    out: list[c.Command] = []
+    first = None
+    for message in messages:
+        assert len(message) <= codec.MAX_MESSAGE
+        batch = codec.decode_batch(message)
+        if first is not None:
+            assert batch.first == first
+        first = batch.first + len(batch.commands)
+        out += batch.commands
+    return out
+
+
+def call(n: int) -> c.Call:
+    return c.Call(0, n, ())
+
+
+def test_order_and_numbers() -> None:
+    box = Outbox(0)
+    for n in range(5):
+        box.add(call(n))
+    assert sent(box.take()) == [call(n) for n in range(5)]
+    assert (box.sent, box.messages) == (5, 1)
+    assert box.take() == []
+    assert (box.sent, box.messages) == (5, 1)
+    box.add(call(9))
+    (message,) = box.take()
+    assert codec.decode_batch(message).first == 5
+
+
+def test_frees_come_last_and_sorted() -> None:
+    box = Outbox(0)
+    box.dead.extend([7, 3, 5])
+    box.add(call(1))
+    assert sent(box.take()) == [call(1), c.Free(3, (2, 2))]
+    assert box.dead == []
+    box.dead.append(2)
+    assert sent(box.take()) == [c.Free(2, ())]
+
+
+@given(st.lists(st.integers(1, 2**40), unique=True, min_size=1, max_size=300))
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+def test_frees_name_every_ref_once(refs: list[int]) -> None:
+    box = Outbox(0)
+    box.dead.extend(refs)
+    freed = []
+    for command in sent(box.take()):
+        assert isinstance(command, c.Free)
+        ref = command.first
+        freed.append(ref)
+        for d in command.distances:
+            ref += d
+            freed.append(ref)
+    assert freed == sorted(refs)
+
+
+def test_many_frees_fit_messages() -> None:
+    box = Outbox(0)
+    box.dead.extend(range(1, 2**40, 2**40 // 350_000))
+    count = len(box.dead)
+    messages = box.take()
+    assert sum(1 + len(f.distances) for f in sent(messages)) == count
+    assert len(messages) <= 8
+
+
+def test_add_says_when_to_flush() -> None:
+    box = Outbox(0)
+    limits = []
+    for _ in range(12):
+        n = 0
+        while not box.add(call(n)):
+            n += 1
+        limits.append(n + 1)
+        box.take()
+        box.acknowledge(box.sent)
+    assert limits[0] <= outbox.MIN_BATCH
+    assert limits == sorted(limits)
+    assert limits[-1] == outbox.MAX_BATCH
+    box.restart()
+    box.add(call(0))
+    assert box.add(call(1))
+
+
+def test_large_commands_are_spread_over_messages() -> None:
+    box = Outbox(0)
+    for n in range(9):
+        box.add(c.Piece(bytes([n]), b"x" * 400_000, True))
+    messages = box.take()
+    assert [p.key for p in sent(messages)] == [bytes([n]) for n in range(9)]  # type: ignore[union-attr]
+    assert len(messages) >= 4
+
+
+def test_a_command_that_fits_no_message() -> None:
+    box = Outbox(0)
+    box.add(c.Piece(b"", b"x" * (codec.MAX_MESSAGE + 1), True))
+    with pytest.raises(DisttensorError, match="limit"):
+        box.take()
+
+
+def test_the_window_of_commands() -> None:
+    box = Outbox(0)
+    assert box.idle
+    for n in range(outbox.MAX_COMMANDS):
+        box.add(call(n))
+    box.take()
+    assert not box.full
+    box.add(call(0))
+    box.take()
+    assert box.full
+    assert not box.idle
+    box.acknowledge(100)
+    assert not box.full
+    box.acknowledge(50)  # an older report
+    assert box.done == 100
+    box.acknowledge(box.sent)
+    assert box.idle
+
+
+def test_the_window_of_bytes() -> None:
+    box = Outbox(0)
+    while not box.full:
+        box.add(c.Piece(b"", b"x" * 900_000, True))
+        box.take()
+    assert box.sent < 100
+    box.acknowledge(box.sent - 1)
+    assert not box.full
+
+
+def test_sites_live_as_long_as_their_commands_are_in_flight() -> None:
+    box = Outbox(0)
+    code = test_order_and_numbers.__code__
+    for n in range(4):
+        box.add(call(n), (code, n))
+        box.take()
+    assert [box.site(n) for n in range(4)] == [(code, n) for n in range(4)]
+    box.acknowledge(2)
+    assert box.running() == (code, 2)
+    assert box.site(1) is None
+    assert box.site(3) == (code, 3)
+    assert box.site(99) is None
+
+
+def test_a_lost_node_queues_nothing_and_every_add_looks() -> None:
+    box = Outbox(0)
+    box.add(call(0))
+    box.take()
+    box.add(call(1))
+    box.lose(NodeLost(0, cause="killed"))
+    assert box.commands == []
+    assert box.add(call(2))
+    assert "lost" in repr(box)

@@ -1,0 +1,371 @@
+"""Views share memory with their base, on the node as in local PyTorch, whatever is written through which of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import same, send
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import disttensor as dt
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "select": lambda x: x[1],
+    "select_last": lambda x: x.select(-1, 2),
+    "slice": lambda x: x[1:3],
+    "step": lambda x: x[:, ::2],
+    "element": lambda x: x[2, 3],
+    "t": lambda x: x.t(),
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "view": lambda x: x.view(2, 12),
+    "view_flat": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(3, 8),
+    "flatten": lambda x: x.flatten(),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "squeeze": lambda x: x[:1].squeeze(0),
+    "narrow": lambda x: x.narrow(1, 1, 3),
+    "diagonal": lambda x: x.diagonal(),
+    "diagonal_offset": lambda x: x.diagonal(1),
+    "unfold": lambda x: x.unfold(1, 2, 2),
+    "as_strided": lambda x: x.as_strided((2, 3), (6, 2), 1),
+    "split": lambda x: x.split(2)[1],
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "unbind": lambda x: x.unbind(1)[3],
+    "movedim": lambda x: x.movedim(0, 1),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "alias": lambda x: torch.ops.aten.alias(x),
+    "view_as": lambda x: x.view_as(x),
+    "view_dtype": lambda x: x.view(torch.int32),
+    "unflatten": lambda x: x.unflatten(1, (2, 3)),
+    "chain": lambda x: x.t()[1:4].unsqueeze(0)[..., 1:3],
+    "swapdims": lambda x: x.swapdims(0, 1),
+    "mT": lambda x: x.mT,
+    "expand_of_one": lambda x: x[0].unsqueeze(0).expand(1, 6),
+    "real_of_complex": lambda x: torch.view_as_complex(x.view(4, 3, 2)).real,
+    "imag_of_complex": lambda x: torch.view_as_complex(x.view(4, 3, 2)).imag,
+    "view_as_real": lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2))),
+}
+
+
+def base() -> torch.Tensor:
+    return torch.arange(24.0).reshape(4, 6)
+
+
+@pytest.fixture(params=["cpu", "cuda:0"])
+def device(request: pytest.FixtureRequest, nodes: object) -> torch.device:
+    return dt.device(1, request.param)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_write_to_view_changes_base(view: str, device: torch.device) -> None:
+    local = base()
+    remote = base().to(device)
+    for x in (remote, local):
+        VIEWS[view](x).mul_(3)
+    same(remote, local)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_write_to_base_changes_view(view: str, device: torch.device) -> None:
+    local = base()
+    remote = base().to(device)
+    lv, rv = VIEWS[view](local), VIEWS[view](remote)
+    for x in (remote, local):
+        x.add_(1)
+        x[0] = 7
+    same(rv, lv)
+    for x in (rv, lv):
+        x.zero_()
+    same(remote, local)
+    same(rv, lv)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_outlives_its_base(view: str) -> None:
+    local, remote = base(), base().to("node:1")
+    lv, rv = VIEWS[view](local), VIEWS[view](remote)
+    del local, remote
+    junk = [torch.full((4, 6), -1.0, device="node:1") for _ in range(5)]
+    same(rv, lv)
+    del junk
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.__setitem__(0, 5.0),
+    "item_tensor": lambda x: x.__setitem__(1, x[0].clone()),
+    "item_local": lambda x: x.__setitem__((0, 0), torch.tensor(3.0)),
+    "slice": lambda x: x.__setitem__((slice(None), slice(1, 3)), -1),
+    "mask": lambda x: x.__setitem__(x > 10, 0.5),
+    "rows": lambda x: x.__setitem__(torch.tensor([1, 3]), 2.0),
+    "iadd": lambda x: x.__iadd__(2),
+    "iadd_row": lambda x: x[1].__iadd__(2),
+    "overlap": lambda x: x[1:].copy_(x[:-1].clone()),
+    "t_copy": lambda x: x.t().copy_(torch.arange(24.0, device=x.device).reshape(6, 4)),
+    "transposed_add": lambda x: x.t().add_(torch.ones(6, 1, device=x.device)),
+    "zip_rows": lambda x: [row.mul_(k) for k, row in enumerate(x)],
+    "diagonal_fill": lambda x: x.diagonal().fill_(9),
+    "unbind": lambda x: [c.add_(1) for c in x.unbind(1)],
+    "masked_fill_": lambda x: x[:, 1].masked_fill_(x[:, 0] > 5, -4),
+    "copy_to_all": lambda x: x.copy_(x[:, :1].clone()),
+    "swap": lambda x: (lambda a: (x[0].copy_(x[1]), x[1].copy_(a)))(x[0].clone()),
+    "index_put": lambda x: x.index_put_((torch.tensor([0, 0], device=x.device),), torch.ones(6, device=x.device)),
+    "random_values": lambda x: x[2].clamp_(max=13),
+    "set_data": lambda x: setattr(x, "data", x.data * 2),
+    "data_inplace": lambda x: x.data.mul_(2),
+    "detached": lambda x: x.detach()[0].zero_(),
+    "out": lambda x: torch.add(x, 1, out=x),
+    "out_view": lambda x: torch.mul(x[0], 2, out=x[1]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_and_watchers(write: str, device: torch.device) -> None:
+    """Views made before and after a write see it."""
+    local, remote = base(), base().to(device)
+    before = [(v(remote), v(local)) for v in VIEWS.values()]
+    for x in (remote, local):
+        WRITES[write](x)
+    same(remote, local)
+    for r, x in before:
+        same(r, x)
+    for name, v in VIEWS.items():
+        same(v(remote), v(local), path=name)
+
+
+def test_geometry_in_place(device: torch.device) -> None:
+    """t_, unsqueeze_ and their like change the tensor's own shape; memory stays shared."""
+    for change in (
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(1),
+        lambda x: x.unsqueeze_(0).squeeze_(0),
+        lambda x: x.transpose_(0, 1),
+        lambda x: x.swapdims_(0, 1),
+        lambda x: x.resize_(2, 3),
+        lambda x: x.resize_(24),
+        lambda x: x.resize_as_(x.new_empty(3, 4)),
+        lambda x: x.as_strided_((3, 2), (2, 1), 4),
+        lambda x: x.set_(x.new_ones(2)),
+        lambda x: x.unsqueeze_(-1),
+    ):
+        local, remote = base(), base().to(device)
+        views = remote[1], local[1]
+        results = [change(x) for x in (remote, local)]
+        assert results[0] is remote
+        same(remote, local)
+        for x in (remote, local):
+            x.mul_(2)
+        same(remote, local)
+        same(*views)
+        same(remote.sum(), local.sum())
+        same(remote + 1, local + 1)
+
+
+def test_resize_to_more_elements(device: torch.device) -> None:
+    remote, local = base().to(device), base()
+    for x in (remote, local):
+        x.resize_(5, 6)
+        x[4].fill_(1)
+        x.add_(1)
+    same(remote, local)
+
+
+def test_set_shares_from_then_on(device: torch.device) -> None:
+    results = []
+    for where in (device, torch.device("cpu")):
+        x, y = torch.zeros(2, 3, device=where), torch.ones(4, device=where)
+        x.set_(y)
+        x.add_(1)
+        y[0] = 9
+        results.append((x, y))
+    same(*results)
+
+
+def test_data_assignment(device: torch.device) -> None:
+    results = []
+    for where in (device, torch.device("cpu")):
+        x, y = torch.zeros(2, 3, device=where, requires_grad=True), torch.ones(4, device=where)
+        old = x.detach()
+        x.data = y
+        with torch.no_grad():
+            x.add_(2)
+        results.append((x, y, old))
+    same(*results)
+
+
+def test_data_of_a_remote_tensor_takes_no_local_one() -> None:
+    x = torch.ones(3, device="node:1")
+    with pytest.raises((TypeError, RuntimeError), match="node"):
+        x.data = torch.zeros(3)
+    same(x, torch.ones(3))
+
+
+def test_data_assignment_moves_the_tensor() -> None:
+    x = torch.zeros(3, device="node:0")
+    x.data = torch.ones(3, device="node:1")
+    assert x.get_node() == 1
+    same(x + x, torch.full((3,), 2.0))
+
+
+def test_detach_shares(device: torch.device) -> None:
+    x = torch.ones(3, device=device, requires_grad=True)
+    d = x.detach()
+    assert not d.requires_grad
+    d.mul_(5)
+    same(x, torch.full((3,), 5.0, requires_grad=True))
+
+
+def test_version_counters() -> None:
+    x = torch.ones(3, device="node:1")
+    view = x[1:]
+    before = x._version
+    view.add_(1)
+    assert x._version == view._version == before + 1
+    y = torch.ones(3, device="node:1", requires_grad=True)
+    z = y * 2
+    w = z**2
+    z.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        w.sum().backward()
+
+
+def test_is_view_and_base() -> None:
+    x = torch.ones(3, 4, device="node:1")
+    v = x[1][2:]
+    assert v._is_view()
+    assert v._base is x
+    assert not x._is_view()
+    assert v.storage_offset() == 6
+
+
+def test_iteration_and_unpacking(device: torch.device) -> None:
+    remote, local = base().to(device), base()
+    for r, x in zip(remote, local, strict=True):
+        same(r, x)
+    a, b, c, d = remote
+    same([a, b, c, d], list(local))
+    assert len(remote) == 4
+    assert (remote[0, 0] == 0).item()
+
+
+def test_write_to_an_expanded_view_is_refused_as_locally(device: torch.device) -> None:
+    for where in (device, torch.device("cpu")):
+        x = torch.ones(3, device=where).expand(2, 3)
+        try:
+            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
+                x.add_(1)
+        finally:
+            with contextlib.suppress(RuntimeError):
+                dt.synchronize()
+
+
+# ---- random programs -------------------------------------------------------------------------------------------------
+
+index = st.integers(0, 7)
+STEPS = st.one_of(
+    st.tuples(st.just("select"), index, index, index),
+    st.tuples(st.just("slice"), index, index, index),
+    st.tuples(st.just("stepped"), index, index, index),
+    st.tuples(st.just("transpose"), index, index, index),
+    st.tuples(st.just("unsqueeze"), index, index, index),
+    st.tuples(st.just("squeeze"), index, index, index),
+    st.tuples(st.just("flatten"), index, index, index),
+    st.tuples(st.just("diagonal"), index, index, index),
+    st.tuples(st.just("unfold"), index, index, index),
+    st.tuples(st.just("detach"), index, index, index),
+    st.tuples(st.just("clone"), index, index, index),
+    st.tuples(st.just("mul_"), index, index, index),
+    st.tuples(st.just("add_other_"), index, index, index),
+    st.tuples(st.just("copy_"), index, index, index),
+    st.tuples(st.just("fill_"), index, index, index),
+    st.tuples(st.just("setitem"), index, index, index),
+    st.tuples(st.just("mask"), index, index, index),
+    st.tuples(st.just("t_"), index, index, index),
+    st.tuples(st.just("unsqueeze_"), index, index, index),
+    st.tuples(st.just("set_data"), index, index, index),
+    st.tuples(st.just("drop"), index, index, index),
+    st.tuples(st.just("exp"), index, index, index),
+    st.tuples(st.just("matmul"), index, index, index),
+)
+
+
+def step(pool: list[torch.Tensor], name: str, i: int, j: int, k: int) -> str | None:
+    """One step of a program on a pool of tensors; says if it ended with an error."""
+    x = pool[i % len(pool)]
+    y = pool[j % len(pool)]
+    d = j % x.dim() if x.dim() else 0
+    try:
+        match name:
+            case "select":
+                pool.append(x.select(d, k % max(x.shape[d], 1)) if x.dim() else x[None])
+            case "slice":
+                pool.append(x.narrow(d, 0, k % (x.shape[d] + 1)) if x.dim() else x.view(1))
+            case "stepped":
+                pool.append(x[k % 2 :: 2] if x.dim() else x.view(1))
+            case "transpose":
+                pool.append(x.transpose(d, k % x.dim()) if x.dim() else x.t())
+            case "unsqueeze":
+                pool.append(x.unsqueeze(d) if x.dim() < 5 else x)
+            case "squeeze":
+                pool.append(x.squeeze())
+            case "flatten":
+                pool.append(x.flatten())
+            case "diagonal":
+                pool.append(x.diagonal() if x.dim() > 1 else x)
+            case "unfold":
+                pool.append(x.unfold(d, 1 + k % 2, 1) if 0 < x.dim() < 5 else x)
+            case "detach":
+                pool.append(x.detach())
+            case "clone":
+                pool.append(x.clone())
+            case "mul_":
+                x.mul_(1 + k / 4)
+            case "add_other_":
+                x.add_(y, alpha=k / 8)
+            case "copy_":
+                x.copy_(y.clone())
+            case "fill_":
+                x.fill_(k)
+            case "setitem":
+                x[k % max(x.shape[0], 1)] = k if x.dim() else 0
+            case "mask":
+                x[x > k] = -1.5
+            case "t_":
+                x.t_()
+            case "unsqueeze_":
+                x.unsqueeze_(d) if x.dim() < 5 else x.zero_()
+            case "set_data":
+                x.data = y.detach() * 0.5
+            case "drop":
+                if len(pool) > 1:
+                    pool.pop(i % len(pool))
+            case "exp":
+                pool.append((x / 8).sigmoid())
+            case "matmul":
+                pool.append(x @ y)
+    except (RuntimeError, IndexError, AssertionError):
+        return "error"
+    return None
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.lists(STEPS, max_size=25))
+def test_random_programs(program: list[tuple[str, int, int, int]]) -> None:
+    local = [base(), torch.arange(6.0) - 2]
+    remote = send([base(), torch.arange(6.0) - 2], "node:1")
+    for name, i, j, k in program:
+        assert step(remote, name, i, j, k) == step(local, name, i, j, k), (name, i, j, k)
+    same(remote, local)
