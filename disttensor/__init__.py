@@ -40,6 +40,7 @@ from .init import init_master_worker, is_initialized, node_count, shutdown
 from .remote import nodes_info as nodes
 from .remote import run
 from .runtime.channel import register_channel
+from .runtime.channel.check import check_data_channel
 from .runtime.errors import (
     BrokenError,
     BusyError,
@@ -69,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "ForkError",
-    "NodeLost", "ProtocolError", "RemoteError", "StartError", "arange", "current_node", "device",
+    "NodeLost", "ProtocolError", "RemoteError", "StartError", "arange", "check_data_channel", "current_node", "device",
     "empty", "eye", "from_numpy", "full", "init_master_worker", "is_initialized", "linspace", "logspace", "node",
     "node_count", "node_module", "nodes", "ones", "rand", "randint", "randn", "randperm", "register_channel", "run",
     "shutdown", "synchronize", "tensor", "zeros", *LEGACY,
