@@ -68,7 +68,9 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(v, DistributedTensor) for v in (*args, *kwargs.values())):
             return dispatch(DistributedTensor, op, (), args, kwargs)
         raise NotImplementedError(f"{entry.name} can't make a tensor on a node")
-    places = state.session().places
+    session = state.session()
+    session.check_default_dtype()
+    places = session.places
     place = places.of(device)
     if device.index is None:
         kwargs["device"] = places.by_slot[current_node()].device

@@ -21,13 +21,12 @@ from torch.utils._pytree import tree_map
 from .lazy import materialise
 from .meta import Handle, Meta, new_ref
 from .placement import Place
-from .plan import INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, Entry, Plan
+from .plan import INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
 from .planning import ask, make_plan, place_of
 from .registry import enter, entries, handles
 from .runtime import codec
 from .runtime import command as c
-from .site import codes as site_codes
-from .site import here
+from .site import here, users
 from .tensor import DistributedTensor, operand_name, proxy
 from .writing import rare
 
@@ -64,12 +63,11 @@ def issue(plan: Plan, h: Handle, b: Any) -> Any:
     tensor._h = Handle(out, meta)
     frame = sys._getframe(2)
     code = frame.f_code
-    known = site_codes.get(id(code))
     box = meta.place.outbox
     commands = box.commands
     commands += (
         c.Call(plan.template, out, call),
-        (code, frame.f_lasti) if known is not None and known[1] else here(),
+        (code, frame.f_lasti) if id(code) in users else here(),
     )
     if len(commands) >= box.limit:
         meta.place.session.flush(box)
@@ -108,15 +106,17 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
         plan = entry.plans[tuple(key)] = made
         remember(entry, plan, args, kwargs)
     if plan.kind == ONE:
-        meta: Meta = plan.shapes
-        tensor = proxy(Handle(out, meta))
-        box = meta.place.outbox
-        commands = box.commands
-        commands += (c.Call(plan.template, out, tuple(call)), here())
-        if len(commands) >= box.limit:
-            meta.place.session.flush(box)
-        return tensor
-    return rare(entry, plan, args, kwargs, call, out)
+        result = proxy(Handle(out, plan.shapes))
+    elif plan.kind == WRITTEN and entry.returned == (0,):
+        result = args[0]
+    else:
+        return rare(entry, plan, args, kwargs, call, out)
+    box = plan.state.outbox
+    commands = box.commands
+    commands += (c.Call(plan.template, out, tuple(call)), here())
+    if len(commands) >= box.limit:
+        plan.state.session.flush(box)
+    return result
 
 
 def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

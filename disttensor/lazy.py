@@ -29,7 +29,8 @@ def materialise(handle: Handle) -> int:
         call = handle.values if base is None else (ref - (base.ref or materialise(base)), *handle.values)
         commands = plan.state.outbox.commands
         site = here()  # the line that uses it: a view that can't be made was refused when it was written
-        commands += (c.Call(plan.define(site), ref, call), site)
+        template = plan.template if plan.generation == plan.state.generation else plan.define(site)
+        commands += (c.Call(template, ref, call), site)
         handle.ref = ref  # only now: whoever sees it may use it
         handle.base = None
         return ref

@@ -35,6 +35,7 @@ class NodeState:
         self.outbox = outbox
         self.lock = threading.RLock()
         self.templates: dict[object, int] = {}
+        self.generation = 0  #: of templates; raised by ``turn``
         self._next = count()
         self._generations = [0, 0]
 
@@ -63,6 +64,7 @@ class NodeState:
         """Starts a generation; the one before the last is dropped. The caller has dropped all plans."""
         with self.lock:
             self.templates.clear()
+            self.generation += 1
             self._generations = [self._generations[1], next(self._next)]
             self.outbox.add(c.Forget(self._generations[0]))
 

@@ -149,7 +149,7 @@ class Entry:
 class Plan:
     """What one signature sends and gives. Belongs to one node."""
 
-    __slots__ = ("holes", "kind", "meta", "shapes", "specs", "state", "template")
+    __slots__ = ("generation", "holes", "kind", "meta", "shapes", "specs", "state", "template")
 
     def __init__(
         self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
@@ -162,9 +162,11 @@ class Plan:
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
         self.shapes = shapes
         self.meta: Meta | None = shapes if isinstance(shapes, Meta) else None
+        self.generation = state.generation
         self.template = self.define(site)
 
     def define(self, site: Site | None) -> int:
+        """The template's number now; ``template`` holds it as long as the node's generation is the plan's."""
         name, args, kwargs, outs = self.specs
         return self.state.define(name, args, kwargs, outs, site)
 

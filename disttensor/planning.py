@@ -80,6 +80,7 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
 def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
     """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation."""
     place = place_of(entry, args, kwargs, place)
+    place.session.check_default_dtype()
     if place.state.full:
         drop_plans()
         place.state.turn()

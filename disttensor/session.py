@@ -11,6 +11,7 @@ import torch
 
 from .meta import forget_all, release_finalizer_code
 from .placement import NodeState, Place, Places
+from .registry import drop_plans
 from .runtime import codec
 from .runtime import command as c
 from .runtime.channel.base import MASTER, DataChannel, PeerInfo, Transfer
@@ -39,6 +40,7 @@ class Session:
         self.places: Places
         self.launcher = launcher
         self._secret = secret
+        self._default_dtype = torch.float32
         self._transfers = count(1)
         self._unsent: list[tuple[torch.Tensor, Transfer]] = []
         self._send_lock = threading.Lock()
@@ -61,6 +63,15 @@ class Session:
 
     def _lost(self, error: NodeLost) -> None:
         self.channel.forget(error.rank, error.cause)
+
+    def check_default_dtype(self) -> None:
+        """Tells the nodes when ``torch.set_default_dtype`` was called; every plan may depend on it."""
+        default = torch.get_default_dtype()
+        if default is not self._default_dtype:
+            self._default_dtype = default
+            drop_plans()
+            for outbox in self.link.outboxes:
+                outbox.add(c.Default(codec.dtype_id(default)))
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 

@@ -14,25 +14,26 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _RUNTIME = os.path.dirname(os.path.realpath(os.path.join(_HERE, "runtime", "__init__.py"))) + os.sep
 
-#: id of a code object -> (it, whether it is the user's). Hashing the object itself would hash its bytecode each time.
-codes: dict[int, tuple[CodeType, bool]] = {}
+#: id of a code object -> it; the user's, and those of torch and ours. By id: hashing one hashes its bytecode each time.
+users: dict[int, CodeType] = {}
+_others: dict[int, CodeType] = {}
 
 
 def _is_users(code: CodeType) -> bool:
-    if len(codes) > 100_000:
-        codes.clear()
+    if len(users) + len(_others) > 100_000:
+        users.clear()
+        _others.clear()
     mine = not code.co_filename.startswith((_HERE, _TORCH, _RUNTIME, "<frozen "))
-    codes[id(code)] = (code, mine)
+    (users if mine else _others)[id(code)] = code
     return mine
 
 
 def here(depth: int = 2) -> Site | None:
     """The innermost frame of the user's, from ``depth`` callers up. None where there is none (a thread of torch's)."""
     frame = sys._getframe(depth)
+    others = _others
     while frame is not None:
-        code = frame.f_code
-        known = codes.get(id(code))
-        if known[1] if known is not None else _is_users(code):
-            return (code, frame.f_lasti)
+        if id(frame.f_code) not in others and (id(frame.f_code) in users or _is_users(frame.f_code)):
+            return (frame.f_code, frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -201,6 +201,12 @@ class Lost(Wire, frozen=True, tag=25):
     why: str
 
 
+class Default(Wire, frozen=True, tag=27):
+    """The master's default dtype (torch.set_default_dtype) is this one from now on."""
+
+    dtype: int
+
+
 class Stop(Wire, frozen=True, tag=26):
     """The last command: drop everything and end."""
 
@@ -222,6 +228,7 @@ Command: TypeAlias = (
     | Memory
     | Peer
     | Lost
+    | Default
     | Stop
 )
 

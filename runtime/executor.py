@@ -100,6 +100,8 @@ class Executor:
                 torch.default_generator.manual_seed(command.seed)
                 if torch.cuda.is_available():
                     torch.cuda.manual_seed_all(command.seed)
+            case c.Default():
+                torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Random():
                 self._random(command)
             case c.Sync():
