@@ -101,8 +101,9 @@ def test_in_place_on_an_argument() -> None:
     same(x, torch.full((3,), 7.0))
 
 
-def test_order_with_operations() -> None:
-    x = torch.zeros(3, device="node:1")
+@pytest.mark.parametrize("name", ["cpu", "cuda:0"])
+def test_order_with_operations(name: str) -> None:
+    x = torch.zeros(3, device=dt.device(1, name))
     x.add_(1)
     y = dt.run(lambda t: t * 10, x, node=1)
     x.add_(1)
