@@ -9,6 +9,7 @@ draining thread wakes the others whose answers it took. One small thread flushes
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 from . import codec
 from . import command as c
 from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError
-from .failure import Failure
+from .failure import Failure, line_of
 from .interrupts import Interrupts
 from .launch.base import Exited, Launcher
 from .outbox import Outbox
@@ -30,8 +31,13 @@ from .transport.base import Hub
 IDLE = 0.002
 #: A node that neither dies nor answers is looked after at this interval while somebody waits.
 TICK = 0.5
+#: Seconds for which an operation waits at a full window before it says so.
+SLOW = 5.0
 #: Failures kept with their traceback; later ones are kept without.
 MAX_TRACES = 256
+
+
+_log = logging.getLogger("disttensor")
 
 
 class Request:
@@ -155,7 +161,16 @@ class Link:
 
     def _wait_window(self, outbox: Outbox) -> None:
         request = Request(0, outbox.rank)
-        self.wait(request, until=lambda: not outbox.full)
+        try:
+            self.wait(request, SLOW, until=lambda: not outbox.full)
+        except TimeoutError:
+            _log.warning(
+                "node %d is %d commands behind, so this operation waits; it is at what was issued at %s",
+                outbox.rank,
+                outbox.sent - outbox.done,
+                line_of(outbox.running()),
+            )
+            self.wait(request, until=lambda: not outbox.full)
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 
