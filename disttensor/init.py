@@ -28,6 +28,8 @@ from .session import Session
 
 #: What "auto" stands for. (With one channel there is nothing to choose yet.)
 AUTO = "tcp"
+#: Seconds for which the end of a script waits for what its nodes still do.
+AT_EXIT = 2.0
 
 
 class SessionContext:
@@ -210,23 +212,26 @@ def shutdown() -> None:
     _end(report=True)
 
 
-def _end(report: bool) -> None:
+def _end(report: bool, timeout: float | None = None) -> None:
     session = state.current()
     if session is None:
         return
     error: BaseException | None = None
     if report:
+        session.link.patient = timeout is None
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             for outbox in session.link.outboxes:
                 if outbox.lost is None:
-                    session.synchronize(outbox.rank)
-        except NodeLost:
-            error = None  # said already to whoever used the node; its end is no news now
+                    left = None if deadline is None else max(0.01, deadline - time.monotonic())
+                    session.synchronize(outbox.rank, left)
+        except (NodeLost, TimeoutError):
+            error = None  # a lost node was said to whoever used it; a busy one is not waited for at the script's end
         except BaseException as e:
             error = e
     state.set_session(None)
     session.link.interrupts.restore()
-    session.close()
+    session.close(2.0 if timeout is None else 0.5)
     registry.drop_plans()
     if error is not None:
         raise error
@@ -247,7 +252,7 @@ def _register_once() -> None:
 def _at_exit() -> None:
     """At the end of the script: an error that nobody asked about is printed and makes the exit code non-zero."""
     try:
-        shutdown()
+        _end(report=True, timeout=AT_EXIT)
     except Exception as e:
         import traceback
 

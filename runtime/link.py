@@ -73,6 +73,7 @@ class Link:
         self.failures: dict[tuple[int, int], Failure] = {}
         self.interrupts = Interrupts()
         self.reports = 0  #: messages received (for tests and status)
+        self.patient = True  #: a full window blocks; not at the end of a script
         self.closing = False  #: nodes have been told to end, so that their end is no loss
         self.closed = False
         self._forked = False
@@ -101,7 +102,7 @@ class Link:
             self._wake.set()
         if outbox.lost is not None:
             self.check(outbox)
-        if outbox.full:
+        if outbox.full and self.patient:
             self._wait_window(outbox)
 
     def exchange(self, outbox: Outbox, request: Request, timeout: float | None) -> c.Reply | None:
