@@ -152,7 +152,7 @@ def init_master_worker(
     if os.environ.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0"):
         for outbox in session.link.outboxes:
             outbox.blocking = True
-            outbox.limit = 2
+            outbox.urge(2)
     registry.drop_plans()
     state.set_session(session)
     session.link.interrupts.install()

@@ -77,7 +77,7 @@ class Session:
 
     def flush(self, outbox: Outbox) -> None:
         """What an issuing thread calls when its node's queue is long enough."""
-        self.link.flush(outbox)
+        self.link.tick(outbox)
         if outbox.blocking:
             self.synchronize(outbox.rank)
 

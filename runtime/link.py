@@ -89,6 +89,14 @@ class Link:
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
+    def tick(self, outbox: Outbox) -> None:
+        """What an issuing thread calls at ``outbox.limit``: flushes if it is time to, else sweeps."""
+        if len(outbox.commands) >= outbox.batch:
+            self.flush(outbox)
+        else:
+            with self.interrupts.deferred:
+                outbox.sweep()
+
     def flush(self, outbox: Outbox) -> None:
         """Sends what is queued for a node; blocks (interruptibly) while its window is full.
 
@@ -312,8 +320,8 @@ class Link:
                 self._wake.clear()
                 self._parked = True
                 for outbox in self.outboxes:
-                    if outbox.limit:
-                        outbox.limit = 2  # the next append flushes at once, and wakes this thread
+                    if outbox.batch:
+                        outbox.urge(2)  # the next append flushes at once, and wakes this thread
                 self._wake.wait(TICK)
                 self._parked = False
                 quiet = 0
@@ -343,7 +351,7 @@ class Link:
         self._forked = True
         self.hub.forked()
         for outbox in self.outboxes:
-            outbox.limit = 0
+            outbox.urge(0)
 
     def close(self) -> None:
         """Closes the hub. Requests under way end with an error. Calling it twice is fine."""
@@ -355,7 +363,7 @@ class Link:
             for request in list(self._requests.values()):
                 request.resolve()
             for outbox in self.outboxes:
-                outbox.limit = 0
+                outbox.urge(0)
         self._wake.set()
         if threading.current_thread() is not self._flusher:
             self._flusher.join(5)

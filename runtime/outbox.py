@@ -7,6 +7,7 @@ Issuing threads append without a lock: ``commands`` is a flat list (command, sit
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from itertools import islice, pairwise
 
@@ -25,6 +26,17 @@ MIN_BATCH = 2
 MAX_FREE = 100_000
 
 
+#: Commands between two looks at what died.
+SWEEP = 16
+#: Fewer dead refs than this are left to the end of the batch.
+MIN_SWEEP = 4
+
+
+def _free(refs: list[int]) -> c.Free:
+    """``refs``: sorted."""
+    return c.Free(refs[0], tuple(b - a for a, b in pairwise(refs)))
+
+
 class Outbox:
     """The queue of one node, and the account of what it has been sent and has done."""
 
@@ -32,8 +44,11 @@ class Outbox:
         self.rank = rank
         self.commands: list[c.Command | Site | None] = []
         self.dead: list[int] = []
-        #: ``len(commands)`` at which an issuing thread has to flush. 0 makes each next append look (a lost node).
+        #: ``len(commands)`` at which an issuing thread has to look here: to flush, or to sweep
         self.limit = 2
+        #: ``len(commands)`` at which it has to flush. 0 makes each next append do so (a lost node)
+        self.batch = 2
+        self._taking = threading.Lock()
         self.sent = 0  #: commands sent; the number of the next one
         self.done = 0  #: commands that the node has reported
         self.messages = 0  #: messages sent (for tests and status)
@@ -51,26 +66,43 @@ class Outbox:
 
     def take(self) -> list[bytes]:
         """The next messages, pending frees last. The caller holds the link's lock and sends them all."""
-        dead = self.dead
-        n = len(dead)
-        refs = dead[:n]
-        del dead[:n]
+        refs = self._dead()
         n = len(self.commands)
         commands: list[c.Command] = self.commands[:n:2]  # type: ignore[assignment]
         sites: list[Site | None] = self.commands[1:n:2]  # type: ignore[assignment]
         del self.commands[:n]
-        if refs:
-            refs.sort()
-            for start in range(0, len(refs), MAX_FREE):
-                some = refs[start : start + MAX_FREE]
-                commands.append(c.Free(some[0], tuple(b - a for a, b in pairwise(some))))
-                sites.append(None)
+        for start in range(0, len(refs), MAX_FREE):
+            commands.append(_free(refs[start : start + MAX_FREE]))
+            sites.append(None)
         if not commands:
             return []
-        self.limit = 2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.limit))
+        self.urge(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
         messages: list[bytes] = []
         self._pack(commands, sites, messages)
         return messages
+
+    def _dead(self) -> list[int]:
+        with self._taking:
+            n = len(self.dead)
+            refs = self.dead[:n]
+            del self.dead[:n]
+        refs.sort()
+        return refs
+
+    def sweep(self) -> None:
+        """Queues the frees of what died since, in the middle of a batch: else what a node could reuse at once, still
+        warm, lives to the batch's end. Whatever is dead now had its last use appended before."""
+        if len(self.dead) >= MIN_SWEEP:
+            refs = self._dead()
+            if refs:
+                self.commands += (_free(refs[:MAX_FREE]), None)
+                self.dead.extend(refs[MAX_FREE:])
+        self.limit = min(self.batch, len(self.commands) + 2 * SWEEP)
+
+    def urge(self, batch: int) -> None:
+        """Sets the ``len(commands)`` at which the next message leaves."""
+        self.batch = batch
+        self.limit = min(batch, 2 * SWEEP)
 
     def _pack(self, commands: list[c.Command], sites: list[Site | None], messages: list[bytes]) -> None:
         message = codec.encode(c.Batch(self.sent, commands))  # type: ignore[arg-type]  # a list encodes as a tuple
@@ -106,8 +138,8 @@ class Outbox:
 
     def restart(self) -> None:
         """After an answer from an idle node: the next commands should reach it soon."""
-        if self.limit and self.idle:
-            self.limit = 2 if self.blocking else 2 * MIN_BATCH
+        if self.batch and self.idle:
+            self.urge(2 if self.blocking else 2 * MIN_BATCH)
 
     def site(self, seq: int) -> Site | None:
         """Where command ``seq`` was issued, while it is in flight."""
@@ -125,7 +157,7 @@ class Outbox:
     def lose(self, error: NodeLost) -> None:
         """The node is gone: nothing is queued for it any more, and every issuing thread learns of it."""
         self.lost = error
-        self.limit = 0
+        self.urge(0)
         self.commands.clear()
         self._flight.clear()
         self._flight_bytes = 0

@@ -9,6 +9,7 @@ end of the life-line.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import socket
@@ -30,6 +31,8 @@ from .transport.base import Spoke
 
 #: Commands applied without a word to the master, at most; its window is several times that.
 ACK_EVERY = 1024
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 #: The exit code of a worker whose master went away.
 EX_MASTER_GONE = 75
@@ -129,10 +132,23 @@ def main(lifeline: int) -> int:
     if bundle.cwd and os.path.isdir(bundle.cwd):
         os.chdir(bundle.cwd)
     torch.set_num_threads(bundle.threads)
+    _keep_memory()
     from .transport.zmq import ZmqSpoke
 
     spoke = ZmqSpoke(bundle.address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank)
     return Worker(bundle, spoke).serve()
+
+
+def _keep_memory() -> None:
+    """Has malloc keep what a step frees for the next one, instead of giving pages back and faulting them in again.
+
+    A node frees in bursts, so malloc's own thresholds trim the heap several times in a training step. What is kept
+    goes back when many tensors are dropped (``Store.free``).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 512 << 20)
 
 
 def _watch(lifeline: int) -> None:

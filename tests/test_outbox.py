@@ -82,10 +82,12 @@ def test_add_says_when_to_flush() -> None:
     box = Outbox(0)
     limits = []
     for _ in range(12):
-        n = 0
-        while not box.add(call(n)):
+        n = 1
+        while not (box.add(call(n)) and len(box.commands) >= box.batch):
             n += 1
-        limits.append(n + 1)
+            if len(box.commands) >= box.limit:
+                box.sweep()
+        limits.append(n)
         box.take()
         box.acknowledge(box.sent)
     assert limits[0] <= outbox.MIN_BATCH
@@ -94,6 +96,25 @@ def test_add_says_when_to_flush() -> None:
     box.restart()
     box.add(call(0))
     assert box.add(call(1))
+    assert len(box.commands) >= box.batch
+
+
+def test_what_died_is_freed_in_the_middle_of_a_batch() -> None:
+    box = Outbox(0)
+    box.urge(2 * outbox.MAX_BATCH)
+    for n in range(3 * outbox.SWEEP):
+        box.dead.append(n + 1)
+        if box.add(call(n)):
+            box.sweep()
+    commands = codec.decode_batch(box.take()[0]).commands
+    frees = [i for i, command in enumerate(commands) if isinstance(command, c.Free)]
+    assert len(frees) >= 3
+    assert frees[0] <= outbox.SWEEP
+    for i in frees:
+        ref = commands[i].first
+        for distance in (0, *commands[i].distances):
+            ref += distance
+            assert ref <= i + 1, "freed before the command that it died after"
 
 
 def test_large_commands_are_spread_over_messages() -> None:
