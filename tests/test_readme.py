@@ -1,0 +1,75 @@
+"""What the README shows and the examples say, run as a reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def python(*arguments: str, cwd: Path) -> str:
+    """What a program prints; it has to end well and say nothing on stderr."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DISTTENSOR_", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=55, cwd=cwd, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["-O"]], ids=["plain", "-O"])
+def test_the_first_program(flags: list[str], tmp_path: Path) -> None:
+    """Pasted into a file of its own it prints what stands below it."""
+    program, shown = re.search(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n)+)", README, re.DOTALL).groups()
+    (tmp_path / "first.py").write_text(program)
+    assert python(*flags, "first.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README)
+    assert len(links) >= 5
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_example_is_in_the_readme_and_says_how_to_run_it() -> None:
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    assert examples
+    for path in examples:
+        assert f"examples/{path.name})" in README
+        assert path.read_text().startswith(f'"""python examples/{path.name}')
+
+
+def test_one_line_change(tmp_path: Path) -> None:
+    lines = python(str(ROOT / "examples/one_line_change.py"), cwd=tmp_path).splitlines()
+    assert lines[-1] == "all 30 losses identical: True"
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    lines = python(str(ROOT / "examples/quickstart.py"), cwd=tmp_path).splitlines()
+    assert [line.split() for line in lines[:5]] == [
+        ["z", "0", "-1"],
+        ["cuda_x", "0", "0"],
+        ["a", "1", "1"],
+        ["cuda_y", "0", "0"],
+        ["q", "0", "0"],
+    ]
+    accuracy = float(re.fullmatch(r"test accuracy (.*)%", lines[-1])[1])
+    assert accuracy >= 95
+
+
+def test_sweep(tmp_path: Path) -> None:
+    lines = python(str(ROOT / "examples/sweep.py"), "2", cwd=tmp_path).splitlines()
+    assert len(lines) == 3  # two trials, the better one, the verdict
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", lines[0])]
+    assert losses == sorted(losses)
+    assert len(losses) == 2
+    assert lines[-1].startswith("best learning rate")
