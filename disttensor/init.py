@@ -15,7 +15,7 @@ import torch
 from . import backend as device_backend
 from . import infer, registry, state
 from .runtime import bundle as b
-from .runtime.channel import get_channel
+from .runtime.channel import get_channel, name_for_nodes
 from .runtime.channel.base import MASTER, ChannelContext
 from .runtime.errors import DisttensorError, NodeLost, StartError
 from .runtime.keys import curve_pair, job_id, job_secret
@@ -119,7 +119,7 @@ def init_master_worker(
                 server_key=server[0],
                 public_key=keys[rank][0],
                 secret_key=keys[rank][1],
-                backend=channel_name,
+                backend=name_for_nodes(channel_name),
                 simulate_cuda=simulated,
                 threads=threads or max(1, (os.cpu_count() or 1) // count),
                 allow_ops=tuple(allow_ops),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import MASTER, Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
-from .registry import channel_names, get_channel, register_channel
+from .registry import channel_names, get_channel, name_for_nodes, register_channel
 
 __all__ = [
     "MASTER",
@@ -14,5 +14,6 @@ __all__ = [
     "Transfer",
     "channel_names",
     "get_channel",
+    "name_for_nodes",
     "register_channel",
 ]

@@ -35,8 +35,25 @@ def register_channel(name: str, cls: type[DataChannel]) -> None:
     _registered[name] = cls
 
 
+def name_for_nodes(name: str) -> str:
+    """What makes ``get_channel`` find the same class in another process: for one that this process has registered,
+    "module:class".
+
+    Raises ValueError for a class that nodes can't import, because it is defined in the script itself.
+    """
+    cls = _registered.get(name)
+    if cls is None:
+        return name
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise ValueError(
+            f"nodes can't import the channel {name!r} from {cls.__module__}:{cls.__qualname__}; "
+            "define the class at the top of a module of its own and import it in the script"
+        )
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
 def get_channel(name: str) -> type[DataChannel]:
-    """The class of the channel ``name``.
+    """The class of the channel ``name``, or "module:class".
 
     Raises ValueError for an unknown name (it lists the known ones), TypeError for an entry point that isn't a
     DataChannel, ImportError when the channel's library is missing.
@@ -46,6 +63,9 @@ def get_channel(name: str) -> type[DataChannel]:
     if name in _BUILTIN:
         module, _, attribute = _BUILTIN[name].partition(":")
         found: object = getattr(import_module(module, __package__), attribute)
+    elif ":" in name:
+        module, _, attribute = name.partition(":")
+        found = getattr(import_module(module), attribute)
     else:
         for point in entry_points(group=ENTRY_POINTS, name=name):
             found = point.load()
