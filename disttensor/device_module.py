@@ -47,17 +47,22 @@ def manual_seed_all(seed: int) -> None:
     session = state.current()
     if session is None:
         return
-    seed = int(seed) % (1 << 64)
-    if seed >= 1 << 63:
-        seed -= 1 << 64
     for node in session.states:
         if node.outbox.lost is None:
-            node.outbox.add(c.Seed(seed), here())
+            node.outbox.add(c.Seed(_signed(seed)), here())
+
+
+def _signed(seed: int) -> int:
+    """A seed as torch takes it, from -2**63 to 2**64 - 1, in 64 bits with a sign. Raises RuntimeError for others."""
+    seed = int(seed)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise RuntimeError(f"Overflow when unpacking long long: a seed has 64 bits, and {seed} doesn't fit")
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
 def manual_seed(seed: int) -> None:
     """Seeds the current node."""
-    state.session().states[current_node()].outbox.add(c.Seed(int(seed)), here())
+    state.session().states[current_node()].outbox.add(c.Seed(_signed(seed)), here())
 
 
 def get_rng_state(device: torch.device | str | int = "node") -> torch.Tensor:

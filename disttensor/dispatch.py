@@ -199,6 +199,13 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
     """Local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the user's mistake."""
+    for where in entry.writes:
+        target = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
+        if isinstance(target, torch.Tensor) and type(target) is not DistributedTensor:
+            raise RuntimeError(
+                f"{entry.name}: can't write the result into {operand_name(target)}, because an operand is on a node; "
+                "bring the operand here with .cpu()"
+            )
     place = place_of(entry, args, kwargs, place)
     index = entry.name.startswith(("aten::index", "aten::_index_put", "aten::_unsafe_index"))
 

@@ -28,6 +28,10 @@ _autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._functorch.maybe_current_level
 
 
+#: Integers that go over the wire; torch says what is wrong with others.
+_WIDE = 1 << 63
+
+
 def _quiet() -> bool:
     """Whether nothing stands between a method and dispatch, gradients aside."""
     return not (
@@ -63,7 +67,7 @@ def _binary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
                 plan = quick.get((self._h.meta, other._h.meta))
                 if plan is not None and _quiet() and not (_grad() and (self.requires_grad or other.requires_grad)):
                     return issue(plan, self._h, other)
-            elif other is not None:
+            elif other is not None and (type(other) is not int or -_WIDE <= other < _WIDE):
                 plan = quick.get((self._h.meta, type(other)))
                 if plan is not None and _quiet() and not (_grad() and self.requires_grad):
                     return issue(plan, self._h, other)

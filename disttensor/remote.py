@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import cloudpickle
@@ -21,6 +23,9 @@ from .runtime.functions import MAX_PICKLE, decode_result, key_of
 from .site import here
 from .tensor import DistributedTensor, proxy
 from .transfer import move, upload
+
+_serial = count()
+_sending = threading.Lock()
 
 #: Bytes per piece, well under a message's limit.
 PIECE = 512 << 10
@@ -40,17 +45,21 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
     sent = _known(session)
     keep: list[DistributedTensor] = []
     function = _pickled(fn, place, keep)
-    function_key, holds_tensors = key_of(function), bool(keep)
-    arguments = _pickled((args, kwargs), place, keep)
+    holds_tensors = bool(keep)
+    # what is used once has a name of its own; the unpickler doesn't read so far
+    once = next(_serial).to_bytes(8, "big")
+    function_key = key_of(function := function + once if holds_tensors else function)
+    arguments = _pickled((args, kwargs), place, keep) + once
     # simulated devices are one memory, so the node can't tell which of them a result is on: where an argument is
     beside = next((t._place for t in keep), place) if session.link.hellos[place.node].simulated else place
     site = here()
-    if (place.node, function_key) not in sent:
-        _pieces(place, function_key, function, site)
-        if not holds_tensors:
-            sent.add((place.node, function_key))
     arguments_key = key_of(arguments)
-    _pieces(place, arguments_key, arguments, site)
+    with _sending:  # the pieces of one after those of another
+        if (place.node, function_key) not in sent:
+            _pieces(place, function_key, function, site)
+            if not holds_tensors:
+                sent.add((place.node, function_key))
+        _pieces(place, arguments_key, arguments, site)
     request_id = 0
 
     def command(id: int) -> c.Command:

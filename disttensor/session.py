@@ -23,8 +23,10 @@ from .runtime.link import Link, Request
 from .runtime.outbox import Outbox
 from .runtime.transport.base import Hub
 
-#: Uploads up to this many bytes are copied first, so that the caller needn't wait for the wire.
+#: Uploads up to this many bytes are copied whatever is on its way.
 SMALL = 64 << 10
+#: Bytes of copies on their way at most; as a copy from pageable memory in CUDA, a larger upload waits.
+STAGE = 64 << 20
 
 
 class Session:
@@ -42,7 +44,7 @@ class Session:
         self._secret = secret
         self._default_dtype = torch.float32
         self._transfers = count(1)
-        self._unsent: list[tuple[torch.Tensor, Transfer]] = []
+        self._staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
         self._send_lock = threading.Lock()
         self.link.interrupts.unsafe.add(release_finalizer_code())
 
@@ -137,22 +139,32 @@ class Session:
         return next(self._transfers)
 
     def upload(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> None:
-        """Sends a local tensor to ``ref`` at ``place``. Small ones are copied, so that this returns at once."""
+        """Sends a local tensor to ``ref`` at ``place``. Returns when the tensor may be changed: at once, having copied
+        it, while no more than STAGE bytes of copies are on their way; else when its bytes have left."""
         self.link.check(place.outbox)
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
-        small = tensor.numel() * tensor.element_size() <= SMALL
+        size = tensor.numel() * tensor.element_size()
         tensor = tensor.resolve_conj().resolve_neg()
-        tensor = tensor.clone(memory_format=torch.contiguous_format) if small else tensor.contiguous()
-        command = c.Recv(0, ref, MASTER, tuple(tensor.shape), codec.dtype_id(tensor.dtype), place.name)
+        staged = size <= SMALL or size + sum(list(self._staged.values())) <= STAGE
+        if staged:  # the copy leaves by itself, and the caller goes on
+            tensor = self.channel.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        tensor = tensor.contiguous()
+        shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
         with self._send_lock:  # Recv and send leave in one order
             transfer = self.new_transfer()
-            place.outbox.add(c.Recv(transfer, ref, MASTER, command.shape, command.dtype, command.device), site)
-            self.link.flush(place.outbox)
-            with self.link.interrupts.deferred:
+            with self.link.interrupts.deferred:  # neither without the other: the peer would wait for it
                 sending = self.channel.isend(tensor, place.node, transfer)
-        if not small:
+                place.outbox.add(c.Recv(transfer, ref, MASTER, shape, dtype, place.name), site)
+            self.link.flush(place.outbox)
+        if staged:
+            self._staged[transfer] = size
+            sending.add_done_callback(lambda: self._unstage(transfer))
+        else:
             self._wait_transfer(sending, place.node)
+
+    def _unstage(self, transfer: int) -> None:
+        self._staged.pop(transfer, None)
 
     def download(self, tensor: Any, site: Site | None) -> torch.Tensor:
         """A local, contiguous copy of a remote tensor."""
@@ -166,7 +178,7 @@ class Session:
             transfer = self.new_transfer()
             with self.link.interrupts.deferred:
                 receiving = self.channel.irecv(local, place.node, transfer)
-            place.outbox.add(c.Send(transfer, ref, MASTER), site)
+                place.outbox.add(c.Send(transfer, ref, MASTER), site)
             self.link.flush(place.outbox)
         self.link.flush_all()
         self._wait_transfer(receiving, place.node)

@@ -65,9 +65,9 @@ class DistributedTensor(torch.Tensor):
     ) -> DistributedTensor:
         """A copy on a CUDA device of the node that holds this tensor (its first by default); itself if it's there."""
         place = self._place
-        target = place.session.places.at(
-            place.node, "cuda" if device is None and place.index < 0 else device or place.name
-        )
+        if device is None:
+            device = place.name if place.is_cuda() else "cuda"
+        target = place.session.places.at(place.node, device)
         return self.to(target.device, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[return-value]
 
     def dist_send(self, node: int | None = None, device: int | str | torch.device | None = None) -> DistributedTensor:

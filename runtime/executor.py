@@ -18,7 +18,7 @@ from .errors import ChannelError, PoisonedError, ProtocolError
 from .functions import Functions
 from .ops import AllowList
 from .store import Pending, Poison, Store
-from .template import Template
+from .template import Broken, Template
 
 #: A told message or traceback is cut to this many characters.
 MAX_TEXT = 64 << 10
@@ -77,7 +77,11 @@ class Executor:
             case c.Free():
                 store.free(command.first, command.distances)
             case c.Define():
-                self._templates[command.template] = Template(command, self._allow, store.entries, self.device)
+                try:
+                    template = Template(command, self._allow, store.entries, self.device)
+                except Exception as e:  # told now; each call of it is poisoned by it
+                    template = Broken(command, _PoisonRead(self._tell(command.op, e)))
+                self._templates[command.template] = template
             case c.Forget():
                 for number in [n for n in self._templates if n < command.below]:
                     del self._templates[number]
@@ -169,8 +173,13 @@ class Executor:
     def _recv(self, command: c.Recv) -> None:
         dtype = codec.dtype_of(command.dtype)
         codec.check_shape(command.shape, dtype.itemsize)
-        device = self.device(command.device)
-        tensor = self._channel.empty(command.shape, dtype)
+        try:
+            device = self.device(command.device)
+            tensor = self._channel.empty(command.shape, dtype)
+        except Exception:
+            # the bytes come all the same: into a tensor that they don't fit, so that they are dropped
+            self._channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)
+            raise
         if device.type != "cpu":
             tensor = tensor.to(device)
         pending = Pending(tensor, self._channel.irecv(tensor, command.peer, command.transfer), command.peer)
@@ -184,7 +193,8 @@ class Executor:
             return entry
 
         data, tensors = self._functions.run(command, tensor)
-        self._results[command.request] = tensors
+        if tensors:
+            self._results[command.request] = tensors
         self._emit(c.Result(command.request, data, tuple(map(self.geometry, tensors))))
 
     def _random(self, command: c.Random) -> None:
@@ -285,7 +295,7 @@ class Executor:
             trace = "".join(traceback.format_exception(error))
         except Exception as e:  # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
             trace = f"<the traceback can't be had: {type(e).__name__}>"
-        self._emit(c.Failed(self.seq, op, kind[:256], text[:MAX_TEXT], trace[-MAX_TEXT:]))
+        self._emit(c.Failed(self.seq, op, _clean(kind[:256]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])))
         return Poison(self.rank, self.seq)
 
 
@@ -293,6 +303,11 @@ class _PoisonRead(Exception):
     def __init__(self, poison: Poison) -> None:
         super().__init__()
         self.poison = poison
+
+
+def _clean(text: str) -> str:
+    """Without what UTF-8 can't carry (lone surrogates)."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _peer(command: c.Peer) -> PeerInfo:

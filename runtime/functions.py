@@ -74,8 +74,10 @@ class Functions:
                 result = function(*args, **kwargs)
             except SystemExit as e:
                 raise DisttensorError(f"the function called sys.exit({e.code!r}); the node goes on") from e
-            except KeyboardInterrupt as e:
-                raise DisttensorError("the function raised KeyboardInterrupt; the node goes on") from e
+            except Exception:
+                raise
+            except BaseException as e:  # KeyboardInterrupt, CancelledError: they would end the node
+                raise DisttensorError(f"the function raised {type(e).__name__}: {e}; the node goes on") from e
         return _encoder.encode(_plain(result, tensors)), tensors
 
 

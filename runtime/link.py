@@ -97,8 +97,8 @@ class Link:
             with self.interrupts.deferred:
                 outbox.sweep()
 
-    def flush(self, outbox: Outbox) -> None:
-        """Sends what is queued for a node; blocks (interruptibly) while its window is full.
+    def flush(self, outbox: Outbox, wait: bool = True) -> None:
+        """Sends what is queued for a node; then, if it shall ``wait``, blocks (interruptibly) while its window is full.
 
         Raises NodeLost, ForkError in a forked child, DisttensorError after shutdown.
         """
@@ -110,7 +110,10 @@ class Link:
             self._wake.set()
         if outbox.lost is not None:
             self.check(outbox)
-        if outbox.full and self.patient:
+        if outbox.unsendable is not None:
+            error, outbox.unsendable = outbox.unsendable, None
+            raise error
+        if wait and self.patient and outbox.full:
             self._wait_window(outbox)
 
     def exchange(self, outbox: Outbox, request: Request, timeout: float | None) -> c.Reply | None:
@@ -121,7 +124,7 @@ class Link:
         """
         for other in self.outboxes:
             if (other.commands or other.dead) and other is not outbox and other.lost is None:
-                self.flush(other)
+                self.flush(other, wait=False)
         self.check(outbox)
         if self._parked:
             self._wake.set()
@@ -135,7 +138,7 @@ class Link:
         """Flushes every node that is there: before the master blocks on one, or nodes could wait for each other."""
         for outbox in self.outboxes:
             if (outbox.commands or outbox.dead) and outbox.lost is None:
-                self.flush(outbox)
+                self.flush(outbox, wait=False)
 
     def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
         """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order."""

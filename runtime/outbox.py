@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from . import codec
 from . import command as c
 from .errors import DisttensorError, NodeLost
-from .failure import Site
+from .failure import Site, line_of
 
 #: The window: commands and their bytes in flight per node. A full one blocks the issuing thread.
 MAX_COMMANDS = 10_000
@@ -54,6 +54,7 @@ class Outbox:
         self.messages = 0  #: messages sent (for tests and status)
         self.bytes = 0  #: bytes sent
         self.lost: NodeLost | None = None
+        self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
         self.blocking = False  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
         #: what is in flight: (number of the first command, bytes, sites)
         self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
@@ -105,10 +106,18 @@ class Outbox:
         self.limit = min(batch, 2 * SWEEP)
 
     def _pack(self, commands: list[c.Command], sites: list[Site | None], messages: list[bytes]) -> None:
-        message = codec.encode(c.Batch(self.sent, commands))  # type: ignore[arg-type]  # a list encodes as a tuple
-        if len(message) > codec.MAX_MESSAGE or len(commands) > MAX_COMMANDS:
-            if len(commands) == 1:
-                raise DisttensorError(f"a command of {len(message)} bytes is over the limit of {codec.MAX_MESSAGE}")
+        why = ""
+        try:
+            message = codec.encode(c.Batch(self.sent, commands))  # type: ignore[arg-type]  # a list encodes as a tuple
+            if len(message) > codec.MAX_MESSAGE:
+                why = f"its {len(message)} bytes are over the limit of {codec.MAX_MESSAGE}"
+        except (TypeError, ValueError, OverflowError) as e:
+            why = str(e)
+        if why and len(commands) == 1:
+            # the others go on, in their places; whoever flushes hears of it
+            self.unsendable = DisttensorError(f"{line_of(sites[0])}: a command can't be sent: {why}")
+            message = codec.encode(c.Batch(self.sent, (c.Free(0, ()),)))
+        elif why or len(commands) > MAX_COMMANDS:
             half = len(commands) // 2
             self._pack(commands[:half], sites[:half], messages)
             self._pack(commands[half:], sites[half:], messages)
@@ -149,10 +158,9 @@ class Outbox:
         return None
 
     def running(self) -> Site | None:
-        """Where the oldest command that the node has not reported was issued."""
-        return next(
-            (s for _, _, sites in islice(self._flight, 1) for s in sites[self.done - self._flight[0][0] :]), None
-        )
+        """Where the oldest command that the node has not reported, of those that a line issued, was issued."""
+        flying = (site for first, _, sites in self._flight for seq, site in enumerate(sites, first) if seq >= self.done)
+        return next((site for site in flying if site is not None), None)
 
     def lose(self, error: NodeLost) -> None:
         """The node is gone: nothing is queued for it any more, and every issuing thread learns of it."""

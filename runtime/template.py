@@ -93,6 +93,29 @@ class Template:
         return [out, *(out - int(d) for d in args[len(self.holes) :])] if self.outs else []  # type: ignore[arg-type]
 
 
+class Broken(Template):
+    """A template that this node refused. Each call of it raises why."""
+
+    __slots__ = ()
+
+    def __init__(self, define: c.Define, why: Exception) -> None:
+        self.name, self.outs, self.mutated = define.op, define.outs, ()
+        self.holes = tuple(_holes((*define.args, *(s for _, s in define.kwargs))))
+
+        def refuse(out: int, args: tuple[c.Plain, ...]) -> Any:
+            raise why.with_traceback(None)
+
+        self.run = self.call = refuse
+
+
+def _holes(specs: tuple[c.Spec, ...]) -> Iterator[bool]:
+    for spec in specs:
+        if isinstance(spec, c.Hole):
+            yield spec.tensor
+        elif isinstance(spec, c.Items):
+            yield from _holes(spec.items)
+
+
 class _Slot:
     """One argument: a constant, a hole, or a list with holes in it."""
 

@@ -210,7 +210,6 @@ def test_a_channel_of_an_installed_package(script: Script, tmp_path: Path) -> No
     assert sorted(done.stdout.splitlines()) == CARRIED
 
 
-@pytest.mark.xfail(strict=True, reason="nodes do not learn of channels that the script registers")
 def test_a_channel_that_the_script_registers(script: Script, tmp_path: Path) -> None:
     (tmp_path / "my_channel.py").write_text(CHANNEL)
     registers = "from my_channel import Mine\nimport disttensor as dt\ndt.register_channel('mine', Mine)\n"
