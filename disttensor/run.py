@@ -15,8 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .runtime.errors import StartError
 from .runtime.launch.process import adopt_orphans, die_with_parent, end_children
@@ -149,6 +150,17 @@ def _watch(script: subprocess.Popen[bytes], forwarded: set[signal.Signals]) -> i
         if info.si_signo in forwarded and not typed:
             script.send_signal(info.si_signo)
 
+
+class _Callable(types.ModuleType):
+    """Importing this module makes it ``disttensor.run``, which is the function's name too: so it does as that."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from .remote import run
+
+        return run(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     sys.exit(main())
