@@ -192,6 +192,7 @@ class Executor:
                 raise _PoisonRead(entry)
             return entry
 
+        self.store.settle([t for t, _ in self.store.sending])  # the function may write what is being sent
         data, tensors = self._functions.run(command, tensor)
         if tensors:
             self._results[command.request] = tensors

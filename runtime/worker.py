@@ -31,6 +31,8 @@ from .transport.base import Spoke
 
 #: Commands applied without a word to the master, at most; its window is several times that.
 ACK_EVERY = 1024
+#: The same in bytes of commands; the window has both measures.
+ACK_BYTES = 8 << 20
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -46,6 +48,7 @@ class Worker:
         self._spoke = spoke
         self._replies: list[c.Reply] = []
         self._told = 0
+        self._unacknowledged = 0  #: bytes of messages since the last report
         context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host)
         self.channel: DataChannel = get_channel(bundle.backend)(context)
         self.executor = Executor(
@@ -81,7 +84,9 @@ class Worker:
                 message = self._spoke.recv()
                 if message is not None:
                     self.executor.apply(codec.decode_batch(message))
-                    if self._replies or self.executor.seq - self._told >= ACK_EVERY:
+                    self._unacknowledged += len(message)
+                    due = self.executor.seq - self._told >= ACK_EVERY or self._unacknowledged >= ACK_BYTES
+                    if self._replies or due:
                         self._flush()
         except ClosedError:
             return EX_MASTER_GONE
@@ -102,7 +107,7 @@ class Worker:
         """Reports what has been applied, with the replies. The window of the master opens by it."""
         executor, replies = self.executor, self._replies
         self._replies = []
-        self._told = executor.seq
+        self._told, self._unacknowledged = executor.seq, 0
         message = codec.encode(c.Report(executor.seq, tuple(replies)))
         if len(message) > codec.MAX_MESSAGE and len(replies) > 1:
             for reply in replies:
