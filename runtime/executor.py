@@ -166,7 +166,11 @@ class Executor:
         if isinstance(entry, Poison):
             self._channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
             return
-        transfer = self._channel.isend(entry, command.peer, command.transfer)
+        try:
+            transfer = self._channel.isend(entry, command.peer, command.transfer)
+        except TypeError:  # a layout or dtype that the channel doesn't carry; the receiver must not wait for it
+            self._channel.refuse(command.peer, command.transfer, self.rank, self.seq)
+            raise
         if not transfer.is_completed():
             self.store.sending.append((entry, transfer))
 
