@@ -1,0 +1,310 @@
+"""Errors inside of a backward above proxies surface as they are, and leave everything usable.
+
+The cases that could end the process (an exception that passes through C++ in a backward) are tried in a process of
+their own first; only if it survives are they run here.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import same
+from torch.utils.checkpoint import checkpoint
+
+import disttensor as dt
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+class Boom(Exception):
+    pass
+
+
+def boom(*args: Any) -> Any:
+    raise Boom("boom")
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Boom("boom")
+
+
+def _x() -> torch.Tensor:
+    return torch.ones(3, device="node:1", requires_grad=True)
+
+
+def _tensor_hook() -> None:
+    x = _x()
+    y = x * 2
+    y.register_hook(boom)
+    y.sum().backward()
+
+
+def _leaf_hook() -> None:
+    x = _x()
+    x.register_hook(boom)
+    (x * 2).sum().backward()
+
+
+def _post_accumulate() -> None:
+    x = _x()
+    x.register_post_accumulate_grad_hook(boom)
+    (x * 2).sum().backward()
+
+
+def _grad_fn_hook() -> None:
+    y = _x() * 2
+    y.grad_fn.register_hook(boom)
+    y.sum().backward()
+
+
+def _grad_fn_prehook() -> None:
+    y = _x() * 2
+    y.grad_fn.register_prehook(boom)
+    y.sum().backward()
+
+
+def _module_hook() -> None:
+    layer = torch.nn.Linear(3, 3).to("node:1")
+    layer.register_full_backward_hook(boom)
+    layer(_x()).sum().backward()
+
+
+def _module_pre_hook() -> None:
+    layer = torch.nn.Linear(3, 3).to("node:1")
+    layer.register_full_backward_pre_hook(boom)
+    layer(_x()).sum().backward()
+
+
+def _unpack() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, boom):
+        y = _x().exp()
+    y.sum().backward()
+
+
+def _pack_in_double() -> None:
+    x = _x()
+    y = x.exp()
+    with torch.autograd.graph.saved_tensors_hooks(boom, lambda t: t):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def _checkpoint(reentrant: bool) -> None:
+    calls = []
+
+    def body(a: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise Boom("boom")
+        return a.exp()
+
+    checkpoint(body, _x() * 1, use_reentrant=reentrant).sum().backward()
+
+
+def _function() -> None:
+    Failing.apply(_x()).sum().backward()
+
+
+def _grad() -> None:
+    x = _x()
+    torch.autograd.grad(Failing.apply(x).sum(), x)
+
+
+def _nested() -> None:
+    x = _x()
+    y = x * 2
+
+    def hook(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            _function()
+
+    y.register_hook(hook)
+    y.sum().backward()
+
+
+def _thread() -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _tensor_hook()
+        except Boom as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    raise errors[0]
+
+
+def _local_leaf() -> None:
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(boom)
+    (x.to("node:1") * 2).sum().backward()
+
+
+def _between_nodes() -> None:
+    y = _x().to("node:0") * 2
+    y.register_hook(boom)
+    y.to("node:1").sum().cpu().backward()
+
+
+def _interrupt() -> None:
+    y = _x() * 2
+
+    def hook(grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    y.register_hook(hook)
+    try:
+        y.sum().backward()
+    except KeyboardInterrupt:
+        raise Boom("boom") from None
+
+
+RAISING: dict[str, Callable[[], None]] = {
+    "tensor hook": _tensor_hook,
+    "leaf hook": _leaf_hook,
+    "post accumulate": _post_accumulate,
+    "grad_fn hook": _grad_fn_hook,
+    "grad_fn prehook": _grad_fn_prehook,
+    "module hook": _module_hook,
+    "module pre hook": _module_pre_hook,
+    "unpack": _unpack,
+    "pack in double": _pack_in_double,
+    "checkpoint": lambda: _checkpoint(False),
+    "checkpoint reentrant": lambda: _checkpoint(True),
+    "function": _function,
+    "grad": _grad,
+    "nested": _nested,
+    "thread": _thread,
+    "local leaf": _local_leaf,
+    "between nodes": _between_nodes,
+    "interrupt": _interrupt,
+}
+
+
+def _mistake_in_an_operation() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad @ torch.ones(7, 7, device="node:1")
+
+    Wrong.apply(_x()).sum().backward()
+
+
+def _two_nodes_in_an_operation() -> None:
+    y = _x() * 2
+    y.register_hook(lambda g: g + torch.ones(3, device="node:0"))
+    y.sum().backward()
+
+
+def _wrong_node_of_a_gradient() -> None:
+    y = _x() * 2
+    y.register_hook(lambda g: torch.ones(4, device="node:1"))
+    y.sum().backward()
+
+
+MISTAKES = {
+    "shape": _mistake_in_an_operation,
+    "two nodes": _two_nodes_in_an_operation,
+    "wrong shape": _wrong_node_of_a_gradient,
+}
+
+
+def check_raising(name: str) -> None:
+    for _ in range(3):
+        with pytest.raises(Boom, match="boom") as e:
+            RAISING[name]()
+        assert e.traceback
+        usable()
+
+
+def usable() -> None:
+    x = _x()
+    (x * x).sum().backward()
+    same(x.grad, torch.full((3,), 2.0))
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def all_raising() -> None:
+    """What the process of their own runs."""
+    with dt.init_master_worker(nodes=2, launcher="inproc", simulate_cuda=2):
+        for name in RAISING:
+            print("trying", name, flush=True)
+            check_raising(name)
+        for name, program in MISTAKES.items():
+            print("trying", name, flush=True)
+            with pytest.raises(RuntimeError):
+                program()
+            usable()
+    print("survived", flush=True)
+
+
+@pytest.fixture(scope="module")
+def survives() -> str:
+    """The output of a process that tries all that could end one."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_autograd_errors as t; t.all_raising()"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=Path(__file__).parent,
+    )
+    return f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-2000:]}"
+
+
+def test_errors_do_not_end_the_process(survives: str) -> None:
+    assert survives.startswith("exit code 0\n"), survives
+    assert "survived" in survives
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_errors_surface_as_they_are(name: str, survives: str) -> None:
+    if "survived" not in survives:
+        pytest.skip("it may end the process")
+    check_raising(name)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_a_backward(name: str, survives: str) -> None:
+    if "survived" not in survives:
+        pytest.skip("it may end the process")
+    with pytest.raises(RuntimeError):
+        MISTAKES[name]()
+    usable()
+
+
+def test_errors_leave_no_references(survives: str) -> None:
+    if "survived" not in survives:
+        pytest.skip("it may end the process")
+    from disttensor.device_module import usage
+
+    x = _x()
+    gc.collect()
+    dt.synchronize()
+    before = usage(x._place)  # type: ignore[attr-defined]
+    for _ in range(10):
+        for name in ("tensor hook", "function", "checkpoint", "post accumulate"):
+            with pytest.raises(Boom):
+                RAISING[name]()
+    gc.collect()
+    dt.synchronize()
+    assert usage(x._place) == before  # type: ignore[attr-defined]

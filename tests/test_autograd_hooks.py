@@ -1,0 +1,96 @@
+"""Hooks, checkpoints and functions of the user's own in backward passes above proxies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import same, send
+from differential import leaves
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def test_hooks_see_and_change_gradients() -> None:
+    results = []
+    for where in ("node:1", "cpu"):
+        log: list[Any] = []
+        x, w = send(leaves(), where)
+        layer = torch.nn.Linear(5, 5).to(where)
+        with torch.no_grad():
+            layer.weight.fill_(0.5), layer.bias.fill_(0.1)
+        layer.register_forward_pre_hook(lambda m, a, log=log: log.append(("pre", a[0].detach())))
+        layer.register_forward_hook(lambda m, a, o, log=log: log.append(("post", o.detach())))
+        layer.register_full_backward_pre_hook(lambda m, g, log=log: log.append(("bpre", g[0])))
+        layer.register_full_backward_hook(lambda m, gi, go, log=log: log.append(("bw", gi[0], go[0])))
+        x.register_hook(lambda g: g * 3)
+        w.register_post_accumulate_grad_hook(lambda p, log=log: log.append(("acc", p.grad.clone())))
+        y = layer(x * w)
+        y.retain_grad()
+        y.register_hook(lambda g, log=log: log.append(("y", g)))
+        y.grad_fn.register_hook(lambda gi, go, log=log: log.append(("fn", go[0])))
+        y.grad_fn.register_prehook(lambda go, log=log: log.append(("prefn", go[0])))
+        y.square().sum().backward()
+        results.append((log, x.grad, w.grad, y.grad, layer.weight.grad))
+    same(*results)
+
+
+def test_saved_tensor_hooks() -> None:
+    results = []
+    for where in ("node:1", "cpu"):
+        x, w = send(leaves(), where)
+        packed = []
+
+        def pack(t: torch.Tensor, packed: list[int] = packed) -> tuple[str, torch.Tensor]:
+            packed.append(t.numel())
+            return ("packed", t * 2)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda p: p[1] / 2):
+            y = (x * w).exp()
+        y.sum().backward()
+        results.append((packed, x.grad))
+    same(*results)
+
+
+def test_save_on_cpu() -> None:
+    results = []
+    for where in ("node:1", "cpu"):
+        x, w = send(leaves(), where)
+        with torch.autograd.graph.save_on_cpu():
+            y = (x @ w.t()).relu()
+        y.sum().backward()
+        results.append(x.grad)
+    same(*results)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant: bool) -> None:
+    results = []
+    for where in ("node:1", "cpu"):
+        x, w = send(leaves(), where)
+        y = checkpoint(lambda a, b: (a @ b.t()).relu().square(), x, w, use_reentrant=reentrant)
+        y.sum().backward()
+        results.append((x.grad, w.grad))
+    same(*results)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x
+
+
+def test_custom_function() -> None:
+    results = []
+    for x, w in (send(leaves(), "node:1"), leaves()):
+        (Double.apply(x) * w).sum().backward()
+        results.append(x.grad)
+    same(*results)

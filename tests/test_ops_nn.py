@@ -1,0 +1,140 @@
+"""Activations, layers and losses of `torch.nn.functional`, against local PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+from differential import as_local, cases, on_devices
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+NN = """
+F.relu(x)
+F.relu_(x); x
+F.relu6(x)
+F.leaky_relu(x, 0.2)
+F.elu(x)
+F.selu(x)
+F.celu(x, 0.5)
+F.gelu(x)
+F.gelu(x, approximate="tanh")
+F.silu(x)
+F.mish(x)
+F.softplus(x)
+F.softsign(x)
+F.hardtanh(x)
+F.hardswish(x)
+F.hardsigmoid(x)
+F.hardshrink(x)
+F.softshrink(x)
+F.tanhshrink(x)
+F.logsigmoid(x)
+F.threshold(x, 0.1, -1.0)
+F.prelu(x, v)
+F.glu(x[:, :4])
+F.softmax(x, 1)
+F.softmax(h, 0)
+F.softmax(x, 1, dtype=torch.float64)
+F.softmin(x, 1)
+F.log_softmax(x, 0)
+F.conv1d(seq, k1)
+F.conv1d(seq, k1, bias, stride=2, padding=1)
+F.conv2d(img, k2)
+F.conv2d(img, k2, bias, padding=1)
+F.conv2d(img, k2, bias, stride=2, padding="valid", dilation=2)
+F.conv2d(img, k2, padding="same")
+F.conv2d(img.to(memory_format=torch.channels_last), k2.to(memory_format=torch.channels_last), bias)
+F.conv2d(img[0], k2, bias)
+F.conv2d(img, k2[:3, :1], groups=3)
+F.conv3d(vol, k3)
+F.conv_transpose1d(seq, k1.transpose(0, 1).contiguous())
+F.conv_transpose2d(img, tk2, bias, stride=2)
+F.max_pool1d(seq, 2)
+F.max_pool2d(img, 2)
+F.max_pool2d(img, 3, stride=2, padding=1, return_indices=True)
+F.max_pool3d(vol, 2)
+F.avg_pool1d(seq, 2)
+F.avg_pool2d(img, 2, ceil_mode=True)
+F.avg_pool3d(vol, 2)
+F.adaptive_avg_pool2d(img, 1)
+F.adaptive_avg_pool2d(img, (3, 2))
+F.adaptive_max_pool2d(img, 2)
+F.lp_pool2d(img, 2, 2)
+F.max_unpool2d(*F.max_pool2d(img, 2, return_indices=True), 2)
+F.unfold(img, 3)
+F.fold(F.unfold(img, 3), (8, 8), 3)
+F.interpolate(img, scale_factor=2)
+F.interpolate(img, size=(5, 5), mode="bilinear", align_corners=False)
+F.interpolate(img, scale_factor=0.5, mode="bicubic")
+F.interpolate(img, size=(4, 4), mode="area")
+F.grid_sample(img, F.affine_grid(x[:4, :3].reshape(2, 2, 3), (2, 3, 4, 4), align_corners=False), align_corners=False)
+F.pixel_shuffle(img[:, :1].expand(2, 4, 8, 8), 2)
+F.pixel_unshuffle(img, 2)
+F.layer_norm(x, (5,))
+F.layer_norm(x, (5,), v, v, 1e-3)
+F.group_norm(img, 3, three, var)
+F.instance_norm(img)
+F.rms_norm(x, (5,), v)
+F.local_response_norm(img, 2)
+F.batch_norm(img, three, var)
+F.batch_norm(img, three, var, var, three, training=True); three, var
+F.batch_norm(img, three, var, training=True, momentum=0.3); three, var
+F.batch_norm(x, None, None, training=True)
+F.embedding(tokens, table)
+F.embedding(tokens, table, padding_idx=1)
+F.embedding_bag(tokens, table)
+F.embedding_bag(tokens.reshape(-1), table, torch.tensor([0, 3, 7], device=dev), mode="sum")
+F.embedding(tokens, table, max_norm=1.0); table
+F.scaled_dot_product_attention(q, kk, vv)
+F.scaled_dot_product_attention(q, kk, vv, is_causal=True)
+F.scaled_dot_product_attention(q, kk, vv, attn_mask=q[0, 0, :, :6] > 0)
+F.scaled_dot_product_attention(q, kk, vv, attn_mask=q[0, 0, :, :6])
+F.scaled_dot_product_attention(q, kk, vv, scale=0.3)
+F.dropout(x, 0.5, training=False)
+F.dropout(x, 0.0)
+F.dropout(x, 1.0)
+F.cosine_similarity(b, b.flip(1), dim=2)
+F.channel_shuffle(img[:, :1].expand(2, 4, 8, 8), 2)
+torch.nn.functional.multi_head_attention_forward(*mha())
+torch.lstm_cell(x, (y[:, :2].contiguous(), y[:, 2:4].contiguous()), *cell(8))
+torch.gru_cell(x, y[:, :2].contiguous(), *cell(6))
+"""
+
+LOSSES = """
+F.mse_loss(x, y)
+F.mse_loss(x, y, reduction="none")
+F.l1_loss(x, y)
+F.smooth_l1_loss(x, y)
+F.huber_loss(x, y, delta=0.5)
+F.cross_entropy(logits, label)
+F.cross_entropy(logits, label, label_smoothing=0.1)
+F.cross_entropy(logits, label, weight=v.abs(), reduction="sum")
+F.cross_entropy(logits, logits.softmax(1))
+F.nll_loss(logits.log_softmax(1), label)
+F.nll_loss(logits.log_softmax(1), label, ignore_index=2, reduction="none")
+F.binary_cross_entropy(x.sigmoid(), t.float())
+F.binary_cross_entropy_with_logits(x, t.float(), pos_weight=v.abs())
+F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean")
+F.poisson_nll_loss(x, p)
+F.gaussian_nll_loss(x, y, p)
+F.hinge_embedding_loss(x, t.float() * 2 - 1)
+F.margin_ranking_loss(x, y, t.float() * 2 - 1)
+F.triplet_margin_loss(x, y, x + y)
+F.cosine_embedding_loss(x, y, bias.sign())
+F.multi_margin_loss(logits, label)
+F.multilabel_soft_margin_loss(x, t.float())
+F.soft_margin_loss(x, t.float() * 2 - 1)
+F.ctc_loss(logits[:, None].log_softmax(2), label[None, :2] % 4 + 1, torch.tensor([6]), torch.tensor([2]))
+"""
+
+FUSED = pytest.mark.xfail(reason="torch chooses a fused cell that is for CUDA only")
+BUGS = {
+    "F.ctc_loss": pytest.mark.xfail(reason="lengths that are local tensors"),
+    "torch.lstm_cell": FUSED,
+    "torch.gru_cell": FUSED,
+}
+
+
+@on_devices
+@pytest.mark.parametrize("program", cases(NN, LOSSES, bugs=BUGS))
+def test_as_local(program: str, name: str) -> None:
+    as_local(program, name)

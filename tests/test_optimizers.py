@@ -1,0 +1,110 @@
+"""Optimizers, schedulers and clipping on proxies, against local PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import same, send
+from differential import leaves
+
+import disttensor as dt
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "capturable off": lambda p: torch.optim.AdamW(p, lr=1e-2, maximize=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "foreach Adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
+    "foreach SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+
+
+def train(where: Any, make: Callable[[Any], torch.optim.Optimizer], steps: int = 10) -> Any:
+    g = torch.Generator().manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) / 2)
+    x, y = torch.randn(16, 5, generator=g).to(where), torch.randn(16, 2, generator=g).to(where)
+    model.to(where)
+    opt = make(model.parameters())
+    losses = []
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        losses.append(opt.step(closure).detach())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str) -> None:
+    expected = train("cpu", OPTIMIZERS[name])
+    same(train(dt.device(1, "cpu"), OPTIMIZERS[name]), expected)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_optimizers_on_simulated_cuda(name: str) -> None:
+    got, expected = train("node:1", OPTIMIZERS[name]), train("cpu", OPTIMIZERS[name])
+    for r, x in zip(got[1], expected[1], strict=True):
+        torch.testing.assert_close(r.cpu(), x, rtol=1e-5, atol=1e-6)
+
+
+def test_schedulers_and_clipping() -> None:
+    results = []
+    for where in (dt.device(1, "cpu"), "cpu"):
+        x, w = send(leaves(), where)
+        x, w = torch.nn.Parameter(x.detach()), torch.nn.Parameter(w.detach())
+        opt = torch.optim.SGD([x, w], lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.5, total_steps=10)
+        norms = []
+        for _ in range(8):
+            opt.zero_grad(set_to_none=False)
+            (x * w).square().sum().backward()
+            norms.append(torch.nn.utils.clip_grad_norm_([x, w], 0.7))
+            torch.nn.utils.clip_grad_value_([x, w], 0.5)
+            opt.step()
+            schedule.step()
+        results.append((norms, x.detach(), w.detach(), torch.nn.utils.get_total_norm([x.grad, w.grad])))
+    same(*results)
+
+
+def test_parameter_groups_and_optimizer_state() -> None:
+    results = []
+    for where in (dt.device(1, "cpu"), "cpu"):
+        x, w = (torch.nn.Parameter(t.detach()) for t in send(leaves(), where))
+        opt = torch.optim.Adam([{"params": [x], "lr": 0.1}, {"params": [w], "weight_decay": 0.1}])
+        for _ in range(3):
+            (x * w).sum().backward()
+            opt.step()
+        saved = copy.deepcopy(opt.state_dict())
+        (x * w).sum().backward()
+        opt.step()
+        twin = torch.optim.Adam([{"params": [x], "lr": 0.1}, {"params": [w], "weight_decay": 0.1}])
+        twin.load_state_dict(saved)
+        (x * w).sum().backward()
+        twin.step()
+        results.append((x.detach(), w.detach()))
+    same(*results)
