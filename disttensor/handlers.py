@@ -11,6 +11,7 @@ from .dispatch import run
 from .meta import Lazy, meta_like, meta_of
 from .placement import Place
 from .plan import Entry
+from .planning import check_masks
 from .registry import enter, handler
 from .tensor import DistributedTensor, operand_name, proxy, set_geometry
 from .transfer import fetch, fill, move, upload
@@ -174,16 +175,12 @@ def _nothing(meta: Any) -> DistributedTensor:
     return lazy_factory(entry, (meta.shape, meta.stride), {"dtype": meta.dtype, "device": meta.device})  # type: ignore[no-any-return]
 
 
-@handler(aten.nonzero.default, aten.masked_select.default)
-def _dynamic(entry: Entry, args: Any, kwargs: Any) -> Any:
-    return run(entry, args, kwargs, None)
-
-
 @handler(aten.index.Tensor)
 def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Masks select as many elements as are true: those are turned into indices by the node, with one round trip."""
     source, indices = args[0], args[1]
     if any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        check_masks(source, indices)
         spread: list[torch.Tensor | None] = []
         for i in indices:
             if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8):

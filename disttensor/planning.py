@@ -36,6 +36,10 @@ _ONE_DTYPE = frozenset(
         "convolution",
     )
 )
+#: Operators that write where masks say; the meta kernels take any mask.
+_MASKED = frozenset(
+    f"aten::{name}" for name in ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")
+)
 #: In-place operators that may write one element twice.
 _IDEMPOTENT = frozenset({"aten::fill_", "aten::zero_", "aten::detach_", "aten::requires_grad_"})
 
@@ -86,6 +90,8 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         place.state.turn()
     if entry.name in _ONE_DTYPE:
         _check_dtypes(entry, args)
+    elif entry.name in _MASKED:
+        check_masks(args[0], args[1])
     args_in = infer.stand_ins(args, DistributedTensor)
     kwargs_in = infer.stand_ins(kwargs, DistributedTensor)
     fresh: dict[int | str, torch.Tensor] = {}
@@ -132,6 +138,24 @@ def _check_dtypes(entry: Entry, args: Any) -> None:
     if len({t.dtype for t in tensors}) > 1:
         found = " and ".join(operand_name(t) for t in tensors)
         raise RuntimeError(f"{entry.name}: expected the operands to have the same dtype, but got {found}")
+
+
+def check_masks(source: torch.Tensor, indices: Any) -> None:
+    """Raises the IndexError of local torch for a mask whose shape is not that of what it selects from."""
+    at = 0
+    for index in indices:
+        if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+            at += 1
+            continue
+        for j, n in enumerate(index.shape):
+            if at + j >= source.dim():
+                raise IndexError(f"too many indices for tensor of dimension {source.dim()}")
+            if n != source.shape[at + j]:
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {j} does not match "
+                    f"the shape of the indexed tensor {list(source.shape)} at index {at + j}"
+                )
+        at += index.dim()
 
 
 def _check_overlap(entry: Entry, meta: Meta) -> None:
