@@ -207,7 +207,7 @@ def _tail(lines: Sequence[str]) -> str:
 def shutdown() -> None:
     """Ends the session and its nodes. Proxies that are left can't be used any more. Without a session it does nothing.
 
-    Raises the earliest error of an operation that nothing has raised yet.
+    Raises what nothing has raised yet: the earliest error of an operation, else NodeLost for a node that was lost.
     """
     _end(report=True)
 
@@ -218,16 +218,9 @@ def _end(report: bool, timeout: float | None = None) -> None:
         return
     error: BaseException | None = None
     if report:
-        session.link.patient = timeout is None
-        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            for outbox in session.link.outboxes:
-                if outbox.lost is None:
-                    left = None if deadline is None else max(0.01, deadline - time.monotonic())
-                    session.synchronize(outbox.rank, left)
-        except (NodeLost, TimeoutError):
-            error = None  # a lost node was said to whoever used it; a busy one is not waited for at the script's end
-        except BaseException as e:
+            error = session.last_words(timeout)
+        except BaseException as e:  # Ctrl-C
             error = e
     state.set_session(None)
     session.link.interrupts.restore()
@@ -250,14 +243,15 @@ def _register_once() -> None:
 
 
 def _at_exit() -> None:
-    """At the end of the script: an error that nobody asked about is printed and makes the exit code non-zero."""
+    """At the end of the script: an error or a loss that nobody noticed is printed and makes the exit code non-zero."""
     try:
         _end(report=True, timeout=AT_EXIT)
     except Exception as e:
         import traceback
 
         sys.stdout.flush()
-        print("disttensor: an operation failed and nothing in the script asked for its result:", file=sys.stderr)
+        what = "a node was lost" if isinstance(e, NodeLost) else "an operation failed"
+        print(f"disttensor: {what} and nothing in the script asked for its result:", file=sys.stderr)
         traceback.print_exception(e.with_traceback(None))
         sys.stderr.flush()
         os._exit(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -16,7 +18,7 @@ from .runtime import codec
 from .runtime import command as c
 from .runtime.channel.base import MASTER, DataChannel, PeerInfo, Transfer
 from .runtime.errors import BrokenError, ChannelError, DisttensorError, NodeLost, PoisonedError
-from .runtime.failure import Failure, Site
+from .runtime.failure import Failure, Site, line_of
 from .runtime.keys import pair_key
 from .runtime.launch.base import Launcher
 from .runtime.link import Link, Request
@@ -27,6 +29,8 @@ from .runtime.transport.base import Hub
 SMALL = 64 << 10
 #: Bytes of copies on their way at most; as a copy from pageable memory in CUDA, a larger upload waits.
 STAGE = 64 << 20
+
+_log = logging.getLogger("disttensor")
 
 
 class Session:
@@ -109,7 +113,7 @@ class Session:
         return found.exception()
 
     def unobserved(self) -> list[Failure]:
-        return [f for f in self.link.failures.values() if not f.observed]
+        return [f for f in list(self.link.failures.values()) if not f.observed]
 
     def synchronize(self, node: int | None = None, timeout: float | None = None) -> None:
         """Waits until a node (all of them: None) has done everything; raises the earliest error not raised yet.
@@ -204,6 +208,47 @@ class Session:
         raise error
 
     # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def last_words(self, timeout: float | None = None) -> Exception | None:
+        """Waits until the nodes have done everything, ``timeout`` seconds at most; gives what nothing has raised yet.
+
+        That is the earliest error of an operation, else the loss of a node; further losses are its notes. A node that
+        is still busy after ``timeout`` is logged.
+        """
+        link = self.link
+        link.patient = timeout is None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        said = frozenset(link.said)  # what is raised below is said to nobody
+        errors: list[Exception] = []
+
+        def send(outbox: Outbox) -> None:
+            link.flush(outbox, wait=False)
+
+        def wait(outbox: Outbox) -> None:
+            self._sync(outbox.rank, None if deadline is None else max(0.01, deadline - time.monotonic()))
+
+        for act in (send, wait):  # to all first: nodes may wait for each other
+            for outbox in link.outboxes:
+                if outbox.lost is None:
+                    try:
+                        act(outbox)
+                    except NodeLost:
+                        continue  # below
+                    except TimeoutError:
+                        _log.warning(
+                            "node %d was still busy at the end, with what was issued at %s; nothing waits for it",
+                            outbox.rank,
+                            line_of(outbox.running()),
+                        )
+                    except DisttensorError as e:
+                        errors.append(e)
+        left = self.unobserved()
+        if left:
+            errors.insert(0, left[0].exception(others=len(left) - 1))
+        errors += [o.lost.again() for o in link.outboxes if o.lost is not None and o.rank not in said]
+        for other in errors[1:]:
+            errors[0].add_note(str(other))
+        return errors[0] if errors else None
 
     def close(self, grace: float = 2.0) -> None:
         """Ends the nodes and lets go of everything. Never raises for a node that is gone already."""

@@ -71,6 +71,7 @@ class Link:
         self.outboxes = [Outbox(rank) for rank in range(nodes)]
         self.hellos: dict[int, c.Hello] = {}
         self.failures: dict[tuple[int, int], Failure] = {}
+        self.said: set[int] = set()  #: lost nodes whose loss was raised to somebody
         self.interrupts = Interrupts()
         self.reports = 0  #: messages received (for tests and status)
         self.patient = True  #: a full window blocks; not at the end of a script
@@ -158,6 +159,7 @@ class Link:
         if self.closed:
             raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
         if outbox.lost is not None:
+            self.said.add(outbox.rank)
             raise outbox.lost.again()
 
     def _send(self, outbox: Outbox) -> None:

@@ -166,7 +166,8 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(text: str, timeout: float = 50, **environment: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "program.py"
         path.write_text(text)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(__file__), **environment}
+        here = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here, **environment}
         return subprocess.run(
             [sys.executable, str(path)], capture_output=True, text=True, timeout=timeout, env=env, cwd=tmp_path
         )

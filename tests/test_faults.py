@@ -16,6 +16,8 @@ import torch
 
 import disttensor as dt
 
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
@@ -128,6 +130,80 @@ def test_an_error_that_nobody_asked_about_fails_the_script() -> None:
     assert done.stdout == "end of script\n"
     assert "IndexError" in done.stderr
     assert "nothing in the script asked" in done.stderr
+
+
+KILL = """
+import os, select, signal, threading, time, torch, disttensor as dt
+
+def kill(node):
+    pid = dt.nodes()[node]["pid"]
+    fd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([fd], [], [])
+"""
+
+
+def test_a_node_whose_loss_nobody_noticed_fails_the_script(script: Script) -> None:
+    done = script(f"""{KILL}
+dt.init_master_worker(nodes=2)
+x = torch.ones(2, device="node:1") + 1
+kill(1)
+print("end of script")
+""")
+    assert (done.returncode, done.stdout) == (1, "end of script\n")
+    assert "a node was lost" in done.stderr
+    assert "node 1" in done.stderr
+    assert "SIGKILL" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["pass", "dt.shutdown()"])
+def test_a_loss_that_was_said_is_not_said_again(script: Script, end: str) -> None:
+    done = script(f"""{KILL}
+dt.init_master_worker(nodes=2)
+x = torch.ones(2, device="node:0")
+kill(0)
+try:
+    while True:
+        x.sum().item()
+except dt.NodeLost:
+    print("said")
+{end}
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
+
+
+def test_a_lost_node_hides_nothing_that_failed_on_another(script: Script) -> None:
+    done = script(f"""{KILL}
+dt.init_master_worker(nodes=2)
+x = torch.ones(2, device="node:0") + 1
+torch.nn.functional.embedding(torch.tensor([7], device="node:1"), torch.ones(3, 2, device="node:1"))
+kill(0)
+try:
+    dt.shutdown()
+except IndexError as e:
+    print(e.__notes__[-1])
+""")
+    assert "node 0" in done.stdout
+    assert "SIGKILL" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_node_that_is_busy_at_the_end_is_named(script: Script) -> None:
+    done = script("""
+import os, threading, torch, disttensor as dt
+def sleep():
+    import time
+    open("started", "w").close()  # a pipe: returns when the script has opened it
+    time.sleep(100)
+os.mkfifo("started")
+dt.init_master_worker(nodes=2)
+threading.Thread(target=dt.run, args=(sleep,), kwargs={"node": 0}, daemon=True).start()
+open("started").close()
+torch.nn.functional.embedding(torch.tensor([7], device="node:1"), torch.ones(3, 2, device="node:1"))
+""")
+    assert done.returncode == 1
+    assert "node 0 was still busy" in done.stderr
+    assert "IndexError" in done.stderr
 
 
 def test_interrupts_leave_the_session_usable() -> None:
