@@ -134,7 +134,7 @@ class Session:
         request = self.link.request(rank)
         outbox = self.link.outboxes[rank]
         outbox.add(c.Sync(request.id))
-        self.link.flush(outbox)
+        self.link.flush(outbox, wait=False)  # what it waits for, for as long as it may, is the reply
         self.link.wait(request, timeout)
 
     # ---- transfers ---------------------------------------------------------------------------------------------------

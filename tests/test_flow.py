@@ -186,6 +186,17 @@ def test_a_fetch_does_not_wait_for_the_window_of_another_node(at_window: threadi
         issuing.result(SOON)
 
 
+def test_synchronize_ends_in_time_at_a_full_window(at_window: threading.Event, tmp_path: Path) -> None:
+    x = torch.zeros(1, device="node:1")
+    with ThreadPoolExecutor(2) as pool:
+        with Busy(1, tmp_path):
+            issuing = pool.submit(lambda: [x.add_(1) for _ in range(2 * MAX_COMMANDS)])
+            assert at_window.wait(SOON)
+            with pytest.raises(TimeoutError, match="node 1 has not answered"):
+                pool.submit(state.session().synchronize, 1, 0.01).result(SOON)
+        issuing.result(SOON)
+
+
 def test_waiting_long_at_the_window_is_said(
     at_window: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
