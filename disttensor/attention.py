@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from . import registry
 from .plan import MAX_PLANS
 from .tensor import DistributedTensor
 
@@ -18,6 +19,7 @@ aten = torch.ops.aten
 #: torch.nn.attention.SDPBackend
 _MATH, _FLASH, _EFFICIENT = 0, 1, 2
 _choices: dict[tuple[Any, ...], int] = {}
+registry.caches.append(_choices)
 
 
 def register(library: torch.library.Library) -> None:

@@ -22,7 +22,7 @@ from .lazy import materialise
 from .meta import Handle, Meta, new_ref
 from .placement import Place
 from .plan import INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
-from .planning import ask, make_plan, place_of
+from .planning import ask, make_plan, make_room, place_of
 from .registry import enter, entries, handles
 from .runtime import codec
 from .runtime import command as c
@@ -101,9 +101,10 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
         made = make_plan(entry, args, kwargs, place, call, out)
         if type(made) is not Plan:
             plan, result = made
-            entry.plans[tuple(key)] = plan
+            entry.store(entry.plans, tuple(key), plan)
             return result
-        plan = entry.plans[tuple(key)] = made
+        plan = made
+        entry.store(entry.plans, tuple(key), plan)
         remember(entry, plan, args, kwargs)
     if plan.kind == ONE:
         result = proxy(Handle(out, plan.shapes))
@@ -125,9 +126,9 @@ def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, 
         return
     b: Any = args[1] if len(args) == 2 else None
     if type(b) is DistributedTensor:
-        entry.quick[args[0]._h.meta, b._h.meta] = plan
+        entry.store(entry.quick, (args[0]._h.meta, b._h.meta), plan)
     elif b is None or (type(b) in (float, int) and entry.kinds[1] <= NUMBER):
-        entry.quick[args[0]._h.meta, type(b)] = plan
+        entry.store(entry.quick, (args[0]._h.meta, type(b)), plan)
 
 
 def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> bool:
@@ -177,7 +178,9 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
         plan = entry.quick.get((h.meta, None))
         if plan is None:
             specs = entry.specs(args, kwargs, DistributedTensor, "")
-            plan = entry.quick[h.meta, None] = Plan(ONE, h.meta.place.state, (entry.name, *specs), None, 0, here(3))
+            make_room(h.meta.place)
+            plan = Plan(ONE, h.meta.place.state, (entry.name, *specs), None, 0, here(3))
+            entry.store(entry.quick, (h.meta, None), plan)
         call_one = c.Call(plan.template, out, (out - (h.ref or materialise(h)),))
         place = h.meta.place
         return codec.from_value(place.session.ask(place, lambda id: c.Ask(id, call_one), here(3)).value)
@@ -192,6 +195,7 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
             return _mixed(entry, args, kwargs, place)
     site = here(3)
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+    make_room(place)
     template = place.state.define(entry.name, *specs, 0, site)
     reply = place.session.ask(place, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
     return codec.from_value(reply.value)

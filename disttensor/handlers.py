@@ -11,7 +11,7 @@ from .dispatch import run
 from .meta import Lazy, meta_like, meta_of
 from .placement import Place
 from .plan import Entry
-from .planning import check_masks
+from .planning import check_masks, make_room
 from .registry import enter, handler
 from .tensor import DistributedTensor, operand_name, proxy, set_geometry
 from .transfer import fetch, fill, move, upload
@@ -114,8 +114,9 @@ def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
         kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.get_default_dtype(), "pin_memory": None}
         meta = meta_like(infer.infer(entry.op, args, kwargs), place)
         specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+        make_room(place)
         plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
-        entry.plans[key] = plan
+        entry.store(entry.plans, key, plan)
     return proxy(Lazy(0, plan.shapes, None, plan, ()))
 
 

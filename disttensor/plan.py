@@ -35,7 +35,7 @@ _INDEXED = {
 #: Operators whose Scalar arguments decide the shape.
 _EXACT = {"aten::arange", "aten::range"}
 
-#: Plans per operator. A full table is dropped as a whole: it only makes the next calls slower once.
+#: Plans per operator and table. A full table is dropped as a whole: it only makes the next calls slower once.
 MAX_PLANS = 4096
 
 _KINDS = {
@@ -92,6 +92,17 @@ class Entry:
         #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the shortest way of `dispatch`
         self.quick: dict[tuple[Any, Any], Plan] = {}
         self.handler: Callable[..., Any] | None = None
+
+    def store(self, table: dict[Any, Any], key: Any, plan: Plan) -> None:
+        """Notes a plan in one of this entry's tables; a full one is emptied first, with the other."""
+        if len(table) >= MAX_PLANS:
+            self.forget()
+        table[key] = plan
+
+    def forget(self) -> None:
+        """Drops all plans."""
+        self.plans.clear()
+        self.quick.clear()
 
     def _kind(self, argument: torch.Argument) -> int:
         text = str(argument.type)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import infer
 from .meta import Handle, Meta, meta_like, meta_of, new_ref, stand_in
 from .placement import Place
-from .plan import MANY, MAX_PLANS, ONE, RESHAPED, WRITTEN, Entry, Plan
+from .plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
 from .registry import drop_plans
 from .runtime import codec
 from .runtime import command as c
@@ -85,9 +85,7 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation."""
     place = place_of(entry, args, kwargs, place)
     place.session.check_default_dtype()
-    if place.state.full:
-        drop_plans()
-        place.state.turn()
+    make_room(place)
     if entry.name in _ONE_DTYPE:
         _check_dtypes(entry, args)
     elif entry.name in _MASKED:
@@ -127,6 +125,13 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         return Plan(kind, place.state, (entry.name, *specs), tuple(reshaped), 0, site)
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else None, result)
     return _finish(entry, args, kwargs, place, metas, site)
+
+
+def make_room(place: Place) -> None:
+    """Bounds the templates of a node. To be called before each definition of one whose arguments may vary."""
+    if place.state.full:
+        drop_plans()
+        place.state.turn()
 
 
 def _twin(stand: torch.Tensor) -> torch.Tensor:
@@ -172,9 +177,6 @@ def _check_overlap(entry: Entry, meta: Meta) -> None:
 def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site: Any) -> Plan:
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     outs = sum(isinstance(m, Meta) for m in tree_leaves(metas))
-    if len(entry.plans) >= MAX_PLANS:
-        entry.plans.clear()
-        entry.quick.clear()
     single = isinstance(metas, Meta)
     return Plan(ONE if single else MANY, place.state, (entry.name, *specs), metas, outs, site)
 
@@ -187,6 +189,7 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     refs = [out, *(new_ref() for _ in returns[1:])]
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     site = here()
+    make_room(place)
     template = place.state.define(entry.name, *specs, len(refs), site)
     call = [*call, *(out - r for r in refs[1:])]
     reply = place.session.ask(place, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)

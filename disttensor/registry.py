@@ -16,6 +16,8 @@ Handler = Callable[[Entry, Any, Any], Any]
 entries: dict[int, Entry] = {}
 _handlers: dict[OpOverload, Handler] = {}
 _kinds: dict[str, Handler] = {}
+#: Tables kept elsewhere whose keys hold on to a session; emptied with the plans.
+caches: list[dict[Any, Any]] = []
 
 
 def handler(*ops: OpOverload) -> Callable[[Handler], Handler]:
@@ -53,5 +55,6 @@ def enter(op: OpOverload) -> Entry:
 def drop_plans() -> None:
     """All plans are made anew (a new session, or a node's full table of templates)."""
     for entry in list(entries.values()):
-        entry.plans.clear()
-        entry.quick.clear()
+        entry.forget()
+    for cache in caches:
+        cache.clear()
