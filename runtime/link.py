@@ -112,8 +112,7 @@ class Link:
         if outbox.lost is not None:
             self.check(outbox)
         if outbox.unsendable is not None:
-            error, outbox.unsendable = outbox.unsendable, None
-            raise error
+            outbox.complain()
         if wait and self.patient and outbox.full:
             self._wait_window(outbox)
 
@@ -142,15 +141,24 @@ class Link:
                 self.flush(outbox, wait=False)
 
     def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
-        """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order."""
+        """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order.
+
+        Then blocks while the window of either is full. By now both have all that they need to go on.
+        """
+        outboxes = [self.outboxes[rank] for rank, _ in (first, second)]
         with self.interrupts.deferred, self._lock:
-            for rank, _ in (first, second):
-                self.check(self.outboxes[rank])
+            for outbox in outboxes:
+                self.check(outbox)
             for rank, command in (first, second):
                 self.outboxes[rank].add(command, site)
-            for rank, _ in (first, second):
-                self._send(self.outboxes[rank])
+            for outbox in outboxes:
+                self._send(outbox)
             self.drain()
+        for outbox in outboxes:
+            if outbox.unsendable is not None:
+                outbox.complain()
+            if self.patient and outbox.full:
+                self._wait_window(outbox)
 
     def check(self, outbox: Outbox) -> None:
         """Raises what makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""

@@ -136,6 +136,12 @@ class Outbox:
         while flight and flight[0][0] + len(flight[0][2]) <= done:
             self._flight_bytes -= flight.popleft()[1]
 
+    def complain(self) -> None:
+        """Raises, once, that a command could not be sent."""
+        error, self.unsendable = self.unsendable, None
+        if error is not None:
+            raise error
+
     @property
     def full(self) -> bool:
         return self.sent - self.done > MAX_COMMANDS or self._flight_bytes > MAX_BYTES

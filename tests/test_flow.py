@@ -186,6 +186,18 @@ def test_a_fetch_does_not_wait_for_the_window_of_another_node(at_window: threadi
         issuing.result(SOON)
 
 
+@pytest.mark.parametrize("busy", [0, 1])
+def test_transfers_between_nodes_wait_for_the_window(busy: int, at_window: threading.Event, tmp_path: Path) -> None:
+    x = torch.ones(1, device="node:0")
+    x.to("node:1")
+    with ThreadPoolExecutor(1) as pool:
+        with Busy(busy, tmp_path):
+            issuing = pool.submit(lambda: [x.to("node:1") for _ in range(MAX_COMMANDS + 500)][-1])
+            assert at_window.wait(SOON)
+            assert outbox(busy).sent - outbox(busy).done <= MAX_COMMANDS + MAX_BATCH
+        assert issuing.result(SOON).item() == 1
+
+
 def test_synchronize_ends_in_time_at_a_full_window(at_window: threading.Event, tmp_path: Path) -> None:
     x = torch.zeros(1, device="node:1")
     with ThreadPoolExecutor(2) as pool:
