@@ -20,7 +20,7 @@ from typing import Any
 
 from . import codec
 from . import command as c
-from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError
+from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
 from .failure import Failure, line_of
 from .interrupts import Interrupts
 from .launch.base import Exited, Launcher
@@ -238,7 +238,14 @@ class Link:
     def _look_at_launcher(self, timeout: float) -> None:
         if self.launcher is None or not select.select([self.launcher.fileno()], [], [], timeout)[0]:
             return
-        for event in self.launcher.events():
+        try:
+            events = self.launcher.events()
+        except StartError as e:  # it died, and its nodes with it
+            self.launcher = None
+            for outbox in self.outboxes:
+                self.lose(outbox.rank, str(e))
+            return
+        for event in events:
             if isinstance(event, Exited):
                 self.lose(event.rank, event.cause, event.tail)
 
@@ -327,35 +334,45 @@ class Link:
 
     def _flush_idle(self) -> None:
         """Sends what an issuing thread left behind, so that nodes work while the script does something else."""
-        quiet = 0
+        quiet, said = 0, False
         while not self.closed:
-            if quiet > 10:
-                self._wake.clear()
-                self._parked = True
-                for outbox in self.outboxes:
-                    if outbox.batch:
-                        outbox.urge(2)  # the next append flushes at once, and wakes this thread
-                self._wake.wait(TICK)
-                self._parked = False
+            try:
+                quiet = self._look_about(quiet)
+            except Exception:  # without this thread nothing would leave by itself any more
+                if not said:
+                    _log.exception("what flushes behind the script's back failed; it goes on")
+                said = True
+
+    def _look_about(self, quiet: int) -> int:
+        """One round; ``quiet`` is how many rounds have found nothing to do. Gives the new count."""
+        if quiet > 10:
+            self._wake.clear()
+            self._parked = True
+            for outbox in self.outboxes:
+                if outbox.batch:
+                    outbox.urge(2)  # the next append flushes at once, and wakes this thread
+            self._wake.wait(TICK)
+            self._parked = False
+            quiet = 0
+        before = [(o.sent, len(o.commands)) for o in self.outboxes]
+        time.sleep(IDLE)
+        if self.closed:
+            return 0
+        quiet += 1
+        for outbox, (sent, queued) in zip(self.outboxes, before, strict=True):
+            if outbox.sent != sent:
                 quiet = 0
-            before = [(o.sent, len(o.commands)) for o in self.outboxes]
-            time.sleep(IDLE)
-            if self.closed:
-                return
-            quiet += 1
-            for outbox, (sent, queued) in zip(self.outboxes, before, strict=True):
-                if outbox.sent != sent:
-                    quiet = 0
-                elif (queued or outbox.dead) and outbox.lost is None:
-                    quiet = 0
-                    with self._lock:
-                        if not self.closed and not outbox.full:
-                            self._send(outbox)
-            if self.launcher is not None or quiet == 1:
+            elif (queued or outbox.dead) and outbox.lost is None:
+                quiet = 0
                 with self._lock:
-                    if not self.closed:
-                        self._look_at_launcher(0)
-                        self.drain()
+                    if not self.closed and not outbox.full:
+                        self._send(outbox)
+        if self.launcher is not None or quiet == 1:
+            with self._lock:
+                if not self.closed:
+                    self._look_at_launcher(0)
+                    self.drain()
+        return quiet
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import disttensor as dt
+from disttensor import state
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -130,6 +132,46 @@ def test_an_error_that_nobody_asked_about_fails_the_script() -> None:
     assert done.stdout == "end of script\n"
     assert "IndexError" in done.stderr
     assert "nothing in the script asked" in done.stderr
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_fork_servers_death_is_the_loss_of_its_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    link = state.session().link
+    x, y = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
+    os.kill(link.launcher._server_pid, signal.SIGKILL)  # type: ignore[union-attr]
+    for tensor in (x, y):
+        with pytest.raises(dt.NodeLost, match=r"fork server .*SIGKILL"):
+            use(tensor)
+    assert link._flusher.is_alive()
+    assert caplog.text == ""
+
+
+def test_the_thread_that_flushes_outlives_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        link = state.session().link
+        failed, drain, flusher = threading.Event(), link.drain, link._flusher
+
+        def fails_once() -> None:
+            if threading.current_thread() is flusher and not failed.is_set():
+                failed.set()
+                raise OSError("a defect")
+            drain()
+
+        link.drain = fails_once  # type: ignore[method-assign]
+        x = torch.ones(3, device="node:0")  # wakes it
+        assert failed.wait(20)
+        sent, send = threading.Event(), link.hub.send
+
+        def note(rank: int, message: bytes) -> None:
+            send(rank, message)
+            if threading.current_thread() is flusher:
+                sent.set()
+
+        link.hub.send = note  # type: ignore[method-assign]
+        while not sent.wait(0.05):
+            y = x + 1
+        assert y.sum().item() == 6
+    assert "a defect" in caplog.text
 
 
 KILL = """
