@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from .lazy import materialise
 from .meta import Handle, Meta, new_ref
-from .placement import Place
+from .placement import Place, exact
 from .plan import INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
 from .planning import ask, make_plan, make_room, place_of
 from .registry import enter, entries, handles
@@ -143,7 +143,7 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
         elif isinstance(value, torch.Tensor):
             return False
         else:
-            key.append((t, value))
+            key.append(exact(value))  # a complex number is a static argument
     elif kind == LIST:
         key.append(tuple(value))
     elif kind == INDEX:
@@ -163,7 +163,7 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
     else:  # NUMBERS
         key.append((len(value), *map(type, value)))
         if any(type(v) is complex for v in value):
-            key.append(tuple(value))
+            key.append(exact(tuple(value)))
         else:
             call.extend(value)
     return True

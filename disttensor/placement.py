@@ -47,7 +47,7 @@ class NodeState:
         The table is bounded: after a generation of new templates older ones are dropped. Plans that name them were
         dropped one generation before (``full`` says when), so no thread can still be about to use one.
         """
-        key = (op, _exact(args), _exact(kwargs), outs)
+        key = (op, exact(args), exact(kwargs), outs)
         with self.lock:
             number = self.templates.get(key)
             if number is None:
@@ -69,14 +69,16 @@ class NodeState:
             self.outbox.add(c.Forget(self._generations[0]))
 
 
-def _exact(value: object) -> object:
+def exact(value: object) -> object:
     """A dictionary key that tells 1, 1.0 and True, 0.0 and -0.0 apart, and NaN equal to itself."""
     if isinstance(value, tuple):
-        return tuple(map(_exact, value))
+        return tuple(map(exact, value))
     if isinstance(value, c.Items):
-        return ("items", *map(_exact, value.items))
+        return ("items", *map(exact, value.items))
     if isinstance(value, float):
         return (float, value.hex())
+    if isinstance(value, (complex, c.Complex)):
+        return (type(value), value.real.hex(), value.imag.hex())
     return (type(value), value)
 
 

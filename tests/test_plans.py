@@ -7,10 +7,11 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+from conftest import same
 
 import disttensor as dt
 from disttensor import plan
-from disttensor.registry import drop_plans, entries
+from disttensor.registry import drop_plans, enter, entries
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -50,6 +51,32 @@ def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert x.sum(dtype=torch.float64).item() == 120.0
         assert len(node.templates) <= 8 + 4  # a generation may end between two definitions of one call
     torch.testing.assert_close(torch.empty(3, device="node:1").fill_(2).cpu(), torch.full((3,), 2.0))
+
+
+SIGNS = (complex(0.0, 0.0), complex(-0.0, 0.0), complex(0.0, -0.0), complex(-0.0, -0.0), complex("nan"))
+
+
+@pytest.mark.parametrize("first", SIGNS, ids=repr)
+def test_complex_numbers_are_told_apart_by_their_bits(first: complex) -> None:
+    x = torch.tensor([1 + 1j, -1 - 1j])
+    remote = x.to("node:1")
+    for number in (first, *SIGNS):
+        same(torch.full((2,), number, device="node:1"), torch.full((2,), number))
+        same(remote * number, x * number)
+        same(remote.clone().fill_(number), x.clone().fill_(number))
+        # a list of numbers with a complex one among them
+        got, want = torch._foreach_mul([remote, remote], [number, 1.0]), torch._foreach_mul([x, x], [number, 1.0])
+        same(got, want)
+
+
+def test_a_complex_nan_makes_one_plan() -> None:
+    entry = enter(torch.ops.aten.fill_.Scalar)
+    x = torch.zeros(2, dtype=torch.complex64, device="node:1")
+    x.fill_(complex("nan"))
+    before = len(entry.plans)
+    for _ in range(3):
+        x.fill_(complex("nan"))  # another object each time
+    assert len(entry.plans) == before
 
 
 OLD_SESSION = """
