@@ -287,8 +287,8 @@ class Executor:
                 target = entries.get(ref)
                 for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
                     entries[alias] = poison
-        except (TypeError, IndexError):
-            entries[call.out] = poison  # arguments that don't fit their template; Failed has told
+        except Exception:  # arguments that don't fit their template; Failed has told
+            entries[call.out] = poison
 
     def _tell(self, op: str, error: Exception) -> Poison:
         kind = f"{type(error).__module__}.{type(error).__qualname__}"

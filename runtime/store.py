@@ -74,26 +74,24 @@ class Store:
 
     def aliases(self, tensor: torch.Tensor) -> list[int]:
         """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
-        storage = tensor.untyped_storage()._cdata
-        return [
-            r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and e.untyped_storage()._cdata == storage
-        ]
+        memory = _memory(tensor)
+        return [r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and _memory(e) == memory]
 
     def settle(self, tensors: list[torch.Tensor]) -> None:
         """Waits for sends that read the memory of ``tensors``, which is about to change."""
-        touched = {t.untyped_storage()._cdata for t in tensors}
+        touched = set(map(_memory, tensors))
         rest = []
         for tensor, transfer in self.sending:
             if transfer.is_completed():
                 continue
-            if tensor.untyped_storage()._cdata in touched:
+            if _memory(tensor) in touched:
                 wait_quietly(transfer)
             else:
                 rest.append((tensor, transfer))
         self.sending = rest
 
     def usage(self, device: str | None = None) -> tuple[int, int]:
-        """Live tensors, and the bytes of their distinct storages."""
+        """Live tensors, and the bytes of their distinct storages (of sparse ones: 0)."""
         storages: dict[int, int] = {}
         count = 0
         for entry in self.entries.values():
@@ -101,14 +99,18 @@ class Store:
             if isinstance(tensor, Poison) or (device is not None and str(tensor.device) != device):
                 continue
             count += 1
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            storages[_memory(tensor)] = tensor.untyped_storage().nbytes() if torch._C._has_storage(tensor) else 0
         return count, sum(storages.values())
 
     def clear(self) -> None:
         self.entries.clear()
         self.pending.clear()
         self.sending.clear()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory. What has no storage (a sparse tensor) shares with itself only."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else id(tensor)
 
 
 def wait_quietly(transfer: Transfer) -> None:

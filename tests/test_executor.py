@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 from typing import Any
 
@@ -229,6 +231,47 @@ def test_a_request_that_fails_is_answered(ready: Node) -> None:
         kinds = ready.do(request)
         assert isinstance(kinds[0], c.Failed)
         assert kinds[1] == c.Poisoned(5, 0, seq)
+
+
+@pytest.mark.parametrize("sending", [False, True])
+@pytest.mark.parametrize("bad", ["abc", math.nan, math.inf, None])
+def test_a_distance_that_is_none(ready: Node, bad: c.Plain, sending: bool) -> None:
+    if sending:  # a write looks at what it would write first
+        ready.do(c.Send(1, 2, -1))
+    for call in (
+        c.Call(2, 50, (bad, 1)),
+        c.Call(3, 51, (bad, 1.0)),
+        c.Call(4, 52, (bad, bad)),
+        c.Call(8, 53, (52, bad)),
+    ):
+        (failed,) = ready.do(call)
+        assert isinstance(failed, c.Failed)
+        assert ready[call.out] == Poison(0, failed.seq)
+    if sending:
+        ready.master.recv(torch.empty(2, 2), 0, 1)
+    ready.do(c.Call(2, 60, (59, 58)))
+    assert ready[60].tolist() == [[5, 5], [5, 5]]
+
+
+def test_random_calls_never_end_the_node(ready: Node) -> None:
+    draw = random.Random(0)
+    values: list[c.Plain] = [None, True, "x", 1.5, math.nan, -math.inf, 0, -1, 1, 2, 3, 2**62, -(2**62)]
+    for out in range(100, 1500):
+        args = tuple(draw.choice([*values, out - 1, out - 2]) for _ in range(draw.randrange(4)))
+        ready.do(c.Call(draw.randrange(1, len(ALL) + 2), out, args))
+    ready.do(c.Call(1, 2000, (1.0,)), c.Call(2, 2001, (1, 1)))
+    assert ready[2001].tolist() == [[2, 2], [2, 2]]
+
+
+def test_a_failed_write_beside_sparse_tensors(ready: Node) -> None:
+    ready.executor.store.entries[40] = ready[1].to_sparse()
+    ready.executor.store.entries[41] = ready[2].to_sparse()
+    ready.do(c.Define(20, "aten::index_add_", (c.Hole(True), 0, c.Hole(True), c.Hole(True)), (), 0))
+    for target in (1, 40):
+        failed = ready.failed(c.Call(20, 50, (50 - target, 48, 48)))
+        assert ready[target] == Poison(0, failed.seq)
+    assert isinstance(ready[41], torch.Tensor)
+    assert ready.do(c.Memory(1, "")) == [c.Answer(1, "2 16")]
 
 
 @pytest.mark.parametrize("first", [1, -1, 10**6])
