@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ from .registry import drop_plans
 from .runtime import codec
 from .runtime import command as c
 from .runtime.channel.base import MASTER, DataChannel, PeerInfo, Transfer
-from .runtime.errors import BrokenError, ChannelError, DisttensorError, NodeLost, PoisonedError
+from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedError
 from .runtime.failure import Failure, Site, line_of
 from .runtime.keys import pair_key
 from .runtime.launch.base import Launcher
@@ -199,13 +200,11 @@ class Session:
             transfer.wait(0)
         except PoisonedError as e:
             raise self.failure(e.rank, e.seq) from None
-        except BrokenError as e:
-            self._explain(e, node)
-
-    def _explain(self, error: ChannelError, node: int) -> None:
-        """A broken transfer: says NodeLost when the node is what broke, else what the channel said."""
-        self._sync(node, 5.0)
-        raise error
+        except ChannelError:
+            # if the node's loss or the session's end broke it, that is said, else what the channel says
+            with contextlib.suppress(TimeoutError):
+                self._sync(node, 5.0)
+            raise
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -43,22 +43,22 @@ _log = logging.getLogger("disttensor")
 class Request:
     """An answer that a thread waits for. ``reply`` is set before ``done``."""
 
-    __slots__ = ("done", "id", "node", "reply", "thread", "waiter")
+    __slots__ = ("done", "id", "node", "reply", "waker")
 
     def __init__(self, id: int, node: int) -> None:
         self.id = id
         self.node = node
         self.reply: c.Reply | None = None
         self.done = False
-        self.waiter = -1  #: the eventfd that wakes the thread that waits
-        self.thread = 0
+        self.waker: _Waker | None = None  #: wakes the thread that waits
 
     def resolve(self, reply: c.Reply | None = None) -> None:
         """Ends the waiting. Called by any thread."""
         self.reply = reply
         self.done = True
-        if self.waiter >= 0 and self.thread != threading.get_ident():
-            os.eventfd_write(self.waiter, 1)
+        waker = self.waker  # read once: the thread may stop waiting, and even end, while this one is here
+        if waker is not None:
+            waker.wake()
 
 
 class Link:
@@ -199,6 +199,8 @@ class Link:
     def drain(self) -> None:
         """Takes in what has arrived. Callable by any thread."""
         with self._lock:
+            if self.closed:
+                return
             for rank, message in self.hub.drain():
                 self.reports += 1
                 try:
@@ -268,7 +270,8 @@ class Link:
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def request(self, node: int) -> Request:
-        """A new request to ``node``, whose id goes into a command."""
+        """A new request to ``node``, whose id goes into a command. Raises as ``check``: nobody would answer it."""
+        self.check(self.outboxes[node])
         request = Request(next(self._ids), node)
         self._requests[request.id] = request
         return request
@@ -282,7 +285,7 @@ class Link:
         """
         outbox = self.outboxes[request.node]
         poller, waker = self._poller()
-        request.thread, request.waiter = threading.get_ident(), waker
+        request.waker = waker
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while not request.done and not (until is not None and until()):
@@ -294,31 +297,32 @@ class Link:
                 with self.interrupts.deferred:
                     self._readable(ready, waker)
         finally:
-            request.waiter = -1
+            request.waker = None
             self._requests.pop(request.id, None)
-        if request.done and request.reply is None and outbox.lost is not None:
+        if until is None and request.reply is None:  # ended without one: by a loss, or by `close`
             self.check(outbox)
         outbox.restart()
         return request.reply
 
-    def _poller(self) -> tuple[select.poll, int]:
-        """This thread's poll object and the eventfd that wakes it."""
+    def _poller(self) -> tuple[select.poll, _Waker]:
+        """This thread's poll object and what wakes it."""
         try:
-            return self._local.poller, self._local.waker.fd
+            return self._local.poller, self._local.waker
         except AttributeError:
-            self._local.waker = _Waker()
-            self._local.poller = poller = select.poll()
-            fds: Iterable[int] = [self.hub.fileno(), self._local.waker.fd]
-            for fd in [*fds, *([self.launcher.fileno()] if self.launcher else [])]:
+            poller, waker = select.poll(), _Waker()
+            with self._lock:  # the launcher is not stopped meanwhile
+                fds = [self._hub_fd, waker.fd, *([self.launcher.fileno()] if self.launcher else [])]
+            for fd in fds:
                 poller.register(fd, select.POLLIN)
-            return poller, self._local.waker.fd
+            self._local.poller, self._local.waker = poller, waker
+            return poller, waker
 
-    def _readable(self, ready: list[tuple[int, int]], waker: int) -> None:
+    def _readable(self, ready: list[tuple[int, int]], waker: _Waker) -> None:
         """Takes in what a poll has found. Finding nothing for so long is a reason to look everywhere."""
         with self._lock:
             for fd, _ in ready:
-                if fd == waker:
-                    os.eventfd_read(waker)
+                if fd == waker.fd:
+                    os.eventfd_read(fd)
                 elif fd != self._hub_fd:
                     self._look_at_launcher(0)
             if not ready:
@@ -389,6 +393,7 @@ class Link:
             if self.closed:
                 return
             self.closing = self.closed = True
+            self.launcher = None  # whoever started it stops it
             self.hub.close()
             for request in list(self._requests.values()):
                 request.resolve()
@@ -400,10 +405,15 @@ class Link:
 
 
 class _Waker:
-    """An eventfd that closes with its thread."""
+    """Wakes a thread that polls. Whoever holds it can do so, though the thread may have ended."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.get_ident()
+
+    def wake(self) -> None:
+        if self._thread != threading.get_ident():
+            os.eventfd_write(self.fd, 1)
 
     def __del__(self) -> None:
         os.close(self.fd)
