@@ -69,14 +69,16 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
 
     try:
         reply = session.ask(place, command, site)
-    except Exception:
+        tensors = [_adopted(g, beside) for g in reply.tensors]
+        if tensors:
+            place.outbox.add(c.Adopt(request_id, tuple(t._h.ref for t in tensors)), site)
+    except BaseException:  # Ctrl-C too
         sent.discard((place.node, function_key))  # it may not have got as far as being kept
+        if request_id and place.outbox.lost is None:
+            place.outbox.add(c.Adopt(request_id, ()), site)  # nobody will adopt what it returns
         raise
     finally:
         keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
-    tensors = [_adopted(g, beside) for g in reply.tensors]
-    if tensors:
-        place.outbox.add(c.Adopt(request_id, tuple(t._h.ref for t in tensors)), site)
     return decode_result(reply.data, tensors)
 
 

@@ -153,7 +153,7 @@ class Run(Wire, frozen=True, tag=18):
 
 
 class Adopt(Wire, frozen=True, tag=19):
-    """Gives refs to the tensors that a Run returned, in order; 0 drops one."""
+    """Gives refs to the tensors that a Run returned, in order; 0 drops one, and no refs drop what there may be."""
 
     request: int
     refs: tuple[int, ...]

@@ -95,6 +95,8 @@ class Executor:
                 self._functions.piece(command.key, command.data, command.last)
             case c.Run():
                 self._run(command)
+            case c.Adopt(refs=()):
+                self._results.pop(command.request, None)
             case c.Adopt():
                 for ref, tensor in zip(command.refs, self._results.pop(command.request), strict=True):
                     if ref:
@@ -149,6 +151,9 @@ class Executor:
         self._emit(c.Shapes(command.request, tuple(None if t is None else self.geometry(t) for t in results)))
 
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
+        """Raises TypeError for a tensor that strides don't describe: a proxy of it would be wrong."""
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"a {tensor.layout} tensor can't have a proxy; only strided ones can (x.to_dense())")
         return c.Geometry(
             tuple(tensor.shape),
             tensor.stride(),
@@ -198,9 +203,10 @@ class Executor:
 
         self.store.settle([t for t, _ in self.store.sending])  # the function may write what is being sent
         data, tensors = self._functions.run(command, tensor)
+        geometries = tuple(map(self.geometry, tensors))
         if tensors:
             self._results[command.request] = tensors
-        self._emit(c.Result(command.request, data, tuple(map(self.geometry, tensors))))
+        self._emit(c.Result(command.request, data, geometries))
 
     def _random(self, command: c.Random) -> None:
         device = self.device(command.device)

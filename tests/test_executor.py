@@ -321,6 +321,9 @@ def test_functions(ready: Node) -> None:
     assert ready[40].tolist() == [1, 1, 1]
     (reply,) = run(ready, lambda: torch.ones(1), request=4)
     ready.do(c.Adopt(4, (0,)))
+    run(ready, lambda: torch.ones(1), request=5)
+    assert ready.do(c.Adopt(5, ()), c.Adopt(6, ())) == []  # of a Run that failed, perhaps
+    assert "5" in ready.failed(c.Adopt(5, (41,))).message
 
 
 def test_functions_may_be_refused() -> None:

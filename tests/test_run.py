@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import threading
+import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import same
@@ -254,6 +258,45 @@ def test_what_cannot_be_sent() -> None:
         dt.run(lambda lock: 1, threading.Lock(), node=1)
     with pytest.raises(ValueError, match="node 7"):
         dt.run(scaled, 1, node=7)
+
+
+_made: list[weakref.ref[Any]] = []
+_go_on = threading.Event()
+
+
+def made() -> torch.Tensor:
+    """A tensor, the life of whose memory can be seen."""
+    memory = numpy.ones(1000)
+    _made.append(weakref.ref(memory))
+    return torch.from_numpy(memory)
+
+
+def interrupted() -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGINT)
+    _go_on.wait(20)
+    return made()
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (interrupted, KeyboardInterrupt),
+        (lambda: (made(), b"x" * (3 << 20)), dt.DisttensorError),
+        (lambda: (made(), torch.eye(3).to_sparse()), TypeError),
+        (lambda: (made(), object()), TypeError),
+    ],
+    ids=["interrupted", "too long", "sparse", "not plain"],
+)
+def test_results_that_nobody_gets_are_dropped(function: Any, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        dt.run(function, node=1)
+    _go_on.set()
+    dt.synchronize()
+    assert dt.run(lambda: 1, node=1) == 1  # so that the node's stack holds nothing of the run before
+    gc.collect()
+    (memory,) = _made
+    _made.clear()
+    assert memory() is None
 
 
 @pytest.mark.xfail(reason="arguments live until the cyclic collector runs")
