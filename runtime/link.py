@@ -122,23 +122,30 @@ class Link:
         The wait follows the send as closely as it can: on a busy machine ZeroMQ's thread runs only then. So nothing is
         drained between them, unless other threads wait too, for a send can swallow the sign that a message is there.
         """
-        for other in self.outboxes:
-            if (other.commands or other.dead) and other is not outbox and other.lost is None:
-                self.flush(other, wait=False)
+        self.flush_all(outbox)
         self.check(outbox)
-        if self._parked:
-            self._wake.set()
         with self.interrupts.deferred, self._lock:
             self._send(outbox)
             if len(self._requests) > 1:
                 self.drain()
+        if outbox.unsendable is not None:  # perhaps the question itself
+            self._requests.pop(request.id, None)
+            outbox.complain()
         return self.wait(request, timeout)
 
-    def flush_all(self) -> None:
-        """Flushes every node that is there: before the master blocks on one, or nodes could wait for each other."""
+    def flush_all(self, but: Outbox | None = None) -> None:
+        """Flushes every node that is there: before the master blocks on one, or nodes could wait for each other.
+
+        What goes wrong with a node is said to whoever uses it next.
+        """
         for outbox in self.outboxes:
-            if (outbox.commands or outbox.dead) and outbox.lost is None:
-                self.flush(outbox, wait=False)
+            if (outbox.commands or outbox.dead) and outbox is not but and outbox.lost is None and not self._forked:
+                with self.interrupts.deferred, self._lock:
+                    if not self.closed:
+                        self._send(outbox)
+                        self.drain()
+        if self._parked:
+            self._wake.set()
 
     def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
         """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order.
@@ -165,8 +172,10 @@ class Link:
         if self._forked:
             raise ForkError("this process was forked from the master; only the master can use its nodes")
         if self.closed:
+            outbox.discard()
             raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
         if outbox.lost is not None:
+            outbox.discard()
             self.said.add(outbox.rank)
             raise outbox.lost.again()
 

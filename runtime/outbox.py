@@ -172,9 +172,14 @@ class Outbox:
         """The node is gone: nothing is queued for it any more, and every issuing thread learns of it."""
         self.lost = error
         self.urge(0)
-        self.commands.clear()
+        self.discard()
         self._flight.clear()
         self._flight_bytes = 0
+
+    def discard(self) -> None:
+        """Forgets what was queued for a node that gets nothing any more; the lists would grow for ever."""
+        self.commands.clear()
+        self.dead.clear()
 
     def __repr__(self) -> str:
         state = "lost" if self.lost else f"queued={len(self.commands) // 2} inflight={self.sent - self.done}"

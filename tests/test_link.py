@@ -1,0 +1,74 @@
+"""The master's I/O when a node gets nothing any more, with in-process nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import state
+from disttensor.runtime import command as c
+from disttensor.runtime.errors import BrokenError
+from disttensor.runtime.link import Link
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    """The link of a session that the test may break."""
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        yield state.session().link
+
+
+def cut(link: Link, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next message to a node finds its connection broken."""
+    send = link.hub.send
+
+    def broken(to: int, message: bytes) -> None:
+        if to == rank:
+            raise BrokenError(f"node {rank} is gone")
+        send(to, message)
+
+    monkeypatch.setattr(link.hub, "send", broken)
+
+
+def use(x: torch.Tensor, until: type[Exception]) -> None:
+    while True:
+        try:
+            x + 1
+        except until:
+            return
+
+
+@pytest.mark.parametrize("end", ["lost", "shut down"])
+def test_nothing_is_kept_for_a_node_that_gets_nothing(end: str, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, box = torch.ones(3, device="node:1"), link.outboxes[1]
+    dt.synchronize()
+    if end == "lost":
+        cut(link, 1, monkeypatch)
+    else:
+        dt.shutdown()
+    for _ in range(100):
+        use(x, dt.NodeLost if end == "lost" else dt.DisttensorError)
+    assert len(box.commands) <= 2
+    assert len(box.dead) <= 2
+
+
+def test_a_lost_node_is_said_to_those_who_use_it(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.ones(3, device="node:1"), torch.ones(3, device="node:0")
+    dt.synchronize()
+    fetches: list[Callable[[], object]] = [lambda: y.sum().item(), lambda: y.cpu().sum().item()]
+    for fetch in fetches:
+        link.outboxes[1].add(c.Free(0, ()))  # to be flushed before the master blocks
+        cut(link, 1, monkeypatch)
+        assert fetch() == 3
+    with pytest.raises(dt.NodeLost):
+        use(x, KeyError)
+
+
+def test_a_question_that_cannot_be_sent(link: Link) -> None:
+    place = torch.ones(3, device="node:1")._place  # type: ignore[attr-defined]
+    with pytest.raises(dt.DisttensorError, match="can't be sent"):
+        place.session.ask(place, lambda id: c.Ask(id, c.Call(0, 1, (1 << 70,))), None)
+    assert link._requests == {}
