@@ -58,16 +58,20 @@ class Functions:
 
     def run(self, command: c.Run, tensor: Callable[[int], torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
         """Runs and gives (plain data with tensors as extension values, those tensors)."""
+        # both are taken whatever happens: nobody else would
+        code, arguments = self._whole.pop(command.function, b""), self._whole.pop(command.arguments, b"")
         if self._allowed == "none":
             raise DisttensorError("this node runs no user functions (functions='none')")
         function = self._loaded.get(command.function)
+        if not arguments or (function is None and not code):
+            raise ProtocolError("a function was to be run that has not arrived as a whole")
         if function is None:
-            function = _loads_from_master(self._whole.pop(command.function), tensor)
+            function = _loads_from_master(code, tensor)
             if command.keep:
                 while len(self._loaded) >= MAX_KEPT:
                     del self._loaded[next(iter(self._loaded))]
                 self._loaded[command.function] = function
-        args, kwargs = _loads_from_master(self._whole.pop(command.arguments), tensor)
+        args, kwargs = _loads_from_master(arguments, tensor)
         tensors: list[torch.Tensor] = []
         with torch.enable_grad():
             try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 import re
+import weakref
 from typing import Any
 
 import cloudpickle
+import numpy
 import pytest
 import torch
 
@@ -134,6 +136,21 @@ def test_transfers(ready: Node) -> None:
     ready.do(c.Send(2, 4, -1), c.Sync(9))
     got.wait(5)
     assert target.tolist() == ready[4].tolist()
+
+
+def test_what_was_sent_is_let_go_of_when_it_is_freed(ready: Node) -> None:
+    memory = numpy.ones(4)
+    alive = weakref.ref(memory)
+    ready.executor.store.entries[3] = torch.from_numpy(memory)
+    del memory
+    ready.do(c.Send(1, 3, -1))
+    ready.do(c.Free(3, ()))
+    assert alive() is not None  # it is still to be sent
+    target = torch.zeros(4, dtype=torch.float64)
+    ready.master.recv(target, 0, 1)
+    assert target.tolist() == [1, 1, 1, 1]
+    ready.do(c.Free(99, ()))
+    assert alive() is None
 
 
 def test_stop(ready: Node) -> None:
@@ -326,11 +343,33 @@ def test_functions(ready: Node) -> None:
     assert "5" in ready.failed(c.Adopt(5, (41,))).message
 
 
+class Unloadable:
+    """Can't be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+    def __call__(self) -> None: ...
+
+
+def test_what_a_failed_function_was_sent_with_is_dropped(ready: Node) -> None:
+    def fail() -> None:
+        raise ValueError("boom")
+
+    kept = ready.executor._functions._whole
+    for function, args in ((fail, (1,)), (fail, ()), (Unloadable(), ()), (lambda x: x, (Unloadable(),))):
+        assert any(isinstance(r, c.Failed) for r in run(ready, function, *args))
+        assert not kept
+    run(ready, fail)  # sent again, though it is kept
+    assert not kept
+
+
 def test_functions_may_be_refused() -> None:
     node = Node(functions="none")
     replies = run(node, lambda: 1)
     assert isinstance(replies[0], c.Failed)
     assert "functions='none'" in replies[0].message
+    assert not node.executor._functions._whole
     node.channel.close()
     node.master.close()
 
