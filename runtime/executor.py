@@ -53,7 +53,7 @@ class Executor:
         """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
         if batch.first != self.seq:
             raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
-        templates, sending = self._templates, self.store.sending
+        templates = self._templates
         for command in batch.commands:
             try:
                 if type(command) is c.Call:
@@ -66,8 +66,8 @@ class Executor:
             except Exception as e:
                 self._failed(command, e)
             self.seq += 1
-        if sending is not self.store.sending or len(sending) > 64:
-            self.store.settle([])
+        if self.store.sending:
+            self.store.settle([])  # lets go of what has left: it may have been freed
 
     # ---- the less frequent commands --------------------------------------------------------------------------------
 
