@@ -22,7 +22,7 @@ from .runtime.failure import line_of
 from .runtime.functions import MAX_PICKLE, decode_result, key_of
 from .site import here
 from .tensor import DistributedTensor, proxy
-from .transfer import move, upload
+from .transfer import move, one_session, upload
 
 _serial = count()
 _sending = threading.Lock()
@@ -118,6 +118,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             tensor = upload(tensor, self._place)
         elif tensor._place.node != self._place.node:
             tensor = move(tensor, self._place)
+        else:
+            one_session(tensor._place, self._place)
         self._keep.append(tensor)
         return int(tensor._h.ref or materialise(tensor._h))
 

@@ -43,10 +43,14 @@ def fetch(tensor: DistributedTensor) -> torch.Tensor:
 
 
 def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
-    """A copy at another place; between two nodes the bytes go directly. Returns at once."""
+    """A copy at another place; between two nodes the bytes go directly. Returns at once.
+
+    Raises NodeLost, DisttensorError if one of the two belongs to a session that was shut down.
+    """
     from .lazy import materialise
 
     source = tensor._place
+    one_session(source, place)
     if source.node == place.node:
         return _within(tensor, place)
     meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
@@ -63,6 +67,13 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
         here(),
     )
     return proxy(handle)
+
+
+def one_session(*places: Place) -> None:
+    """Raises DisttensorError for places of two sessions, for a ref of one means nothing in the other."""
+    if any(place.session is not places[0].session for place in places):
+        for place in places:  # all but the newest have been shut down
+            place.session.link.check(place.outbox)
 
 
 def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
