@@ -68,8 +68,8 @@ def manual_seed(seed: int) -> None:
 def get_rng_state(device: torch.device | str | int = "node") -> torch.Tensor:
     """The state of a node's default generator, as a local uint8 tensor. One round trip."""
     place = _place(device)
-    reply = place.session.ask(place, lambda id: c.Random(id, place.name, b""), here())
-    return torch.frombuffer(bytearray.fromhex(reply.value), dtype=torch.uint8)
+    reply = place.session.ask(place, c.Answer, lambda id: c.Random(id, place.name, b""), here())
+    return torch.frombuffer(bytearray.fromhex(str(reply.value)), dtype=torch.uint8)
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = "node") -> None:
@@ -78,7 +78,7 @@ def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = "n
         raise ValueError(f"a generator's state is a uint8 tensor, not {new_state.dtype}")
     place = _place(device)
     data = new_state.cpu().numpy().tobytes()
-    place.session.ask(place, lambda id: c.Random(id, place.name, data), here())
+    place.session.ask(place, c.Done, lambda id: c.Random(id, place.name, data), here())
 
 
 def memory_allocated(device: torch.device | str | int = "node") -> int:
@@ -89,7 +89,7 @@ def memory_allocated(device: torch.device | str | int = "node") -> int:
 def usage(place: Place) -> tuple[int, int]:
     """(live tensors, bytes of their storages) on the place's node."""
     place.session.link.flush(place.outbox)  # frees ride at the end of a message: those of before come first
-    reply = place.session.ask(place, lambda id: c.Memory(id, ""), None)
+    reply = place.session.ask(place, c.Answer, lambda id: c.Memory(id, ""), None)
     count, held = str(reply.value).split()
     return int(count), int(held)
 

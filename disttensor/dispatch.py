@@ -183,7 +183,7 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
             entry.store(entry.quick, (h.meta, None), plan)
         call_one = c.Call(plan.template, out, (out - (h.ref or materialise(h)),))
         place = h.meta.place
-        return codec.from_value(place.session.ask(place, lambda id: c.Ask(id, call_one), here(3)).value)
+        return codec.from_value(place.session.ask(place, c.Answer, lambda id: c.Ask(id, call_one), here(3)).value)
     place = place_of(entry, args, kwargs, None)
     out = new_ref()
     call: list[Any] = []
@@ -197,7 +197,7 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     make_room(place)
     template = place.state.define(entry.name, *specs, 0, site)
-    reply = place.session.ask(place, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
+    reply = place.session.ask(place, c.Answer, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
     return codec.from_value(reply.value)
 
 

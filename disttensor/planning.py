@@ -192,8 +192,8 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     make_room(place)
     template = place.state.define(entry.name, *specs, len(refs), site)
     call = [*call, *(out - r for r in refs[1:])]
-    reply = place.session.ask(place, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
-    if not isinstance(reply, c.Shapes) or len(reply.outs) != len(refs):
+    reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
+    if len(reply.outs) != len(refs):
         raise DisttensorError(f"{entry.name}: node {place.node} answered {reply} where {len(refs)} shapes were due")
     metas = [
         None if g is None else meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place) for g in reply.outs

@@ -68,7 +68,7 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
         return c.Run(id, function_key, arguments_key, not holds_tensors, line_of(site))
 
     try:
-        reply = session.ask(place, command, site)
+        reply = session.ask(place, c.Result, command, site)
         tensors = [_adopted(g, beside) for g in reply.tensors]
         if tensors:
             place.outbox.add(c.Adopt(request_id, tuple(t._h.ref for t in tensors)), site)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from .runtime.transport.base import Hub
 SMALL = 64 << 10
 #: Bytes of copies on their way at most; as a copy from pageable memory in CUDA, a larger upload waits.
 STAGE = 64 << 20
+
+R = TypeVar("R", c.Answer, c.Shapes, c.Result, c.Done)
 
 _log = logging.getLogger("disttensor")
 
@@ -88,20 +90,18 @@ class Session:
         if outbox.blocking:
             self.synchronize(outbox.rank)
 
-    def ask(
-        self, place: Place, command: Callable[[int], c.Command], site: Site | None, timeout: float | None = None
-    ) -> Any:
-        """One round trip: sends everything that is queued anywhere, waits for the reply.
+    def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R:
+        """One round trip: sends everything that is queued anywhere, waits for the reply, which is of this ``kind``.
 
-        Raises what made an operand fail, NodeLost, TimeoutError.
+        Raises what made an operand fail, NodeLost.
         """
         link = self.link
-        request = link.request(place.node)
+        request = link.request(place.node, kind)
         place.outbox.commands += (command(request.id), site)
-        reply = link.exchange(place.outbox, request, timeout)
+        reply = link.exchange(place.outbox, request, None)
         if isinstance(reply, c.Poisoned):
             raise self.failure(reply.rank, reply.seq)
-        return reply
+        return reply  # type: ignore[return-value]  # the link has looked
 
     def failure(self, rank: int, seq: int) -> Exception:
         """The exception for what failed at command ``seq`` of node ``rank``; the earliest, with the others counted."""
@@ -110,7 +110,7 @@ class Session:
             self._sync(rank, None)
             found = self.link.failures.get((rank, seq))
         if found is None:
-            return DisttensorError(f"command {seq} of node {rank} failed, and the node didn't say why")
+            return DisttensorError(f"command {seq} of node {rank} failed, and why is not known")
         return found.exception()
 
     def unobserved(self) -> list[Failure]:

@@ -5,6 +5,7 @@ Everything that arrives is decoded into the types of command.py or refused with 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,9 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint16, torch.uint32, torch.uint64,
     torch.float8_e8m0fnu, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
 )  # fmt: skip
+#: Elements and bytes that torch can count with room to spare. (A tensor that was expanded has no such memory.)
+_COUNTABLE = 1 << 62
+_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,3})?")
 LAYOUTS: tuple[torch.layout, ...] = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 FORMATS: tuple[torch.memory_format, ...] = (
     torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d,
@@ -117,12 +121,38 @@ def from_value(value: c.Value) -> object:
     return complex(value.real, value.imag) if isinstance(value, c.Complex) else value
 
 
+def check_reply(reply: c.Reply) -> None:
+    """Refuses metadata that no tensor has and devices that there are not. Raises ProtocolError."""
+    if isinstance(reply, c.Hello):
+        if reply.devices != ("cpu", *(f"cuda:{i}" for i in range(len(reply.devices) - 1))):
+            raise ProtocolError(f"devices are cpu, cuda:0, cuda:1 and so on, not {reply.devices!s:.200}")
+    elif isinstance(reply, c.Shapes):
+        for out in reply.outs:
+            if out is not None:
+                _check_geometry(out)
+    elif isinstance(reply, c.Result):
+        for tensor in reply.tensors:
+            _check_geometry(tensor)
+
+
+def _check_geometry(g: c.Geometry) -> None:
+    itemsize = dtype_of(g.dtype).itemsize
+    check_shape(tuple(n or 1 for n in g.shape), itemsize, _COUNTABLE)  # beside a 0 too, sizes have to be countable
+    extent = g.offset + sum(max(n - 1, 1) * s for n, s in zip(g.shape, g.stride, strict=False))
+    if len(g.stride) != len(g.shape) or min(g.stride, default=0) < 0 or g.offset < 0 or extent * itemsize > _COUNTABLE:
+        raise ProtocolError(f"no tensor of shape {g.shape} has strides {g.stride!s:.500} and offset {g.offset}")
+    if not _DEVICE.fullmatch(g.device):
+        raise ProtocolError(f"{g.device[:100]!r} is no device")
+
+
 def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = 1 << 46) -> None:
     """Refuses a shape before anything is allocated for it. Raises ProtocolError."""
+    if len(shape) > 64:
+        raise ProtocolError(f"a shape of {len(shape)} dimensions is over the limit of 64")
     total = itemsize
     for n in shape:
         if n < 0:
             raise ProtocolError(f"shape {shape} has a negative size")
         total *= n
-    if len(shape) > 64 or total > limit:
-        raise ProtocolError(f"shape {shape} is over the limit of 64 dimensions or {limit} bytes")
+    if total > limit:
+        raise ProtocolError(f"shape {shape} is over the limit of {limit} bytes")

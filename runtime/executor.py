@@ -15,13 +15,11 @@ from . import codec
 from . import command as c
 from .channel.base import DataChannel, PeerInfo
 from .errors import ChannelError, PoisonedError, ProtocolError
+from .failure import MAX_NAME, MAX_TEXT
 from .functions import Functions
 from .ops import AllowList
 from .store import Pending, Poison, Store
 from .template import Broken, Template
-
-#: A told message or traceback is cut to this many characters.
-MAX_TEXT = 64 << 10
 
 
 class Executor:
@@ -306,7 +304,7 @@ class Executor:
             trace = "".join(traceback.format_exception(error))
         except Exception as e:  # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
             trace = f"<the traceback can't be had: {type(e).__name__}>"
-        self._emit(c.Failed(self.seq, op, _clean(kind[:256]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])))
+        self._emit(c.Failed(self.seq, op, _clean(kind[:MAX_NAME]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])))
         return Poison(self.rank, self.seq)
 
 

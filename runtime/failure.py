@@ -23,6 +23,14 @@ _KNOWN: dict[str, type[Exception]] = {
     "torch._C._LinAlgError": torch._C._LinAlgError,  # type: ignore[attr-defined]
 }
 
+#: A told message or traceback has at most this many characters, and a name this many.
+MAX_TEXT = 64 << 10
+MAX_NAME = 256
+#: Failures kept with their traceback and their whole message; later ones are kept without.
+MAX_TRACES = 256
+#: Failures kept at all.
+MAX_FAILURES = 10_000
+
 
 def line_of(site: Site | None) -> str:
     """ "train.py:12 in step", or "an unknown line"."""
@@ -69,3 +77,23 @@ class Failure:
         if self.told.traceback:
             error.add_note(f"--- traceback on node {self.rank} ---\n{self.told.traceback.rstrip()}")
         return error
+
+
+class Failures(dict[tuple[int, int], Failure]):
+    """What failed, by node and command, oldest first. Bounded, whatever nodes tell."""
+
+    def keep(self, failure: Failure) -> None:
+        """Adds one. When there are too many, half of them go: observed ones first, the oldest before the others; then
+        the youngest, as the earliest failure is what the next synchronization raises."""
+        if len(self) >= MAX_FAILURES:
+            by_worth = [f for f in self.values() if not f.observed] + [f for f in reversed(self.values()) if f.observed]
+            for f in by_worth[MAX_FAILURES // 2 :]:
+                del self[f.rank, f.seq]
+        failure.told = _cut(failure.told, MAX_TEXT if len(self) < MAX_TRACES else 0)
+        self[failure.rank, failure.seq] = failure
+
+
+def _cut(told: c.Failed, most: int) -> c.Failed:
+    """Without what is too long to be kept. Nodes cut it too; this is for those that don't."""
+    message = told.message[: most or MAX_NAME]
+    return c.Failed(told.seq, told.op[:MAX_NAME], told.kind[:MAX_NAME], message, told.traceback[:most])

@@ -21,7 +21,7 @@ from typing import Any
 from . import codec
 from . import command as c
 from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
-from .failure import Failure, line_of
+from .failure import Failure, Failures, line_of
 from .interrupts import Interrupts
 from .launch.base import Exited, Launcher
 from .outbox import Outbox
@@ -33,9 +33,6 @@ IDLE = 0.002
 TICK = 0.5
 #: Seconds for which an operation waits at a full window before it says so.
 SLOW = 5.0
-#: Failures kept with their traceback; later ones are kept without.
-MAX_TRACES = 256
-
 
 _log = logging.getLogger("disttensor")
 
@@ -43,11 +40,12 @@ _log = logging.getLogger("disttensor")
 class Request:
     """An answer that a thread waits for. ``reply`` is set before ``done``."""
 
-    __slots__ = ("done", "id", "node", "reply", "waker")
+    __slots__ = ("done", "id", "kind", "node", "reply", "waker")
 
-    def __init__(self, id: int, node: int) -> None:
+    def __init__(self, id: int, node: int, kind: type[c.Reply] = c.Done) -> None:
         self.id = id
         self.node = node
+        self.kind = kind  #: of the reply, if nothing has failed
         self.reply: c.Reply | None = None
         self.done = False
         self.waker: _Waker | None = None  #: wakes the thread that waits
@@ -70,7 +68,7 @@ class Link:
         self.launcher = launcher
         self.outboxes = [Outbox(rank) for rank in range(nodes)]
         self.hellos: dict[int, c.Hello] = {}
-        self.failures: dict[tuple[int, int], Failure] = {}
+        self.failures = Failures()
         self.said: set[int] = set()  #: lost nodes whose loss was raised to somebody
         self.interrupts = Interrupts()
         self.reports = 0  #: messages received (for tests and status)
@@ -211,6 +209,8 @@ class Link:
             if self.closed:
                 return
             for rank, message in self.hub.drain():
+                if self.outboxes[rank].lost is not None:
+                    continue  # it was given up; whatever it says now comes too late
                 self.reports += 1
                 try:
                     report = codec.decode_report(message)
@@ -228,21 +228,24 @@ class Link:
                     self.lose(rank, "its connection ended")
 
     def _take(self, rank: int, reply: c.Reply) -> None:
-        if isinstance(reply, c.Failed):
-            hello = self.hellos[rank]
-            if len(self.failures) >= MAX_TRACES:
-                reply = c.Failed(reply.seq, reply.op, reply.kind, reply.message[:256], "")
-            failure = Failure(rank, hello.host, hello.pid, reply, self.outboxes[rank].site(reply.seq))
-            self.failures[rank, reply.seq] = failure
-        elif isinstance(reply, c.Hello):
-            if rank in self.hellos:
+        codec.check_reply(reply)
+        hello = self.hellos.get(rank)
+        if isinstance(reply, c.Hello):
+            if hello is not None:
                 raise ProtocolError("a second hello")
             self.hellos[rank] = reply
+        elif hello is None:
+            raise ProtocolError(f"a {type(reply).__name__} before its hello")
+        elif isinstance(reply, c.Failed):
+            site = self.outboxes[rank].site(reply.seq)
+            self.failures.keep(Failure(rank, hello.host, hello.pid, reply, site))
         else:
             request = self._requests.get(reply.request)
             if request is not None:
                 if request.node != rank:
                     raise ProtocolError(f"node {rank} answers a request to node {request.node}")
+                if not isinstance(reply, (request.kind, c.Poisoned)):
+                    raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
                 del self._requests[reply.request]
                 request.resolve(reply)
 
@@ -278,10 +281,10 @@ class Link:
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
-    def request(self, node: int) -> Request:
+    def request(self, node: int, kind: type[c.Reply] = c.Done) -> Request:
         """A new request to ``node``, whose id goes into a command. Raises as ``check``: nobody would answer it."""
         self.check(self.outboxes[node])
-        request = Request(next(self._ids), node)
+        request = Request(next(self._ids), node, kind)
         self._requests[request.id] = request
         return request
 

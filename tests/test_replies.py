@@ -1,0 +1,166 @@
+"""What nodes may say: a reply that no honest node gives fails the node, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor.runtime import codec
+from disttensor.runtime import command as c
+from disttensor.runtime.failure import MAX_FAILURES, MAX_NAME, MAX_TEXT, MAX_TRACES, Failure, Failures
+from disttensor.runtime.link import Link
+from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
+
+
+def hello(*devices: str) -> c.Hello:
+    return c.Hello(1, "job", 1, "host", "2", "3", devices, False, "")
+
+
+HELLO = hello("cpu", "cuda:0")
+FAILED = c.Failed(0, "aten::add", "builtins.RuntimeError", "no", "")
+
+
+@dataclass
+class Wire:
+    """A link to one node, and the node's end of it."""
+
+    link: Link
+    spoke: InprocSpoke
+
+    def say(self, *replies: c.Reply) -> None:
+        self.spoke.send(codec.encode(c.Report(0, replies)))
+        self.link.drain()
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    hub = InprocHub(1)
+    wire = Wire(Link(hub, 1, None, lambda error: None), hub.spoke(0))
+    yield wire
+    wire.link.close()
+    wire.spoke.close()
+
+
+def geometry(
+    shape: tuple[int, ...] = (2, 3),
+    stride: tuple[int, ...] = (3, 1),
+    offset: int = 0,
+    dtype: int = 0,
+    device: str = "cpu",
+) -> c.Geometry:
+    return c.Geometry(shape, stride, offset, dtype, device)
+
+
+#: What is asked for, and what doesn't answer it.
+WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
+    "nothing": (c.Answer, c.Done(1)),
+    "value for nothing": (c.Done, c.Answer(1, 2)),
+    "value for shapes": (c.Shapes, c.Answer(1, 2)),
+    "shapes for a result": (c.Result, c.Shapes(1, ())),
+    "negative size": (c.Shapes, c.Shapes(1, (geometry((-2, 3)),))),
+    "negative stride": (c.Shapes, c.Shapes(1, (None, geometry(stride=(3, -1))))),
+    "negative offset": (c.Result, c.Result(1, b"", (geometry(offset=-1),))),
+    "strides of other rank": (c.Result, c.Result(1, b"", (geometry(stride=(1,)),))),
+    "uncountable": (c.Result, c.Result(1, b"", (geometry((1 << 40, 1 << 40), (0, 0)),))),
+    "uncountable though empty": (c.Result, c.Result(1, b"", (geometry((1 << 62, 1 << 62, 0), (1, 1, 1)),))),
+    "memory beyond count": (c.Result, c.Result(1, b"", (geometry(stride=(1 << 63, 1)),))),
+    "stride beyond count": (c.Result, c.Result(1, b"", (geometry((1, 3), stride=(1 << 63, 1)),))),
+    "too many dimensions": (c.Result, c.Result(1, b"", (geometry((1,) * 65, (1,) * 65),))),
+    "dtype": (c.Shapes, c.Shapes(1, (geometry(dtype=255),))),
+    "device": (c.Shapes, c.Shapes(1, (geometry(device="cuda:zz"),))),
+    "long device": (c.Shapes, c.Shapes(1, (geometry(device="x" * 100_000),))),
+    "second hello": (c.Done, HELLO),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
+    kind, reply = WRONG[name]
+    wire.say(HELLO)
+    request = wire.link.request(0, kind)
+    assert request.id == 1
+    wire.say(reply)
+    with pytest.raises(dt.NodeLost, match="broke the protocol") as e:
+        wire.link.wait(request, 20)
+    assert len(str(e.value)) < 4000  # the other nodes are told, in one message
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [FAILED, c.Answer(1, 2), hello(), hello("cuda:0"), hello("cpu", "cuda:zz"), hello("cpu", "cuda:1")],
+    ids=["failure", "answer", "no device", "no cpu", "no such device", "a gap"],
+)
+def test_a_wrong_first_word_fails_the_node(reply: c.Reply, wire: Wire) -> None:
+    wire.say(reply)
+    assert "broke the protocol" in str(wire.link.outboxes[0].lost)
+    assert not wire.link.hellos
+
+
+def test_what_a_failed_node_still_says_is_dropped(wire: Wire) -> None:
+    wire.say(HELLO)
+    wire.say(HELLO)
+    assert wire.link.outboxes[0].lost is not None
+    wire.say(FAILED)
+    assert not wire.link.failures
+
+
+def test_right_replies_are_taken(wire: Wire) -> None:
+    tensors = [
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        torch.zeros(3, 4).t()[1:],
+        torch.zeros(1).expand(1 << 50),
+        torch.zeros(1, dtype=torch.bool).as_strided((1, 1), (7, 9)),
+        torch.zeros(2, 3, 4, 5, dtype=torch.complex128).to(memory_format=torch.channels_last),
+        torch.empty(2, 3, device="meta"),
+        torch.zeros((1,) * 64),
+    ]
+    told = tuple(
+        c.Geometry(tuple(t.shape), t.stride(), int(t.storage_offset()), codec.dtype_id(t.dtype), str(t.device))
+        for t in tensors
+    )
+    replies = [c.Result(1, b"", told), c.Shapes(2, (None, *told)), c.Poisoned(3, 0, 0), c.Answer(4, None), c.Done(5)]
+    wire.say(HELLO)
+    requests = [wire.link.request(0, kind) for kind in (c.Result, c.Shapes, c.Answer, c.Answer, c.Done)]
+    wire.say(*replies)
+    assert [wire.link.wait(request, 20) for request in requests] == replies
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def failure(seq: int, observed: bool = False) -> Failure:
+    return Failure(0, "host", 1, c.Failed(seq, "op", "kind", "message", "trace"), None, observed)
+
+
+def test_failures_are_bounded() -> None:
+    kept = Failures()
+    for seq in range(3 * MAX_FAILURES):
+        kept.keep(failure(seq))
+        assert len(kept) <= MAX_FAILURES
+    assert next(iter(kept)) == (0, 0)  # the earliest stays
+    assert (0, 3 * MAX_FAILURES - 1) in kept
+    assert sum(bool(f.told.traceback) for f in kept.values()) == MAX_TRACES
+
+
+def test_observed_failures_go_first() -> None:
+    kept = Failures()
+    for seq in range(MAX_FAILURES + 1):
+        kept.keep(failure(seq, observed=seq % 3 > 0))
+    assert all((0, seq) in kept for seq in range(0, MAX_FAILURES + 1, 3))
+    assert (0, 1) not in kept
+    assert (0, MAX_FAILURES - 2) in kept  # observed, and young
+
+
+def test_what_a_node_tells_is_cut(wire: Wire) -> None:
+    wire.say(HELLO)
+    for seq in range(MAX_TRACES + 1):
+        wire.say(c.Failed(seq, "o" * 99_000, "k" * 99_000, "m" * 99_000, "t" * 99_000))
+    for seq, most in ((0, MAX_TEXT), (MAX_TRACES, MAX_NAME)):
+        told = wire.link.failures[0, seq].told
+        assert (len(told.op), len(told.kind), len(told.message)) == (MAX_NAME, MAX_NAME, most)
+    assert told.traceback == ""
