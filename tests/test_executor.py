@@ -16,7 +16,7 @@ import torch
 from disttensor.runtime import codec
 from disttensor.runtime import command as c
 from disttensor.runtime.channel import get_channel
-from disttensor.runtime.channel.base import ChannelContext, PeerInfo
+from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Transfer
 from disttensor.runtime.errors import PoisonedError, ProtocolError
 from disttensor.runtime.executor import Executor
 from disttensor.runtime.functions import Functions, decode_result, key_of
@@ -151,6 +151,55 @@ def test_what_was_sent_is_let_go_of_when_it_is_freed(ready: Node) -> None:
     assert target.tolist() == [1, 1, 1, 1]
     ready.do(c.Free(99, ()))
     assert alive() is None
+
+
+class Lingering(Transfer):
+    """A send whose bytes leave when somebody waits for it, and not before."""
+
+    def __init__(self, tensor: torch.Tensor, *to: int) -> None:
+        self.tensor = tensor
+        self.sent: list[Any] | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.sent = self.sent or self.tensor.tolist()
+
+    def is_completed(self) -> bool:
+        return self.sent is not None
+
+    def add_done_callback(self, fn: Any) -> None: ...
+
+
+_kept: list[torch.Tensor] = []
+
+
+def write_what_was_kept() -> None:
+    _kept.pop().zero_()
+
+
+@pytest.mark.parametrize("how", ["in place", "in place on a view", "asked", "by a function"])
+def test_what_is_being_sent_is_not_written(ready: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    sends: list[Lingering] = []
+
+    def isend(tensor: torch.Tensor, *to: int) -> Transfer:
+        sends.append(Lingering(tensor))
+        return sends[-1]
+
+    monkeypatch.setattr(ready.channel, "isend", isend)
+    ready.do(c.Call(9, 3, (2, 0)), c.Send(1, 1, -1), c.Send(2, 2, -1))
+    other = None
+    if how == "in place":
+        ready.do(c.Call(3, 9, (8, 0)))
+    elif how == "in place on a view":
+        ready.do(c.Call(3, 9, (6, 0)))
+    elif how == "asked":
+        ready.do(c.Define(20, "aten::mul_.Scalar", (c.Hole(True), c.Hole(False)), (), 1))
+        ready.do(c.Ask(5, c.Call(20, 9, (8, 0))))
+    else:  # which may reach any tensor
+        _kept.append(ready[1])
+        run(ready, write_what_was_kept)
+        other = [[3, 3], [3, 3]]
+    assert [s.sent for s in sends] == [[[2, 2], [2, 2]], other]
+    assert ready[1][0].tolist() == [0, 0]
 
 
 def test_stop(ready: Node) -> None:
