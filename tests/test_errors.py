@@ -260,6 +260,23 @@ def test_a_view_made_of_poison_is_poisoned_and_a_write_to_it_too() -> None:
             t.cpu()
 
 
+def test_overwriting_poison_does_not_heal_it_and_new_data_does() -> None:
+    """A tensor in its place would not be the one that its views share."""
+    bad = out_of_range()
+    view = bad.view(1)
+    bad.fill_(1)
+    bad.zero_()
+    bad.copy_(torch.ones(1))
+    view.fill_(2)
+    for t in (bad, view, bad + 1):
+        with pytest.raises(RuntimeError, match="aten::gather"):
+            t.cpu()
+    bad.data = torch.full((1,), 3.0, device="node:1")
+    same(bad + 1, torch.full((1,), 4.0))
+    with pytest.raises(RuntimeError, match="aten::gather"):
+        view.cpu()
+
+
 def test_poison_travels_between_nodes() -> None:
     bad = out_of_range("node:0")
     moved = bad.to("node:1")
