@@ -107,7 +107,7 @@ class Link:
             self.drain()
         if self._parked:
             self._wake.set()
-        if outbox.lost is not None:
+        if outbox.lost is not None or self.closed:
             self.check(outbox)
         if outbox.unsendable is not None:
             outbox.complain()
@@ -178,7 +178,7 @@ class Link:
             raise outbox.lost.again()
 
     def _send(self, outbox: Outbox) -> None:
-        if outbox.lost is not None:
+        if outbox.lost is not None or self.closed:  # since `check`, perhaps
             return
         for message in outbox.take():
             try:

@@ -14,6 +14,7 @@ from disttensor import init, state
 from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.errors import BrokenError
 from disttensor.runtime.link import Request, _Waker
+from disttensor.runtime.outbox import Outbox
 
 busy, release = threading.Event(), threading.Event()
 
@@ -77,6 +78,28 @@ def test_the_end_of_the_session_ends_the_waiting_of_other_threads(name: str) -> 
     init._end(report=False)
     thread.join(20)
     assert not thread.is_alive()
+    assert [type(e) for e in raised] == [dt.DisttensorError]
+    assert "shut down" in str(raised[0])
+
+
+@pytest.mark.usefixtures("busy_node")
+@pytest.mark.parametrize("flush", ["flush", "exchange"])
+def test_the_end_of_the_session_overtakes_a_flush(flush: str) -> None:
+    link, raised = state.session().link, list[BaseException]()
+    checked, check = threading.Event(), link.check
+
+    def note(outbox: Outbox) -> None:
+        check(outbox)
+        checked.set()
+
+    x = torch.ones(3, device="node:1")
+    link.check = note  # type: ignore[method-assign]
+    with link._lock:
+        thread = in_thread(lambda: link.flush(x._place.outbox) if flush == "flush" else x.sum().item(), raised)
+        assert checked.wait(20)  # it is about to send
+        link.close()
+    thread.join(20)
+    init._end(report=False)
     assert [type(e) for e in raised] == [dt.DisttensorError]
     assert "shut down" in str(raised[0])
 
