@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import registry
-from .plan import MAX_PLANS
+from .plan import MAX_PLANS, Entry
 from .tensor import DistributedTensor
 
 aten = torch.ops.aten
@@ -63,6 +63,11 @@ def attention(
     return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale
     )[0]
+
+
+@registry.handler(aten.scaled_dot_product_attention.default)
+def _without_autograd(entry: Entry, args: Any, kwargs: Any) -> Any:
+    return attention(*args, **kwargs)
 
 
 def _choose(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, *rest: Any) -> int:

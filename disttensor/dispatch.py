@@ -31,6 +31,7 @@ from .tensor import DistributedTensor, operand_name, proxy
 from .writing import rare
 
 _EMPTY: dict[str, Any] = {}
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def dispatch(cls: type, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -167,6 +168,12 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
         else:
             call.extend(value)
     return True
+
+
+@handles("composite")
+def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """In inference mode nothing above takes these apart. Their parts are what a node is sent in any mode."""
+    return entry.op._op_dk(_COMPOSITE, *args, **kwargs)  # not .decompose(): it prefers Python's, with other numbers
 
 
 @handles("value")

@@ -13,7 +13,7 @@ from .placement import Place
 from .plan import Entry
 from .planning import check_masks, make_room
 from .registry import enter, handler
-from .tensor import DistributedTensor, operand_name, proxy, set_geometry
+from .tensor import DistributedTensor, alias, operand_name, proxy, set_geometry
 from .transfer import fetch, fill, move, upload
 
 aten = torch.ops.aten
@@ -22,14 +22,15 @@ aten = torch.ops.aten
 @handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
     """The same remote tensor: proxies share the handle, and nothing is sent."""
-    return proxy(args[0]._h)
+    return alias(args[0], args[0]._h)
 
 
 @handler(aten._conj.default, aten._neg_view.default)
 def _bits(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Lazy bits would have to travel with every proxy; the node computes the values instead."""
     other = aten.conj_physical.default if entry.op is aten._conj.default else aten.neg.default
-    return run(enter(other), args, kwargs, None)
+    computed = run(enter(other), args, kwargs, None)
+    return alias(args[0], computed._h)  # a view to torch, though it shares no memory
 
 
 @handler(aten._to_copy.default)

@@ -13,7 +13,9 @@ from .registry import drop_plans, handles
 from .runtime import command as c
 from .runtime.errors import DisttensorError
 from .site import here
-from .tensor import DistributedTensor
+from .tensor import DistributedTensor, alias
+
+_inference = torch.is_inference_mode_enabled
 
 
 def materialise(handle: Handle) -> int:
@@ -24,9 +26,11 @@ def materialise(handle: Handle) -> int:
     with plan.state.lock:
         if handle.ref:
             return handle.ref
+        if type(handle.base) is Lazy and not handle.base.ref:
+            _materialise_bases(handle.base)
         ref = new_ref()
         base = handle.base
-        call = handle.values if base is None else (ref - (base.ref or materialise(base)), *handle.values)
+        call = handle.values if base is None else (ref - base.ref, *handle.values)
         commands = plan.state.outbox.commands
         site = here()  # the line that uses it: a view that can't be made was refused when it was written
         template = plan.template if plan.generation == plan.state.generation else plan.define(site)
@@ -34,6 +38,16 @@ def materialise(handle: Handle) -> int:
         handle.ref = ref  # only now: whoever sees it may use it
         handle.base = None
         return ref
+
+
+def _materialise_bases(handle: Handle | None) -> None:
+    """Of a view of a view of a view, from the first one on: a recursion would end at a thousand."""
+    chain: list[Handle] = []
+    while type(handle) is Lazy and not handle.ref:
+        chain.append(handle)
+        handle = handle.base
+    while chain:
+        materialise(chain.pop())
 
 
 @handles("view")
@@ -57,8 +71,11 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
         if plan is None:
             return _run(entry, args, kwargs, None)
     meta = plan.shapes
+    handle = Lazy(0, meta, h, plan, tuple([rest[i] for i in plan.holes]) if plan.holes else ())
+    if _inference():
+        return alias(base, handle)
     tensor = meta.make()
-    tensor._h = Lazy(0, meta, h, plan, tuple([rest[i] for i in plan.holes]) if plan.holes else ())
+    tensor._h = handle
     return tensor
 
 

@@ -56,6 +56,7 @@ class Entry:
 
     __slots__ = (
         "asks",
+        "composite",
         "handler",
         "kinds",
         "kwkinds",
@@ -86,6 +87,8 @@ class Entry:
         #: the operator returns arguments that it wrote: `add_` its first, `add.out` its out
         self.returned = self._returned(schema)
         self.view = op.is_view and not self.mutable
+        #: made of other operators, into which torch's autograd takes it apart; without autograd it comes here whole
+        self.composite = self._composite()
         self.asks = asks_always(op)
         self.value = gives_value(op) and not self.mutable
         self.plans: dict[tuple[Any, ...], Plan] = {}
@@ -103,6 +106,12 @@ class Entry:
         """Drops all plans."""
         self.plans.clear()
         self.quick.clear()
+
+    def _composite(self) -> bool:
+        def has(key: str) -> bool:
+            return torch._C._dispatch_has_kernel_for_dispatch_key(self.name, key)
+
+        return has("CompositeImplicitAutograd") and not has("PrivateUse1")
 
     def _kind(self, argument: torch.Argument) -> int:
         text = str(argument.type)

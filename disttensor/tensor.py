@@ -160,6 +160,17 @@ def proxy(handle: Handle) -> DistributedTensor:
     return tensor  # type: ignore[no-any-return]
 
 
+def alias(base: torch.Tensor, handle: Handle) -> DistributedTensor:
+    """A new proxy that torch is to see as a view of ``base``.
+
+    In inference mode torch wants the view of a tensor from outside it to be an ordinary tensor, too.
+    """
+    if not torch.is_inference_mode_enabled() or base.is_inference():
+        return proxy(handle)
+    with torch.inference_mode(False):
+        return proxy(handle)
+
+
 def set_geometry(tensor: DistributedTensor, handle: Handle) -> None:
     """Gives ``tensor`` another handle with another geometry, in the C++ tensor as well."""
     like = handle.meta.make()
@@ -176,4 +187,4 @@ def operand_name(tensor: Any) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"
 
 
-__all__ = ["DistributedTensor", "Site", "operand_name", "proxy", "set_geometry"]
+__all__ = ["DistributedTensor", "Site", "alias", "operand_name", "proxy", "set_geometry"]

@@ -10,7 +10,7 @@ from .meta import Handle, Meta, new_ref
 from .plan import MANY, RESHAPED, Entry, Plan
 from .runtime import command as c
 from .site import here
-from .tensor import DistributedTensor, proxy, set_geometry
+from .tensor import DistributedTensor, alias, proxy, set_geometry
 
 
 def rare(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
@@ -23,7 +23,7 @@ def rare(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
             if meta is None:
                 return None
             handles.append(Handle(new_ref() if handles else out, meta))
-            return proxy(handles[-1])
+            return alias(args[0], handles[-1]) if entry.view else proxy(handles[-1])
 
         result = tree_map(one, plan.shapes)
         call.extend(out - h.ref for h in handles[1:])
@@ -45,13 +45,13 @@ def _reshape(
 ) -> None:
     """Writes arguments whose geometry changes. Each gets a new ref first, an alias: a handle's geometry is fixed."""
     box = plan.state.outbox
-    alias = plan.state.define("aten::alias", (c.Hole(True),), (), 1, site)
+    same = plan.state.define("aten::alias", (c.Hole(True),), (), 1, site)
     changed: list[tuple[DistributedTensor, Handle]] = []
     for where, meta in plan.shapes:
         tensor = args[where] if isinstance(where, int) else kwargs[where]
         old = tensor._h.ref
         handle = Handle(new_ref(), meta)
-        box.commands += (c.Call(alias, handle.ref, (handle.ref - old,)), site)
+        box.commands += (c.Call(same, handle.ref, (handle.ref - old,)), site)
         call = [
             out - handle.ref if type(v) is int and v == out - old and _is_hole(plan, i) else v
             for i, v in enumerate(call)

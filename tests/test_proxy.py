@@ -242,16 +242,6 @@ def test_autocast() -> None:
     same(got, expected)
 
 
-def test_inference_mode() -> None:
-    with torch.inference_mode():
-        x = torch.ones(3, device="node:1") * 2
-        x.add_(1)
-        view = x[1:]
-        view.mul_(2)
-    assert x.is_inference()
-    same(x, torch.tensor([3.0, 6, 6]))
-
-
 def test_dispatch_and_function_modes_see_operations() -> None:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode

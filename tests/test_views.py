@@ -369,3 +369,14 @@ def test_random_programs(program: list[tuple[str, int, int, int]]) -> None:
     for name, i, j, k in program:
         assert step(remote, name, i, j, k) == step(local, name, i, j, k), (name, i, j, k)
     same(remote, local)
+
+
+def test_a_long_chain_of_views_that_nothing_used() -> None:
+    local = x = torch.arange(3000.0)
+    remote = y = x.to("node:1")
+    for _ in range(2500):
+        x, y = x[1:], y[1:]
+    y += 1
+    x += 1
+    same(y, x)
+    same(remote, local)
