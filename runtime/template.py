@@ -164,7 +164,7 @@ def _caller(op: Any, positional: list[_Slot], keyword: list[tuple[str, _Slot]], 
     tensors: list[tuple[int, int]] = []
     numbers: list[tuple[int, int]] = []
     lists: list[tuple[int, int, _Slot]] = []
-    kwlists: list[tuple[str, int, _Slot]] = []
+    named: list[tuple[str, int, _Slot]] = []
     at = 0
     for i, slot in enumerate(positional):
         if slot.kind == "hole":
@@ -174,31 +174,22 @@ def _caller(op: Any, positional: list[_Slot], keyword: list[tuple[str, _Slot]], 
         at += len(slot.holes)
     for k, slot in keyword:
         if slot.holes:
-            kwlists.append((k, at, slot))
+            named.append((k, at, slot))
         at += len(slot.holes)
+    nested = bool(lists or named)  # one look for most operators, which have neither
 
-    if lists or kwlists:
-
-        def call(out: int, args: Any) -> Any:
-            values = base.copy()
-            for i, a in tensors:
-                values[i] = e[out - args[a]]
-            for i, a in numbers:
-                values[i] = args[a]
+    def call(out: int, args: Any) -> Any:
+        values = base.copy()
+        for i, a in tensors:
+            values[i] = e[out - args[a]]
+        for i, a in numbers:
+            values[i] = args[a]
+        if nested:
             for i, a, slot in lists:
                 values[i] = _fill(slot, iter(args[a:]), out, e)
-            if not kwlists:
-                return op(*values, **kwbase)
-            return op(*values, **kwbase | {k: _fill(slot, iter(args[a:]), out, e) for k, a, slot in kwlists})
-    else:
-
-        def call(out: int, args: Any) -> Any:
-            values = base.copy()
-            for i, a in tensors:
-                values[i] = e[out - args[a]]
-            for i, a in numbers:
-                values[i] = args[a]
-            return op(*values, **kwbase)
+            if named:
+                return op(*values, **kwbase | {k: _fill(slot, iter(args[a:]), out, e) for k, a, slot in named})
+        return op(*values, **kwbase)
 
     return call
 
