@@ -84,46 +84,31 @@ class InprocChannel(DataChannel):
             self._known |= peers.keys() - {self._rank}
 
     def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
-        room, key = self._room, (self._rank, peer, transfer)
-        half = _Half(tensor, dtype_id(tensor), Ticket())
-        with room.lock:
-            if broken := self._check(peer):
-                return failed(BrokenError, broken)
-            if key in room.sends:
-                raise BusyError(f"transfer {transfer} from rank {self._rank} to rank {peer} is sent already")
-            other = room.receives.pop(key, None)
-            if other is None:
-                room.sends[key] = half
-        if other is not None:
-            _copy(key, half, other)
-        return half.ticket
+        return self._meet((self._rank, peer, transfer), _Half(tensor, dtype_id(tensor), Ticket()), sends=True)
 
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
-        room, key = self._room, (peer, self._rank, transfer)
-        half = _Half(tensor, dtype_id(tensor), Ticket())
-        with room.lock:
-            if broken := self._check(peer):
-                return failed(BrokenError, broken)
-            if key in room.receives:
-                raise BusyError(f"transfer {transfer} from rank {peer} to rank {self._rank} is received already")
-            other = room.sends.pop(key, None)
-            if other is None:
-                room.receives[key] = half
-        if other is not None:
-            _copy(key, other, half)
-        return half.ticket
+        return self._meet((peer, self._rank, transfer), _Half(tensor, dtype_id(tensor), Ticket()), sends=False)
 
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
-        room, key = self._room, (self._rank, peer, transfer)
-        half = _Half(None, rank, Ticket(), seq)
+        self._meet((self._rank, peer, transfer), _Half(None, rank, Ticket(), seq), sends=True)
+
+    def _meet(self, key: _Key, half: _Half, sends: bool) -> Transfer:
+        """Copies if the other half is there, else leaves ours for it. Raises as ``isend`` does."""
+        room = self._room
+        mine, theirs = (room.sends, room.receives) if sends else (room.receives, room.sends)
+        source, destination, transfer = key
         with room.lock:
-            if self._check(peer):
-                return
-            other = room.receives.pop(key, None)
+            if broken := self._check(destination if sends else source):
+                return failed(BrokenError, broken)
+            if key in mine:
+                done = "sent" if sends else "received"
+                raise BusyError(f"transfer {transfer} from rank {source} to rank {destination} is {done} already")
+            other = theirs.pop(key, None)
             if other is None:
-                room.sends[key] = half
+                mine[key] = half
         if other is not None:
-            _copy(key, half, other)
+            _copy(key, half if sends else other, other if sends else half)
+        return half.ticket
 
     def forget(self, peer: int, why: str) -> None:
         text = f"rank {peer} is lost to rank {self._rank}: {why}"
