@@ -308,3 +308,33 @@ def test_errors_leave_no_references(survives: str) -> None:
     gc.collect()
     dt.synchronize()
     assert usage(x._place) == before  # type: ignore[attr-defined]
+
+
+def test_errors_of_concurrent_backwards_reach_their_own_thread(survives: str) -> None:
+    if "survived" not in survives:
+        pytest.skip("it may end the process")
+    found: list[tuple[int, str]] = []
+
+    def run(number: int) -> None:
+        def fail(grad: torch.Tensor) -> None:
+            raise Boom(f"of thread {number}")
+
+        for _ in range(20):
+            y = _x() * 2
+            y.register_hook(fail)
+            try:
+                y.sum().backward()
+            except Exception as e:
+                found.append((number, str(e)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(found) == [(n, f"of thread {n}") for n in range(4) for _ in range(20)]
