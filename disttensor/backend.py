@@ -15,6 +15,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from . import attention, device_module, engine, fast, handlers, state, transfer
 from .context import current_node
 from .dispatch import dispatch, run
+from .planning import refuse_layout
 from .registry import enter
 from .tensor import DistributedTensor
 
@@ -99,6 +100,8 @@ def _to_copy(
         options = {"dtype": dtype, "device": device, "memory_format": memory_format}
         given = {k: v for k, v in options.items() if v is not None}
         return dispatch(DistributedTensor, torch.ops.aten._to_copy.default, (), (source,), given)
+    if source.layout is not torch.strided:
+        refuse_layout("aten::_to_copy", source.layout)
     place = state.session().places.of(device or torch.device("node"))
     dtype = dtype or source.dtype
     first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype

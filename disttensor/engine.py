@@ -27,8 +27,8 @@ class Guard(torch._C._acc.DeviceGuard):
 
     def type_(self) -> Any:
         try:
-            # the index -1 is also how C says "failed": list's subscript looks whether an error is set, finds the pending
-            # one and takes it for its own. Nothing may be called before this while an error is set
+            # -1 is also how C says "failed": list's subscript looks whether an error is set, finds the pending one and
+            # takes it for its own. Nothing may be called before this while an error is set
             _poke[-1]
         except BaseException as error:
             _keep(error)

@@ -11,7 +11,7 @@ from .dispatch import run
 from .meta import Lazy, meta_like, meta_of
 from .placement import Place
 from .plan import Entry
-from .planning import check_masks, make_room
+from .planning import check_masks, make_room, refuse_layout
 from .registry import enter, handler
 from .tensor import DistributedTensor, alias, operand_name, proxy, set_geometry
 from .transfer import fetch, fill, move, upload
@@ -41,7 +41,8 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     device = kwargs.pop("device", None)
     kwargs.pop("non_blocking", None)
     kwargs.pop("pin_memory", None)
-    kwargs.pop("layout", None)
+    if kwargs.pop("layout", None) not in (None, torch.strided):
+        raise RuntimeError("to(options) doesn't support converting to a different layout")  # as torch says it
     if device is not None and device.type == "meta":
         return entry.op(source._h.meta.stand_in, device=device, **kwargs)
     dtype = kwargs.get("dtype") or source.dtype
@@ -71,7 +72,8 @@ def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype:
 
 
 def _copy_strides(source: torch.Tensor, format: torch.memory_format | None) -> tuple[int, ...]:
-    stand = torch.empty_strided(source.shape, source.stride(), device="meta")
+    # a tensor without elements costs nothing on the CPU either, and the meta device would forget its strides
+    stand = torch.empty_strided(source.shape, source.stride(), device="meta" if source.numel() else "cpu")
     return torch.empty_like(stand, memory_format=format or torch.preserve_format).stride()
 
 
@@ -156,6 +158,9 @@ _LIKE = (
 def _like(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Factories that take their metadata from a tensor; ``device=`` may name any other place."""
     source: DistributedTensor = args[0]
+    layout = kwargs.get("layout")
+    if layout not in (None, torch.strided):
+        refuse_layout(entry.name, layout)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
     device = kwargs.get("device")
     if device is None or (device.type == "node" and state.session().places.of(device) is source._place):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -40,6 +40,26 @@ _ONE_DTYPE = frozenset(
 _MASKED = frozenset(
     f"aten::{name}" for name in ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")
 )
+#: Operators whose results are not strided, where the meta device doesn't say so.
+_LAYOUTS = {
+    "aten::_to_sparse": "torch.sparse_coo",
+    "aten::_to_sparse_csr": "torch.sparse_csr",
+    "aten::_to_sparse_csc": "torch.sparse_csc",
+    "aten::_to_sparse_bsr": "torch.sparse_bsr",
+    "aten::_to_sparse_bsc": "torch.sparse_bsc",
+    "aten::to_mkldnn": "torch._mkldnn",
+    "aten::_nested_tensor_from_mask": "nested",
+    **{
+        f"aten::{name}": "quantized"
+        for name in (
+            "quantize_per_tensor",
+            "quantize_per_tensor_dynamic",
+            "quantize_per_channel",
+            "_make_per_tensor_quantized_tensor",
+            "_make_per_channel_quantized_tensor",
+        )
+    },
+}
 #: In-place operators that may write one element twice.
 _IDEMPOTENT = frozenset({"aten::fill_", "aten::zero_", "aten::detach_", "aten::requires_grad_"})
 
@@ -86,6 +106,9 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     place = place_of(entry, args, kwargs, place)
     place.session.check_default_dtype()
     make_room(place)
+    layout = _LAYOUTS.get(entry.name.partition(".")[0])
+    if layout is not None:
+        refuse_layout(entry.name, layout)
     if entry.name in _ONE_DTYPE:
         _check_dtypes(entry, args)
     elif entry.name in _MASKED:
@@ -123,6 +146,9 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
                 _check_overlap(entry, before)
         kind = RESHAPED if reshaped else WRITTEN
         return Plan(kind, place.state, (entry.name, *specs), tuple(reshaped), 0, site)
+    for t in tree_leaves(result):
+        if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_quantized):
+            refuse_layout(entry.name, "quantized" if t.is_quantized else str(t.layout))
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else None, result)
     return _finish(entry, args, kwargs, place, metas, site)
 
@@ -132,6 +158,11 @@ def make_room(place: Place) -> None:
     if place.state.full:
         drop_plans()
         place.state.turn()
+
+
+def refuse_layout(name: str, layout: object) -> NoReturn:
+    """Raises NotImplementedError: a proxy's metadata are shape and strides, and other layouts have more."""
+    raise NotImplementedError(f"{name}: a tensor of layout {layout} can't be on a node; those there are torch.strided")
 
 
 def _twin(stand: torch.Tensor) -> torch.Tensor:

@@ -41,3 +41,38 @@ def test_a_mask_of_another_shape_is_refused_at_the_line(name: str) -> None:
         MASKS[name](torch.zeros(4, 5, device="node:1"), torch.device("node:1"))
     assert str(remote.value) == str(local.value)
     dt.synchronize()
+
+
+DEV = "node:1"
+#: (layout, program) for what would make a tensor that is not strided
+LAYOUTS: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
+    "to_sparse": ("sparse_coo", lambda x: x.to_sparse()),
+    "to_sparse of some dimensions": ("sparse_coo", lambda x: x.to_sparse(1)),
+    "to_sparse_csr": ("sparse_csr", lambda x: x.to_sparse_csr()),
+    "to_sparse_csc": ("sparse_csc", lambda x: x.to_sparse_csc()),
+    "to_sparse_bsr": ("sparse_bsr", lambda x: x.to_sparse_bsr((2, 2))),
+    "to_mkldnn": ("_mkldnn", lambda x: x.to_mkldnn()),
+    "quantize": ("quantized", lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)),
+    "quantize dynamically": ("quantized", lambda x: torch.quantize_per_tensor_dynamic(x, torch.qint8, False)),
+    "coo": ("sparse_coo", lambda x: torch.sparse_coo_tensor(torch.zeros(1, 2, device=DEV).long(), x[0, :2], (3,))),
+    "zeros_like": ("sparse_coo", lambda x: torch.zeros_like(x, layout=torch.sparse_coo)),
+    "sent": ("sparse_coo", lambda x: torch.eye(3).to_sparse().to(DEV)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_not_strided_is_refused_at_the_line(name: str) -> None:
+    layout, program = LAYOUTS[name]
+    x = torch.rand(6, 8, device=DEV)
+    with pytest.raises(NotImplementedError, match=f"{layout} can't be on a node"):
+        program(x)
+    dt.synchronize()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sparse_gradient_is_refused_in_the_backward() -> None:
+    layer = torch.nn.Embedding(5, 3, sparse=True).to(DEV)
+    with pytest.raises(NotImplementedError, match="sparse_coo can't be on a node"):
+        layer(torch.tensor([1, 2], device=DEV)).sum().backward()
+    dt.synchronize()
