@@ -5,7 +5,9 @@ Done at the first init and not at import, because it changes what local torch an
 
 from __future__ import annotations
 
-from functools import partial
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -59,6 +61,60 @@ def register() -> None:
     _library.extend((fallback, kernels))
     engine.install()
     fast.install()
+    _adapt_torch()
+
+
+def _adapt_torch() -> None:
+    """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        setattr(torch._C, name, _setter(getattr(torch._C, name)))
+    setattr(torch.Tensor, "to", _to(torch.Tensor.to))  # noqa: B010 - mypy refuses the assignment
+    setattr(torch.UntypedStorage, "__repr__", _storage_repr(torch.UntypedStorage.__repr__))  # noqa: B010
+
+
+def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(original)
+    def set_default(value: Any) -> None:
+        """Torch's, and the nodes and all plans follow at once."""
+        session = state.current()
+        if session is not None and session.shares_process and not threading.current_thread().name.startswith("node "):
+            session.finish()  # what was issued under the old default is computed under it
+        original(value)
+        if session is not None:
+            session.check_default_dtype()
+
+    return set_default
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # torch would ask the device guard for the index that "node" lacks, and a guard in Python can't be asked
+        if current_node():
+            if args and _names_no_node(args[0]):
+                args = (torch.device("node", current_node()), *args[1:])
+            elif _names_no_node(kwargs.get("device")):
+                kwargs["device"] = torch.device("node", current_node())
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _names_no_node(device: Any) -> bool:
+    if isinstance(device, str):
+        return device == "node"
+    return isinstance(device, torch.device) and device.type == "node" and device.index is None
+
+
+def _storage_repr(original: Callable[[Any], str]) -> Callable[[Any], str]:
+    @wraps(original)
+    def __repr__(self: Any) -> str:
+        """As torch has it for the meta device: the bytes are elsewhere."""
+        if self.device.type != "node":
+            return original(self)
+        return f"...\n[{torch.typename(self)}(device={self.device}) of size {len(self)}]"
+
+    return __repr__
 
 
 def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +125,7 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(v, DistributedTensor) for v in (*args, *kwargs.values())):
             return dispatch(DistributedTensor, op, (), args, kwargs)
         raise NotImplementedError(f"{entry.name} can't make a tensor on a node")
-    session = state.session()
-    session.check_default_dtype()
-    places = session.places
+    places = state.session().places
     place = places.of(device)
     if device.index is None:
         kwargs["device"] = places.by_slot[current_node()].device

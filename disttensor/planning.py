@@ -104,7 +104,6 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
 def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
     """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation."""
     place = place_of(entry, args, kwargs, place)
-    place.session.check_default_dtype()
     make_room(place)
     layout = _LAYOUTS.get(entry.name.partition(".")[0])
     if layout is not None:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any, TypeVar
 
@@ -68,19 +69,32 @@ class Session:
         self.channel.connect(
             {r: PeerInfo(r, addresses[r], pair_key(self._secret, self.job, MASTER, r)) for r in range(n)}
         )
+        self.check_default_dtype()
         self.link.flush_all()
 
     def _lost(self, error: NodeLost) -> None:
         self.channel.forget(error.rank, error.cause)
 
     def check_default_dtype(self) -> None:
-        """Tells the nodes when ``torch.set_default_dtype`` was called; every plan may depend on it."""
+        """Tells the nodes when the default dtype is another than they know; every plan may depend on it."""
         default = torch.get_default_dtype()
         if default is not self._default_dtype:
             self._default_dtype = default
             drop_plans()
-            for outbox in self.link.outboxes:
+            for outbox in [] if self.shares_process else self.link.outboxes:
                 outbox.add(c.Default(codec.dtype_id(default)))
+
+    @property
+    def shares_process(self) -> bool:
+        """Whether the nodes are threads of this process (``launcher="inproc"``), and its settings theirs."""
+        return self.launcher is None
+
+    def finish(self) -> None:
+        """Waits until all nodes have done everything, and raises nothing."""
+        self.link.flush_all()
+        for rank in range(len(self.states)):
+            with suppress(DisttensorError):
+                self._sync(rank, None)
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 

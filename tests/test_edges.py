@@ -76,3 +76,9 @@ def test_a_sparse_gradient_is_refused_in_the_backward() -> None:
     with pytest.raises(NotImplementedError, match="sparse_coo can't be on a node"):
         layer(torch.tensor([1, 2], device=DEV)).sum().backward()
     dt.synchronize()
+
+
+def test_a_storage_shows_where_it_is() -> None:
+    text = repr(torch.ones(6, device=DEV).untyped_storage())
+    assert text == repr(torch.ones(6, device="meta").untyped_storage()).replace("meta", DEV)
+    assert repr(torch.ones(1, dtype=torch.uint8).untyped_storage()).startswith(" 1\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -89,10 +90,24 @@ def test_device_without_index_is_the_current_node() -> None:
         assert placed(torch.zeros(2, device="node")) == (1, 0)
 
 
-@pytest.mark.xfail(reason="torch asks the device guard for the index, which says 0")
-def test_to_a_device_without_index() -> None:
+BARE: dict[str, Callable[[], torch.Tensor]] = {
+    "local": lambda: torch.ones(2).to("node"),
+    "device": lambda: torch.ones(2).to(torch.device("node")),
+    "keyword": lambda: torch.ones(2).to(device="node", dtype=torch.float64),
+    "with a dtype": lambda: torch.ones(2).to("node", torch.float64),
+    "from another node": lambda: torch.ones(2, device="node:0").to("node"),
+    "there already": lambda: torch.ones(2, device="node:1").to("node"),
+    "module": lambda: torch.nn.Linear(2, 2).to("node").weight,
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_to_a_device_without_index(name: str) -> None:
     with dt.node(1):
-        assert placed(torch.ones(2).to("node")) == (1, 0)
+        assert placed(BARE[name]()) == (1, 0)
+        assert placed(torch.ones(2).to("node:0")) == (0, 0)
+        same(torch.ones(2).to(torch.float64).to("node"), torch.ones(2, dtype=torch.float64))
+    assert placed(torch.ones(2, device="node:1").to("node")) == (0, 0)
 
 
 def test_torch_device_context() -> None:
