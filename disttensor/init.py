@@ -155,7 +155,6 @@ def init_master_worker(
             outbox.urge(2)
     registry.drop_plans()
     state.set_session(session)
-    session.link.interrupts.install()
     _register_once()
     return SessionContext()
 
@@ -223,7 +222,6 @@ def _end(report: bool, timeout: float | None = None) -> None:
         except BaseException as e:  # Ctrl-C
             error = e
     state.set_session(None)
-    session.link.interrupts.restore()
     session.close(2.0 if timeout is None else 0.5)
     registry.drop_plans()
     if error is not None:

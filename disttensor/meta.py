@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from .runtime import command as c
+from .runtime.interrupts import whole
 
 if TYPE_CHECKING:
     from .placement import Place
@@ -104,6 +104,7 @@ class Handle(msgspec.Struct, gc=False, eq=False):
     ref: int  #: 0 while the tensor doesn't exist on the node yet (Lazy)
     meta: Meta
 
+    @whole
     def __del__(self) -> None:
         # no lock and no I/O: the collector can run this anywhere
         if self.ref:
@@ -116,8 +117,3 @@ class Lazy(Handle, gc=False, eq=False):
     base: Handle | None
     plan: Any
     values: tuple[c.Plain, ...]
-
-
-def release_finalizer_code() -> CodeType:
-    """The code object in which an interrupt would be swallowed."""
-    return Handle.__del__.__code__

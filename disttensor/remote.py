@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -20,12 +19,12 @@ from .runtime import command as c
 from .runtime.errors import DisttensorError
 from .runtime.failure import line_of
 from .runtime.functions import MAX_PICKLE, decode_result, key_of
+from .runtime.interrupts import whole
 from .site import here
 from .tensor import DistributedTensor, proxy
 from .transfer import move, one_session, upload
 
 _serial = count()
-_sending = threading.Lock()
 
 #: Bytes per piece, well under a message's limit.
 PIECE = 512 << 10
@@ -54,12 +53,8 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
     beside = next((t._place for t in keep), place) if session.link.hellos[place.node].simulated else place
     site = here()
     arguments_key = key_of(arguments)
-    with _sending:  # the pieces of one after those of another
-        if (place.node, function_key) not in sent:
-            _pieces(place, function_key, function, site)
-            if not holds_tensors:
-                sent.add((place.node, function_key))
-        _pieces(place, arguments_key, arguments, site)
+    session.link.interrupts.look()
+    _send(place, None if holds_tensors else sent, (function_key, function), (arguments_key, arguments), site)
     request_id = 0
 
     def command(id: int) -> c.Command:
@@ -122,6 +117,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             one_session(tensor._place, self._place)
         self._keep.append(tensor)
         return int(tensor._h.ref or materialise(tensor._h))
+
+
+@whole
+def _send(
+    place: Place,
+    sent: set[tuple[int, bytes]] | None,
+    function: tuple[bytes, bytes],
+    arguments: tuple[bytes, bytes],
+    site: Any,
+) -> None:
+    """Queues (key, data) of a function, unless it was ``sent``, and of its arguments; nobody else's pieces between."""
+    with place.session.order:
+        if sent is None or (place.node, function[0]) not in sent:
+            _pieces(place, *function, site)
+            if sent is not None:
+                sent.add((place.node, function[0]))
+        _pieces(place, *arguments, site)
 
 
 def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
 
-from .meta import forget_all, release_finalizer_code
+from .meta import forget_all
 from .placement import NodeState, Place, Places
 from .registry import drop_plans
 from .runtime import codec
@@ -21,6 +22,7 @@ from .runtime import command as c
 from .runtime.channel.base import MASTER, DataChannel, PeerInfo, Transfer
 from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedError
 from .runtime.failure import Failure, Site, line_of
+from .runtime.interrupts import whole
 from .runtime.keys import pair_key
 from .runtime.launch.base import Launcher
 from .runtime.link import Link, Request
@@ -53,8 +55,8 @@ class Session:
         self._default_dtype = torch.float32
         self._transfers = count(1)
         self._staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
-        self._send_lock = threading.Lock()
-        self.link.interrupts.unsafe.add(release_finalizer_code())
+        #: held while commands are queued that have to be in one order with each other or with transfers
+        self.order = threading.RLock()
 
     def introduce(self) -> None:
         """After all hellos: places, and everybody learns where everybody's data channel is."""
@@ -170,17 +172,33 @@ class Session:
             tensor = self.channel.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         tensor = tensor.contiguous()
         shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
-        with self._send_lock:  # Recv and send leave in one order
-            transfer = self.new_transfer()
-            with self.link.interrupts.deferred:  # neither without the other: the peer would wait for it
-                sending = self.channel.isend(tensor, place.node, transfer)
-                place.outbox.add(c.Recv(transfer, ref, MASTER, shape, dtype, place.name), site)
-            self.link.flush(place.outbox)
+        transfer = self.new_transfer()
+        sending = self._begin(
+            partial(self.channel.isend, tensor, place.node, transfer),
+            place.outbox,
+            c.Recv(transfer, ref, MASTER, shape, dtype, place.name),
+            site,
+        )
+        self.link.flush(place.outbox)
         if staged:
             self._staged[transfer] = size
             sending.add_done_callback(lambda: self._unstage(transfer))
         else:
             self._wait_transfer(sending, place.node)
+
+    def _begin(self, here: Callable[[], Transfer], outbox: Outbox, there: c.Command, site: Site | None) -> Transfer:
+        """Begins a transfer at both ends: neither without the other, which would wait for it, and in one order."""
+        self.link.interrupts.look()
+        return self._begin_both(here, outbox, there, site)
+
+    @whole
+    def _begin_both(
+        self, here: Callable[[], Transfer], outbox: Outbox, there: c.Command, site: Site | None
+    ) -> Transfer:
+        with self.order:
+            transfer = here()
+            outbox.add(there, site)
+            return transfer
 
     def _unstage(self, transfer: int) -> None:
         self._staged.pop(transfer, None)
@@ -193,12 +211,14 @@ class Session:
         self.link.check(place.outbox)
         ref = tensor._h.ref or materialise(tensor._h)
         local = self.channel.empty(tuple(tensor.shape), tensor.dtype)
-        with self._send_lock:
-            transfer = self.new_transfer()
-            with self.link.interrupts.deferred:
-                receiving = self.channel.irecv(local, place.node, transfer)
-                place.outbox.add(c.Send(transfer, ref, MASTER), site)
-            self.link.flush(place.outbox)
+        transfer = self.new_transfer()
+        receiving = self._begin(
+            partial(self.channel.irecv, local, place.node, transfer),
+            place.outbox,
+            c.Send(transfer, ref, MASTER),
+            site,
+        )
+        self.link.flush(place.outbox)
         self.link.flush_all()
         self._wait_transfer(receiving, place.node)
         place.outbox.restart()
@@ -280,3 +300,4 @@ class Session:
         if self.launcher is not None:
             self.launcher.stop(grace)
         forget_all()
+        link.interrupts.restore()

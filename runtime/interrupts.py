@@ -1,77 +1,117 @@
-"""L4: Ctrl-C at safe points only.
+"""L4: signal handlers of Python run at safe points only.
 
-A KeyboardInterrupt may not split what belongs together (commands taken from a queue and sent) and is swallowed by the
-interpreter inside a ``__del__``. So a handler of our own notes it there and raises it at the next safe point; anywhere
-else it calls the handler that the user had.
+Python runs a handler in the main thread between any two of its instructions. One that raises (Ctrl-C, a time limit by
+SIGALRM) would split what belongs together, such as commands taken from a queue and sent; one that uses tensors would
+find things half done; and in a ``__del__`` the interpreter swallows what it raises. So the functions concerned are
+marked ``@whole``, and each handler that the user sets is wrapped: what arrives inside such a function is noted, and the
+handler runs when that has returned.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]  # the public one takes a microsecond: it makes enums
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _ident = threading.get_ident
 _MAIN = threading.main_thread().ident
 
+#: The signals whose handlers scripts and libraries write in Python.
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGALRM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+)
+
+_whole: set[CodeType] = set()
+
+
+def whole(function: _F) -> _F:
+    """Marks a function in which, and in what it calls, no handler runs."""
+    _whole.add(function.__code__)
+    return function
+
+
+def _inside(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is in a function that is marked."""
+    while frame is not None:
+        if frame.f_code in _whole:
+            return True
+        frame = frame.f_back
+    return False
+
 
 class Interrupts:
-    """``with interrupts.deferred:`` marks what must not be split. Only the main thread is ever interrupted."""
+    """A session's care for signals. Only the main thread is ever interrupted."""
 
     def __init__(self) -> None:
-        self.deferred = _Deferred(self)
-        #: code objects (finalizers) in which the interpreter would swallow the exception
-        self.unsafe: set[CodeType] = set()
-        self._depth = 0
-        self._pending = False
-        self._previous: Any = None
+        #: what arrived in a marked function: (signal, handler)
+        self.pending: list[tuple[int, Callable[..., Any]]] = []
+        self._seen: dict[int, Any] = dict.fromkeys(map(int, SIGNALS))  #: the handlers when last looked at
+        self._over = False
 
-    def install(self) -> None:
-        """Takes SIGINT over, in the main thread only; a handler that ignores the signal is left alone."""
-        if _ident() != _MAIN:
-            return
-        previous = signal.getsignal(signal.SIGINT)
-        if callable(previous):
-            self._previous = previous
-            signal.signal(signal.SIGINT, self._handle)
+    def look(self) -> None:
+        """Wraps what handlers the user has set since the last look. Comes before what must be whole."""
+        if _ident() == _MAIN:
+            for number, seen in self._seen.items():
+                if getsignal(number) is not seen:
+                    self._wrap(number)
 
-    def restore(self) -> None:
-        """Gives the user's handler back."""
-        if self._previous is None or _ident() != _MAIN:
-            return
-        if signal.getsignal(signal.SIGINT) == self._handle:
-            signal.signal(signal.SIGINT, self._previous)
-        self._previous = None
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._depth or (frame is not None and frame.f_code in self.unsafe):
-            self._pending = True
-            return
-        previous: Callable[[int, FrameType | None], Any] = self._previous
-        previous(number, frame)
+    def _wrap(self, number: int) -> None:
+        handler = getsignal(number)
+        if callable(handler) and not self._over and not (type(handler) is _Handler and handler.owner is self):
+            handler = _Handler(self, handler)
+            signal.signal(number, handler)
+        self._seen[number] = handler
 
     def check(self) -> None:
-        """A safe point."""
-        if self._pending and _ident() == _MAIN:
-            self._pending = False
-            self._previous(signal.SIGINT, None)
+        """A safe point, unless a marked function is above it: runs the handlers of what was noted."""
+        frame = sys._getframe(1)
+        while self.pending and _ident() == _MAIN and not _inside(frame):
+            number, handler = self.pending.pop(0)
+            handler(number, frame)
+
+    def remind(self) -> None:
+        """Has what was noted arrive again, in case no safe point follows. Called by another thread now and then."""
+        try:
+            number, _ = self.pending.pop(0)
+        except IndexError:
+            return
+        if callable(getsignal(number)) and _MAIN is not None:
+            signal.pthread_kill(_MAIN, number)
+
+    def restore(self) -> None:
+        """Gives the user's handlers back, for good. In another thread than the main one they stay wrapped, and work."""
+        self._over = True
+        if _ident() != _MAIN:
+            return
+        for number in SIGNALS:
+            handler = getsignal(number)
+            if type(handler) is _Handler and handler.owner is self:
+                signal.signal(number, handler.user)
+        self.check()
 
 
-class _Deferred:
-    """Re-entrant. Other threads pass through: signals arrive in the main thread."""
+class _Handler:
+    """A user's handler, held back in marked functions. One per handler: the user's may call each other in turn."""
 
-    def __init__(self, owner: Interrupts) -> None:
-        self._owner = owner
+    __slots__ = ("owner", "user")
 
-    def __enter__(self) -> None:
-        if _ident() == _MAIN:
-            self._owner._depth += 1
+    def __init__(self, owner: Interrupts, user: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.user = user
 
-    def __exit__(self, *exc: object) -> None:
-        owner = self._owner
-        if _ident() == _MAIN:
-            owner._depth -= 1
-            if owner._pending and not owner._depth and exc[0] is None:
-                owner.check()
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not _inside(frame):
+            self.user(number, frame)
+        elif (number, self.user) not in self.owner.pending:
+            self.owner.pending.append((number, self.user))

@@ -22,7 +22,7 @@ from . import codec
 from . import command as c
 from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
 from .failure import Failure, Failures, line_of
-from .interrupts import Interrupts
+from .interrupts import Interrupts, whole
 from .launch.base import Exited, Launcher
 from .outbox import Outbox
 from .transport.base import Hub
@@ -93,8 +93,10 @@ class Link:
         if len(outbox.commands) >= outbox.batch:
             self.flush(outbox)
         else:
-            with self.interrupts.deferred:
-                outbox.sweep()
+            self.interrupts.look()
+            outbox.sweep()
+            if self.interrupts.pending:
+                self.interrupts.check()
 
     def flush(self, outbox: Outbox, wait: bool = True) -> None:
         """Sends what is queued for a node; then, if it shall ``wait``, blocks (interruptibly) while its window is full.
@@ -102,9 +104,10 @@ class Link:
         Raises NodeLost, ForkError in a forked child, DisttensorError after shutdown.
         """
         self.check(outbox)
-        with self.interrupts.deferred, self._lock:
-            self._send(outbox)
-            self.drain()
+        self.interrupts.look()
+        self._push(outbox)
+        if self.interrupts.pending:
+            self.interrupts.check()
         if self._parked:
             self._wake.set()
         if outbox.lost is not None or self.closed:
@@ -122,13 +125,16 @@ class Link:
         """
         self.flush_all(outbox)
         self.check(outbox)
-        with self.interrupts.deferred, self._lock:
-            self._send(outbox)
-            if len(self._requests) > 1:
-                self.drain()
-        if outbox.unsendable is not None:  # perhaps the question itself
+        self.interrupts.look()
+        try:
+            self._push(outbox, len(self._requests) > 1)
+            if self.interrupts.pending:
+                self.interrupts.check()
+            if outbox.unsendable is not None:  # perhaps the question itself
+                outbox.complain()
+        except BaseException:
             self._requests.pop(request.id, None)
-            outbox.complain()
+            raise
         return self.wait(request, timeout)
 
     def flush_all(self, but: Outbox | None = None) -> None:
@@ -138,10 +144,8 @@ class Link:
         """
         for outbox in self.outboxes:
             if (outbox.commands or outbox.dead) and outbox is not but and outbox.lost is None and not self._forked:
-                with self.interrupts.deferred, self._lock:
-                    if not self.closed:
-                        self._send(outbox)
-                        self.drain()
+                self.interrupts.look()
+                self._push(outbox)
         if self._parked:
             self._wake.set()
 
@@ -151,19 +155,33 @@ class Link:
         Then blocks while the window of either is full. By now both have all that they need to go on.
         """
         outboxes = [self.outboxes[rank] for rank, _ in (first, second)]
-        with self.interrupts.deferred, self._lock:
-            for outbox in outboxes:
-                self.check(outbox)
-            for rank, command in (first, second):
-                self.outboxes[rank].add(command, site)
-            for outbox in outboxes:
-                self._send(outbox)
-            self.drain()
+        self.interrupts.look()
+        self._push_both(outboxes, [first[1], second[1]], site)
+        if self.interrupts.pending:
+            self.interrupts.check()
         for outbox in outboxes:
             if outbox.unsendable is not None:
                 outbox.complain()
             if self.patient and outbox.full:
                 self._wait_window(outbox)
+
+    @whole
+    def _push_both(self, outboxes: list[Outbox], commands: list[c.Command], site: Any) -> None:
+        with self._lock:
+            for outbox in outboxes:
+                self.check(outbox)
+            for outbox, command in zip(outboxes, commands, strict=True):
+                outbox.add(command, site)
+            for outbox in outboxes:
+                self._send(outbox)
+            self.drain()
+
+    @whole
+    def _push(self, outbox: Outbox, drain: bool = True) -> None:
+        with self._lock:
+            self._send(outbox)
+            if drain:
+                self.drain()
 
     def check(self, outbox: Outbox) -> None:
         """Raises what makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""
@@ -180,13 +198,15 @@ class Link:
     def _send(self, outbox: Outbox) -> None:
         if outbox.lost is not None or self.closed:  # since `check`, perhaps
             return
-        for message in outbox.take():
-            try:
-                self.hub.send(outbox.rank, message)
-            except BrokenError as e:
-                self._look_at_launcher(0.2)
-                self.lose(outbox.rank, str(e))
-                return
+        outbox.pack()
+        ready = outbox.ready
+        try:
+            while ready:
+                self.hub.send(outbox.rank, ready[0])
+                ready.popleft()
+        except BrokenError as e:
+            self._look_at_launcher(0.2)
+            self.lose(outbox.rank, str(e))
 
     def _wait_window(self, outbox: Outbox) -> None:
         request = Request(0, outbox.rank)
@@ -203,6 +223,7 @@ class Link:
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 
+    @whole
     def drain(self) -> None:
         """Takes in what has arrived. Callable by any thread."""
         with self._lock:
@@ -305,11 +326,15 @@ class Link:
                 left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
+                waker.polling = True
                 ready = poller.poll(left * 1000)
-                with self.interrupts.deferred:
-                    self._readable(ready, waker)
+                waker.polling = False
+                self._readable(ready, waker)
+                if self.interrupts.pending:
+                    self.interrupts.check()
         finally:
             request.waker = None
+            self._local.idle.append((poller, waker))
             self._requests.pop(request.id, None)
         if until is None and request.reply is None:  # ended without one: by a loss, or by `close`
             self.check(outbox)
@@ -317,18 +342,19 @@ class Link:
         return request.reply
 
     def _poller(self) -> tuple[select.poll, _Waker]:
-        """This thread's poll object and what wakes it."""
+        """A poll object for this thread and what wakes it; to be put back among the idle ones."""
         try:
-            return self._local.poller, self._local.waker
-        except AttributeError:
+            return self._local.idle.pop()  # type: ignore[no-any-return]
+        except (AttributeError, IndexError):  # its first wait, or one by a signal's handler in the middle of another
             poller, waker = select.poll(), _Waker()
             with self._lock:  # the launcher is not stopped meanwhile
                 fds = [self._hub_fd, waker.fd, *([self.launcher.fileno()] if self.launcher else [])]
             for fd in fds:
                 poller.register(fd, select.POLLIN)
-            self._local.poller, self._local.waker = poller, waker
+            self._local.__dict__.setdefault("idle", [])
             return poller, waker
 
+    @whole
     def _readable(self, ready: list[tuple[int, int]], waker: _Waker) -> None:
         """Takes in what a poll has found. Finding nothing for so long is a reason to look everywhere."""
         with self._lock:
@@ -344,7 +370,10 @@ class Link:
     def pause(self, seconds: float) -> None:
         """Sleeps until something may have arrived, and takes it in."""
         poller, waker = self._poller()
-        self._readable(poller.poll(seconds * 1000), waker)
+        try:
+            self._readable(poller.poll(seconds * 1000), waker)
+        finally:
+            self._local.idle.append((poller, waker))
 
     # ---- the idle flush --------------------------------------------------------------------------------------------
 
@@ -375,6 +404,7 @@ class Link:
         if self.closed:
             return 0
         quiet += 1
+        self.interrupts.remind()
         for outbox, (sent, queued) in zip(self.outboxes, before, strict=True):
             if outbox.sent != sent:
                 quiet = 0
@@ -421,10 +451,11 @@ class _Waker:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.polling = False  #: it polls: if by this very thread, then below the handler of a signal
         self._thread = threading.get_ident()
 
     def wake(self) -> None:
-        if self._thread != threading.get_ident():
+        if self.polling or self._thread != threading.get_ident():
             os.eventfd_write(self.fd, 1)
 
     def __del__(self) -> None:

@@ -1,8 +1,8 @@
 """L4: what waits to be sent to one node. Decides when to flush and what goes into a message; does no I/O.
 
 Issuing threads append without a lock: ``commands`` is a flat list (command, site, command, site, ...) and one
-``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. ``take`` looks at ``dead`` first and at
-``commands`` second: whatever died before had its last use appended before, so a free follows every use.
+``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. What is in ``dead`` had its last use
+appended before, so a free that is appended for it now follows every use.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from . import codec
 from . import command as c
 from .errors import DisttensorError, NodeLost
 from .failure import Site, line_of
+from .interrupts import whole
 
 #: The window: commands and their bytes in flight per node. A full one blocks the issuing thread.
 MAX_COMMANDS = 10_000
@@ -48,7 +49,9 @@ class Outbox:
         self.limit = 2
         #: ``len(commands)`` at which it has to flush. 0 makes each next append do so (a lost node)
         self.batch = 2
-        self._taking = threading.Lock()
+        #: re-entrant: the collector may run a finalizer that uses tensors while it is held
+        self._taking = threading.RLock()
+        self.ready: deque[bytes] = deque()  #: messages that count as sent; the link hands them over, oldest first
         self.sent = 0  #: commands sent; the number of the next one
         self.done = 0  #: commands that the node has reported
         self.messages = 0  #: messages sent (for tests and status)
@@ -65,39 +68,47 @@ class Outbox:
         self.commands += (command, site)
         return len(self.commands) >= self.limit
 
-    def take(self) -> list[bytes]:
-        """The next messages, pending frees last. The caller holds the link's lock and sends them all."""
-        refs = self._dead()
+    def pack(self) -> None:
+        """Moves what is queued to ``ready``, pending frees last. The caller holds the link's lock.
+
+        Nothing has changed until all of it is packed, so that an error (no memory) loses no command.
+        """
+        self._bury()
         n = len(self.commands)
+        if not n:
+            return
         commands: list[c.Command] = self.commands[:n:2]  # type: ignore[assignment]
         sites: list[Site | None] = self.commands[1:n:2]  # type: ignore[assignment]
+        packed: list[tuple[int, bytes, list[Site | None]]] = []
+        self._pack(self.sent, commands, sites, packed)
+        for first, message, sites in packed:
+            self._flight.append((first, len(message), sites))
+            self._flight_bytes += len(message)
+            self.bytes += len(message)
+            self.ready.append(message)
+        self.messages += len(packed)
+        self.sent += len(commands)
         del self.commands[:n]
-        for start in range(0, len(refs), MAX_FREE):
-            commands.append(_free(refs[start : start + MAX_FREE]))
-            sites.append(None)
-        if not commands:
-            return []
         self.urge(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
-        messages: list[bytes] = []
-        self._pack(commands, sites, messages)
-        return messages
 
-    def _dead(self) -> list[int]:
+    def _bury(self) -> None:
+        """Queues the frees of what is dead. Whatever is dead now had its last use appended before."""
+        if not self.dead:
+            return
         with self._taking:
             n = len(self.dead)
             refs = self.dead[:n]
             del self.dead[:n]
         refs.sort()
-        return refs
+        for start in range(0, len(refs), MAX_FREE):
+            self.commands += (_free(refs[start : start + MAX_FREE]), None)
 
+    @whole
     def sweep(self) -> None:
-        """Queues the frees of what died since, in the middle of a batch: else what a node could reuse at once, still
-        warm, lives to the batch's end. Whatever is dead now had its last use appended before."""
+        """Queues frees in the middle of a batch: else what a node could reuse at once, still warm, lives to the
+        batch's end."""
         if len(self.dead) >= MIN_SWEEP:
-            refs = self._dead()
-            if refs:
-                self.commands += (_free(refs[:MAX_FREE]), None)
-                self.dead.extend(refs[MAX_FREE:])
+            self._bury()
         self.limit = min(self.batch, len(self.commands) + 2 * SWEEP)
 
     def urge(self, batch: int) -> None:
@@ -105,10 +116,16 @@ class Outbox:
         self.batch = batch
         self.limit = min(batch, 2 * SWEEP)
 
-    def _pack(self, commands: list[c.Command], sites: list[Site | None], messages: list[bytes]) -> None:
+    def _pack(
+        self,
+        first: int,
+        commands: list[c.Command],
+        sites: list[Site | None],
+        packed: list[tuple[int, bytes, list[Site | None]]],
+    ) -> None:
         why = ""
         try:
-            message = codec.encode(c.Batch(self.sent, commands))  # type: ignore[arg-type]  # a list encodes as a tuple
+            message = codec.encode(c.Batch(first, commands))  # type: ignore[arg-type]  # a list encodes as a tuple
             if len(message) > codec.MAX_MESSAGE:
                 why = f"its {len(message)} bytes are over the limit of {codec.MAX_MESSAGE}"
         except (TypeError, ValueError, OverflowError) as e:
@@ -116,18 +133,13 @@ class Outbox:
         if why and len(commands) == 1:
             # the others go on, in their places; whoever flushes hears of it
             self.unsendable = DisttensorError(f"{line_of(sites[0])}: a command can't be sent: {why}")
-            message = codec.encode(c.Batch(self.sent, (c.Free(0, ()),)))
+            message = codec.encode(c.Batch(first, (c.Free(0, ()),)))
         elif why or len(commands) > MAX_COMMANDS:
             half = len(commands) // 2
-            self._pack(commands[:half], sites[:half], messages)
-            self._pack(commands[half:], sites[half:], messages)
+            self._pack(first, commands[:half], sites[:half], packed)
+            self._pack(first + half, commands[half:], sites[half:], packed)
             return
-        messages.append(message)
-        self._flight.append((self.sent, len(message), sites))
-        self._flight_bytes += len(message)
-        self.sent += len(commands)
-        self.messages += 1
-        self.bytes += len(message)
+        packed.append((first, message, sites))
 
     def acknowledge(self, done: int) -> None:
         """The node has applied ``done`` commands. What it did earlier needs no site any more."""
@@ -173,6 +185,7 @@ class Outbox:
         self.lost = error
         self.urge(0)
         self.discard()
+        self.ready.clear()
         self._flight.clear()
         self._flight_bytes = 0
 

@@ -70,5 +70,5 @@ def test_a_lost_node_is_said_to_those_who_use_it(link: Link, monkeypatch: pytest
 def test_a_question_that_cannot_be_sent(link: Link) -> None:
     place = torch.ones(3, device="node:1")._place  # type: ignore[attr-defined]
     with pytest.raises(dt.DisttensorError, match="can't be sent"):
-        place.session.ask(place, lambda id: c.Ask(id, c.Call(0, 1, (1 << 70,))), None)
+        place.session.ask(place, c.Answer, lambda id: c.Ask(id, c.Call(0, 1, (1 << 70,))), None)
     assert link._requests == {}

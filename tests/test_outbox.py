@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,14 @@ def sent(messages: list[bytes]) -> list[c.Command]:
     return out
 
 
+def take(box: Outbox) -> list[bytes]:
+    """The next messages, as the link hands them over."""
+    box.pack()
+    messages = list(box.ready)
+    box.ready.clear()
+    return messages
+
+
 def call(n: int) -> c.Call:
     return c.Call(0, n, ())
 
@@ -33,12 +42,12 @@ def test_order_and_numbers() -> None:
     box = Outbox(0)
     for n in range(5):
         box.add(call(n))
-    assert sent(box.take()) == [call(n) for n in range(5)]
+    assert sent(take(box)) == [call(n) for n in range(5)]
     assert (box.sent, box.messages) == (5, 1)
-    assert box.take() == []
+    assert take(box) == []
     assert (box.sent, box.messages) == (5, 1)
     box.add(call(9))
-    (message,) = box.take()
+    (message,) = take(box)
     assert codec.decode_batch(message).first == 5
 
 
@@ -46,10 +55,10 @@ def test_frees_come_last_and_sorted() -> None:
     box = Outbox(0)
     box.dead.extend([7, 3, 5])
     box.add(call(1))
-    assert sent(box.take()) == [call(1), c.Free(3, (2, 2))]
+    assert sent(take(box)) == [call(1), c.Free(3, (2, 2))]
     assert box.dead == []
     box.dead.append(2)
-    assert sent(box.take()) == [c.Free(2, ())]
+    assert sent(take(box)) == [c.Free(2, ())]
 
 
 @given(st.lists(st.integers(1, 2**40), unique=True, min_size=1, max_size=300))
@@ -58,7 +67,7 @@ def test_frees_name_every_ref_once(refs: list[int]) -> None:
     box = Outbox(0)
     box.dead.extend(refs)
     freed = []
-    for command in sent(box.take()):
+    for command in sent(take(box)):
         assert isinstance(command, c.Free)
         ref = command.first
         freed.append(ref)
@@ -72,7 +81,7 @@ def test_many_frees_fit_messages() -> None:
     box = Outbox(0)
     box.dead.extend(range(1, 2**40, 2**40 // 350_000))
     count = len(box.dead)
-    messages = box.take()
+    messages = take(box)
     assert sum(1 + len(f.distances) for f in sent(messages)) == count
     assert len(messages) <= 8
 
@@ -87,7 +96,7 @@ def test_add_says_when_to_flush() -> None:
             if len(box.commands) >= box.limit:
                 box.sweep()
         limits.append(n)
-        box.take()
+        take(box)
         box.acknowledge(box.sent)
     assert limits[0] <= outbox.MIN_BATCH
     assert limits == sorted(limits)
@@ -105,7 +114,7 @@ def test_what_died_is_freed_in_the_middle_of_a_batch() -> None:
         box.dead.append(n + 1)
         if box.add(call(n)):
             box.sweep()
-    commands = codec.decode_batch(box.take()[0]).commands
+    commands = codec.decode_batch(take(box)[0]).commands
     frees = [i for i, command in enumerate(commands) if isinstance(command, c.Free)]
     assert len(frees) >= 3
     assert frees[0] <= outbox.SWEEP
@@ -116,11 +125,32 @@ def test_what_died_is_freed_in_the_middle_of_a_batch() -> None:
             assert ref <= i + 1, "freed before the command that it died after"
 
 
+def test_an_error_while_packing_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Outbox(0)
+    for n in range(9):
+        box.add(c.Piece(bytes([n]), b"x" * 400_000, True))
+    encode, calls = codec.encode, []
+
+    def encode_thrice(value: c.Batch) -> bytes:
+        calls.append(value)
+        if len(calls) > 3:
+            raise MemoryError
+        return encode(value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "encode", encode_thrice)
+        with pytest.raises(MemoryError):
+            box.pack()
+    assert (box.sent, box.messages, len(box.ready)) == (0, 0, 0)
+    assert [p.key for p in sent(take(box))] == [bytes([n]) for n in range(9)]  # type: ignore[union-attr]
+    assert box.sent == 9
+
+
 def test_large_commands_are_spread_over_messages() -> None:
     box = Outbox(0)
     for n in range(9):
         box.add(c.Piece(bytes([n]), b"x" * 400_000, True))
-    messages = box.take()
+    messages = take(box)
     assert [p.key for p in sent(messages)] == [bytes([n]) for n in range(9)]  # type: ignore[union-attr]
     assert len(messages) >= 4
 
@@ -130,7 +160,7 @@ def test_a_command_that_fits_no_message() -> None:
     box.add(c.Piece(b"", b"x" * (codec.MAX_MESSAGE + 1), True))
     box.add(c.Call(0, 1, (1 << 70,)))
     box.add(c.Call(0, 2, (1,)))
-    commands = [command for message in box.take() for command in codec.decode_batch(message).commands]
+    commands = [command for message in take(box) for command in codec.decode_batch(message).commands]
     assert commands == [c.Free(0, ()), c.Free(0, ()), c.Call(0, 2, (1,))]  # the others go on, in their places
     assert isinstance(box.unsendable, DisttensorError)
 
@@ -140,10 +170,10 @@ def test_the_window_of_commands() -> None:
     assert box.idle
     for n in range(outbox.MAX_COMMANDS):
         box.add(call(n))
-    box.take()
+    take(box)
     assert not box.full
     box.add(call(0))
-    box.take()
+    take(box)
     assert box.full
     assert not box.idle
     box.acknowledge(100)
@@ -158,7 +188,7 @@ def test_the_window_of_bytes() -> None:
     box = Outbox(0)
     while not box.full:
         box.add(c.Piece(b"", b"x" * 900_000, True))
-        box.take()
+        take(box)
     assert box.sent < 100
     box.acknowledge(box.sent - 1)
     assert not box.full
@@ -169,7 +199,7 @@ def test_sites_live_as_long_as_their_commands_are_in_flight() -> None:
     code = test_order_and_numbers.__code__
     for n in range(4):
         box.add(call(n), (code, n))
-        box.take()
+        take(box)
     assert [box.site(n) for n in range(4)] == [(code, n) for n in range(4)]
     box.acknowledge(2)
     assert box.running() == (code, 2)
@@ -181,7 +211,7 @@ def test_sites_live_as_long_as_their_commands_are_in_flight() -> None:
 def test_a_lost_node_queues_nothing_and_every_add_looks() -> None:
     box = Outbox(0)
     box.add(call(0))
-    box.take()
+    take(box)
     box.add(call(1))
     box.lose(NodeLost(0, cause="killed"))
     assert box.commands == []
