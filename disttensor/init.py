@@ -259,7 +259,7 @@ def _in_child() -> None:
     """A forked child holds nothing of the session: its use raises, and its end ends nothing."""
     session = state.current()
     if session is not None:
-        session.link.forked()
+        session.forked()
     atexit.unregister(_at_exit)
 
 

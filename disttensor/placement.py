@@ -120,7 +120,7 @@ class Places:
             )
         self._session = session
         self._devices = devices
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._by_pair: dict[tuple[int, str], Place] = {}
         self.by_slot: list[Place] = []
         for node, names in enumerate(devices):
@@ -155,7 +155,7 @@ class Places:
             raise RuntimeError(f"node {node} has no device {name}; it has {', '.join(self._devices[node])}")
         place = self._by_pair.get((node, name))
         if place is None:
-            with self._lock:
+            with self.lock:
                 place = self._by_pair.get((node, name)) or self._add(node, name)
         return place
 

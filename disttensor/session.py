@@ -283,6 +283,14 @@ class Session:
             errors[0].add_note(str(other))
         return errors[0] if errors else None
 
+    def forked(self) -> None:
+        """In a forked child: nothing works any more, and nothing waits for a thread that held a lock and isn't here."""
+        self.order = threading.RLock()
+        self.places.lock = threading.RLock()
+        for node in self.states:
+            node.lock = threading.RLock()
+        self.link.forked()
+
     def close(self, grace: float = 2.0) -> None:
         """Ends the nodes and lets go of everything. Never raises for a node that is gone already."""
         link = self.link

@@ -425,9 +425,11 @@ class Link:
     def forked(self) -> None:
         """In a forked child: nothing works any more, and nothing leaves."""
         self._forked = True
+        self._lock = threading.RLock()  # a thread that isn't here may have held the other one
+        self._wake = threading.Event()
         self.hub.forked()
         for outbox in self.outboxes:
-            outbox.urge(0)
+            outbox.forked()
 
     def close(self) -> None:
         """Closes the hub. Requests under way end with an error. Calling it twice is fine."""

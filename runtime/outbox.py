@@ -189,6 +189,11 @@ class Outbox:
         self._flight.clear()
         self._flight_bytes = 0
 
+    def forked(self) -> None:
+        """In a forked child: nothing leaves, and every issuing thread learns of it."""
+        self._taking = threading.RLock()
+        self.urge(0)
+
     def discard(self) -> None:
         """Forgets what was queued for a node that gets nothing any more; the lists would grow for ever."""
         self.commands.clear()
