@@ -128,7 +128,7 @@ def _send(
     site: Any,
 ) -> None:
     """Queues (key, data) of a function, unless it was ``sent``, and of its arguments; nobody else's pieces between."""
-    with place.session.order:
+    with place.session.pieces:
         if sent is None or (place.node, function[0]) not in sent:
             _pieces(place, *function, site)
             if sent is not None:

@@ -55,8 +55,8 @@ class Session:
         self._default_dtype = torch.float32
         self._transfers = count(1)
         self._staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
-        #: held while commands are queued that have to be in one order with each other or with transfers
-        self.order = threading.RLock()
+        self._beginning = threading.RLock()  #: held while a transfer begins at both ends
+        self.pieces = threading.RLock()  #: held while the pieces of a function are queued, one after another
 
     def introduce(self) -> None:
         """After all hellos: places, and everybody learns where everybody's data channel is."""
@@ -195,7 +195,7 @@ class Session:
     def _begin_both(
         self, here: Callable[[], Transfer], outbox: Outbox, there: c.Command, site: Site | None
     ) -> Transfer:
-        with self.order:
+        with self._beginning:
             transfer = here()
             outbox.add(there, site)
             return transfer
@@ -285,7 +285,8 @@ class Session:
 
     def forked(self) -> None:
         """In a forked child: nothing works any more, and nothing waits for a thread that held a lock and isn't here."""
-        self.order = threading.RLock()
+        self._beginning = threading.RLock()
+        self.pieces = threading.RLock()
         self.places.lock = threading.RLock()
         for node in self.states:
             node.lock = threading.RLock()
