@@ -51,19 +51,22 @@ class Executor:
         """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
         if batch.first != self.seq:
             raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
-        templates = self._templates
-        for command in batch.commands:
+        templates, call, store = self._templates, c.Call, self.store
+        for seq, command in enumerate(batch.commands, batch.first):
             try:
-                if type(command) is c.Call:
+                if type(command) is call:
                     template = templates[command.template]
-                    if template.mutated and self.store.sending:
+                    if store.sending and template.mutated:
+                        self.seq = seq
                         self._settle(template, command)
                     template.run(command.out, command.args)
                 else:
+                    self.seq = seq
                     self._other(command)
             except Exception as e:
+                self.seq = seq
                 self._failed(command, e)
-            self.seq += 1
+        self.seq = batch.first + len(batch.commands)
         if self.store.sending:
             self.store.settle([])  # lets go of what has left: it may have been freed
 

@@ -1,7 +1,4 @@
-"""L4: templates: an operator with its static arguments, turned once into a closure that runs it on a store's entries.
-
-What could be computed per call is computed here per template: which entries go where, what is constant.
-"""
+"""L4: templates: an operator with its static arguments, turned once into a closure that runs it on a node's tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +7,11 @@ from typing import Any
 
 import torch
 
-from . import codec
 from . import command as c
+from .bindings import binding
+from .caller import Entries, Run, Slot, caller
 from .errors import ProtocolError
 from .ops import AllowList
-from .store import Entry
-
-Entries = dict[int, Entry]
-Run = Callable[[int, tuple[c.Plain, ...]], Any]
 
 
 class Template:
@@ -32,45 +26,30 @@ class Template:
         op = allow.resolve(define.op)
         self.name = define.op
         self.outs = define.outs
-        positional = [_Slot(s, device_of) for s in define.args]
-        keyword = [(k, _Slot(s, device_of)) for k, s in define.kwargs]
+        known = {a.name for a in op._schema.arguments}
+        for name, _ in define.kwargs:
+            if name not in known:
+                raise ProtocolError(f"{define.op} has no argument {name!r}; it has {', '.join(sorted(known))}")
+        positional = [Slot(s, device_of) for s in define.args]
+        keyword = [(k, Slot(s, device_of)) for k, s in define.kwargs]
         #: for each of a Call's arguments, whether it is a tensor
         self.holes = tuple(hole for slot in (*positional, *(s for _, s in keyword)) for hole in slot.holes)
         #: indices into a Call's arguments of the tensors that the operator writes
         self.mutated = tuple(_mutated(op, positional, dict(keyword)))
-        self.call = _caller(op._op, positional, keyword, entries)
+        self.call = caller(binding(op), positional, keyword, entries)
         returns = op._schema.returns
         single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one
-        holes = "".join("T" if h else "N" for h in self.holes)
-        self.run = self._store(entries, holes, keyword, positional, op._op, single)
+        self.run = self._store(entries, single)
 
-    def _store(
-        self, e: Entries, holes: str, keyword: list[tuple[str, _Slot]], positional: list[_Slot], op: Any, single: bool
-    ) -> Run:
-        """``call`` and what stores its outputs; the shapes that make up most programs have closures of their own."""
+    def _store(self, e: Entries, single: bool) -> Run:
+        """``call`` and what stores its outputs."""
         call = self.call
-        plain = single and not keyword and all(s.kind == "hole" for s in positional)
-        if self.outs == 1 and plain and holes == "T":
-
-            def run(out: int, args: Any) -> None:
-                e[out] = op(e[out - args[0]])
-        elif self.outs == 1 and plain and holes == "TT":
-
-            def run(out: int, args: Any) -> None:
-                e[out] = op(e[out - args[0]], e[out - args[1]])
-        elif self.outs == 1 and plain and holes == "TN":
-
-            def run(out: int, args: Any) -> None:
-                e[out] = op(e[out - args[0]], args[1])
-        elif self.outs == 1:
-
-            def run(out: int, args: Any) -> None:
-                result = call(out, args)
-                if type(result) is not torch.Tensor:
-                    (result,) = tensors_of(result)
-                e[out] = result
-        elif self.outs == 0:
+        if self.outs == 0:
             return call
+        if self.outs == 1 and single:
+
+            def run(out: int, args: Any) -> None:
+                e[out] = call(out, args)
         else:
             count, first = self.outs, len(self.holes)
 
@@ -116,95 +95,9 @@ def _holes(specs: tuple[c.Spec, ...]) -> Iterator[bool]:
             yield from _holes(spec.items)
 
 
-class _Slot:
-    """One argument: a constant, a hole, or a list with holes in it."""
-
-    __slots__ = ("holes", "kind", "parts", "value")
-
-    def __init__(self, spec: c.Spec, device_of: Callable[[str], torch.device]) -> None:
-        self.holes: list[bool] = []
-        self.parts: list[_Slot] = []
-        self.value: Any = None
-        if isinstance(spec, c.Hole):
-            self.kind = "hole"
-            self.holes = [spec.tensor]
-        elif isinstance(spec, c.Items):
-            self.parts = [_Slot(s, device_of) for s in spec.items]
-            self.holes = [h for p in self.parts for h in p.holes]
-            self.kind = "list" if self.holes else "constant"
-            self.value = [p.value for p in self.parts]
-        else:
-            self.kind = "constant"
-            self.value = constant(spec, device_of)
-
-
-def constant(spec: c.Spec, device_of: Callable[[str], torch.device]) -> object:
-    """A wire argument as Python has it. Raises ProtocolError for an unknown dtype, layout, format or device."""
-    match spec:
-        case c.DType():
-            return codec.dtype_of(spec.id)
-        case c.Device():
-            return device_of(spec.name)
-        case c.Complex():
-            return complex(spec.real, spec.imag)
-        case c.Layout() if 0 <= spec.id < len(codec.LAYOUTS):
-            return codec.LAYOUTS[spec.id]
-        case c.MemoryFormat() if 0 <= spec.id < len(codec.FORMATS):
-            return codec.FORMATS[spec.id]
-        case c.Layout() | c.MemoryFormat():
-            raise ProtocolError(f"{spec} is unknown")
-        case _:
-            return spec
-
-
-def _caller(op: Any, positional: list[_Slot], keyword: list[tuple[str, _Slot]], e: Entries) -> Run:
-    """A closure that fills the holes and calls. Positions are found once, here."""
-    base = [s.value for s in positional]
-    kwbase = {k: s.value for k, s in keyword}
-    tensors: list[tuple[int, int]] = []
-    numbers: list[tuple[int, int]] = []
-    lists: list[tuple[int, int, _Slot]] = []
-    named: list[tuple[str, int, _Slot]] = []
+def _mutated(op: torch._ops.OpOverload, positional: list[Slot], keyword: dict[str, Slot]) -> Iterator[int]:
     at = 0
-    for i, slot in enumerate(positional):
-        if slot.kind == "hole":
-            (tensors if slot.holes[0] else numbers).append((i, at))
-        elif slot.kind == "list":
-            lists.append((i, at, slot))
-        at += len(slot.holes)
-    for k, slot in keyword:
-        if slot.holes:
-            named.append((k, at, slot))
-        at += len(slot.holes)
-    nested = bool(lists or named)  # one look for most operators, which have neither
-
-    def call(out: int, args: Any) -> Any:
-        values = base.copy()
-        for i, a in tensors:
-            values[i] = e[out - args[a]]
-        for i, a in numbers:
-            values[i] = args[a]
-        if nested:
-            for i, a, slot in lists:
-                values[i] = _fill(slot, iter(args[a:]), out, e)
-            if named:
-                return op(*values, **kwbase | {k: _fill(slot, iter(args[a:]), out, e) for k, a, slot in named})
-        return op(*values, **kwbase)
-
-    return call
-
-
-def _fill(slot: _Slot, args: Iterator[Any], out: int, e: Entries) -> Any:
-    if slot.kind == "hole":
-        return e[out - next(args)] if slot.holes[0] else next(args)
-    if slot.kind == "list":
-        return [_fill(p, args, out, e) for p in slot.parts]
-    return slot.value
-
-
-def _mutated(op: torch._ops.OpOverload, positional: list[_Slot], keyword: dict[str, _Slot]) -> Iterator[int]:
-    at = 0
-    starts: dict[str, tuple[int, _Slot]] = {}
+    starts: dict[str, tuple[int, Slot]] = {}
     for argument, slot in zip(op._schema.arguments, positional, strict=False):
         starts[argument.name] = (at, slot)
         at += len(slot.holes)

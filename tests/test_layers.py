@@ -27,6 +27,8 @@ LAYERS = {
     "launch.base": 2,
     "store": 3,
     "streams": 3,
+    "bindings": 4,
+    "caller": 4,
     "template": 4,
     "functions": 4,
     "executor": 4,

@@ -1,0 +1,39 @@
+"""L4: the shortest way into an operator from Python.
+
+``torch.ops`` finds an operator's arguments by its schema, boxed; torch's generated bindings (``Tensor.view``) parse
+them in half the time. They take the same arguments, but choose the overload by themselves: only operators of which a
+test shows that the choice is the same are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+METHODS = frozenset(
+    {
+        *("aten::view", "aten::t", "aten::transpose.int", "aten::permute", "aten::expand", "aten::unsqueeze"),
+        *("aten::squeeze.dim", "aten::select.int", "aten::clone", "aten::detach", "aten::copy_", "aten::zero_"),
+        *("aten::add.Tensor", "aten::sub.Tensor", "aten::mul.Tensor", "aten::div.Tensor", "aten::neg", "aten::abs"),
+        *("aten::add_.Tensor", "aten::sub_.Tensor", "aten::mul_.Tensor", "aten::div_.Tensor", "aten::bernoulli_.float"),
+        *("aten::addcmul_", "aten::addcdiv_", "aten::sqrt", "aten::rsqrt", "aten::exp", "aten::log", "aten::tanh"),
+        *("aten::sigmoid", "aten::relu", "aten::sum", "aten::sum.dim_IntList", "aten::mean", "aten::mean.dim"),
+        *("aten::mm", "aten::bmm", "aten::addmm", "aten::maximum", "aten::minimum", "aten::gather"),
+        *("aten::masked_fill.Scalar", "aten::lerp_.Scalar"),
+    }
+)
+FUNCTIONS = frozenset({"aten::native_layer_norm", "aten::cat", "aten::stack", "aten::where.self"})
+
+
+def binding(op: OpOverload) -> Callable[..., Any]:
+    """What runs ``op``, called with its arguments in the order of the schema."""
+    name = op.name()
+    base = name.removeprefix("aten::").partition(".")[0]
+    if name in METHODS:
+        return getattr(torch._C.TensorBase, base, op._op)
+    if name in FUNCTIONS:
+        return getattr(torch._C._VariableFunctions, base, op._op)
+    return op._op
