@@ -1,7 +1,8 @@
-"""python tools/bench/step.py [--steps 40] [--repeats 5]
+"""python tools/bench/step.py [--steps 40] [--repeats 3] [--sessions 5]
 
 Training steps on one node against the same steps done locally, in turns in one run, one compute thread on either side:
-throughput of a step with at least 5 ms of compute, and the bytes per command over steps of a small transformer.
+throughput of a step with at least 5 ms of compute, and the bytes per command over steps of a small transformer. Where
+a process's memory happens to lie changes its speed by some percent, so that several sessions are measured.
 """
 
 from __future__ import annotations
@@ -50,26 +51,35 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def compare(width: int, batch: int, steps: int, repeats: int) -> tuple[float, float, float, float, float]:
+    """(local seconds, node seconds, local over node, commands a step, bytes a command) of one session."""
+    with dt.init_master_worker(nodes=1, threads=1):
+        box = state.session().link.outboxes[0]
+        local, remote = trainer("cpu", width, batch), trainer("node:0", width, batch)
+        timed(local, 3), timed(remote, 3)
+        sent, size = box.sent, box.bytes
+        times = [(timed(local, steps), timed(remote, steps)) for _ in range(repeats)]
+        here, there = (statistics.median(column) for column in zip(*times, strict=True))
+        ratio = statistics.median(a / b for a, b in times)
+        commands = (box.sent - sent) / repeats / (steps + 1)
+        return here, there, ratio, commands, (box.bytes - size) / (box.sent - sent)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sessions", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=1, threads=1):
-        box = state.session().link.outboxes[0]
-        for name, width, batch in (("launch-bound", 32, 4), ("compute-bound", 128, 16)):
-            local, remote = trainer("cpu", width, batch), trainer("node:0", width, batch)
-            timed(local, 3), timed(remote, 3)
-            sent, size = box.sent, box.bytes
-            times = [(timed(local, options.steps), timed(remote, options.steps)) for _ in range(options.repeats)]
-            here, there = (statistics.median(column) for column in zip(*times, strict=True))
-            ratio = statistics.median(a / b for a, b in times)
-            commands = (box.sent - sent) / options.repeats / (options.steps + 1)
-            print(
-                f"{name}: local {here * 1e3:.2f} ms, node {there * 1e3:.2f} ms a step; {ratio:.2f}x local throughput; "
-                f"{commands:.0f} commands a step, {(box.bytes - size) / (box.sent - sent):.1f} bytes each"
-            )
+    for name, width, batch in (("launch-bound", 32, 4), ("compute-bound", 128, 16)):
+        sessions = [compare(width, batch, options.steps, options.repeats) for _ in range(options.sessions)]
+        here, there, ratio, commands, size = (statistics.median(column) for column in zip(*sessions, strict=True))
+        ratios = sorted(s[2] for s in sessions)
+        print(
+            f"{name}: local {here * 1e3:.2f} ms, node {there * 1e3:.2f} ms a step; {ratio:.2f}x local throughput "
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {commands:.0f} commands a step, {size:.1f} bytes each"
+        )
 
 
 if __name__ == "__main__":
