@@ -138,7 +138,8 @@ def init_master_worker(
         if isinstance(hub, InprocHub):
             for bundle in bundles:
                 worker = Worker(bundle, hub.spoke(bundle.rank))
-                threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True).start()
+                session.threads.append(threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True))
+                session.threads[-1].start()
         _meet(session, count, timeout)
     except BaseException:
         if session is not None:

@@ -51,6 +51,8 @@ class Session:
         self.states = [NodeState(self, rank, self.link.outboxes[rank]) for rank in range(nodes)]
         self.places: Places
         self.launcher = launcher
+        #: nodes that are threads of this process
+        self.threads: list[threading.Thread] = []
         self._secret = secret
         self._default_dtype = torch.float32
         self._transfers = count(1)
@@ -308,5 +310,7 @@ class Session:
         self.channel.close()
         if self.launcher is not None:
             self.launcher.stop(grace)
+        for thread in self.threads:
+            thread.join(grace)  # one that the end of the process met inside of torch would abort it
         forget_all()
         link.interrupts.restore()
