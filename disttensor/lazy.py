@@ -8,8 +8,9 @@ import torch
 
 from . import infer
 from .meta import Handle, Lazy, Meta, meta_like, new_ref
-from .plan import MAX_PLANS, VIEW, Entry, Plan
-from .registry import drop_plans, handles
+from .plan import VIEW, Entry, Plan
+from .planning import make_room
+from .registry import handles
 from .runtime import command as c
 from .runtime.errors import DisttensorError
 from .site import here
@@ -88,14 +89,10 @@ def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any
     if not isinstance(result, torch.Tensor):
         return None
     positional, named = entry.specs(args, kwargs, DistributedTensor, place.name)
-    if len(entry.plans) >= MAX_PLANS:
-        entry.plans.clear()
-    if place.state.full:
-        drop_plans()
-        place.state.turn()
+    make_room(place)
     plan = Plan(VIEW, place.state, (entry.name, positional, named), meta_like(result, place), 1, here(4))
     plan.holes = tuple(i for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
-    entry.plans[meta, rest] = plan
+    entry.store(entry.plans, (meta, rest), plan)
     return plan
 
 

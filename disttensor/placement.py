@@ -109,6 +109,13 @@ class Place:
         return self.index >= 0
 
 
+def one_session(*places: Place) -> None:
+    """Raises DisttensorError for places of two sessions, for a ref of one means nothing in the other."""
+    if any(place.session is not places[0].session for place in places):
+        for place in places:  # all but the newest have been shut down
+            place.session.link.check(place.outbox)
+
+
 class Places:
     """A session's slots."""
 

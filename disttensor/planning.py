@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import infer
 from .meta import Handle, Meta, meta_like, meta_of, new_ref, stand_in
-from .placement import Place
+from .placement import Place, one_session
 from .plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
 from .registry import drop_plans
 from .runtime import codec
@@ -87,6 +87,7 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
                 place = where
             else:
                 other = first if first is not None else scalar
+                one_session(where, place)
                 there = operand_name(other) if other is not None else str(place)
                 raise RuntimeError(
                     f"{entry.name}: expected all tensors to be on the same device, but found {there} and "

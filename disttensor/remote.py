@@ -13,7 +13,7 @@ import torch
 from . import state
 from .context import current_node
 from .meta import Handle, meta_of, new_ref
-from .placement import Place
+from .placement import Place, one_session
 from .runtime import codec
 from .runtime import command as c
 from .runtime.errors import DisttensorError
@@ -22,7 +22,7 @@ from .runtime.functions import MAX_PICKLE, decode_result, key_of
 from .runtime.interrupts import whole
 from .site import here
 from .tensor import DistributedTensor, proxy
-from .transfer import move, one_session, upload
+from .transfer import move, upload
 
 _serial = count()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from .meta import Handle, Lazy, meta_of, new_ref
-from .placement import Place
+from .placement import Place, one_session
+from .planning import make_room
 from .runtime import codec
 from .runtime import command as c
 from .site import here
@@ -69,13 +70,6 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     return proxy(handle)
 
 
-def one_session(*places: Place) -> None:
-    """Raises DisttensorError for places of two sessions, for a ref of one means nothing in the other."""
-    if any(place.session is not places[0].session for place in places):
-        for place in places:  # all but the newest have been shut down
-            place.session.link.check(place.outbox)
-
-
 def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     """To another device of the same node: the node copies by itself."""
     from .lazy import materialise
@@ -86,6 +80,7 @@ def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
         meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     ref = tensor._h.ref or materialise(tensor._h)
     handle = Handle(new_ref(), meta)
+    make_room(place)
     # an explicit copy, for two simulated devices are one memory
     empty = place.state.define(
         "aten::empty_strided",

@@ -174,7 +174,7 @@ class Executor:
             return
         try:
             transfer = self._channel.isend(entry, command.peer, command.transfer)
-        except TypeError:  # a layout or dtype that the channel doesn't carry; the receiver must not wait for it
+        except Exception:  # a layout or dtype that the channel doesn't carry, or no memory: nobody must wait for it
             self._channel.refuse(command.peer, command.transfer, self.rank, self.seq)
             raise
         if not transfer.is_completed():

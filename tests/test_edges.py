@@ -82,3 +82,17 @@ def test_a_storage_shows_where_it_is() -> None:
     text = repr(torch.ones(6, device=DEV).untyped_storage())
     assert text == repr(torch.ones(6, device="meta").untyped_storage()).replace("meta", DEV)
     assert repr(torch.ones(1, dtype=torch.uint8).untyped_storage()).startswith(" 1\n")
+
+
+def test_a_local_tensor_is_not_written_in_vain() -> None:
+    local = torch.tensor(0.0)
+    with pytest.raises(RuntimeError, match="cpu"):
+        local += torch.ones((), device="node:1")
+
+
+def test_numbers_that_do_not_fit() -> None:
+    x = torch.ones(2, device="node:1")
+    assert (x + 1).sum().item() == 4
+    with pytest.raises((OverflowError, RuntimeError)):
+        x + 2**70
+    assert (x + 2).sum().item() == 6

@@ -31,7 +31,6 @@ VARYING: dict[str, Callable[[torch.Tensor, int], object]] = {
 @pytest.mark.parametrize("name", VARYING)
 def test_tables_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MAX_PLANS", 16)
-    monkeypatch.setattr("disttensor.lazy.MAX_PLANS", 16)
     drop_plans()
     x = torch.arange(40.0, device="node:1")
     for i in range(40):

@@ -12,6 +12,8 @@ import disttensor as dt
 
 USES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "alone": lambda old, new: old + 1,
+    "beside a new one": lambda old, new: new + old,
+    "before a new one": lambda old, new: torch.cat([old, new]),
     "fetch": lambda old, new: old.cpu(),
     "view": lambda old, new: old[0].item(),
     "to its node": lambda old, new: old.to("node:0", copy=True),
