@@ -14,15 +14,18 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import attention, device_module, engine, fast, handlers, state, transfer
+from . import attention, choices, device_module, engine, fast, handlers, state, transfer
 from .context import current_node
 from .dispatch import dispatch, run
 from .planning import refuse_layout
 from .registry import enter
 from .tensor import DistributedTensor
 
-#: Composites that have a kernel of their own on the CPU: without one here torch would take them apart.
+#: Composites that have a kernel of their own on the CPU, or call one directly: torch would take them apart otherwise.
 _OWN_KERNELS = (
+    torch.ops.aten.kaiser_window.default,
+    torch.ops.aten.kaiser_window.periodic,
+    torch.ops.aten.kaiser_window.beta,
     torch.ops.aten.silu_backward.default,
     torch.ops.aten.mish_backward.default,
     torch.ops.aten.native_channel_shuffle.default,
@@ -55,6 +58,7 @@ def register() -> None:
     fallback.fallback(_factory, "PrivateUse1")
     kernels = torch.library.Library("aten", "IMPL")
     attention.register(kernels)
+    choices.register(kernels)
     kernels.impl("_to_copy", _to_copy, "PrivateUse1")
     for op in _OWN_KERNELS:
         kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")

@@ -52,6 +52,9 @@ WRONG_META = frozenset(
         "aten::linalg_lstsq",
         "aten::_thnn_fused_lstm_cell",
         "aten::mkldnn_rnn_layer",
+        "aten::kaiser_window",
+        "aten::kaiser_window.periodic",
+        "aten::kaiser_window.beta",
     }
 )
 

@@ -52,6 +52,8 @@ torch.tril_indices(3, 4, device=dev)
 torch.triu_indices(3, 4, device=dev)
 torch.hann_window(6, device=dev)
 torch.kaiser_window(6, device=dev)
+torch.kaiser_window(6, False, device=dev)
+torch.kaiser_window(6, periodic=False, beta=8.0, dtype=torch.float64, device=dev)
 torch.bartlett_window(6, device=dev)
 torch.complex(torch.ones(2, device=dev), torch.zeros(2, device=dev))
 torch.empty_strided((2, 3), (1, 2), device=dev).zero_()
@@ -62,11 +64,9 @@ torch.zeros(0, 3, device=dev)
 torch.arange(0, device=dev)
 """
 
-BUGS = {"torch.kaiser_window": pytest.mark.xfail(reason="a composite kernel calls a stub that nodes don't have")}
-
 
 @on_devices
-@pytest.mark.parametrize("program", cases(FACTORIES, bugs=BUGS))
+@pytest.mark.parametrize("program", cases(FACTORIES))
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)
 

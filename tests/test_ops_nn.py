@@ -124,11 +124,12 @@ F.multi_margin_loss(logits, label)
 F.multilabel_soft_margin_loss(x, t.float())
 F.soft_margin_loss(x, t.float() * 2 - 1)
 F.ctc_loss(logits[:, None].log_softmax(2), label[None, :2] % 4 + 1, torch.tensor([6]), torch.tensor([2]))
+F.ctc_loss(logits[:, None].log_softmax(2), label[None, :2] % 4 + 1, (6,), (2,), reduction="sum")
+F.ctc_loss(logits[:, None].log_softmax(2), label[None, :2] % 4 + 1, label[:1] * 0 + 6, label[:1] * 0 + 2, blank=0)
 """
 
 FUSED = pytest.mark.xfail(reason="torch chooses a fused cell that is for CUDA only")
 BUGS = {
-    "F.ctc_loss": pytest.mark.xfail(reason="lengths that are local tensors"),
     "torch.lstm_cell": FUSED,
     "torch.gru_cell": FUSED,
 }

@@ -1,0 +1,81 @@
+"""Composites that take another path for tensor subclasses, or off the CPU, than local torch does: put right here.
+
+Numbers follow from the path: LAPACK finds other singular values when it is asked for vectors as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+
+from .plan import Entry
+from .registry import handler
+from .tensor import DistributedTensor
+from .transfer import upload
+
+aten = torch.ops.aten
+
+_kernels: list[tuple[OpOverload, Callable[..., Any]]] = []
+
+
+def register(library: torch.library.Library) -> None:
+    """Puts this module's functions in the place of torch's composites for our device."""
+    for op, function in _kernels:
+        library.impl(op.name().removeprefix("aten::"), function, "AutogradPrivateUse1")
+
+
+def chosen(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function in the place of torch's composite ``op``: above autograd, and where autograd is left out."""
+
+    def put(function: Callable[..., Any]) -> Callable[..., Any]:
+        _kernels.append((op, function))
+
+        def without_autograd(entry: Entry, args: Any, kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        handler(op)(without_autograd)
+        return function
+
+    return put
+
+
+def _differentiated(x: torch.Tensor) -> bool:
+    """Whether torch would have a derivative of ``x`` in mind; it always has for subclasses."""
+    if type(x) is not DistributedTensor or (torch.is_grad_enabled() and x.requires_grad):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+@chosen(aten.linalg_svdvals.default)
+def svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    """As ``torch.linalg.svdvals``: without the vectors, unless a derivative needs them."""
+    return aten._linalg_svd(A, False, _differentiated(A), driver=driver)[1]  # type: ignore[no-any-return]
+
+
+@chosen(aten.linalg_eigvalsh.default)
+def eigvalsh(A: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
+    """As ``torch.linalg.eigvalsh``: without the vectors, unless a derivative needs them."""
+    return aten._linalg_eigh(A, UPLO, _differentiated(A))[0]  # type: ignore[no-any-return]
+
+
+@chosen(aten.linalg_eigvals.default)
+def eigvals(A: torch.Tensor) -> torch.Tensor:
+    """As ``torch.linalg.eigvals``: without the vectors, unless a derivative needs them."""
+    return aten.linalg_eig(A)[0] if _differentiated(A) else aten._linalg_eigvals(A)  # type: ignore[no-any-return]
+
+
+@chosen(aten.ctc_loss.Tensor)
+def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
+    """As ``torch.nn.functional.ctc_loss``, which takes local lengths on any device: they are sent to the node."""
+    place = getattr(log_probs, "_place", None)
+    sent = [
+        upload(x, place) if place is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
+        for x in lengths[:2]
+    ]
+    composite = aten.ctc_loss.Tensor._op_dk
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return composite(key, log_probs, targets, *sent, *lengths[2:], **options)  # type: ignore[no-any-return]
