@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import attention, choices, device_module, engine, fast, handlers, state, transfer
+from . import attention, autocast, choices, device_module, engine, fast, handlers, state, transfer
 from .context import current_node
 from .dispatch import dispatch, run
 from .planning import refuse_layout
@@ -22,7 +22,9 @@ from .registry import enter
 from .tensor import DistributedTensor
 
 #: Composites that have a kernel of their own on the CPU, or call one directly: torch would take them apart otherwise.
+#: And the one that ``torch.tensor([x, y])`` calls where neither subclasses nor the fallback have a say.
 _OWN_KERNELS = (
+    torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.kaiser_window.default,
     torch.ops.aten.kaiser_window.periodic,
     torch.ops.aten.kaiser_window.beta,
@@ -62,7 +64,7 @@ def register() -> None:
     kernels.impl("_to_copy", _to_copy, "PrivateUse1")
     for op in _OWN_KERNELS:
         kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
-    _library.extend((fallback, kernels))
+    _library.extend((fallback, kernels, *autocast.register()))
     engine.install()
     fast.install()
     _adapt_torch()

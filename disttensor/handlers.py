@@ -200,6 +200,12 @@ def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
     return run(entry, (source, list(indices)), kwargs, None)
 
 
+@handler(aten._pack_padded_sequence.default)
+def _pack(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Lengths, and the sizes of batches that torch computes of them and reads in C++, stay here as they do for CUDA."""
+    return entry.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
     """On a CPU node with the very steps of local CPU's dropout, so that one seed gives one set of numbers."""
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None

@@ -12,8 +12,8 @@ from types import TracebackType
 
 import torch
 
+from . import autocast, infer, registry, state
 from . import backend as device_backend
-from . import infer, registry, state
 from .runtime import bundle as b
 from .runtime.channel import get_channel, name_for_nodes
 from .runtime.channel.base import MASTER, ChannelContext
@@ -156,6 +156,7 @@ def init_master_worker(
             outbox.urge(2)
     registry.drop_plans()
     state.set_session(session)
+    autocast.choose_default(session.places)
     _register_once()
     return SessionContext()
 

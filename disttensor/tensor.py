@@ -85,8 +85,8 @@ class DistributedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same remote tensor, outside of autograd."""
-        return self.detach()
+        """The same remote tensor, outside of autograd and with a version counter of its own."""
+        return _data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, other: Any) -> None:

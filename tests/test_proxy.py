@@ -232,16 +232,6 @@ def test_fork_rng_and_seeds() -> None:
     assert not torch.equal(x.cpu(), a)
 
 
-@pytest.mark.xfail(reason="autocast has no rules for nodes")
-def test_autocast() -> None:
-    x, w = torch.randn(4, 4), torch.randn(4, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = x @ w
-    with torch.autocast("node", dtype=torch.bfloat16):
-        got = x.to("node:1") @ w.to("node:1")
-    same(got, expected)
-
-
 def test_dispatch_and_function_modes_see_operations() -> None:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode

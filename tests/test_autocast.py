@@ -1,0 +1,308 @@
+"""`torch.autocast("node")` casts as torch does on the node's kind of device; `GradScaler` scales as it does here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import same, send
+from differential import batch, cases, evaluate, inputs, leaves, net
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import disttensor as dt
+from disttensor import autocast, state
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+PROGRAMS = """
+x @ w, torch.mm(x, w), x @ v, torch.einsum("ij,jk", x, w), torch.bmm(b, c), torch.linalg.vecdot(x, y)
+F.linear(x, w.T), F.linear(h, w.T), F.conv2d(img, k2, bias), F.conv1d(seq, k1), F.conv3d(vol, k3)
+F.conv_transpose2d(img, tk2)
+F.prelu(x, s), torch.baddbmm(b @ c, b, c), torch.outer(v, v)
+F.softmax(x, -1), F.log_softmax(h, -1), F.layer_norm(x, (5,)), F.layer_norm(h, (5,)), F.group_norm(img, 3), F.gelu(x)
+F.relu(h)
+F.mse_loss(h, y), F.l1_loss(x, h), F.cross_entropy(logits.bfloat16(), label)
+F.nll_loss(F.log_softmax(logits, 1), label)
+F.binary_cross_entropy_with_logits(h, u.abs()), F.smooth_l1_loss(h, y), F.kl_div(x, h, reduction="sum")
+h.exp(), h.log(), x.exp(), h.pow(2), h.rsqrt(), h.sum(), h.sum(1), h.prod(), h.prod(1), h.cumsum(0), h.norm()
+h.norm(2, 1), h.mean()
+h.norm(p=1, dim=(0, 1)), torch.linalg.vector_norm(h), torch.linalg.matrix_norm(h), h.sum(dtype=torch.float64)
+h.softmax(1, torch.float64)
+torch.cat([x, h]), torch.stack([x, h]), torch.stack([h, h]), torch.addcmul(h, x, h), torch.atan2(h, x)
+torch.cdist(h, h), torch.dot(v, v)
+x + h, x * h, d @ d.T, h @ h.T, x.long() @ x.long().T, f * 2, F.avg_pool2d(img, 2)
+F.interpolate(img.bfloat16(), scale_factor=2)
+torch.trace(h), F.pad(img.bfloat16(), (1, 1, 1, 1), mode="reflect"), F.huber_loss(h, y)
+torch.linalg.multi_dot([x, w, w.T])
+"""
+#: What torch's stand-ins for CUDA tensors can't do.
+ONLY_CPU = """
+torch.addmm(m[:, :1], x, w), F.linear(x, w.T, w[0]), torch.mv(m, m[0]), F.cosine_embedding_loss(h, y, x[:, 0].sign())
+torch.fft.rfft(h), torch.quantile(h, 0.5), torch.linalg.inv(spd.bfloat16()), torch.linalg.svd(h)[1], torch.polar(h, h)
+F.scaled_dot_product_attention(q, kk, vv)
+"""
+
+
+@contextlib.contextmanager
+def cuda() -> Iterator[None]:
+    """An autocast region for CUDA, which torch's own refuses to be without one."""
+    torch.set_autocast_enabled("cuda", True)
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()
+
+
+@pytest.mark.parametrize("program", cases(PROGRAMS, ONLY_CPU))
+def test_as_local(program: str) -> None:
+    """Bit for bit what ``torch.autocast("cpu")`` gives."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = evaluate(program, torch.device("cpu"), inputs(program))
+    with torch.autocast("node", dtype=torch.bfloat16):
+        got = evaluate(program, dt.device(1, "cpu"), send(inputs(program), dt.device(1, "cpu")))
+    same(got, expected, strides=False)
+
+
+@pytest.fixture
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A place that is taken for one with CUDA's kernels: only dtypes can be compared."""
+    device = dt.device(1, "cuda:1")
+    place = state.session().places.of(device)
+    place.kernels = "cuda"
+    yield device
+    place.kernels = "cpu"
+
+
+def dtypes(values: Any) -> list[Any]:
+    return [v.dtype for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
+
+
+def expected_on_cuda(call: Any, values: Any) -> Any:
+    """``call(values)`` with torch's stand-ins for CUDA tensors."""
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    with FakeTensorMode():
+        values = tree_map(fake, values)
+        with cuda():
+            return call(values)
+
+
+@pytest.mark.parametrize("program", cases(PROGRAMS))
+def test_the_dtypes_of_cuda(program: str, like_cuda: torch.device) -> None:
+    expected = expected_on_cuda(lambda values: evaluate(program, torch.device("cuda"), values), inputs(program))
+    with torch.autocast("node", dtype=torch.bfloat16):
+        got = evaluate(program, like_cuda, send(inputs(program), like_cuda))
+    assert dtypes(got) == dtypes(expected)
+
+
+def test_what_cuda_refuses(like_cuda: torch.device) -> None:
+    p = torch.rand(3, device=like_cuda)
+    with torch.autocast("node"), pytest.raises(RuntimeError, match="unsafe to autocast"):
+        F.binary_cross_entropy(p, p)
+
+
+def test_every_operator_of_the_tables_is_one_of_torchs() -> None:
+    for kind, key in autocast._KEYS.items():
+        registered = {n.removeprefix("aten::") for n in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+        told = f"{autocast._LOWER[kind]} {autocast._PROMOTE[kind]} {autocast._BANNED[kind]}".split()
+        assert set(told) <= registered
+        assert len(told) == len(set(told))
+
+
+def _samples() -> list[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    names = {n.removeprefix("aten::").partition(".")[0] for n in autocast.operators()}
+    chosen = []
+    for op in op_db:
+        if {op.name.replace(".", "_"), op.name.rpartition(".")[2]} & names and torch.float32 in op.dtypes:
+            chosen.append(op)
+    return chosen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_all_operators_of_the_database(kind: str, request: pytest.FixtureRequest) -> None:
+    """Finds the rules that a new torch has changed: dtypes of each operator's results with its sample inputs."""
+    device = request.getfixturevalue("like_cuda") if kind == "cuda" else dt.device(1, "cpu")
+    wrong, compared = [], 0
+    for op in _samples():
+        for sample in list(op.sample_inputs("cpu", torch.float32))[:3]:
+
+            def call(values: Any, op: Any = op) -> Any:
+                return op(values[0], *values[1], **values[2])
+
+            values = (sample.input, sample.args, sample.kwargs)
+            try:
+                if kind == "cuda":
+                    expected = expected_on_cuda(call, values)
+                else:
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        expected = call(values)
+                with torch.autocast("node", dtype=torch.bfloat16):
+                    got = call(send(values, device))
+            except Exception:  # what torch can't run on stand-ins, and what nodes can't at all, is not asked here
+                continue
+            compared += 1
+            if dtypes(got) != dtypes(expected):
+                wrong.append((op.name, dtypes(got), dtypes(expected)))
+    assert not wrong
+    assert compared > 200
+
+
+def test_regions() -> None:
+    x = torch.ones(2, 2, device="node:1")
+    assert (x @ x).dtype == torch.float32
+    with torch.autocast("node"):
+        assert (x @ x).dtype == torch.bfloat16  # as on the CPUs that these nodes compute with
+        with torch.autocast("node", enabled=False):
+            assert (x @ x).dtype == torch.float32
+        with torch.autocast("node", dtype=torch.float16):
+            assert (x @ x).dtype == torch.float16
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+            assert (x @ x).dtype == torch.bfloat16
+            assert (x.cpu() @ x.cpu()).dtype == torch.float16
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append((x @ x).dtype))  # a region is its thread's own
+        thread.start()
+        thread.join()
+        assert seen == [torch.float32]
+    with torch.autocast("cpu"):
+        assert (x @ x).dtype == torch.float32
+    assert torch.get_autocast_dtype("node") == torch.bfloat16
+    assert not autocast._casts
+
+    @torch.autocast("node", dtype=torch.bfloat16)
+    def decorated() -> torch.Tensor:
+        return x @ x
+
+    with torch.inference_mode():
+        assert decorated().dtype == torch.bfloat16
+    with torch.autocast(x.device.type), pytest.raises(RuntimeError, match="float16"):
+        torch.cat([x, x.half()])
+
+
+def test_a_weight_is_cast_once() -> None:
+    """So the gradients of its uses are summed in bfloat16, as here."""
+    results = []
+    for where, kind in (("node:1", "node"), ("cpu", "cpu")):
+        x, w = send(leaves(), where)
+        for cached in (True, False):
+            with torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=cached):
+                y = sum((x * i) @ w.T for i in range(1, 6))
+            y.float().sum().backward()
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            with torch.no_grad():
+                x @ w.T
+            (x @ w.T).sum().backward()
+        results.append((x.grad, y))
+    same(*results)
+
+
+def test_transforms() -> None:
+    results = []
+    for where, kind in ((dt.device(1, "cpu"), "node"), ("cpu", "cpu")):
+        x, w = (t.detach() for t in send(leaves(), where))
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            results.append(
+                (
+                    torch.func.grad(lambda a, w=w: (a @ w.T).float().sum())(x),
+                    torch.func.vmap(lambda a, w=w: w @ a)(x),
+                    torch.func.vmap(torch.func.grad(lambda a, w=w: (w @ a).sum()))(x),
+                )
+            )
+    same(*results)
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x @ x.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return (grad + grad.T) @ x
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_custom_functions(cast: torch.dtype | None) -> None:
+    results = []
+    for where, kind in ((dt.device(1, "cpu"), "node"), ("cpu", "cpu")):
+        forward = torch.amp.custom_fwd(Half.forward, device_type=kind, cast_inputs=cast)
+        backward = torch.amp.custom_bwd(Half.backward, device_type=kind)
+        function = type("H", (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": backward})
+        x, _ = send(leaves(), where)
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            y = function.apply(x)
+        y.float().sum().backward()
+        results.append((y, x.grad))
+    same(*results)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_training(optimizer: Any) -> None:
+    """A network in bfloat16 with a scaler that meets an infinity on its way."""
+    results = []
+    for where, kind in ((dt.device(1, "cpu"), "node"), ("cpu", "cpu")):
+        model = net().to(where)
+        opt = optimizer(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=2)
+        x, y = send(batch(), where)
+        out: list[Any] = []
+        for step in range(6):
+            opt.zero_grad()
+            with torch.autocast(kind, dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss * float("inf") if step == 3 else loss).backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(opt)
+            scaler.update()
+            out.append((loss.detach(), scaler.get_scale()))
+        saved = scaler.state_dict()
+        other = torch.amp.GradScaler(kind)
+        other.load_state_dict(saved)
+        results.append((out, saved, [p.detach() for p in model.parameters()], other.get_scale()))
+    same(*results)
+
+
+def test_a_scaler_over_two_nodes() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, device=f"node:{k}")) for k in range(2)]
+    opt = torch.optim.SGD(parameters, lr=1.0)
+    scaler = torch.amp.GradScaler("node", init_scale=8.0)
+    for bad in (False, True):
+        opt.zero_grad()
+        loss = parameters[0].sum() + parameters[1].sum().to("node:0") * (float("nan") if bad else 2)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+    same(parameters[0].detach(), torch.zeros(2))  # the second step was skipped on both
+    same(parameters[1].detach(), -torch.ones(2))
+    assert scaler.get_scale() == 4.0
+
+
+def test_no_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.autocast("node", dtype=torch.bfloat16):
+            torch.ones(2, 2, device="node:1") @ torch.ones(2, 2, device="node:1")
