@@ -35,26 +35,13 @@ _OWN_KERNELS = (
 _library: list[torch.library.Library] = []
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What C++ asks of the device type."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def has_primary_context(self, device_index: int) -> bool:
-        return True
-
-    def is_built(self) -> bool:
-        return True
-
-
 def register() -> None:
     """Registers the device type; a second call does nothing."""
     if _library:
         return
     setattr(DistributedTensor, "__torch_dispatch__", classmethod(dispatch))  # noqa: B010 - mypy can't see the method
     _setup_privateuseone_for_python_backend(
-        rename="node", backend_module=device_module, hook=_Hooks(), device_guard=engine.Guard()
+        rename="node", backend_module=device_module, hook=engine.Hooks(), device_guard=engine.Guard()
     )
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_factory, "PrivateUse1")

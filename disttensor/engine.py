@@ -4,9 +4,12 @@ Two traps of torch's Python backends (seen on torch 2.11 to 2.13) are handled he
 
 - the autograd engine has one device thread for such a backend and asserts on index > 0, so multithreading is switched
   off in the calling thread for the length of a backward;
-- an exception that passes through C++ in a backward unwinds through the device guard, a noexcept function that calls
-  the guard's ``type_`` while the error is pending, and that kills the process. Our guard's ``type_`` first takes the
-  pending error away and keeps it; the wrapper of the engine's entry raises it once C++ has unwound.
+- an exception that passes through C++ in a backward unwinds through the device guard, a noexcept function that asks
+  for the guard's ``type_`` while the error is pending, and that kills the process. Whoever looks ``type_`` up has the
+  pending error taken away and kept; the wrapper of the engine's entry raises it once C++ has unwound.
+
+And what a signal's handler raises while C++ asks (in a forward too, for each output that needs a gradient) would end in
+such a noexcept function: between the lookup and the answer no handler runs.
 """
 
 from __future__ import annotations
@@ -17,22 +20,47 @@ from typing import Any
 import torch
 import torch.autograd.graph
 
+from .runtime.interrupts import held, whole
+
 _kept = threading.local()
-_kind: Any = torch._C._autograd.DeviceType.PrivateUse1
 _poke = [None]
 
 
-class Guard(torch._C._acc.DeviceGuard):
-    """The device guard that torch calls, while an exception unwinds as well."""
+class Answer:
+    """A method that gives a constant to C++, which looks it up and then calls it."""
 
-    def type_(self) -> Any:
+    def __init__(self, value: Any) -> None:
+        @whole
+        def answer(index: int = 0) -> Any:
+            held[0] = False
+            return value
+
+        self._answer = answer
+
+    @whole
+    def __get__(self, asked: Any, kind: Any = None) -> Any:
         try:
             # -1 is also how C says "failed": list's subscript looks whether an error is set, finds the pending one and
             # takes it for its own. Nothing may be called before this while an error is set
             _poke[-1]
         except BaseException as error:
             _keep(error)
-        return _kind
+        held[0] = True  # pybind11 looks for signals before it calls, where the frame is the user's
+        return self._answer
+
+
+class Guard(torch._C._acc.DeviceGuard):
+    """The device guard that torch asks, while an exception unwinds as well."""
+
+    type_ = Answer(torch._C._autograd.DeviceType.PrivateUse1)
+
+
+class Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What C++ asks of the device type."""
+
+    is_available = Answer(True)
+    has_primary_context = Answer(True)
+    is_built = Answer(True)
 
 
 def _keep(error: BaseException) -> None:
@@ -41,7 +69,7 @@ def _keep(error: BaseException) -> None:
     errors = getattr(_kept, "errors", None)
     if errors is None:
         errors = _kept.errors = []
-    # without type_ at the head of its traceback
+    # without __get__ at the head of its traceback
     errors.append(error.with_traceback(trace.tb_next if trace is not None else None))
 
 

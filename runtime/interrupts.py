@@ -34,6 +34,9 @@ SIGNALS = (
 
 _whole: set[CodeType] = set()
 
+#: Whether C++ is asking something where no exception may come of it; its frame is that of whoever called C++.
+held = [False]
+
 
 def whole(function: _F) -> _F:
     """Marks a function in which, and in what it calls, no handler runs."""
@@ -58,6 +61,7 @@ class Interrupts:
         self.pending: list[tuple[int, Callable[..., Any]]] = []
         self._seen: dict[int, Any] = dict.fromkeys(map(int, SIGNALS))  #: the handlers when last looked at
         self._over = False
+        self._unraisable: Callable[[Any], Any] | None = None  #: the user's hook, while ours is in its place
 
     def look(self) -> None:
         """Wraps what handlers the user has set since the last look. Comes before what must be whole."""
@@ -67,6 +71,8 @@ class Interrupts:
                     self._wrap(number)
 
     def _wrap(self, number: int) -> None:
+        if self._unraisable is None and not self._over:
+            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
         handler = getsignal(number)
         if callable(handler) and not self._over and not (type(handler) is _Handler and handler.owner is self):
             handler = _Handler(self, handler)
@@ -89,9 +95,19 @@ class Interrupts:
         if callable(getsignal(number)) and _MAIN is not None:
             signal.pthread_kill(_MAIN, number)
 
+    def _swallowed(self, what: Any) -> None:
+        """``sys.unraisablehook``: what a handler raised in a ``__del__`` or a weak reference's callback comes again."""
+        raised = getattr(what.exc_value, "_disttensor_signal", None)
+        if raised is not None and not self._over:
+            self.pending.append(raised)
+        elif self._unraisable is not None:
+            self._unraisable(what)
+
     def restore(self) -> None:
         """Gives the user's handlers back, for good. In another thread than the main one they stay wrapped, and work."""
         self._over = True
+        if self._unraisable is not None and sys.unraisablehook == self._swallowed:
+            sys.unraisablehook = self._unraisable
         if _ident() != _MAIN:
             return
         for number in SIGNALS:
@@ -111,7 +127,11 @@ class _Handler:
         self.user = user
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not _inside(frame):
-            self.user(number, frame)
+        if not held[0] and not _inside(frame):
+            try:
+                self.user(number, frame)
+            except BaseException as e:
+                e._disttensor_signal = (number, self.user)  # type: ignore[attr-defined]  # see _swallowed
+                raise
         elif (number, self.user) not in self.owner.pending:
             self.owner.pending.append((number, self.user))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -152,6 +154,31 @@ def test_what_no_safe_point_follows_arrives_again() -> None:
         finalizer()
         with pytest.raises(TimeUp):
             threading.Event().wait(SOON)
+
+
+def test_what_a_finalizer_would_swallow_arrives_again() -> None:
+    class Dies:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGALRM)
+
+    def callback(_: object) -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    hook, interrupts = sys.unraisablehook, Interrupts()
+    with handled(time_up):
+        interrupts.look()
+        owner = Dies()
+        del owner
+        with pytest.raises(TimeUp):
+            interrupts.check()
+        watched = weakref.ref(owned := TimeUp(), callback)
+        del owned
+        with pytest.raises(TimeUp):
+            interrupts.check()
+        assert watched() is None
+        assert not interrupts.pending
+        interrupts.restore()
+    assert sys.unraisablehook == hook
 
 
 @pytest.mark.parametrize("number", SIGNALS)
