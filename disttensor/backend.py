@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import attention, autocast, choices, device_module, engine, fast, handlers, state, transfer
+from . import attention, autocast, choices, device_module, engine, fast, handlers, local, state, transfer
 from .context import current_node
 from .dispatch import dispatch, run
 from .planning import refuse_layout
@@ -40,6 +40,7 @@ def register() -> None:
     if _library:
         return
     setattr(DistributedTensor, "__torch_dispatch__", classmethod(dispatch))  # noqa: B010 - mypy can't see the method
+    accelerator = torch.accelerator.current_accelerator()
     _setup_privateuseone_for_python_backend(
         rename="node", backend_module=device_module, hook=engine.Hooks(), device_guard=engine.Guard()
     )
@@ -52,6 +53,7 @@ def register() -> None:
     for op in _OWN_KERNELS:
         kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
     _library.extend((fallback, kernels, *autocast.register()))
+    local.keep(accelerator)
     engine.install()
     fast.install()
     _adapt_torch()
@@ -61,7 +63,6 @@ def _adapt_torch() -> None:
     """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         setattr(torch._C, name, _setter(getattr(torch._C, name)))
-    setattr(torch.Tensor, "to", _to(torch.Tensor.to))  # noqa: B010 - mypy refuses the assignment
     setattr(torch.UntypedStorage, "__repr__", _storage_repr(torch.UntypedStorage.__repr__))  # noqa: B010
 
 
@@ -77,26 +78,6 @@ def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
             session.check_default_dtype()
 
     return set_default
-
-
-def _to(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # torch would ask the device guard for the index that "node" lacks, and a guard in Python can't be asked
-        if current_node():
-            if args and _names_no_node(args[0]):
-                args = (torch.device("node", current_node()), *args[1:])
-            elif _names_no_node(kwargs.get("device")):
-                kwargs["device"] = torch.device("node", current_node())
-        return original(self, *args, **kwargs)
-
-    return to
-
-
-def _names_no_node(device: Any) -> bool:
-    if isinstance(device, str):
-        return device == "node"
-    return isinstance(device, torch.device) and device.type == "node" and device.index is None
 
 
 def _storage_repr(original: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar, Token
+from functools import wraps
 from types import TracebackType
+from typing import Any
+
+import torch
 
 from . import state
 
@@ -23,6 +28,8 @@ class node:
         self._tokens: list[Token[int]] = []
 
     def __enter__(self) -> node:
+        if self.index:
+            _follow()
         self._tokens.append(_current.set(self.index))
         return self
 
@@ -38,3 +45,29 @@ class node:
 def current_node() -> int:
     """The node that factories use now: 0 unless inside of a ``node(k)`` block."""
     return _current.get()
+
+
+def _follow() -> None:
+    """Has ``local.to("node")`` follow the current node. As long as that is 0, ``Tensor.to`` stays torch's own."""
+    if not hasattr(torch.Tensor.to, "__wrapped__"):
+        setattr(torch.Tensor, "to", _to(torch.Tensor.to))  # noqa: B010 - mypy refuses the assignment
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # torch would ask the device guard for the index that "node" lacks, and a guard in Python can't be asked
+        if current_node():
+            if args and _names_no_node(args[0]):
+                args = (torch.device("node", current_node()), *args[1:])
+            elif _names_no_node(kwargs.get("device")):
+                kwargs["device"] = torch.device("node", current_node())
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _names_no_node(device: Any) -> bool:
+    if isinstance(device, str):
+        return device == "node"
+    return isinstance(device, torch.device) and device.type == "node" and device.index is None

@@ -3,7 +3,7 @@
 Two traps of torch's Python backends (seen on torch 2.11 to 2.13) are handled here:
 
 - the autograd engine has one device thread for such a backend and asserts on index > 0, so multithreading is switched
-  off in the calling thread for the length of a backward;
+  off in the calling thread for the length of a backward that meets proxies;
 - an exception that passes through C++ in a backward unwinds through the device guard, a noexcept function that asks
   for the guard's ``type_`` while the error is pending, and that kills the process. Whoever looks ``type_`` up has the
   pending error taken away and kept; the wrapper of the engine's entry raises it once C++ has unwound.
@@ -21,6 +21,7 @@ import torch
 import torch.autograd.graph
 
 from .runtime.interrupts import held, whole
+from .tensor import DistributedTensor
 
 _kept = threading.local()
 _poke = [None]
@@ -79,7 +80,11 @@ def install() -> None:
     if getattr(original, "_disttensor", False):
         return
 
+    local_threads = torch.accelerator.device_count() > 0  # without these the switch makes no difference to others
+
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if local_threads and not reaches_a_node(args[0]):
+            return original(*args, **kwargs)
         outer = getattr(_kept, "errors", None)
         _kept.errors = []
         multithreaded = torch.autograd.is_multithreading_enabled()
@@ -98,3 +103,21 @@ def install() -> None:
     run_backward._disttensor = True  # type: ignore[attr-defined]
     torch.autograd.graph._engine_run_backward = run_backward
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+def reaches_a_node(roots: Any) -> bool:
+    """Whether a backward from these tensors (or edges of the graph) meets a proxy."""
+    if any(type(root) is DistributedTensor for root in roots):
+        return True
+    found = {root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn for root in roots}
+    todo = list(found)
+    while todo:
+        function = todo.pop()
+        if function is None:
+            continue
+        if any(m.device.type == "node" for m in function._input_metadata):
+            return True
+        new = {following for following, _ in function.next_functions} - found
+        found |= new
+        todo += new
+    return False

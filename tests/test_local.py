@@ -1,0 +1,197 @@
+"""Local PyTorch is as before: after the import, during a session and after it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import engine
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
+#: What local programs give, as text: collected before disttensor is imported and three times after that.
+PROBES = """
+import io, sys, warnings, torch
+
+def attempt(program):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            return repr(program()), [str(w.message) for w in said]
+        except Exception as e:
+            return type(e).__name__, str(e)[:60]
+
+def train():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+    net = torch.nn.Sequential(*layers)
+    optimizer, scaler = torch.optim.Adam(net.parameters()), torch.amp.GradScaler("cpu")
+    for _ in range(5):
+        with torch.autocast("cpu"):
+            loss = net(torch.randn(6, 4)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return loss.item(), [p.tolist() for p in net.to(torch.float64).parameters()]
+
+def load(**options):
+    data = torch.utils.data.TensorDataset(torch.arange(10.0))
+    return [b.tolist() for (b,) in torch.utils.data.DataLoader(data, batch_size=4, **options)]
+
+def scripted():
+    @torch.jit.script
+    def f(x: torch.Tensor):
+        return x.to("cpu").to(torch.float64).to(x)
+    return f(torch.ones(2))
+
+def compiled():
+    torch._dynamo.reset()
+    def f(x):
+        return x.to("cpu").to(torch.float64).relu() + 1
+    return torch.compile(f, backend="aot_eager", fullgraph=True)(torch.ones(2))
+
+def exported():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x.to(torch.float64) + 1
+    return torch.export.export(Module(), (torch.ones(2),)).module()(torch.ones(2))
+
+def seen_by_modes():
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append((func is torch.Tensor.to, torch.overrides.resolve_name(func)))
+            return func(*args, **kwargs or {})
+    seen = []
+    with Mode():
+        torch.ones(2).to(torch.float64)
+    return seen
+
+def add_one(queue, x):
+    x.add_(1)
+    queue.put(x.sum().item())
+
+def processes():
+    context = torch.multiprocessing.get_context("fork")
+    queue, x = context.SimpleQueue(), torch.ones(3).share_memory_()
+    process = context.Process(target=add_one, args=(queue, x))
+    process.start()
+    said = queue.get()
+    process.join()
+    return said, process.exitcode, x.tolist()
+
+def threads():
+    import threading
+    x, seen = torch.ones(100, requires_grad=True), []
+    shared = x.exp()
+    def run():
+        (shared * 2).sum().backward(retain_graph=True)
+        seen.append(torch.autograd.is_multithreading_enabled())
+    all_of_them = [threading.Thread(target=run) for _ in range(4)]
+    for t in all_of_them: t.start()
+    for t in all_of_them: t.join()
+    return seen, x.grad.sum().item(), torch.is_grad_enabled()
+
+def saved():
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(2)}, file)
+    file.seek(0)
+    return torch.load(file)
+
+def forked_generator():
+    before = torch.get_rng_state()
+    with torch.random.fork_rng():
+        torch.rand(3)
+    return torch.equal(before, torch.get_rng_state())
+
+PROBES = [
+    train, scripted, compiled, exported, seen_by_modes, processes, threads, saved, forked_generator,
+    load, lambda: load(pin_memory=True), lambda: load(num_workers=1), lambda: load(pin_memory=True, num_workers=1),
+    lambda: torch.accelerator.current_accelerator(), lambda: torch.accelerator.is_available(),
+    lambda: torch.accelerator.device_count(), lambda: torch.accelerator.synchronize(),
+    lambda: torch.accelerator.current_device_index(), lambda: torch.accelerator.current_stream(),
+    lambda: torch.get_device_module(),
+    lambda: torch.ones(2).pin_memory(), lambda: torch.ones(2).is_pinned(),
+    lambda: torch.utils.checkpoint.DefaultDeviceType.get_device_type(),
+    lambda: torch.jit.trace(lambda x: x.to(torch.float64) * 2, torch.ones(2))(torch.ones(2)),
+    lambda: torch.fx.symbolic_trace(lambda x: x.to("cpu") + 1).code,
+    lambda: torch.vmap(lambda x: x.to(torch.float64))(torch.ones(2)),
+    lambda: torch.nn.Parameter(torch.ones(2)).to(torch.float64), lambda: torch.ones(2).to("meta"),
+    lambda: torch.ones(2).to(), lambda: torch.ones(2).to(3.5), lambda: torch.ones(2).untyped_storage(),
+    lambda: torch.Generator().device, lambda: torch.empty(2, device="cuda"),
+]
+
+def probe():
+    return [attempt(p) for p in PROBES]
+"""
+
+
+def test_what_local_programs_give(script: Script) -> None:
+    done = script(
+        PROBES
+        + """
+before = probe()
+import disttensor as dt
+def compare(when):
+    for i, (was, now) in enumerate(zip(before, probe(), strict=True)):
+        if now != was:
+            print(when, i, was, now)
+compare("import")
+with dt.init_master_worker(nodes=2):
+    compare("init")
+    assert torch.ones(2, device="node:1").requires_grad_().exp().sum().cpu().backward() is None
+    compare("use")
+compare("end")
+print("compared", len(before))
+""",
+        PYTHONWARNINGS="ignore",
+    )
+    assert done.stdout.startswith("compared"), done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def test_a_local_tensor_follows_the_current_node() -> None:
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        assert torch.ones(2).to("node").get_node() == 0
+        with dt.node(1):
+            assert torch.ones(2).to("node").get_node() == 1
+            assert torch.ones(2).to(device=torch.device("node"), dtype=torch.float64).get_node() == 1
+            assert torch.ones(2).to("cpu").device.type == "cpu"
+        assert torch.ones(2).to("node").get_node() == 0
+
+
+@pytest.mark.parametrize("accelerator", [None, torch.device("cuda")])
+def test_pinning_is_the_local_accelerators(accelerator: torch.device | None) -> None:
+    from disttensor.local import _pin_memory
+
+    asked = []
+
+    def original(self: torch.Tensor, device: torch.device) -> torch.Tensor:
+        asked.append(device)
+        return self
+
+    pin = _pin_memory(original, accelerator)
+    if accelerator is None:
+        with pytest.raises(RuntimeError, match="when none is available"):
+            pin(torch.ones(2))
+    else:
+        pin(torch.ones(2))
+        assert asked == [accelerator]
+
+
+def test_which_backwards_meet_nodes() -> None:
+    """Of those that don't, torch's threads are left as they are."""
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        x = torch.ones(3, requires_grad=True)
+        remote = x.to("node:1") * 2
+        edge = torch.autograd.graph.get_gradient_edge
+        for root in (remote, remote.cpu(), remote.cpu().exp() + x.sin(), remote.detach().requires_grad_()):
+            assert engine.reaches_a_node([x, root])
+            assert engine.reaches_a_node([edge(root)])
+        for root in (x, x.exp(), (x * x).sin(), remote.detach().cpu() * x):
+            assert not engine.reaches_a_node([root])
+            assert not engine.reaches_a_node([edge(root)])
