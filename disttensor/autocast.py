@@ -148,13 +148,13 @@ def _refuse(op: OpOverload, args: Any, kwargs: Any) -> Any:
 def _cast(op: OpOverload, args: Any, kwargs: Any, to: torch.dtype) -> Any:
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return _cached(value, to) if _eligible(value) and value.dtype != to else value
+            return cached(value, to) if _eligible(value) and value.dtype != to else value
         return [cast(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
-def _cached(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+def cached(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
     """A parameter is cast once, so that its gradient is summed in the lower dtype, as torch does it."""
     keep = (
         to == torch.get_autocast_dtype("node")

@@ -12,6 +12,8 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from . import disguise
+from .dispatch import as_torch_came, run
 from .plan import Entry
 from .registry import handler
 from .tensor import DistributedTensor
@@ -35,7 +37,8 @@ def chosen(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         _kernels.append((op, function))
 
         def without_autograd(entry: Entry, args: Any, kwargs: Any) -> Any:
-            return function(*args, **kwargs)
+            with as_torch_came():
+                return function(*args, **kwargs)
 
         handler(op)(without_autograd)
         return function
@@ -48,6 +51,10 @@ def _differentiated(x: torch.Tensor) -> bool:
     if type(x) is not DistributedTensor or (torch.is_grad_enabled() and x.requires_grad):
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+for _op in disguise.OPERATORS:
+    chosen(_op)(disguise.disguised(_op))
 
 
 @chosen(aten.linalg_svdvals.default)
@@ -79,3 +86,9 @@ def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **op
     composite = aten.ctc_loss.Tensor._op_dk
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return composite(key, log_probs, targets, *sent, *lengths[2:], **options)  # type: ignore[no-any-return]
+
+
+@handler(aten.mkldnn_rnn_layer.default)
+def _rnn_layer(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """``train`` means nothing to torch's kernel, which looks at the grad mode; so it takes that to the node."""
+    return run(entry, (*args[:-1], torch.is_grad_enabled()), kwargs, None)

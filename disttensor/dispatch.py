@@ -32,6 +32,9 @@ from .writing import rare
 
 _EMPTY: dict[str, Any] = {}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+#: Calls torch as it called dispatch. Without, in inference mode views would forget whether what they are of requires a
+#: gradient, which decides how matmul computes.
+as_torch_came: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 
 
 def dispatch(cls: type, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -173,7 +176,11 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
 @handles("composite")
 def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
     """In inference mode nothing above takes these apart. Their parts are what a node is sent in any mode."""
-    return entry.op._op_dk(_COMPOSITE, *args, **kwargs)  # not .decompose(): it prefers Python's, with other numbers
+    op = entry.op._op_dk  # not .decompose(): it prefers Python's, with other numbers
+    if torch._C._dispatch_has_kernel_for_dispatch_key(entry.name, "ADInplaceOrView"):
+        return op(_COMPOSITE, *args, **kwargs)  # torch will make views of what it gets from here
+    with as_torch_came():
+        return op(_COMPOSITE, *args, **kwargs)
 
 
 @handles("value")
@@ -225,7 +232,8 @@ def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
             return value
         if value.device.type == "cpu" and value.dim() == 0 and value.layout is torch.strided:
             return scalar(value, place)
-        if index and value.device.type == "cpu" and value.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8):
+        mask = index and value.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
+        if value.device.type == "cpu" and (mask or place.device.type == "cpu"):  # a twin meets what torch made for it
             from .transfer import upload
 
             return upload(value, place)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from . import infer, state
+from . import disguise, infer, state
 from .dispatch import run
 from .meta import Lazy, meta_like, meta_of
 from .placement import Place
@@ -22,7 +22,8 @@ aten = torch.ops.aten
 @handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
     """The same remote tensor: proxies share the handle, and nothing is sent."""
-    return alias(args[0], args[0]._h)
+    place = disguise.target.place
+    return alias(args[0], args[0]._h if place is None else disguise.at(args[0]._h, place))
 
 
 @handler(aten._conj.default, aten._neg_view.default)
@@ -46,7 +47,13 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     if device is not None and device.type == "meta":
         return entry.op(source._h.meta.stand_in, device=device, **kwargs)
     dtype = kwargs.get("dtype") or source.dtype
-    place = source._place if device is None else state.session().places.of(device) if device.type == "node" else None
+    place = (
+        source._place
+        if device in (None, source.device)
+        else state.session().places.of(device)
+        if device.type == "node"
+        else None
+    )
     if place is source._place:
         return run(entry, args, kwargs, None)
     shrink = dtype.itemsize < source.dtype.itemsize
@@ -143,6 +150,12 @@ def _is_same_size(entry: Entry, args: Any, kwargs: Any) -> bool:
     return bool(args[0].shape == args[1].shape)
 
 
+@handler(aten._pack_padded_sequence.default)
+def _pack_padded_sequence(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Lengths and batch sizes are local on every device; torch's kernel for all devices has it so."""
+    return entry.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 @handler(aten.record_stream.default)
 def _record_stream(entry: Entry, args: Any, kwargs: Any) -> None:
     """Memory is freed in the order of commands already."""
@@ -163,7 +176,9 @@ def _like(entry: Entry, args: Any, kwargs: Any) -> Any:
         refuse_layout(entry.name, layout)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
     device = kwargs.get("device")
-    if device is None or (device.type == "node" and state.session().places.of(device) is source._place):
+    if device in (None, source.device) or (
+        device.type == "node" and state.session().places.of(device) is source._place
+    ):
         kwargs.pop("device", None)
         return run(entry, args, kwargs, None)
     if device.type == "node":

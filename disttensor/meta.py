@@ -117,3 +117,12 @@ class Lazy(Handle, gc=False, eq=False):
     base: Handle | None
     plan: Any
     values: tuple[c.Plain, ...]
+
+
+class Shared(Handle, gc=False, eq=False):
+    """Another's remote tensor with another Meta. Keeps that one alive, and owns nothing."""
+
+    owner: Handle
+
+    def __del__(self) -> None:
+        pass

@@ -6,6 +6,7 @@ small table of names for places: slot k < N is node k's default device, higher o
 
 from __future__ import annotations
 
+import copy
 import threading
 from itertools import count
 from typing import TYPE_CHECKING
@@ -85,7 +86,20 @@ def exact(value: object) -> object:
 class Place:
     """One device of one node. One object per session and pair."""
 
-    __slots__ = ("commands", "dead", "device", "index", "kernels", "name", "node", "outbox", "session", "slot", "state")
+    __slots__ = (
+        "commands",
+        "dead",
+        "device",
+        "index",
+        "kernels",
+        "name",
+        "node",
+        "outbox",
+        "session",
+        "slot",
+        "state",
+        "twin",
+    )
 
     def __init__(self, session: Session, node: int, name: str, slot: int) -> None:
         self.session = session
@@ -101,6 +115,9 @@ class Place:
         # the hot path appends to these lists directly; they are the outbox's own for its whole life
         self.commands = self.outbox.commands
         self.dead = self.outbox.dead
+        #: the same place for tensors that torch is to take for local ones (disguise.py)
+        self.twin = copy.copy(self)
+        self.twin.device = torch.device("cpu")
 
     def __repr__(self) -> str:
         return f"node {self.node} {self.name}"

@@ -31,9 +31,17 @@ FUNCTIONS = frozenset({"aten::native_layer_norm", "aten::cat", "aten::stack", "a
 def binding(op: OpOverload) -> Callable[..., Any]:
     """What runs ``op``, called with its arguments in the order of the schema."""
     name = op.name()
+    if name == "aten::mkldnn_rnn_layer":
+        return _rnn_layer
     base = name.removeprefix("aten::").partition(".")[0]
     if name in METHODS:
         return getattr(torch._C.TensorBase, base, op._op)
     if name in FUNCTIONS:
         return getattr(torch._C._VariableFunctions, base, op._op)
     return op._op
+
+
+def _rnn_layer(*args: Any) -> Any:
+    """Whether it keeps what a backward needs, torch decides by the grad mode; the master sends its own as ``train``."""
+    with torch.set_grad_enabled(args[-1]):
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)

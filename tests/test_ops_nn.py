@@ -128,14 +128,8 @@ F.ctc_loss(logits[:, None].log_softmax(2), label[None, :2] % 4 + 1, (6,), (2,), 
 F.ctc_loss(logits[:, None].log_softmax(2), label[None, :2] % 4 + 1, label[:1] * 0 + 6, label[:1] * 0 + 2, blank=0)
 """
 
-FUSED = pytest.mark.xfail(reason="torch chooses a fused cell that is for CUDA only")
-BUGS = {
-    "torch.lstm_cell": FUSED,
-    "torch.gru_cell": FUSED,
-}
-
 
 @on_devices
-@pytest.mark.parametrize("program", cases(NN, LOSSES, bugs=BUGS))
+@pytest.mark.parametrize("program", cases(NN, LOSSES))
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)

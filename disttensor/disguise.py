@@ -1,0 +1,197 @@
+"""Composites that choose their kernels by device type, shown a CPU: what computes as a CPU is then used like one.
+
+Torch's recurrent layers, for example, pick mkldnn on the CPU, cuDNN on CUDA, and for our device kernels that exist on
+CUDA only. Where a node computes as a CPU does, such a composite is run on proxies whose torch device is "cpu": the same
+remote tensors, at the `twin` of their place. Its parts become commands as ever. Putting the disguise on and off are
+operations to autograd, and send nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from . import autocast
+from .lazy import materialise
+from .meta import Handle, Shared, meta_of
+from .placement import Place
+from .planning import place_of
+from .registry import enter
+from .tensor import DistributedTensor, operand_name
+from .transfer import upload
+
+aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+#: Composites that are shown a CPU.
+OPERATORS = (
+    *(getattr(aten, kind).input for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *(getattr(aten, kind).data for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    aten.lstm_cell.default,
+    aten.gru_cell.default,
+)
+
+
+class _Target(threading.local):
+    place: Place | None = None
+
+
+#: Where this thread's detach puts its result; None for where its operand is.
+target = _Target()
+
+
+def at(handle: Handle, place: Place) -> Handle:
+    """The same remote tensor, seen at ``place``."""
+    if handle.meta.place is place:
+        return handle
+    if type(handle) is Shared and handle.owner.meta.place is place:
+        return handle.owner
+    if not handle.ref:
+        materialise(handle)
+    meta = handle.meta
+    return Shared(handle.ref, meta_of(meta.shape, meta.stride, meta.offset, meta.dtype, place), handle)
+
+
+def _seen(x: torch.Tensor, place: Place) -> torch.Tensor:
+    if type(x) is not DistributedTensor:
+        return upload(x, place)  # a gradient that a formula of torch's made from nothing
+    # by detach, for what it gives shares the version counter: writing one of the two is noticed by the other's graph
+    target.place = place
+    try:
+        return x.detach()
+    finally:
+        target.place = None
+
+
+class _Move(torch.autograd.Function):
+    """To a place's twin, or back. ``kept`` lives as long as the graph does."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, here: Place, there: Place, kept: Any) -> torch.Tensor:
+        return _seen(x, there)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.here, ctx.there, ctx.kept = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _move(grad, ctx.there, ctx.here), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return _move(tangent, ctx.here, ctx.there)
+
+
+def _move(x: torch.Tensor, here: Place, there: Place, kept: Any = None) -> torch.Tensor:
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _Move.apply(x, here, there, kept)  # type: ignore[no-untyped-call, no-any-return]
+    # without a graph the flag still matters: matmul folds what requires a gradient
+    return _seen(x, there).requires_grad_(x.requires_grad)
+
+
+#: By a weight's id, its twin as long as a graph keeps it. One for all calls, so that gradients add up in torch's order.
+_twins: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _disguise(x: Any, place: Place, weights: list[Any], cast: Callable[[Any], Any]) -> Any:
+    """The twin of ``x``, noted in ``weights`` if others may share it."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    shared = x.is_leaf and x.requires_grad and torch.is_grad_enabled()
+    x = cast(x)
+    twin = _twins.get(id(x)) if shared else None
+    if twin is None or twin._h.owner is not x._h or not _leads_to(twin, x):
+        twin = _move(x, place, place.twin)
+    if shared:
+        _twins[id(x)] = twin
+        weights.append(twin)
+    return twin
+
+
+def _leads_to(twin: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a gradient of ``twin`` goes to ``x``; another tensor may have had its id."""
+    node: Any = twin.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return node.variable is x if x.is_leaf else node is x.grad_fn
+
+
+def disguised(op: OpOverload) -> Callable[..., Any]:
+    """``op``, run as local CPU would where all its tensors are at one place that computes so.
+
+    Raises RuntimeError for operands that are at two places, or local.
+    """
+    # lengths of packed sequences are local everywhere
+    local = [i for i, a in enumerate(op._schema.arguments) if a.name == "batch_sizes"]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        place = getattr(_innermost(args[0]), "_place", None)
+        if place is None or place.kernels != "cpu" or place.device.type == "cpu":
+            return op._op_dk(_COMPOSITE, *args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None:
+            return _transformed(op, args, kwargs)
+        moving = [None if i in local else a for i, a in enumerate(args)]
+        _check(op, moving, kwargs, place)
+        weights: list[Any] = []
+        with _autocast() as lower:
+            moving, kwargs = tree_map(lambda x: _disguise(x, place, weights, lower), (moving, kwargs))
+            for i in local:
+                moving[i] = args[i]
+            result = op._op_dk(_COMPOSITE, *moving, **kwargs)
+        return tree_map_only(torch.Tensor, lambda x: _move(x, place.twin, place, weights), result)
+
+    return function
+
+
+def _transformed(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Inside ``torch.func``'s transforms, which `_Move` can't cross: torch's decomposition, with nearly the numbers."""
+    if op is aten.lstm_cell.default:
+        x, (h, c), *weights = args
+        weights = [w for w in weights if w is not None]
+        layer = (x[None], (h[None], c[None]), weights, len(weights) == 4, 1, 0.0, False, False, False)
+        _, h, c = aten.lstm.input.decompose(*layer)
+        return h[0], c[0]
+    if op is aten.gru_cell.default:
+        x, h, *weights = args
+        weights = [w for w in weights if w is not None]
+        return aten.gru.input.decompose(x[None], h[None], weights, len(weights) == 4, 1, 0.0, False, False, False)[1][0]
+    return op.decompose(*args, **kwargs)
+
+
+def _innermost(x: Any) -> Any:
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def _check(op: OpOverload, args: Any, kwargs: Any, place: Place) -> None:
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    for x in tensors:
+        if not isinstance(x, DistributedTensor):
+            raise RuntimeError(
+                f"{op.name()}: expected all tensors to be on the same device, but found {operand_name(x)} and "
+                f"a tensor on {place}; send it with .to({str(place.device)!r}) or .dist_send()"
+            )
+    place_of(enter(op), tensors, {}, place)
+
+
+@contextlib.contextmanager
+def _autocast() -> Iterator[Callable[[Any], Any]]:
+    """What autocast says for nodes, said for the CPU. Gives what casts parameters: torch's cache knows no twins."""
+    if not torch.is_autocast_enabled("node"):
+        yield lambda x: x
+        return
+    dtype = torch.get_autocast_dtype("node")
+
+    def cast(x: Any) -> Any:
+        return autocast.cached(x, dtype) if isinstance(x, torch.nn.Parameter) and x.dtype == torch.float32 else x
+
+    with torch.autocast("cpu", dtype, cache_enabled=torch.is_autocast_cache_enabled()):
+        yield cast
