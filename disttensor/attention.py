@@ -40,6 +40,8 @@ def attention(
 ) -> torch.Tensor:
     """As ``torch.nn.functional.scaled_dot_product_attention``."""
     choice = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        choice = _MATH  # the fused kernels have no gradient for the mask
     if choice == _MATH or enable_gqa:
         return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

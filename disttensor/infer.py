@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_map
 #: Meta kernels whose shapes or strides differ from what the CPU kernel returns: the node is asked once per signature.
 WRONG_META = frozenset(
     {
+        "aten::max_unpool2d",
+        "aten::nonzero_static",
+        "aten::native_layer_norm",
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
         "aten::native_batch_norm",
@@ -69,6 +72,16 @@ _PLAIN = frozenset({"bool", "int", "float", "number", "complex", "str"})
 def asks_always(op: OpOverload) -> bool:
     """Whether the outputs' shapes depend on the data."""
     return _DYNAMIC in op.tags and op.name() not in {"aten::index.Tensor", "aten::index.Tensor_out"}
+
+
+def list_length(name: str, args: tuple[Any, ...]) -> int:
+    """How many tensors an operator that gives a list of them, and has to be asked for shapes, gives.
+
+    Raises NotImplementedError.
+    """
+    if name == "aten::_histogramdd_bin_edges":
+        return len(args[1])
+    raise NotImplementedError(f"{name}: a list of tensors whose shapes depend on the data is not supported")
 
 
 def gives_value(op: OpOverload) -> bool:

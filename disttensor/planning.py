@@ -215,9 +215,8 @@ def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site
 def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int) -> tuple[Any, Any]:
     """Runs the operation on the node and waits for its outputs' geometry: (proxies, their metas)."""
     returns = entry.op._schema.returns
-    if any(str(r.type) != "Tensor" for r in returns):
-        raise NotImplementedError(f"{entry.name}: a list of tensors whose shapes depend on the data is not supported")
-    refs = [out, *(new_ref() for _ in returns[1:])]
+    listed = any(str(r.type) != "Tensor" for r in returns)
+    refs = [out, *(new_ref() for _ in range(1, infer.list_length(entry.name, args) if listed else len(returns)))]
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     site = here()
     make_room(place)
@@ -230,4 +229,6 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
         None if g is None else meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place) for g in reply.outs
     ]
     proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
+    if listed:
+        return proxies, metas
     return (proxies[0], metas[0]) if len(refs) == 1 else (tuple(proxies), tuple(metas))

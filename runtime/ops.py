@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from .errors import ProtocolError
 
 #: Without asking: torch's own operators. Users add theirs with init_master_worker(allow_ops=["torchvision::*"]).
-BASE = ("aten::*", "prims::*")
+BASE = ("aten::*", "prims::*", "torch_nn::*")
 
 #: Operators in these namespaces that reach beyond tensors (files, processes), refused all the same.
 REFUSED = frozenset({"aten::from_file", "aten::_save", "aten::save"})

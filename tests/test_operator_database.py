@@ -1,0 +1,126 @@
+"""Every operator that PyTorch tests itself by, on a node against local CPU.
+
+`make slow` runs all samples in all our dtypes; `make test` the first ones of every third operator. The lists below can
+only shrink: an entry that works fails the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import operator_database as database
+import pytest
+import torch
+
+import disttensor as dt
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SPARSE = "it has or makes a sparse tensor; those on nodes are strided"
+MEMORY = "the sample reads memory beside its input, which isn't sent with it"
+CONJ = "a conjugate is computed: what is written to it doesn't reach what it is the conjugate of"
+SUBCLASS = "for tensor subclasses torch takes another formula, whose result has other strides"
+MKLDNN = "torch takes oneDNN's matmul for bfloat16 on the CPU; the strides of its gradient differ"
+
+#: name -> why it fails; or (name, dtype) for those that fail in one dtype only
+FAILS: dict[str | tuple[str, torch.dtype], str] = {
+    "sparse.sampled_addmm": SPARSE,
+    "sparse.mm.reduce": SPARSE,
+    "to_sparse": SPARSE,
+    "as_strided.partial_views": MEMORY,
+    ("conj", torch.complex64): CONJ,
+    ("H", torch.complex64): CONJ,
+    ("mH", torch.complex64): CONJ,
+    "ormqr": SUBCLASS,
+    ("tensordot", torch.bfloat16): MKLDNN,
+}
+
+SAFE = "for tensor subclasses torch takes the gradient that is safe beside zeros"
+COMPUTED = "BLAS is given conjugated values instead of being told to conjugate"
+DRIVER = "torch chooses LAPACK's driver by the device's type"
+#: name -> why it is right up to rounding only
+CLOSE: dict[str | tuple[str, torch.dtype], str] = {
+    "prod": SAFE,
+    "masked.prod": SAFE,
+    "linalg.pinv.singular": COMPUTED,
+    "linalg.lstsq": DRIVER,
+    "linalg.lstsq.grad_oriented": DRIVER,
+    ("nn.functional.linear_cross_entropy.chunked", torch.bfloat16): SAFE,
+    ("nn.functional.linear_cross_entropy.chunked_none", torch.bfloat16): SAFE,
+    **{
+        (name, torch.complex64): COMPUTED
+        for name in (
+            *("lu", "matmul", "__rmatmul__", "linalg.householder_product", "linalg.lu_factor", "linalg.lu_factor_ex"),
+            *("linalg.lu", "linalg.solve_triangular"),
+        )
+    },
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def node() -> Iterator[None]:
+    """One in-process node."""
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over(node: None) -> Iterator[None]:
+    """A failure that nobody asked about belongs to the test that caused it."""
+    yield
+    dt.synchronize()
+
+
+def cases() -> list[Any]:
+    """All operators in all dtypes."""
+    found = []
+    for name, op in database.OPERATORS.items():
+        for dtype in database.dtypes(op):
+            why = FAILS.get(name) or FAILS.get((name, dtype))
+            marks = [pytest.mark.xfail(reason=why)] if why else []
+            found.append(pytest.param(name, dtype, marks=marks, id=f"{name}-{str(dtype)[6:]}"))
+    return found
+
+
+def spread() -> list[Any]:
+    """Every third operator of those that work, in its first dtype."""
+    return [case for case in cases() if not case.marks and case.values[1] is first(case.values[0])][::3]
+
+
+def first(name: str) -> torch.dtype | None:
+    return next(iter(database.dtypes(database.OPERATORS[name])), None)
+
+
+def is_close(name: str, dtype: torch.dtype) -> bool:
+    return name in CLOSE or (name, dtype) in CLOSE
+
+
+@pytest.mark.parametrize(("name", "dtype"), spread())
+def test_first_samples(name: str, dtype: torch.dtype) -> None:
+    op = database.OPERATORS[name]
+    assert database.check(op, dtype, 2, is_close(name, dtype)) or name in NO_SAMPLES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), cases())
+def test_all_samples(name: str, dtype: torch.dtype) -> None:
+    op = database.OPERATORS[name]
+    if not is_close(name, dtype):
+        assert database.check(op, dtype) or name in NO_SAMPLES
+        return
+    with pytest.raises(AssertionError):  # else it belongs on no list
+        database.check(op, dtype)
+    database.check(op, dtype, close=True)
+
+
+#: Entries without samples on the CPU.
+NO_SAMPLES: frozenset[str] = frozenset()
+
+
+def test_the_lists_name_operators() -> None:
+    for key in (*FAILS, *CLOSE):
+        name = key if isinstance(key, str) else key[0]
+        assert name in database.OPERATORS
+    share = 1 - len({k if isinstance(k, str) else k[0] for k in FAILS}) / len(database.OPERATORS)
+    assert share >= 0.98
