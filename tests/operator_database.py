@@ -159,6 +159,9 @@ def _check_call(op: OpInfo, sample: SampleInput, grad: bool, close: bool) -> Non
     agree(remote.tensors, local.tensors, close, "operand after it")
     if grad:
         here, there = _gradients(expected, local), _gradients(got, remote)
+        for leaf in there or ():
+            if leaf is not None:
+                true_to_node(leaf)
         assert (here is None) == (there is None), "only one of the two has gradients"
         agree(there, here, close, "gradient")
 
