@@ -39,6 +39,7 @@ _BANNED = {"cpu": "", "cuda": "binary_cross_entropy"}
 
 _KEY = "AutocastPrivateUse1"
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_BELOW = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
 
 Rule = Callable[[OpOverload, Any, Any], Any]
 #: Parameters in the lower dtype, for as long as torch's own cache has them: to the end of the outermost ``with``.
@@ -102,7 +103,7 @@ def _kernel(op: OpOverload, rules: dict[str, Rule], keys: Any, *args: Any, **kwa
     device = next(t.device for t in _tensors((*args, *kwargs.values())) if t.device.type == "node")
     rule = rules.get(state.session().places.of(device).kernels)
     if rule is None:  # there it falls through, and what it is made of is cast
-        return op.redispatch(keys.remove(getattr(torch._C.DispatchKey, _KEY)), *args, **kwargs)
+        return op.redispatch(keys & _BELOW, *args, **kwargs)
     with torch._C._DisableAutocast():
         return rule(op, args, kwargs)
 

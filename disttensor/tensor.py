@@ -97,13 +97,9 @@ class DistributedTensor(torch.Tensor):
         _data.__set__(self, other)  # type: ignore[attr-defined]
         self._h = other._h
 
-    def __tensor_flatten__(self) -> NoReturn:
-        # its presence makes Module.to swap tensors instead of setting .data, so that ties and optimizers survive
-        raise NotImplementedError("a DistributedTensor has no local tensors inside")
-
-    @staticmethod
-    def __tensor_unflatten__(*args: Any) -> NoReturn:
-        raise NotImplementedError("a DistributedTensor has no local tensors inside")
+    def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: Any = None) -> torch.Tensor:
+        # a compiled backward was traced with ordinary tensors of our device; proxies are that
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:

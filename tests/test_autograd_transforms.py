@@ -45,6 +45,13 @@ def test_jacobians() -> None:
     both(lambda x, w: torch.func.hessian(lambda a: (a**3).sum())(x[0]))
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # of local tensors as well
+def test_linearize_and_functionalize() -> None:
+    both(lambda x, w: torch.func.linearize(lambda a: a.sin() * w, x)[1](w))
+    both(lambda x, w: torch.func.linearize(lambda a, b: (a @ b.t()).tanh(), x, w)[1](w, x))
+    both(lambda x, w: torch.func.functionalize(lambda a: a.clone().add_(w).t().mul_(2))(x))
+
+
 def test_forward_mode() -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
         with fw.dual_level():

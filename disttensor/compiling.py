@@ -1,0 +1,56 @@
+"""``torch.compile`` of what computes on nodes.
+
+Dynamo takes proxies for ordinary tensors of the device "node", and the backends ``eager`` and
+``aot_eager`` run what it found operator by operator. Backends that make machine code would make it for the master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.fx.experimental import proxy_tensor
+
+from .tensor import DistributedTensor
+
+
+def install() -> None:
+    """Tells torch's tracers what proxies are. They are loaded by now: meta kernels need them (`infer.warm`)."""
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import builder
+
+    wrapper = torch._TorchCompileInductorWrapper
+    setattr(wrapper, "__call__", _refusing(wrapper.__call__))  # noqa: B010 - mypy refuses the assignment
+    trace_rules.add(__package__)  # what runs below an operation is nothing to trace
+    # a subclass with a dispatch of its own is an opaque object to dynamo otherwise, and each use breaks the graph,
+    builder.VariableBuilder._type_dispatch()[DistributedTensor] = builder.VariableBuilder.wrap_tensor
+    setattr(builder, "infer_subclass_type", _plain(builder.infer_subclass_type))  # noqa: B010
+    # and make_fx (torch.func.linearize) would record what dispatch does instead of the operation
+    proxy_tensor.HANDLED_TYPES += (DistributedTensor,)  # type: ignore[assignment]
+
+
+def _plain(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @wraps(original)
+    def infer_subclass_type(value: Any) -> Any:
+        """None for what dynamo is to trace without regard of its class."""
+        return None if isinstance(value, DistributedTensor) else original(value)
+
+    return infer_subclass_type
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def __call__(self: Any, model: Any, inputs: Any) -> Any:
+        """What torch calls to have inductor compile a graph."""
+        values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
+        if any(isinstance(v, torch.Tensor) and v.device.type == "node" for v in values):
+            raise RuntimeError(
+                "inductor makes machine code for this process and can't for a node; for tensors on nodes write "
+                "torch.compile(..., backend='aot_eager') or backend='eager', or compile on the node itself, in a "
+                "function that disttensor.run calls there"
+            )
+        return original(self, model, inputs)
+
+    return __call__

@@ -1,0 +1,154 @@
+"""``torch.compile`` of functions and models on nodes, by the backends that run operators one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import same, send
+from differential import batch, leaves, net
+
+import disttensor as dt
+
+pytestmark = [
+    pytest.mark.usefixtures("clean", "compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks, with local tensors as well
+]
+backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Forgets what other tests compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def places() -> tuple[Any, str]:
+    return dt.device(1, "cpu"), "cpu"
+
+
+@backends
+def test_training(backend: str) -> None:
+    results = []
+    for where in places():
+        model, (x, y) = net().to(where), send(batch(), where)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for _ in range(4):
+            opt.zero_grad()
+            loss = F.cross_entropy(compiled(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(loss.detach())
+        model.eval()
+        results.append((losses, [p.detach() for p in model.parameters()], compiled(x).detach()))
+    same(*results)
+
+
+@backends
+def test_functions(backend: str) -> None:
+    """In whole graphs: views and writes, factories, numbers, several outputs, a tensor of another dtype and shape."""
+
+    def f(a: torch.Tensor, b: torch.Tensor, k: float) -> Any:
+        c = a.clone()
+        c[0] = 0
+        c.t()[1].mul_(k)
+        d = torch.arange(a.shape[1], device=a.device) + torch.zeros(a.shape[1], device=a.device)
+        return c + d, (b @ c.t()).softmax(-1), a.to(torch.float64).sum(), {"b": b.view(-1)[2:5]}
+
+    results = []
+    for where in places():
+        compiled = torch.compile(f, backend=backend, fullgraph=True)
+        x, w = send(leaves(), where)
+        x, w = x.detach(), w.detach()
+        results.append([compiled(x, w, 2.0), compiled(x[:3], w[:2], 3.0), compiled(x[:2], w[:3], 4.0)])
+    same(*results, strides=False)
+
+
+@backends
+def test_graph_breaks(backend: str) -> None:
+    def f(a: torch.Tensor) -> torch.Tensor:
+        a = a * 2
+        if a.sum().item() > 0:  # the compiler gives up here, and goes on behind it
+            a = a.sin()
+        return a[a > 0].sum() + len(a)
+
+    results = []
+    for where in places():
+        x, _ = send(leaves(), where)
+        y = torch.compile(f, backend=backend)(x)
+        y.backward()
+        results.append((y, x.grad))
+    same(*results)
+
+
+@backends
+def test_writes_reach_the_callers_tensors(backend: str) -> None:
+    results = []
+    for where in places():
+        x, w = (t.detach() for t in send(leaves(), where))
+        compiled = torch.compile(lambda a, b: a.add_(b).t().mul_(2), backend=backend, fullgraph=True)
+        view = compiled(x, w)
+        view.add_(1)
+        results.append((x, view))
+    same(*results)
+
+
+@backends
+def test_autocast(backend: str) -> None:
+    results = []
+    for where, kind in zip(places(), ("node", "cpu"), strict=True):
+        model, (x, _) = net().to(where).eval(), send(batch(), where)
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            y = torch.compile(model, backend=backend, fullgraph=True)(x)
+        y.float().sum().backward()
+        results.append((y, model.head.weight.grad))
+    same(*results)
+
+
+@backends
+def test_two_nodes(backend: str) -> None:
+    x, w = (t.detach() for t in leaves())
+    compiled = torch.compile(lambda a, b: (a * 2).to(b.device) + b, backend=backend)
+    y = compiled(x.to("node:0"), w.to("node:1"))
+    assert y.get_node() == 1
+    same(y, x * 2 + w)
+    z = compiled(x.to("node:1"), w.to("node:0"))  # other places are another graph
+    assert z.get_node() == 0
+    same(z, x * 2 + w)
+
+
+@backends
+def test_what_only_proxies_have(backend: str) -> None:
+    x = torch.ones(3, device="node:1")
+    assert torch.compile(lambda a: (a + 1) * a.get_node(), backend=backend)(x).tolist() == [2.0, 2.0, 2.0]
+    assert torch.compile(lambda a: a + (a.device.index or 0) + a.numel(), backend=backend)(x).tolist() == [5.0] * 3
+
+
+def test_inductor_says_what_to_do() -> None:
+    x = torch.ones(3, device="node:1")
+    for f in (lambda: x + 1, lambda: torch.ones(3, device="node:1") * 2):
+        with pytest.raises(Exception, match=r"torch\.compile\(\.\.\., backend='aot_eager'\)"):
+            torch.compile(f)()
+    same(x + 1, torch.full((3,), 2.0))
+
+
+def test_local_functions_go_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx
+
+    seen = []
+
+    def compile_fx(model: Any, inputs: Any, **kwargs: Any) -> Any:
+        seen.append(len(inputs))
+        return model.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    assert torch.compile(lambda a: a + 1)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert seen == [1]
