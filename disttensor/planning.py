@@ -129,7 +129,7 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     try:
         result = infer.infer(entry.op, args_in, kwargs_in)
     except NotImplementedError:
-        if entry.mutable and entry.returned:
+        if entry.mutable and (entry.returned or not entry.op._schema.returns):
             result = None  # written in place; the node will say if it can't be
         else:
             result, metas = ask(entry, args, kwargs, place, call, out)
