@@ -11,11 +11,24 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.nn.modules.module as module
 from torch._ops import OpOverload
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import attention, autocast, choices, compiling, device_module, engine, fast, handlers, local, state, transfer
+from . import (
+    attention,
+    autocast,
+    choices,
+    compiling,
+    device_module,
+    engine,
+    fast,
+    handlers,
+    identity,
+    local,
+    state,
+    storage,
+    transfer,
+)
 from .context import current_node
 from .dispatch import dispatch, run
 from .planning import refuse_layout
@@ -58,6 +71,8 @@ def register() -> None:
     engine.install()
     fast.install()
     compiling.install()
+    identity.install()
+    storage.install()
     _adapt_torch()
 
 
@@ -65,18 +80,6 @@ def _adapt_torch() -> None:
     """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         setattr(torch._C, name, _setter(getattr(torch._C, name)))
-    swaps = _swaps(module.is_traceable_wrapper_subclass)  # type: ignore[attr-defined]
-    setattr(module, "is_traceable_wrapper_subclass", swaps)  # noqa: B010
-    setattr(torch.UntypedStorage, "__repr__", _storage_repr(torch.UntypedStorage.__repr__))  # noqa: B010
-
-
-def _swaps(original: Callable[[object], bool]) -> Callable[[object], bool]:
-    @wraps(original)
-    def is_traceable_wrapper_subclass(tensor: object) -> bool:
-        """Of ``Module.to`` alone: for whom it is true, tensors are swapped, so that ties and optimizers survive."""
-        return isinstance(tensor, DistributedTensor) or original(tensor)
-
-    return is_traceable_wrapper_subclass
 
 
 def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -91,17 +94,6 @@ def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
             session.check_default_dtype()
 
     return set_default
-
-
-def _storage_repr(original: Callable[[Any], str]) -> Callable[[Any], str]:
-    @wraps(original)
-    def __repr__(self: Any) -> str:
-        """As torch has it for the meta device: the bytes are elsewhere."""
-        if self.device.type != "node":
-            return original(self)
-        return f"...\n[{torch.typename(self)}(device={self.device}) of size {len(self)}]"
-
-    return __repr__
 
 
 def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import state
+from . import context, state
 from .context import current_node
 from .placement import Place
 from .runtime import command as c
@@ -30,6 +30,13 @@ def device_count() -> int:
 def current_device() -> int:
     """The current node, as ``disttensor.current_node()``."""
     return current_node()
+
+
+class device(context.node):
+    """``with torch.node.device(1):`` makes a node the current one, as ``disttensor.node(1)``. Takes devices as well."""
+
+    def __init__(self, device: torch.device | str | int | None) -> None:
+        super().__init__(current_node() if device is None else _place(device).node)
 
 
 def _is_in_bad_fork() -> bool:

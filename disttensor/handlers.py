@@ -13,7 +13,7 @@ from .placement import Place
 from .plan import Entry
 from .planning import check_masks, make_room, refuse_layout
 from .registry import enter, handler
-from .tensor import DistributedTensor, alias, operand_name, proxy, set_geometry
+from .tensor import DistributedTensor, alias, proxy
 from .transfer import fetch, fill, move, upload
 
 aten = torch.ops.aten
@@ -128,16 +128,6 @@ def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
         plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
         entry.store(entry.plans, key, plan)
     return proxy(Lazy(0, plan.shapes, None, plan, ()))
-
-
-@handler(aten.set_.source_Tensor)
-def _set(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
-    """``x.set_(y)``: x is y's remote tensor from now on."""
-    target, source = args
-    if not isinstance(source, DistributedTensor) or source._place is not target._place:
-        raise RuntimeError(f"set_: can't set {operand_name(target)} to {operand_name(source)}: they are on two places")
-    set_geometry(target, source._h)
-    return target  # type: ignore[no-any-return]
 
 
 @handler(aten.is_pinned.default)

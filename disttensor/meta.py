@@ -83,6 +83,16 @@ def meta_of(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype:
     return meta
 
 
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    stride = []
+    step = 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
 def meta_like(tensor: torch.Tensor, place: Place) -> Meta:
     """The Meta of a tensor with ``tensor``'s geometry at ``place``."""
     return meta_of(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, place)

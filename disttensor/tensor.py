@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .meta import Handle
+from .meta import Handle, contiguous
 from .placement import Place
 
 if TYPE_CHECKING:
     from .runtime.failure import Site
 
 _data = torch.Tensor.data
+#: The attributes that belong to a proxy, and not to the Python object that happens to be it.
+OWN = ("_h", "_is_param")
 
 
 class DistributedTensor(torch.Tensor):
@@ -90,12 +92,13 @@ class DistributedTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: Any) -> None:
-        if not isinstance(other, DistributedTensor):
-            raise TypeError(
-                f"the data of a tensor on {self._place} can't be a local one; write x.data = y.to({str(self.device)!r})"
-            )
-        _data.__set__(self, other)  # type: ignore[attr-defined]
-        self._h = other._h
+        if isinstance(other, DistributedTensor):
+            _data.__set__(self, other)  # type: ignore[attr-defined]
+            self._h = other._h
+        else:
+            from .identity import become
+
+            become(self, other)
 
     def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: Any = None) -> torch.Tensor:
         # a compiled backward was traced with ordinary tensors of our device; proxies are that
@@ -104,28 +107,55 @@ class DistributedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
+        if isinstance(self, torch.nn.Parameter):  # torch's own copies neither gradient nor attributes
+            values = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = parameter = torch.nn.Parameter(values, self.requires_grad)
+            return parameter
         if not self.is_leaf:
             raise RuntimeError("only tensors created explicitly by the user (graph leaves) support deepcopy")
-        with torch.no_grad():
-            twin = self.detach().clone(memory_format=torch.preserve_format)
-        memo[id(self)] = twin
+        from .storage import twin
+
+        memo[id(self)] = copied = twin(self, memo).requires_grad_(self.requires_grad)
         if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
-        for name, value in self.__dict__.items():
-            if name != "_h":
-                twin.__dict__[name] = copy.deepcopy(value, memo)
-        return twin.requires_grad_(self.requires_grad)
+            copied.grad = copy.deepcopy(self.grad, memo)
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_h"}, memo))
+        return copied
 
     def __copy__(self) -> torch.Tensor:
         twin = self.detach()
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_h"})
         return twin.requires_grad_(self.requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a tensor on {self._place} can't be pickled: its bytes are elsewhere. Pickle x.cpu(), "
-            "or pass the tensor itself to disttensor.run"
-        )
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """By value: what is loaded is a local tensor, on any machine (``map_location="node:1"`` sends it to a node)."""
+        from .storage import reduced
+
+        return reduced(self, protocol)
+
+    def set_(self, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = ()) -> torch.Tensor:  # type: ignore[override]
+        """As torch's. Here, because torch would pass on the source's storage, and a proxy has none."""
+        if source is None:
+            return torch.ops.aten.set_(self)  # type: ignore[no-any-return]
+        if size is None:
+            return super().set_(source)
+        size = tuple(size)
+        stride = tuple(stride) or contiguous(size)
+        if isinstance(source, DistributedTensor):
+            offset = int(source.storage_offset()) + storage_offset
+            return super().set_(source.detach().as_strided(size, stride, offset))
+        return super().set_(source, storage_offset, size, stride)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """What stands for the node's memory: the same object for tensors that share it. One round trip."""
+        from .storage import storage_of
+
+        return storage_of(self)
+
+    def data_ptr(self) -> int:
+        """Where the node has it: good to see what shares memory, and for nothing else here. One round trip."""
+        from .storage import address
+
+        return address(self)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Of a local copy with ``force=True``; else a TypeError, as for a CUDA tensor."""
@@ -183,4 +213,4 @@ def operand_name(tensor: Any) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"
 
 
-__all__ = ["DistributedTensor", "Site", "alias", "operand_name", "proxy", "set_geometry"]
+__all__ = ["OWN", "DistributedTensor", "Site", "alias", "operand_name", "proxy", "set_geometry"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .meta import Handle, Lazy, meta_of, new_ref
+from .meta import Handle, Lazy, contiguous, meta_of, new_ref
 from .placement import Place, one_session
 from .planning import make_room
 from .runtime import codec
@@ -15,7 +15,7 @@ from .tensor import DistributedTensor, proxy
 
 def upload(tensor: torch.Tensor, place: Place) -> DistributedTensor:
     """A copy of a local tensor at ``place``. Returns when the tensor may be changed again."""
-    meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
     place.session.upload(tensor.detach(), place, handle.ref, here())
     return proxy(handle)
@@ -27,7 +27,7 @@ def fill(target: DistributedTensor, tensor: torch.Tensor) -> bool:
     if not isinstance(handle, Lazy) or handle.ref or handle.base is not None:
         return False
     meta = handle.meta
-    if meta.shape != tuple(tensor.shape) or meta.dtype != tensor.dtype or meta.stride != _contiguous(meta.shape):
+    if meta.shape != tuple(tensor.shape) or meta.dtype != tensor.dtype or meta.stride != contiguous(meta.shape):
         return False
     with meta.place.state.lock:
         if handle.ref:
@@ -54,7 +54,7 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     one_session(source, place)
     if source.node == place.node:
         return _within(tensor, place)
-    meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     ref = tensor._h.ref or materialise(tensor._h)
     handle = Handle(new_ref(), meta)
     session = place.session
@@ -76,8 +76,8 @@ def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
 
     site = here()
     meta = meta_of(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, place)
-    if not _is_dense(tensor):
-        meta = meta_of(tuple(tensor.shape), _contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    if not is_dense(tensor):
+        meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     ref = tensor._h.ref or materialise(tensor._h)
     handle = Handle(new_ref(), meta)
     make_room(place)
@@ -98,14 +98,6 @@ def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     return proxy(handle)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride = []
-    step = 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(stride))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill their memory without gaps, each in a place of its own."""
     return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))

@@ -186,6 +186,13 @@ class Memory(Wire, frozen=True, tag=23):
     device: str
 
 
+class Storage(Wire, frozen=True, tag=28):
+    """Answers with numbers of the storage that a tensor is in: one that names it, its address, its bytes."""
+
+    request: int
+    ref: int
+
+
 class Peer(Wire, frozen=True, tag=24):
     """A peer's data channel: its address, and the key that only the two of them have."""
 
@@ -226,6 +233,7 @@ Command: TypeAlias = (
     | Random
     | Sync
     | Memory
+    | Storage
     | Peer
     | Lost
     | Default

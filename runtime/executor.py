@@ -18,7 +18,7 @@ from .errors import ChannelError, PoisonedError, ProtocolError
 from .failure import MAX_NAME, MAX_TEXT
 from .functions import Functions
 from .ops import AllowList
-from .store import Pending, Poison, Store
+from .store import Pending, Poison, Store, memory
 from .template import Broken, Template
 
 
@@ -117,6 +117,10 @@ class Executor:
             case c.Memory():
                 count, held = store.usage(command.device or None)
                 self._emit(c.Answer(command.request, f"{count} {held}"))
+            case c.Storage():
+                tensor = self._tensor(command.ref)
+                storage = tensor.untyped_storage()
+                self._emit(c.Answer(command.request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()}"))
             case c.Peer():
                 self._channel.connect({command.rank: _peer(command)})
             case c.Lost():
@@ -196,14 +200,8 @@ class Executor:
         self.store.entries[command.out] = self.store.pending[command.out] = pending
 
     def _run(self, command: c.Run) -> None:
-        def tensor(ref: int) -> torch.Tensor:
-            entry = self._entry(ref)
-            if isinstance(entry, Poison):
-                raise _PoisonRead(entry)
-            return entry
-
         self.store.settle([t for t, _ in self.store.sending])  # the function may write what is being sent
-        data, tensors = self._functions.run(command, tensor)
+        data, tensors = self._functions.run(command, self._tensor)
         geometries = tuple(map(self.geometry, tensors))
         if tensors:
             self._results[command.request] = tensors
@@ -230,6 +228,13 @@ class Executor:
         if isinstance(entry, Pending):
             entry = self.store.entries[ref] = self._arrived(entry)
             self.store.pending.pop(ref, None)
+        return entry
+
+    def _tensor(self, ref: int) -> torch.Tensor:
+        """The same; poison is raised."""
+        entry = self._entry(ref)
+        if isinstance(entry, Poison):
+            raise _PoisonRead(entry)
         return entry
 
     def _arrived(self, pending: Pending) -> torch.Tensor | Poison:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -87,12 +88,9 @@ class Functions:
 
 def _loads_from_master(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:
     """The one place where a worker unpickles; ``data`` came from the master, which owns this worker."""
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: Any) -> torch.Tensor:
-            return tensor(int(pid))
-
-    return Unpickler(io.BytesIO(data)).load()
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = lambda pid: tensor(int(pid))  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -126,11 +124,11 @@ def decode_result(data: bytes, tensors: list[Any]) -> Any:
 
     Raises ProtocolError.
     """
-    queue = iter(tensors)
+    queue = deque(tensors)  # emptied: the function that takes from it lives in a cycle with its decoder
 
     def extension(code: int, body: memoryview) -> Any:
         if code == _TENSOR:
-            return next(queue)
+            return queue.popleft()
         items = decoder.decode(body)
         if code == _COMPLEX:
             return complex(*items)
@@ -141,5 +139,5 @@ def decode_result(data: bytes, tensors: list[Any]) -> Any:
     decoder = msgspec.msgpack.Decoder(ext_hook=extension)
     try:
         return decoder.decode(data)
-    except (ValueError, StopIteration, TypeError, RecursionError) as e:
+    except (ValueError, IndexError, TypeError, RecursionError) as e:
         raise ProtocolError(f"a result of {len(data)} bytes can't be read: {e}") from None

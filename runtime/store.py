@@ -74,17 +74,17 @@ class Store:
 
     def aliases(self, tensor: torch.Tensor) -> list[int]:
         """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
-        memory = _memory(tensor)
-        return [r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and _memory(e) == memory]
+        address = memory(tensor)
+        return [r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and memory(e) == address]
 
     def settle(self, tensors: list[torch.Tensor]) -> None:
         """Waits for sends that read the memory of ``tensors``, which is about to change."""
-        touched = set(map(_memory, tensors))
+        touched = set(map(memory, tensors))
         rest = []
         for tensor, transfer in self.sending:
             if transfer.is_completed():
                 continue
-            if _memory(tensor) in touched:
+            if memory(tensor) in touched:
                 wait_quietly(transfer)
             else:
                 rest.append((tensor, transfer))
@@ -99,7 +99,7 @@ class Store:
             if isinstance(tensor, Poison) or (device is not None and str(tensor.device) != device):
                 continue
             count += 1
-            storages[_memory(tensor)] = tensor.untyped_storage().nbytes() if torch._C._has_storage(tensor) else 0
+            storages[memory(tensor)] = tensor.untyped_storage().nbytes() if torch._C._has_storage(tensor) else 0
         return count, sum(storages.values())
 
     def clear(self) -> None:
@@ -108,7 +108,7 @@ class Store:
         self.sending.clear()
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory. What has no storage (a sparse tensor) shares with itself only."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else id(tensor)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -380,11 +379,6 @@ def test_deepcopy() -> None:
         twin.zero_()
     assert x.abs().sum().item() > 0
     same(copy.copy(x.detach()), x.detach().cpu())
-
-
-def test_pickle_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"cpu\(\)"):
-        pickle.dumps(torch.ones(2, device="node:1"))
 
 
 def test_numpy() -> None:

@@ -193,17 +193,6 @@ def test_pytree_and_vector_tools() -> None:
     same(torch.nn.utils.parameters_to_vector(ps).detach(), (flat * 2).detach().cpu())
 
 
-@pytest.mark.xfail(reason="map_location to a node")
-def test_save_a_local_copy(tmp_path: object) -> None:
-    x = torch.randn(3).to("node:1")
-    path = f"{tmp_path}/x.pt"
-    torch.save({"x": x.cpu()}, path)
-    assert torch.equal(torch.load(path)["x"], x.cpu())
-    back = torch.load(path, map_location="node:0")["x"]
-    same(back, x.cpu())
-    assert back.get_node() == 0
-
-
 def test_iteration_of_a_data_loader() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
     total = torch.zeros((), device="node:1")

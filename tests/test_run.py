@@ -299,19 +299,18 @@ def test_results_that_nobody_gets_are_dropped(function: Any, error: type[BaseExc
     assert memory() is None
 
 
-@pytest.mark.xfail(reason="arguments live until the cyclic collector runs")
 def test_nothing_is_left_on_the_node() -> None:
     from disttensor.device_module import usage
 
-    gc.disable()
     x = torch.ones(2, device="node:1")
     dt.run(lambda t: t + 1, x, node=1)
     dt.synchronize()
     before = usage(x._place)  # type: ignore[attr-defined]
-    for _ in range(20):
-        dt.run(lambda t, u: [t + u, t], x, torch.ones(2), node=1)
-    dt.synchronize()
+    gc.disable()
     try:
+        for _ in range(20):
+            dt.run(lambda t, u: [t + u, t], x, torch.ones(2), node=1)
+        dt.synchronize()
         assert usage(x._place) == before  # type: ignore[attr-defined]
     finally:
         gc.enable()
