@@ -22,6 +22,7 @@ from . import (
     device_module,
     engine,
     fast,
+    generators,
     handlers,
     identity,
     local,
@@ -73,6 +74,7 @@ def register() -> None:
     compiling.install()
     identity.install()
     storage.install()
+    generators.install()
     _adapt_torch()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import context, state
+from . import context, generators, state
 from .context import current_node
 from .placement import Place
 from .runtime import command as c
@@ -19,6 +19,12 @@ def is_available() -> bool:
 def is_initialized() -> bool:
     """Whether a session is running."""
     return state.current() is not None
+
+
+def __getattr__(name: str) -> bool:
+    if name == "_initialized":  # how torch.utils.checkpoint asks whether there are generators to save
+        return is_initialized()
+    raise AttributeError(f"module 'torch.node' has no attribute {name!r}")
 
 
 def device_count() -> int:
@@ -72,15 +78,22 @@ def manual_seed(seed: int) -> None:
     state.session().states[current_node()].outbox.add(c.Seed(_signed(seed)), here())
 
 
-def get_rng_state(device: torch.device | str | int = "node") -> torch.Tensor:
-    """The state of a node's default generator, as a local uint8 tensor. One round trip."""
+def get_rng_state(device: torch.device | str | int | Place = "node") -> torch.Tensor:
+    """The state of a node's default generator, as a local uint8 tensor. One round trip.
+
+    Of a Place (what ``torch.utils.checkpoint`` passes), a tensor that stays on the node, and no round trip.
+    """
+    if isinstance(device, Place):
+        return generators.keep(device)
     place = _place(device)
     reply = place.session.ask(place, c.Answer, lambda id: c.Random(id, place.name, b""), here())
     return torch.frombuffer(bytearray.fromhex(str(reply.value)), dtype=torch.uint8)
 
 
-def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = "node") -> None:
+def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int | Place = "node") -> None:
     """Sets it. Raises ValueError for what is no uint8 tensor."""
+    if isinstance(device, Place):
+        return generators.restore(device, new_state)  # type: ignore[arg-type]
     if new_state.dtype != torch.uint8:
         raise ValueError(f"a generator's state is a uint8 tensor, not {new_state.dtype}")
     place = _place(device)

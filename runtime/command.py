@@ -173,6 +173,14 @@ class Random(Wire, frozen=True, tag=21):
     state: bytes
 
 
+class Keep(Wire, frozen=True, tag=29):
+    """The state of a device's generator becomes a tensor, which stays on the node; or is set to that tensor again."""
+
+    ref: int
+    device: str
+    restore: bool
+
+
 class Sync(Wire, frozen=True, tag=22):
     """Answers with Done once everything before it is done, transfers included."""
 
@@ -231,6 +239,7 @@ Command: TypeAlias = (
     | Adopt
     | Seed
     | Random
+    | Keep
     | Sync
     | Memory
     | Storage

@@ -111,6 +111,8 @@ class Executor:
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Random():
                 self._random(command)
+            case c.Keep():
+                self._keep(command)
             case c.Sync():
                 self._settle_all()
                 self._emit(c.Done(command.request))
@@ -210,15 +212,19 @@ class Executor:
     def _random(self, command: c.Random) -> None:
         device = self.device(command.device)
         if command.state:
-            state = torch.frombuffer(bytearray(command.state), dtype=torch.uint8)
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state, device)
-            else:
-                torch.set_rng_state(state)
+            _set_generator(device, torch.frombuffer(bytearray(command.state), dtype=torch.uint8))
             self._emit(c.Done(command.request))
         else:
-            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-            self._emit(c.Answer(command.request, state.numpy().tobytes().hex()))
+            self._emit(c.Answer(command.request, _generator(device).numpy().tobytes().hex()))
+
+    def _keep(self, command: c.Keep) -> None:
+        if command.restore:
+            entry = self._entry(command.ref)
+            if isinstance(entry, Poison):
+                raise _PoisonRead(entry)
+            _set_generator(self.device(command.device), entry)
+        else:
+            self.store.entries[command.ref] = _generator(self.device(command.device))
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 
@@ -286,6 +292,8 @@ class Executor:
             self._spread(template, call, poison)
         elif isinstance(command, c.Recv):
             self.store.entries[command.out] = poison
+        elif isinstance(command, c.Keep) and not command.restore:
+            self.store.entries[command.ref] = poison
         if request is not None:
             self._emit(c.Poisoned(request, poison.rank, poison.seq))
 
@@ -320,6 +328,18 @@ class _PoisonRead(Exception):
     def __init__(self, poison: Poison) -> None:
         super().__init__()
         self.poison = poison
+
+
+def _generator(device: torch.device) -> torch.Tensor:
+    """The state of a device's default generator, on the CPU."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def _clean(text: str) -> str:
