@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from test_error_matrix import in_any_thread, run, usable, wherever
 
 import disttensor as dt
 from disttensor import state
@@ -68,6 +69,24 @@ def test_a_killed_node_is_lost_and_the_other_is_not() -> None:
         y.to("node:1")
     assert (y + 2).sum().item() == 9
     assert [n["alive"] for n in dt.nodes()] == [True, False]
+
+
+@in_any_thread
+@wherever
+def test_a_node_is_lost_wherever_it_is_used(place: str, thread: str) -> None:
+    x: torch.Tensor | None = None
+
+    def lose() -> None:
+        state.session().link.lose(1, "its cable was cut")
+        x.exp().sum().item()
+
+    with pytest.raises(dt.NodeLost, match="cable"):  # noqa: PT012, SIM117 - the end of the session tells it as well
+        with dt.init_master_worker(nodes=2, launcher="inproc"):
+            x = torch.ones(3, device="node:1")
+            with pytest.raises(dt.NodeLost, match=r"node 1 .*its cable was cut"):
+                run(thread, place, lose)
+            usable("node:0")
+            x.cpu()
 
 
 @pytest.mark.usefixtures("cluster")
