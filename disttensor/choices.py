@@ -6,13 +6,15 @@ Numbers follow from the path: LAPACK finds other singular values when it is aske
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.optim import swa_utils
 
-from . import disguise
+from . import disguise, state
 from .dispatch import as_torch_came, run
 from .plan import Entry
 from .registry import handler
@@ -28,6 +30,19 @@ def register(library: torch.library.Library) -> None:
     """Puts this module's functions in the place of torch's composites for our device."""
     for op, function in _kernels:
         library.impl(op.name().removeprefix("aten::"), function, "AutogradPrivateUse1")
+    name = "_get_foreach_kernels_supported_devices"
+    setattr(swa_utils, name, _averaging(getattr(swa_utils, name)))
+
+
+def _averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    @wraps(original)
+    def devices() -> list[str]:
+        """For whom AveragedModel interpolates all parameters at once, with other roundings: CUDA, and so not for CPUs."""
+        session = state.current()
+        cuda = any(place.kernels == "cuda" for place in (session.places.by_slot if session else ()))
+        return [name for name in original() if name != "node" or cuda]
+
+    return devices
 
 
 def chosen(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
