@@ -37,7 +37,7 @@ def register(library: torch.library.Library) -> None:
 def _averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
     @wraps(original)
     def devices() -> list[str]:
-        """For whom AveragedModel interpolates all parameters at once, with other roundings: CUDA, and so not for CPUs."""
+        """For whom AveragedModel interpolates all parameters at once, with other roundings: CUDA, never CPU nodes."""
         session = state.current()
         cuda = any(place.kernels == "cuda" for place in (session.places.by_slot if session else ()))
         return [name for name in original() if name != "node" or cuda]
