@@ -81,7 +81,10 @@ def list_length(name: str, args: tuple[Any, ...]) -> int:
     """
     if name == "aten::_histogramdd_bin_edges":
         return len(args[1])
-    raise NotImplementedError(f"{name}: a list of tensors whose shapes depend on the data is not supported")
+    raise NotImplementedError(
+        f"{name}: a list of tensors whose shapes depend on the data is not supported; "
+        "call it on x.cpu(), or on the node in a function with disttensor.run"
+    )
 
 
 def gives_value(op: OpOverload) -> bool:

@@ -162,7 +162,9 @@ def make_room(place: Place) -> None:
 
 def refuse_layout(name: str, layout: object) -> NoReturn:
     """Raises NotImplementedError: a proxy's metadata are shape and strides, and other layouts have more."""
-    raise NotImplementedError(f"{name}: a tensor of layout {layout} can't be on a node; those there are torch.strided")
+    raise NotImplementedError(
+        f"{name}: a tensor of layout {layout} can't be on a node, only strided ones can (x.to_dense())"
+    )
 
 
 def _twin(stand: torch.Tensor) -> torch.Tensor:

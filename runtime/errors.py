@@ -32,6 +32,7 @@ class NodeLost(DisttensorError):
     def __init__(self, rank: int, host: str = "?", pid: int = 0, cause: str = "", tail: tuple[str, ...] = ()) -> None:
         self.rank, self.host, self.pid, self.cause, self.tail = rank, host, pid, cause, tail
         text = f"node {rank} (host {host}, pid {pid}) is lost: {cause or 'cause unknown'}"
+        text += "; what it held is gone, other nodes stay usable"
         if tail:
             text += "\nits last output:\n" + "\n".join(f"  {line}" for line in tail)
         super().__init__(text)

@@ -15,7 +15,7 @@ from . import codec
 from . import command as c
 from .channel.base import DataChannel, PeerInfo
 from .errors import ChannelError, PoisonedError, ProtocolError
-from .failure import MAX_NAME, MAX_TEXT
+from .failure import MAX_NAME, MAX_TEXT, attempt
 from .functions import Functions
 from .ops import AllowList
 from .store import Pending, Poison, Store, memory
@@ -266,7 +266,7 @@ class Executor:
         call = command.call if isinstance(command, c.Ask) else command
         request = getattr(command, "request", None)
         template = self._templates.get(call.template) if isinstance(call, c.Call) else None
-        poison: Poison | None = error.poison if isinstance(error, _PoisonRead) else None
+        poison: Poison | None = error.poison if type(error) is _PoisonRead else None
         if template is not None and isinstance(call, c.Call) and poison is None:
             try:
                 operands = template.operands(call.out, call.args)
@@ -311,15 +311,10 @@ class Executor:
             entries[call.out] = poison
 
     def _tell(self, op: str, error: Exception) -> Poison:
-        kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        try:
-            text = str(error)
-        except Exception as e:
-            text = f"<the text of this {kind} can't be had: {type(e).__name__}>"
-        try:
-            trace = "".join(traceback.format_exception(error))
-        except Exception as e:  # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
-            trace = f"<the traceback can't be had: {type(e).__name__}>"
+        kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
+        text = attempt(lambda: str(error), f"the text of this {kind}")
+        # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
+        trace = attempt(lambda: "".join(traceback.format_exception(error)), "the traceback")
         self._emit(c.Failed(self.seq, op, _clean(kind[:MAX_NAME]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])))
         return Poison(self.rank, self.seq)
 

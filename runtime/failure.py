@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 
@@ -39,6 +40,14 @@ def line_of(site: Site | None) -> str:
     code, at = site
     line = next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
     return f"{code.co_filename}:{line} in {code.co_qualname}"
+
+
+def attempt(say: Callable[[], str], what: str) -> str:
+    """What ``say`` gives, or that it can't be had: an exception's own methods may raise anything, even SystemExit."""
+    try:
+        return say()
+    except BaseException as e:
+        return f"<{what} can't be had: {type.__getattribute__(type(e), '__name__')}>"
 
 
 @dataclass

@@ -11,6 +11,7 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import torch
 
 from . import command as c
 from .errors import DisttensorError, ProtocolError
+from .failure import attempt
 
 #: A function, or the arguments of one call, are at most this long when pickled.
 MAX_PICKLE = 64 << 20
@@ -78,11 +80,13 @@ class Functions:
             try:
                 result = function(*args, **kwargs)
             except SystemExit as e:
-                raise DisttensorError(f"the function called sys.exit({e.code!r}); the node goes on") from e
+                status = attempt(partial(repr, e.code), "the code")
+                raise DisttensorError(f"the function called sys.exit({status}); the node goes on") from e
             except Exception:
                 raise
             except BaseException as e:  # KeyboardInterrupt, CancelledError: they would end the node
-                raise DisttensorError(f"the function raised {type(e).__name__}: {e}; the node goes on") from e
+                text = attempt(partial(str, e), "its text")
+                raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
         return _encoder.encode(_plain(result, tensors)), tensors
 
 
