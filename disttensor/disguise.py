@@ -57,7 +57,7 @@ def at(handle: Handle, place: Place) -> Handle:
     if not handle.ref:
         materialise(handle)
     meta = handle.meta
-    return Shared(handle.ref, meta_of(meta.shape, meta.stride, meta.offset, meta.dtype, place), handle)
+    return Shared(handle.ref, meta_of(meta.shape, meta.stride, meta.offset, meta.dtype, place, meta.bits), handle)
 
 
 def _seen(x: torch.Tensor, place: Place) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
+from . import state
 from .lazy import materialise
 from .meta import Handle, Meta, new_ref
 from .placement import Place, exact
@@ -32,6 +33,7 @@ from .writing import rare
 
 _EMPTY: dict[str, Any] = {}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 #: Calls torch as it called dispatch. Without, in inference mode views would forget whether what they are of requires a
 #: gradient, which decides how matmul computes.
 as_torch_came: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
@@ -181,6 +183,14 @@ def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
         return op(_COMPOSITE, *args, **kwargs)  # torch will make views of what it gets from here
     with as_torch_came():
         return op(_COMPOSITE, *args, **kwargs)
+
+
+@handles("python")
+def _python(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """An operator of some library, for any device: on the node if it is allowed there, else its parts are."""
+    if state.session().allow.allows(entry.name):
+        return run(entry, args, kwargs, None)
+    return entry.op._op_dk(_EXPLICIT, *args, **kwargs)
 
 
 @handles("value")

@@ -26,14 +26,6 @@ def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
     return alias(args[0], args[0]._h if place is None else disguise.at(args[0]._h, place))
 
 
-@handler(aten._conj.default, aten._neg_view.default)
-def _bits(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Lazy bits would have to travel with every proxy; the node computes the values instead."""
-    other = aten.conj_physical.default if entry.op is aten._conj.default else aten.neg.default
-    computed = run(enter(other), args, kwargs, None)
-    return alias(args[0], computed._h)  # a view to torch, though it shares no memory
-
-
 @handler(aten._to_copy.default)
 def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     """To another device, dtype or memory format: converts where the fewest bytes have to move afterwards."""

@@ -20,6 +20,7 @@ from .runtime.channel.base import MASTER, ChannelContext
 from .runtime.errors import DisttensorError, NodeLost, StartError
 from .runtime.keys import curve_pair, job_id, job_secret
 from .runtime.launch.base import Exited, Launcher
+from .runtime.ops import AllowList
 from .runtime.transport.base import Hub
 from .runtime.transport.inproc import InprocHub
 from .runtime.transport.zmq import ZmqHub
@@ -135,6 +136,7 @@ def init_master_worker(
         device_backend.register()
         channel = channel_class(ChannelContext(rank=MASTER, job=job, host="127.0.0.1"))
         session = Session(job, secret, hub, count, channel, starter)
+        session.allow = AllowList(allow_ops)
         if isinstance(hub, InprocHub):
             for bundle in bundles:
                 worker = Worker(bundle, hub.spoke(bundle.rank))

@@ -22,21 +22,30 @@ new_ref = count(1).__next__
 #: Interned metadata; bounded: a cleared table only makes caches miss once.
 MAX_METAS = 65_536
 _metas: dict[object, Meta] = {}
+_PLAIN = (False, False)
 
 
 class Meta:
     """Immutable and interned: plans are cached by the identity of their operands' metas."""
 
-    __slots__ = ("dead", "device", "dtype", "make", "offset", "place", "shape", "stand_in", "stride")
+    __slots__ = ("bits", "dead", "device", "dtype", "make", "offset", "place", "shape", "stand_in", "stride")
 
     def __init__(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, place: Place
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        place: Place,
+        bits: tuple[bool, bool],
     ) -> None:
         self.shape = shape
         self.stride = stride
         self.offset = offset
         self.dtype = dtype
         self.place = place
+        #: whether it is a lazy conjugate, a lazy negative
+        self.bits = bits
         self.device = place.device
         self.dead = place.dead
         #: makes a bare proxy with this metadata; prebuilt, for it is most of what an operation costs
@@ -53,6 +62,10 @@ class Meta:
         )
         #: a tensor on the meta device with this metadata, for inference
         self.stand_in = stand_in(shape, stride, offset, dtype)
+        if bits != _PLAIN:
+            bare = self.make
+            self.make = lambda: set_bits(bare(), bits)
+            set_bits(self.stand_in, bits)
 
     def __repr__(self) -> str:
         return f"<{tuple(self.shape)} {self.dtype} at {self.place}>"
@@ -72,14 +85,28 @@ def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype
     return torch.empty(extent, dtype=dtype, device="meta").as_strided(shape, stride, offset)
 
 
-def meta_of(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, place: Place) -> Meta:
+def set_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
+    """Makes ``tensor`` a lazy conjugate, a lazy negative, or neither of what it is."""
+    torch._C._set_conj(tensor, bits[0])
+    torch._C._set_neg(tensor, bits[1])
+    return tensor
+
+
+def meta_of(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    place: Place,
+    bits: tuple[bool, bool] = _PLAIN,
+) -> Meta:
     """The one Meta with these values."""
-    key = (shape, stride, offset, dtype, place)
+    key = (shape, stride, offset, dtype, place, bits)
     meta = _metas.get(key)
     if meta is None:
         if len(_metas) >= MAX_METAS:
             _metas.clear()
-        meta = _metas.setdefault(key, Meta(shape, stride, offset, dtype, place))
+        meta = _metas.setdefault(key, Meta(*key))
     return meta
 
 
@@ -95,7 +122,8 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def meta_like(tensor: torch.Tensor, place: Place) -> Meta:
     """The Meta of a tensor with ``tensor``'s geometry at ``place``."""
-    return meta_of(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, place)
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return meta_of(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, place, bits)
 
 
 def forget_all() -> None:

@@ -64,6 +64,7 @@ class Entry:
         "name",
         "op",
         "plans",
+        "python",
         "quick",
         "returned",
         "value",
@@ -89,6 +90,7 @@ class Entry:
         self.view = op.is_view and not self.mutable
         #: made of other operators, into which torch's autograd takes it apart; without autograd it comes here whole
         self.composite = self._composite()
+        self.python = self._python()
         self.asks = asks_always(op)
         self.value = gives_value(op) and not self.mutable
         self.plans: dict[tuple[Any, ...], Plan] = {}
@@ -112,6 +114,11 @@ class Entry:
             return torch._C._dispatch_has_kernel_for_dispatch_key(self.name, key)
 
         return has("CompositeImplicitAutograd") and not has("PrivateUse1")
+
+    def _python(self) -> bool:
+        """Whether it is a library's own, with one kernel for all devices (``torch.library.custom_op``)."""
+        own = not self.name.startswith(("aten::", "prims::"))
+        return own and torch._C._dispatch_has_kernel_for_dispatch_key(self.name, "CompositeExplicitAutograd")
 
     def _kind(self, argument: torch.Argument) -> int:
         text = str(argument.type)

@@ -32,8 +32,8 @@ def handler(*ops: OpOverload) -> Callable[[Handler], Handler]:
 
 
 def handles(kind: str) -> Callable[[Handler], Handler]:
-    """Registers the handler of all operators of a kind: "composite" (made of others), "view" (gives one alias), "value"
-    (gives no tensor)."""
+    """Registers the handler of all operators of a kind: "composite" (made of others), "python" (of a library, the same
+    for all devices), "view" (gives one alias), "value" (gives no tensor)."""
 
     def register(fn: Handler) -> Handler:
         _kinds[kind] = fn
@@ -47,7 +47,8 @@ def enter(op: OpOverload) -> Entry:
     entry = entries.get(id(op))
     if entry is None:
         entry = Entry(op)
-        kind = "composite" if entry.composite else "view" if entry.view else "value" if entry.value else ""
+        kinds = ("python", entry.python), ("composite", entry.composite), ("view", entry.view), ("value", entry.value)
+        kind = next((name for name, applies in kinds if applies), "")
         entry.handler = _handlers.get(op) or _kinds.get(kind)
         entries[id(op)] = entry
     return entry

@@ -26,6 +26,7 @@ from .runtime.interrupts import whole
 from .runtime.keys import pair_key
 from .runtime.launch.base import Launcher
 from .runtime.link import Link, Request
+from .runtime.ops import AllowList
 from .runtime.outbox import Outbox
 from .runtime.transport.base import Hub
 
@@ -50,6 +51,8 @@ class Session:
         self.link = Link(hub, nodes, launcher, self._lost)
         self.states = [NodeState(self, rank, self.link.outboxes[rank]) for rank in range(nodes)]
         self.places: Places
+        #: operators that nodes run
+        self.allow = AllowList()
         self.launcher = launcher
         #: nodes that are threads of this process
         self.threads: list[threading.Thread] = []

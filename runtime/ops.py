@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from .errors import ProtocolError
 
 #: Without asking: torch's own operators. Users add theirs with init_master_worker(allow_ops=["torchvision::*"]).
-BASE = ("aten::*", "prims::*", "torch_nn::*")
+BASE = ("aten::*", "prims::*")
 
 #: Operators in these namespaces that reach beyond tensors (files, processes), refused all the same.
 REFUSED = frozenset({"aten::from_file", "aten::_save", "aten::save"})
@@ -31,9 +31,14 @@ class AllowList:
             op = self._known[name] = self._find(name)
         return op
 
+    def allows(self, name: str) -> bool:
+        """Whether the operator's name is on the list."""
+        qualified = name.partition(".")[0]
+        return qualified not in REFUSED and any(fnmatchcase(qualified, p) for p in self.patterns)
+
     def _find(self, name: str) -> OpOverload:
         qualified, _, overload = name.partition(".")
-        if qualified in REFUSED or not any(fnmatchcase(qualified, p) for p in self.patterns):
+        if not self.allows(name):
             allowed = ", ".join(self.patterns)
             raise ProtocolError(f"operator {name} is not allowed on this node (allowed: {allowed}); see allow_ops=")
         namespace, _, base = qualified.partition("::")

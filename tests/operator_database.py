@@ -96,6 +96,7 @@ def agree(remote: Any, local: Any, close: bool, what: str) -> None:
             continue
         assert isinstance(r, dt.DistributedTensor), f"{path} is a {type(r).__name__}, not a proxy"
         assert (r.dtype, r.shape, r.requires_grad) == (x.dtype, x.shape, x.requires_grad), path
+        assert (r.is_conj(), r.is_neg()) == (x.is_conj(), x.is_neg()), f"{path}: lazy conjugate or negative"
         assert strides(r) == strides(x), f"{path}: strides {r.stride()} where they are {x.stride()} here"
         if close and (x.is_floating_point() or x.is_complex()):
             scale = x.detach().abs().nan_to_num().max().item() if x.numel() else 0.0
@@ -112,13 +113,14 @@ def strides(x: torch.Tensor) -> tuple[int, ...]:
 
 def _there(x: torch.Tensor) -> tuple[Any, ...]:
     """Runs on the node."""
-    return tuple(x.shape), x.stride(), int(x.storage_offset()), str(x.dtype)
+    return tuple(x.shape), x.stride(), int(x.storage_offset()), str(x.dtype), x.is_conj(), x.is_neg()
 
 
 def true_to_node(proxy: torch.Tensor) -> None:
     """Asserts that a proxy's metadata are its tensor's."""
-    shape, stride, offset, dtype = dt.run(_there, proxy.detach(), node=0)
+    shape, stride, offset, dtype, *bits = dt.run(_there, proxy.detach(), node=0)
     assert (tuple(proxy.shape), str(proxy.dtype)) == (tuple(shape), dtype), "the node has another shape or dtype"
+    assert [proxy.is_conj(), proxy.is_neg()] == bits, "conjugate or negative on one side only"
     said = [s for n, s in zip(shape, proxy.stride(), strict=True) if n > 1] if proxy.numel() else []
     has = [s for n, s in zip(shape, stride, strict=True) if n > 1] if proxy.numel() else []
     assert (said, int(proxy.storage_offset())) == (has, offset), f"strides {proxy.stride()}, the node has {stride}"

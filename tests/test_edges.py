@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -96,3 +96,25 @@ def test_numbers_that_do_not_fit() -> None:
     with pytest.raises((OverflowError, RuntimeError)):
         x + 2**70
     assert (x + 2).sum().item() == 6
+
+
+@pytest.fixture
+def doubled() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """An operator of a library: Python, for any device."""
+    with torch.library._scoped_library("disttensor_test", "FRAGMENT"):
+
+        @torch.library.custom_op("disttensor_test::doubled", mutates_args=())
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        double.register_fake(lambda x: torch.empty_like(x))
+        double.register_autograd(lambda ctx, grad: grad * 2)
+        yield double
+
+
+def test_a_librarys_operator_in_python_runs_part_by_part(doubled: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.arange(3.0, device="node:1").requires_grad_()
+    y = doubled(x)
+    y.sum().backward()
+    assert y.tolist() == [0, 2, 4]
+    assert x.grad.tolist() == [2, 2, 2]

@@ -19,10 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SPARSE = "it has or makes a sparse tensor; those on nodes are strided"
 MEMORY = "the sample reads memory beside its input, which isn't sent with it"
-CONJ = "a conjugate is computed: what is written to it doesn't reach what it is the conjugate of"
-SUBCLASS = "for tensor subclasses torch takes another formula, whose result has other strides"
-
-PASSED_ON = "the gradient has the strides of a lazy conjugate; a computed one has others"
+SUBCLASS = "for tensor subclasses torch takes another formula"
 
 #: name -> why it fails; or (name, dtype) for those that fail in one dtype only
 FAILS: dict[str | tuple[str, torch.dtype], str] = {
@@ -30,40 +27,33 @@ FAILS: dict[str | tuple[str, torch.dtype], str] = {
     "sparse.mm.reduce": SPARSE,
     "to_sparse": SPARSE,
     "as_strided.partial_views": MEMORY,
-    ("conj", torch.complex64): CONJ,
-    ("H", torch.complex64): CONJ,
-    ("mH", torch.complex64): CONJ,
     "ormqr": SUBCLASS,
-    ("linalg.solve_triangular", torch.complex64): PASSED_ON,
 }
 
 SAFE = "for tensor subclasses torch takes the gradient that is safe beside zeros"
-COMPUTED = "BLAS is given conjugated values instead of being told to conjugate"
+DEVICE = "its gradients are accumulated in a precision chosen by the device's type"
 ALIGNED = "LAPACK's bits depend on where in memory the operands lie, on local CPU too"
 #: name -> why it is right up to rounding only
 CLOSE: dict[str | tuple[str, torch.dtype], str] = {
     "prod": SAFE,
     "masked.prod": SAFE,
-    "linalg.pinv.singular": COMPUTED,
-    "linalg.lstsq": ALIGNED,
-    "linalg.lstsq.grad_oriented": ALIGNED,
-    ("nn.functional.linear_cross_entropy.chunked", torch.bfloat16): SAFE,
-    ("nn.functional.linear_cross_entropy.chunked_none", torch.bfloat16): SAFE,
-    **{
-        (name, torch.complex64): COMPUTED
-        for name in (
-            *("lu", "matmul", "__rmatmul__", "linalg.householder_product", "linalg.lu_factor", "linalg.lu_factor_ex"),
-            *("linalg.lu", "linalg.lu_solve", "cumprod"),
-        )
-    },
+    "linalg.pinv.singular": SUBCLASS,
+    ("nn.functional.linear_cross_entropy.chunked", torch.bfloat16): DEVICE,
+    ("nn.functional.linear_cross_entropy.chunked_none", torch.bfloat16): DEVICE,
 }
+#: name -> why it may or may not be right to the bit
+VARIES = {"linalg.lstsq": ALIGNED, "linalg.lstsq.grad_oriented": ALIGNED}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def node() -> Iterator[None]:
-    """One in-process node."""
-    with dt.init_master_worker(nodes=1, launcher="inproc"):
+    """A process: an in-process node shares this process's generator, which samples seed. One thread on either side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with dt.init_master_worker(nodes=1, threads=1):
+        torch.zeros(1).to(database.NODE).cpu()  # opens the connections that stay
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +84,8 @@ def first(name: str) -> torch.dtype | None:
 
 
 def is_close(name: str, dtype: torch.dtype) -> bool:
-    return (name in CLOSE and (dtype.is_floating_point or dtype.is_complex)) or (name, dtype) in CLOSE
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    return (not exact and (name in CLOSE or name in VARIES)) or (name, dtype) in CLOSE
 
 
 @pytest.mark.parametrize(("name", "dtype"), spread())
@@ -110,13 +101,14 @@ def test_all_samples(name: str, dtype: torch.dtype) -> None:
     if not is_close(name, dtype):
         assert database.check(op, dtype)
         return
-    with pytest.raises(AssertionError):  # else it belongs on no list
-        database.check(op, dtype)
+    if name not in VARIES:
+        with pytest.raises(AssertionError):  # else it belongs on no list
+            database.check(op, dtype)
     database.check(op, dtype, close=True)
 
 
 def test_the_lists_name_operators() -> None:
-    for key in (*FAILS, *CLOSE):
+    for key in (*FAILS, *CLOSE, *VARIES):
         name = key if isinstance(key, str) else key[0]
         assert name in database.OPERATORS
     share = 1 - len({k if isinstance(k, str) else k[0] for k in FAILS}) / len(database.OPERATORS)

@@ -100,6 +100,9 @@ def check_strides(channels: Sequence[DataChannel]) -> None:
         target = torch.empty(view.shape, dtype=view.dtype)
         move(channels, view, target, next(serial))
         need(same(view, target), "a conjugated or negated view arrived as its base")
+    target = random((4, 4), torch.float32)
+    move(channels, torch._efficientzerotensor(4, 4), target, next(serial))
+    need(not target.any(), "zeros without memory, as autograd makes them, arrived as something else")
 
 
 def check_autograd_and_inference(channels: Sequence[DataChannel]) -> None:

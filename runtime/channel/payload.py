@@ -45,21 +45,32 @@ def describe(dtype: int, numel: int) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``'s own memory holds the bytes that travel."""
-    return tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+    return (
+        tensor.is_contiguous()
+        and tensor.device.type == "cpu"
+        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself if it is plain, else a plain copy of its elements."""
     if is_plain(tensor):
         return tensor
+    if tensor._is_zerotensor():  # autograd's zeros without memory
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return _movable(tensor.detach()).to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a plain tensor, writable. It does not keep the tensor alive: the caller has to."""
+    """The memory of a plain tensor, writable. It does not keep the tensor alive: the caller has to.
+
+    Raises TypeError for a tensor without memory.
+    """
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(bytearray())
+    if not tensor.data_ptr():
+        raise TypeError(f"a {type(tensor).__name__} of {nbytes} bytes has no memory")
     view: memoryview = _from_memory(tensor.data_ptr(), nbytes, _PyBUF_WRITE)
     return view
 
