@@ -14,7 +14,7 @@ from .plan import Entry
 from .planning import check_masks, make_room, refuse_layout
 from .registry import enter, handler
 from .tensor import DistributedTensor, alias, proxy
-from .transfer import fetch, fill, move, upload
+from .transfer import fetch, fill, is_dense, move, upload
 
 aten = torch.ops.aten
 
@@ -71,6 +71,8 @@ def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype:
 
 
 def _copy_strides(source: torch.Tensor, format: torch.memory_format | None) -> tuple[int, ...]:
+    if format in (None, torch.preserve_format) and is_dense(source):
+        return source.stride()  # those of dimensions of one element too, which the meta device would choose itself
     # a tensor without elements costs nothing on the CPU either, and the meta device would forget its strides
     stand = torch.empty_strided(source.shape, source.stride(), device="meta" if source.numel() else "cpu")
     return torch.empty_like(stand, memory_format=format or torch.preserve_format).stride()

@@ -141,6 +141,8 @@ class DistributedTensor(torch.Tensor):
         size = tuple(size)
         stride = tuple(stride) or contiguous(size)
         if isinstance(source, DistributedTensor):
+            if not source.is_contiguous():
+                raise RuntimeError("passed in tensor to be used as storage must be contiguous")  # as torch says it
             offset = int(source.storage_offset()) + storage_offset
             return super().set_(source.detach().as_strided(size, stride, offset))
         return super().set_(source, storage_offset, size, stride)

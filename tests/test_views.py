@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import same, send
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from conftest import same
 
 import disttensor as dt
 
@@ -257,111 +255,6 @@ def test_write_to_an_expanded_view_is_refused_as_locally(device: torch.device) -
         finally:
             with contextlib.suppress(RuntimeError):
                 dt.synchronize()
-
-
-# ---- random programs -------------------------------------------------------------------------------------------------
-
-index = st.integers(0, 7)
-STEPS = st.one_of(
-    st.tuples(st.just("select"), index, index, index),
-    st.tuples(st.just("slice"), index, index, index),
-    st.tuples(st.just("stepped"), index, index, index),
-    st.tuples(st.just("transpose"), index, index, index),
-    st.tuples(st.just("unsqueeze"), index, index, index),
-    st.tuples(st.just("squeeze"), index, index, index),
-    st.tuples(st.just("flatten"), index, index, index),
-    st.tuples(st.just("diagonal"), index, index, index),
-    st.tuples(st.just("unfold"), index, index, index),
-    st.tuples(st.just("detach"), index, index, index),
-    st.tuples(st.just("clone"), index, index, index),
-    st.tuples(st.just("mul_"), index, index, index),
-    st.tuples(st.just("add_other_"), index, index, index),
-    st.tuples(st.just("copy_"), index, index, index),
-    st.tuples(st.just("fill_"), index, index, index),
-    st.tuples(st.just("setitem"), index, index, index),
-    st.tuples(st.just("mask"), index, index, index),
-    st.tuples(st.just("t_"), index, index, index),
-    st.tuples(st.just("unsqueeze_"), index, index, index),
-    st.tuples(st.just("set_data"), index, index, index),
-    st.tuples(st.just("drop"), index, index, index),
-    st.tuples(st.just("exp"), index, index, index),
-    st.tuples(st.just("matmul"), index, index, index),
-)
-
-
-def step(pool: list[torch.Tensor], name: str, i: int, j: int, k: int) -> str | None:
-    """One step of a program on a pool of tensors; says if it ended with an error."""
-    x = pool[i % len(pool)]
-    y = pool[j % len(pool)]
-    d = j % x.dim() if x.dim() else 0
-    try:
-        match name:
-            case "select":
-                pool.append(x.select(d, k % max(x.shape[d], 1)) if x.dim() else x[None])
-            case "slice":
-                pool.append(x.narrow(d, 0, k % (x.shape[d] + 1)) if x.dim() else x.view(1))
-            case "stepped":
-                pool.append(x[k % 2 :: 2] if x.dim() else x.view(1))
-            case "transpose":
-                pool.append(x.transpose(d, k % x.dim()) if x.dim() else x.t())
-            case "unsqueeze":
-                pool.append(x.unsqueeze(d) if x.dim() < 5 else x)
-            case "squeeze":
-                pool.append(x.squeeze())
-            case "flatten":
-                pool.append(x.flatten())
-            case "diagonal":
-                pool.append(x.diagonal() if x.dim() > 1 else x)
-            case "unfold":
-                pool.append(x.unfold(d, 1 + k % 2, 1) if 0 < x.dim() < 5 else x)
-            case "detach":
-                pool.append(x.detach())
-            case "clone":
-                pool.append(x.clone())
-            case "mul_":
-                x.mul_(1 + k / 4)
-            case "add_other_":
-                x.add_(y, alpha=k / 8)
-            case "copy_":
-                x.copy_(y.clone())
-            case "fill_":
-                x.fill_(k)
-            case "setitem":
-                x[k % max(x.shape[0], 1)] = k if x.dim() else 0
-            case "mask":
-                x[x > k] = -1.5
-            case "t_":
-                x.t_()
-            case "unsqueeze_":
-                x.unsqueeze_(d) if x.dim() < 5 else x.zero_()
-            case "set_data":
-                x.data = y.detach() * 0.5
-            case "drop":
-                if len(pool) > 1:
-                    pool.pop(i % len(pool))
-            case "exp":
-                pool.append((x / 8).sigmoid())
-            case "matmul":
-                pool.append(x @ y)
-    except (RuntimeError, IndexError, AssertionError):
-        return "error"
-    return None
-
-
-@settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.lists(STEPS, max_size=25))
-def test_random_programs(program: list[tuple[str, int, int, int]]) -> None:
-    local = [base(), torch.arange(6.0) - 2]
-    remote = send([base(), torch.arange(6.0) - 2], "node:1")
-    for name, i, j, k in program:
-        assert step(remote, name, i, j, k) == step(local, name, i, j, k), (name, i, j, k)
-    same(remote, local)
 
 
 def test_a_long_chain_of_views_that_nothing_used() -> None:

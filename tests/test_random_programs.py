@@ -1,0 +1,183 @@
+"""Random programs on tensors that share memory: the same values, shapes and errors as here, and nothing is left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from conftest import same, send
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import disttensor as dt
+from disttensor.device_module import usage
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+index = st.integers(0, 7)
+NAMES = (
+    *("select", "slice", "stepped", "transpose", "unsqueeze", "squeeze", "flatten", "diagonal", "unfold"),
+    *("mul_", "add_other_", "copy_", "fill_", "setitem", "mask", "exp", "matmul", "clone", "detach", "drop"),
+    *("t_", "unsqueeze_", "squeeze_", "transpose_", "as_strided_", "resize_", "set_", "set_part", "set_storage"),
+    *("set_data", "share_data", "swap", "there_and_back", "deepcopy", "copy", "saved", "pickled"),
+    *("grad", "parameter", "held"),
+)
+STEPS = st.tuples(st.sampled_from(NAMES), index, index, index)
+
+
+def step(pool: list[torch.Tensor], name: str, i: int, j: int, k: int) -> str | None:
+    """One step of a program on a pool of tensors; says if it ended with an error."""
+    x = pool[i % len(pool)]
+    y = pool[j % len(pool)]
+    d = j % x.dim() if x.dim() else 0
+    try:
+        match name:
+            case "select":
+                pool.append(x.select(d, k % max(x.shape[d], 1)) if x.dim() else x[None])
+            case "slice":
+                pool.append(x.narrow(d, 0, k % (x.shape[d] + 1)) if x.dim() else x.view(1))
+            case "stepped":
+                pool.append(x[k % 2 :: 2] if x.dim() else x.view(1))
+            case "transpose":
+                pool.append(x.transpose(d, k % x.dim()) if x.dim() else x.t())
+            case "unsqueeze":
+                pool.append(x.unsqueeze(d) if x.dim() < 5 else x)
+            case "squeeze":
+                pool.append(x.squeeze())
+            case "flatten":
+                pool.append(x.flatten())
+            case "diagonal":
+                pool.append(x.diagonal() if x.dim() > 1 else x)
+            case "unfold":
+                pool.append(x.unfold(d, 1 + k % 2, 1) if 0 < x.dim() < 5 else x)
+            case "detach":
+                pool.append(x.detach())
+            case "clone":
+                pool.append(x.clone())
+            case "mul_":
+                x.mul_(1 + k / 4)
+            case "add_other_":
+                x.add_(y, alpha=k / 8)
+            case "copy_":
+                x.copy_(y.clone())
+            case "fill_":
+                x.fill_(k)
+            case "setitem":
+                x[k % max(x.shape[0], 1)] = k if x.dim() else 0
+            case "mask":
+                x[x > k] = -1.5
+            case "t_":
+                x.t_()
+            case "unsqueeze_":
+                x.unsqueeze_(d) if x.dim() < 5 else x.zero_()
+            case "set_data":
+                x.data = y.detach() * 0.5
+            case "share_data":
+                x.data = y
+            case "set_":
+                x.set_(y)
+            case "set_part":
+                x.set_(y, 0, y.shape[:1], y.stride()[:1]) if y.dim() else x.set_()
+            case "set_storage":
+                x.set_(y.untyped_storage(), y.storage_offset(), (int(y.numel() > 0),), (2,))
+            case "resize_":
+                x.resize_(1 + j % 4, 1 + k % 4).fill_(k)
+            case "as_strided_":
+                x.as_strided_(x.shape[-1:], x.stride()[-1:]) if x.dim() else x.t_()
+            case "squeeze_":
+                x.squeeze_()
+            case "transpose_":
+                x.transpose_(d, k % x.dim()) if x.dim() else x.t_()
+            case "swap":
+                if x is not y:
+                    a, b = x.detach(), y.detach()
+                    torch.utils.swap_tensors(a, b)
+                    pool.append(a)
+            case "deepcopy":
+                pool += copy.deepcopy([x, y] if k % 2 else [x, x[:1], y])
+            case "copy":
+                pool.append(copy.copy(x))
+            case "there_and_back":
+                where = x.device
+                x.data = x.data.cpu() if where.type == "node" else x.data.clone()
+                x.mul_(2)
+                x.data = x.data.to(where) if where.type == "node" else x.data.clone()
+            case "saved":
+                file = io.BytesIO()
+                torch.save([x, y], file)
+                file.seek(0)
+                pool += torch.load(file, map_location=x.device)
+            case "pickled":
+                pool.append(pickle.loads(pickle.dumps(x)).to(x.device, copy=True))
+            case "grad":
+                w = x.detach().requires_grad_()
+                (w * y).sum().backward()
+                pool.append(w.grad.detach())
+            case "parameter":
+                layer = torch.nn.Module()
+                layer.p, layer.q = torch.nn.Parameter(x), torch.nn.Parameter(y)
+                layer.double().float()
+                pool += [layer.p.detach(), copy.deepcopy(layer).q.data]
+            case "held":
+                x.held = [y.detach(), x.detach()]  # type: ignore[attr-defined]
+            case "drop":
+                if len(pool) > 1:
+                    pool.pop(i % len(pool))
+            case "exp":
+                pool.append((x / 8).sigmoid())
+            case "matmul":
+                pool.append(x @ y)
+    except (RuntimeError, IndexError, AssertionError):
+        return "error"
+    return None
+
+
+def start() -> list[torch.Tensor]:
+    return [torch.arange(24.0).reshape(4, 6), torch.arange(6.0) - 2]
+
+
+def strides(x: torch.Tensor) -> list[int]:
+    """Those that mean something; for dimensions of one element the meta device has a mind of its own."""
+    return [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1 and x.numel()]
+
+
+def check(program: list[tuple[str, int, int, int]]) -> None:
+    keep = torch.ones(1, device="node:1")
+    dt.synchronize()
+    before = usage(keep._place)  # type: ignore[attr-defined]
+    local, remote = start(), send(start(), "node:1")
+    for name, i, j, k in program:
+        assert step(remote, name, i, j, k) == step(local, name, i, j, k), (name, i, j, k)
+        assert [x.shape for x in remote] == [x.shape for x in local], (name, i, j, k)
+    same(remote, local, strides=False)
+    assert [strides(x) for x in remote] == [strides(x) for x in local]
+    del remote
+    gc.collect()  # tracebacks of the errors that were caught
+    dt.synchronize()
+    assert usage(keep._place) == before, "something is left on the node"  # type: ignore[attr-defined]
+
+
+ordinary = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@settings(ordinary, max_examples=40)
+@given(st.lists(STEPS, max_size=25))
+def test_random_programs(program: list[tuple[str, int, int, int]]) -> None:
+    check(program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(ordinary, max_examples=300, derandomize=False, print_blob=True)
+@given(st.lists(STEPS, max_size=40))
+def test_many_random_programs(program: list[tuple[str, int, int, int]]) -> None:
+    check(program)
