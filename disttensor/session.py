@@ -125,7 +125,7 @@ class Session:
         return reply  # type: ignore[return-value]  # the link has looked
 
     def failure(self, rank: int, seq: int) -> Exception:
-        """The exception for what failed at command ``seq`` of node ``rank``; the earliest, with the others counted."""
+        """The exception for what failed at command ``seq`` of node ``rank``."""
         found = self.link.failures.get((rank, seq))
         if found is None and 0 <= rank < len(self.states):
             self._sync(rank, None)
@@ -147,7 +147,7 @@ class Session:
             self._sync(rank, timeout)
         left = [f for f in self.unobserved() if node is None or f.rank == node]
         if left:
-            error = left[0].exception(others=len(left) - 1)
+            error = left[0].exception(others=left[1:])
             for f in left:
                 f.observed = True
             raise error
@@ -282,7 +282,7 @@ class Session:
                         errors.append(e)
         left = self.unobserved()
         if left:
-            errors.insert(0, left[0].exception(others=len(left) - 1))
+            errors.insert(0, left[0].exception(others=left[1:]))
         errors += [o.lost.again() for o in link.outboxes if o.lost is not None and o.rank not in said]
         for other in errors[1:]:
             errors[0].add_note(str(other))

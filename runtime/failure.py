@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
@@ -29,6 +29,8 @@ MAX_TEXT = 64 << 10
 MAX_NAME = 256
 #: Failures kept with their traceback and their whole message; later ones are kept without.
 MAX_TRACES = 256
+#: Later failures that are attached to the exception of the earliest.
+MAX_ATTACHED = 8
 #: Failures kept at all.
 MAX_FAILURES = 10_000
 
@@ -72,12 +74,13 @@ class Failure:
             f"  issued: {line_of(self.site)}"
         )
 
-    def exception(self, others: int = 0) -> Exception:
-        """The original type where it is known, else RemoteError naming it. Marks the failure as observed."""
+    def exception(self, others: Sequence[Failure] = ()) -> Exception:
+        """The original type where it is known, else RemoteError naming it. ``others``, later ones, become notes.
+
+        Marks the failure as observed.
+        """
         self.observed = True
         kind, text = self.told.kind, str(self)
-        if others:
-            text += f"\n  {others} more failure{'s' if others > 1 else ''} after this one, not shown"
         known = _KNOWN.get(kind)
         try:
             error = known(text) if known is not None else RemoteError(f"{kind}: {text}")
@@ -85,6 +88,10 @@ class Failure:
             error = RemoteError(f"{kind}: {text}")
         if self.told.traceback:
             error.add_note(f"--- traceback on node {self.rank} ---\n{self.told.traceback.rstrip()}")
+        for i, other in enumerate(others[:MAX_ATTACHED]):
+            error.add_note(f"--- failure {i + 2} of {len(others) + 1} ---\n{other}")
+        if len(others) > MAX_ATTACHED:
+            error.add_note(f"--- {len(others) - MAX_ATTACHED} more failures are not shown ---")
         return error
 
 
