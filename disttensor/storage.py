@@ -8,6 +8,8 @@ is written, one storage after the other, and says "cpu" of all: it loads where t
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -128,12 +130,23 @@ def storage_of(tensor: DistributedTensor) -> NodeStorage:
 
 def _flat(tensor: Any, size: int) -> DistributedTensor:
     """All ``size`` bytes of a tensor's memory."""
-    tensor = tensor.detach()
+    tensor = _bare(tensor.detach())
     if not size:
         tensor = tensor.as_strided((0,), (1,), 0).view(torch.uint8)
     else:  # what is left of its size after whole elements belongs to it too
         tensor = tensor.as_strided((1,), (1,), 0).view(torch.uint8).as_strided((size,), (1,), 0)
     return proxy(tensor._h)  # no view of anything, to autograd
+
+
+def _bare(tensor: Any) -> Any:
+    """What it is a lazy conjugate or negative of: the same twice is neither."""
+    return _with_bits_of(tensor, tensor)
+
+
+def _with_bits_of(like: torch.Tensor, bare: Any) -> Any:
+    """The lazy conjugate or negative of ``bare``, as ``like`` is one."""
+    bare = bare.conj() if like.is_conj() else bare
+    return torch._neg_view(bare) if like.is_neg() else bare
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -148,6 +161,8 @@ def _part(flat: Any, like: torch.Tensor) -> DistributedTensor:
 
 def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
     """A copy for ``copy.deepcopy``: copies of tensors that share memory share memory."""
+    if tensor.is_conj() or tensor.is_neg():  # torch computes these
+        return proxy(tensor.detach().resolve_conj().resolve_neg()._h)
     storage = storage_of(tensor)
     copies = memo.setdefault("disttensor", {})
     if id(storage) in copies:
@@ -184,6 +199,9 @@ def reduced(tensor: DistributedTensor, protocol: Any) -> tuple[Any, ...]:
     else:
         typed = TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
         whole = (torch._utils._rebuild_tensor_v2, (typed, *geometry))
+    bits = torch._utils.get_tensor_metadata(tensor)
+    if bits:
+        whole = whole[0], (*whole[1], bits)
     if not attributes:
         return whole
     return torch._tensor._rebuild_from_type_v2, (whole[0], torch.Tensor, whole[1], attributes)
@@ -202,9 +220,21 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     return moved
 
 
+def _set_bits(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @wraps(original)
+    def set_tensor_metadata(tensor: Any, metadata: Any) -> None:
+        """Of a tensor that is being loaded: whether it is a lazy conjugate, a lazy negative."""
+        original(tensor, metadata)
+        if isinstance(tensor, DistributedTensor):
+            tensor._h = _with_bits_of(tensor, proxy(tensor._h))._h
+
+    return set_tensor_metadata
+
+
 def install() -> None:
     """Makes torch's storages, and what it saves and loads, know nodes."""
     torch.serialization.register_package(9, _tag, _restore)  # type: ignore[arg-type]  # 9: before torch's own
+    torch._utils.set_tensor_metadata = _set_bits(torch._utils.set_tensor_metadata)
     original: Any = torch.UntypedStorage.__new__
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -228,7 +258,7 @@ def _set(entry: Entry, args: Any, kwargs: Any) -> Any:
     """``x.set_(y)``: x is y's remote tensor from now on."""
     target, source = args
     _one_place(target, source)
-    set_geometry(target, source._h)
+    set_geometry(target, _with_bits_of(target, _bare(source.detach()))._h)  # torch, too, leaves the target its bits
     return target
 
 
@@ -242,7 +272,7 @@ def _set_storage(entry: Entry, args: Any, kwargs: Any) -> Any:
     if len(args) > 2:
         offset, size = args[2], tuple(args[3])
         source = source.as_strided(size, args[4] if len(args) > 4 else contiguous(size), offset)
-    set_geometry(target, source._h)
+    set_geometry(target, _with_bits_of(target, source)._h)
     return target
 
 
@@ -250,7 +280,7 @@ def _set_storage(entry: Entry, args: Any, kwargs: Any) -> Any:
 def _set_nothing(entry: Entry, args: Any, kwargs: Any) -> Any:
     target = args[0]
     nothing: Any = torch.empty(0, dtype=target.dtype, device=target.device)
-    set_geometry(target, nothing._h)
+    set_geometry(target, _with_bits_of(target, nothing)._h)
     return target
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .meta import Handle, contiguous
+from .meta import Handle, contiguous, set_bits
 from .placement import Place
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class DistributedTensor(torch.Tensor):
     @data.setter
     def data(self, other: Any) -> None:
         if isinstance(other, DistributedTensor):
+            if (self.is_conj(), self.is_neg()) != (other.is_conj(), other.is_neg()):
+                set_bits(self, other._h.meta.bits)  # torch does it by itself for its own kinds of tensors
             _data.__set__(self, other)  # type: ignore[attr-defined]
             self._h = other._h
         else:

@@ -69,6 +69,8 @@ SAVED: dict[str, Callable[[str], Any]] = {
     "bool": lambda d: numbers(d, torch.bool),
     "bfloat16": lambda d: numbers(d, torch.bfloat16),
     "complex": lambda d: numbers(d, torch.complex64),
+    "conjugate": lambda d: (lambda x: [x.conj(), x, x.conj().t()[1:]])(numbers(d, torch.complex64) * (1 + 2j)),
+    "negative": lambda d: (numbers(d, torch.complex64) * (1 + 2j)).conj().imag,
     "float8": lambda d: (lambda x: [x, x[1]])(numbers(d, torch.float8_e4m3fn)),
     "uint16": lambda d: numbers(d, torch.uint16),
     "state dict": lambda d: model().to(d).state_dict(),
@@ -312,6 +314,23 @@ def test_set(name: str) -> None:
         assert SETS[name](x, y) is y
         y.add_(100)
         pairs.append((x, y, y * 2))
+    same(*pairs)
+
+
+@pytest.mark.parametrize("target", ["plain", "conjugate"])
+@pytest.mark.parametrize("source", ["plain", "conjugate", "data", "data of a conjugate"])
+def test_set_and_conjugates(target: str, source: str) -> None:
+    pairs = []
+    for device in ("node:1", "cpu"):
+        x, y = (numbers(device, torch.complex64) * (1 + 2j) for _ in range(2))
+        y = y.conj() if target == "conjugate" else y
+        other = x.conj() if "conjugate" in source else x
+        if "data" in source:
+            y.data = other
+        else:
+            y.set_(other)
+        y[0] = 7j
+        pairs.append((x, y, y + 1, y.is_conj()))
     same(*pairs)
 
 

@@ -193,6 +193,16 @@ def test_deepcopy_keeps_what_shares_memory() -> None:
     same(originals, shared("cpu"))
 
 
+def test_deepcopy_of_conjugates_and_negatives() -> None:
+    copies = []
+    for device in ("node:1", "cpu"):
+        x = (torch.arange(6.0).view(2, 3) * (1 + 2j)).to(device)
+        copies.append(copy.deepcopy([x, x.conj(), x.t().conj(), x.conj().imag, x.conj()[1:]]))
+        copies[-1][1].mul_(2)
+    same(*copies)
+    assert [x.is_conj() for x in copies[0]] == [x.is_conj() for x in copies[1]]
+
+
 def test_deepcopy_of_a_part_has_all_memory_as_locally() -> None:
     sizes = []
     for device in ("node:1", "cpu"):
