@@ -6,6 +6,7 @@ kernels that are missing or wrong (one per signature).
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -127,7 +128,21 @@ def _expanded(tensor: torch.Tensor) -> bool:
 
 
 def warm() -> None:
-    """Has torch import what its meta kernels need: over a second that the first operation would pay otherwise."""
+    """Has torch import what its meta kernels need: over a second that the first operation would pay otherwise.
+
+    In a thread of its own, which goes on after a Ctrl-C: an import that is broken off spoils some modules for good.
+    """
+    global _warming
+    if _warming is None:
+        _warming = threading.Thread(target=_warm, name="disttensor-warm", daemon=True)
+        _warming.start()
+    _warming.join()
+
+
+_warming: threading.Thread | None = None
+
+
+def _warm() -> None:
     x = torch.empty(2, 2, device="meta")
     torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
 

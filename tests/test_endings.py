@@ -1,0 +1,131 @@
+"""How a script may end: with work in flight, with proxies left over, while it connects; nothing of it stays behind."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+#: Seconds that the end of a script may take, by the project's promise under faults.
+END = 3.0
+
+WORK = """
+import os, sys, time
+import torch
+import disttensor as dt
+
+dt.init_master_worker(nodes=2, threads=1)
+x = torch.ones(200, 200, device="node:1")
+for _ in range(2000):
+    x = (x @ x).clamp_(max=1)
+y = x.to("node:0")
+begin = time.monotonic()
+print("began", time.time(), flush=True)
+"""
+
+ENDS = {
+    "end": ("", 0),
+    "sys.exit": ("sys.exit(3)", 3),
+    "exception": ("raise ValueError('mine')", 1),
+    "interrupt": ("raise KeyboardInterrupt", 130),
+    "os._exit": ("os._exit(4)", 4),
+    "in a thread": ("import threading; threading.Thread(target=lambda: y + 1).start()", 0),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_end_with_work_in_flight(how: str, script: Script) -> None:
+    line, code = ENDS[how]
+    done = script(WORK + line)
+    took = time.time() - float(done.stdout.split()[1])
+    assert done.returncode in (code, -2 if how == "interrupt" else code), done.stderr
+    assert took < END + 2.0  # the interpreter's own end, on a busy machine
+    if how in ("end", "sys.exit", "os._exit"):
+        assert "Traceback" not in done.stderr, done.stderr
+
+
+LEFT_OVER = {
+    "global": "kept = torch.ones(3, device='node:0')",
+    "cycle": "a = [torch.ones(3, device='node:0')]; a.append(a)",
+    "in a class": "class A: kept = torch.ones(3, device='node:1', requires_grad=True) * 2",
+    "finalizer": """
+class F:
+    def __init__(self): self.x = torch.ones(3, device='node:1'); self.me = self
+    def __del__(self): self.x
+f = F()
+""",
+    "graph": "w = torch.ones(3, device='node:0', requires_grad=True); loss = (w * w).sum(); w.loss = loss",
+    "module of the standard library": "os.kept = torch.ones(3, device='node:0')[1:]",
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OVER)
+def test_proxies_that_are_left_at_the_end(what: str, script: Script) -> None:
+    done = script(
+        "import os\nimport torch\nimport disttensor as dt\ndt.init_master_worker(nodes=2)\n" + LEFT_OVER[what]
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+CHILD = """
+import os, subprocess, sys
+import disttensor as dt
+
+def child():
+    return subprocess.Popen(["sleep", "600"]).pid, os.getpid()
+
+dt.init_master_worker(nodes=2)
+pids = dt.run(child, node=1)
+print(*pids, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "os.kill(pids[1], 9); dt.shutdown()", "os.kill(os.getpid(), 9)", "os._exit(0)"])
+def test_what_a_user_function_started_dies_with_its_node(how: str, script: Script) -> None:
+    done = script(CHILD + how)
+    pids = [int(p) for p in done.stdout.split()]
+    _, alive = psutil.wait_procs([p for p in map(_process, pids) if p], timeout=END)
+    assert len(pids) == 2, done.stderr
+    assert alive == []
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+    except psutil.NoSuchProcess:
+        return None
+
+
+CONNECTING = """
+import os, signal, threading
+import disttensor as dt
+import torch
+
+for after in (0.0, 0.05, 0.15, 0.3, 0.6, 0.9):
+    main = threading.main_thread().ident
+    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        dt.init_master_worker(nodes=2)
+        timer.join()
+        torch.ones(3, device="node:1").sum().item()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    timer.join()
+    dt.shutdown()
+with dt.init_master_worker(nodes=2):
+    print(torch.ones(3, device="node:1").sum().item(), flush=True)
+"""
+
+
+def test_ctrl_c_while_nodes_start(script: Script) -> None:
+    """Whenever it comes it is raised once, nothing is left over, and the next session works."""
+    done = script(CONNECTING)
+    assert done.stdout.split() == ["interrupted"] * 6 + ["3.0"], done.stderr
+    assert done.returncode == 0, done.stderr
