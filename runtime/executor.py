@@ -219,10 +219,7 @@ class Executor:
 
     def _keep(self, command: c.Keep) -> None:
         if command.restore:
-            entry = self._entry(command.ref)
-            if isinstance(entry, Poison):
-                raise _PoisonRead(entry)
-            _set_generator(self.device(command.device), entry)
+            _set_generator(self.device(command.device), self._tensor(command.ref))
         else:
             self.store.entries[command.ref] = _generator(self.device(command.device))
 
