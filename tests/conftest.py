@@ -33,6 +33,18 @@ def nodes() -> Iterator[dt.init.SessionContext]:
         yield session
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[None]:
+    """Two nodes that are processes, for the module; one thread on either side, so that numbers are equal to the bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with dt.init_master_worker(nodes=2, threads=1):
+        for node in range(2):  # connections are made at first use: have them before the tests look for leaks
+            torch.ones(1 << 20).to(f"node:{node}").cpu()
+        yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def clean(nodes: object) -> Iterator[None]:
     """The nodes of the module, with no error left over before the test and none after it."""

@@ -165,6 +165,19 @@ class Net(torch.nn.Module):
         return self.head(self.layers(x.flatten(1)))
 
 
+class Tied(torch.nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.out = torch.nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embed(i))
+
+
 def net() -> Net:
     torch.default_generator.manual_seed(5)
     return Net()

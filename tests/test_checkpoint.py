@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +16,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import disttensor as dt
 from disttensor import state
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=2, threads=1):
-        for node in range(2):  # connections are made at first use: have them before the tests look for leaks
-            torch.ones(1 << 20).to(f"node:{node}").cpu()
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 def network(where: str) -> nn.Sequential:

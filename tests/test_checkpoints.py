@@ -14,19 +14,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import same
-from differential import batch, net
+from differential import Tied, batch, net
 
 import disttensor as dt
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(7, 4)
-        self.out = torch.nn.Linear(4, 7, bias=False)
-        self.out.weight = self.embed.weight
 
 
 def model() -> torch.nn.Module:

@@ -10,22 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import same, send
-from differential import net
+from differential import Tied, net
 
 import disttensor as dt
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(7, 4)
-        self.out = torch.nn.Linear(4, 7, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, i: torch.Tensor) -> torch.Tensor:
-        return self.out(self.embed(i))
 
 
 def steps(model: torch.nn.Module, opt: torch.optim.Optimizer, where: Any) -> list[torch.Tensor]:

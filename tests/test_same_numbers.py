@@ -12,23 +12,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import disttensor as dt
-
 STEPS = 50
 VOCABULARY = 11
 
-pytestmark = pytest.mark.usefixtures("_cluster")
-
-
-@pytest.fixture(scope="module")
-def _cluster() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=2, threads=1):
-        for node in range(2):  # connections are made at first use: have them before the tests look for leaks
-            torch.ones(1 << 20).to(f"node:{node}").cpu()
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 class Recurrent(nn.Module):

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import disttensor as dt
-
 Optimizer = Callable[..., torch.optim.Optimizer]
-
-
-@pytest.fixture(scope="module")
-def _cluster() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=2, threads=1):
-        for node in range(2):  # connections are made at first use: have them before the tests look for leaks
-            torch.ones(1 << 20).to(f"node:{node}").cpu()
-        yield
-    torch.set_num_threads(threads)
 
 
 def mlp() -> tuple[nn.Module, Optimizer, tuple[int, ...]]:
@@ -72,7 +59,7 @@ def losses(make: Callable[[], tuple[nn.Module, Optimizer, tuple[int, ...]]], dev
     return [loss.item() for loss in out]
 
 
-@pytest.mark.usefixtures("_cluster")
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("make", [mlp, cnn, encoder])
 def test_fifty_steps_are_bit_identical(make: Callable[[], tuple[nn.Module, Optimizer, tuple[int, ...]]]) -> None:
     expected = losses(make, "cpu")
@@ -80,7 +67,7 @@ def test_fifty_steps_are_bit_identical(make: Callable[[], tuple[nn.Module, Optim
     assert expected[-1] != expected[0]
 
 
-@pytest.mark.usefixtures("_cluster")
+@pytest.mark.usefixtures("processes")
 def test_a_model_in_halves_trains_as_the_whole() -> None:
     def train(first: str, second: str) -> list[float]:
         torch.manual_seed(0)
