@@ -87,7 +87,6 @@ class Place:
     """One device of one node. One object per session and pair."""
 
     __slots__ = (
-        "commands",
         "dead",
         "device",
         "index",
@@ -112,8 +111,7 @@ class Place:
         self.device = torch.device("node", slot)
         self.state = session.states[node]
         self.outbox = self.state.outbox
-        # the hot path appends to these lists directly; they are the outbox's own for its whole life
-        self.commands = self.outbox.commands
+        # finalizers append to this list directly; it is the outbox's own for its whole life
         self.dead = self.outbox.dead
         #: the same place for tensors that torch is to take for local ones (disguise.py)
         self.twin = copy.copy(self)

@@ -118,7 +118,8 @@ class Session:
         """
         link = self.link
         request = link.request(place.node, kind)
-        place.outbox.commands += (command(request.id), site)
+        commands = place.outbox.commands
+        commands += (command(request.id), site)
         reply = link.exchange(place.outbox, request, None)
         if isinstance(reply, c.Poisoned):
             raise self.failure(reply.rank, reply.seq)

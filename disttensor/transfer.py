@@ -90,10 +90,9 @@ def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
         site,
     )
     copy = place.state.define("aten::copy_", (c.Hole(True), c.Hole(True)), (), 0, site)
-    place.outbox.commands.extend(
-        (c.Call(empty, handle.ref, ()), site, c.Call(copy, handle.ref, (0, handle.ref - ref)), site)
-    )
-    if len(place.outbox.commands) >= place.outbox.limit:
+    commands = place.outbox.commands
+    commands += (c.Call(empty, handle.ref, ()), site, c.Call(copy, handle.ref, (0, handle.ref - ref)), site)
+    if len(commands) >= place.outbox.limit:
         place.session.flush(place.outbox)
     return proxy(handle)
 

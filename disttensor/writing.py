@@ -27,13 +27,15 @@ def rare(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
 
         result = tree_map(one, plan.shapes)
         call.extend(out - h.ref for h in handles[1:])
-        box.commands += (c.Call(plan.template, out, tuple(call)), site)
+        commands = box.commands
+        commands += (c.Call(plan.template, out, tuple(call)), site)
     else:
         targets = [args[w] if isinstance(w, int) else kwargs[w] for w in entry.returned]
         if plan.kind == RESHAPED:
             _reshape(entry, plan, args, kwargs, call, out, site)
         else:
-            box.commands += (c.Call(plan.template, out, tuple(call)), site)
+            commands = box.commands
+            commands += (c.Call(plan.template, out, tuple(call)), site)
         result = targets[0] if len(targets) == 1 else tuple(targets) if targets else None
     if len(box.commands) >= box.limit:
         session.flush(box)
@@ -51,13 +53,15 @@ def _reshape(
         tensor = args[where] if isinstance(where, int) else kwargs[where]
         old = tensor._h.ref
         handle = Handle(new_ref(), meta)
-        box.commands += (c.Call(same, handle.ref, (handle.ref - old,)), site)
+        commands = box.commands
+        commands += (c.Call(same, handle.ref, (handle.ref - old,)), site)
         call = [
             out - handle.ref if type(v) is int and v == out - old and _is_hole(plan, i) else v
             for i, v in enumerate(call)
         ]
         changed.append((tensor, handle))
-    box.commands += (c.Call(plan.template, out, tuple(call)), site)
+    commands = box.commands
+    commands += (c.Call(plan.template, out, tuple(call)), site)
     for tensor, handle in changed:
         set_geometry(tensor, handle)
 

@@ -222,6 +222,13 @@ class Default(Wire, frozen=True, tag=27):
     dtype: int
 
 
+class On(Wire, frozen=True, tag=30):
+    """Does a command on a stream of the node that is not its default one."""
+
+    stream: int
+    command: Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage
+
+
 class Stop(Wire, frozen=True, tag=26):
     """The last command: drop everything and end."""
 
@@ -246,6 +253,7 @@ Command: TypeAlias = (
     | Peer
     | Lost
     | Default
+    | On
     | Stop
 )
 

@@ -90,7 +90,7 @@ class Link:
 
     def tick(self, outbox: Outbox) -> None:
         """What an issuing thread calls at ``outbox.limit``: flushes if it is time to, else sweeps."""
-        if len(outbox.commands) >= outbox.batch:
+        if len(outbox.queue) >= outbox.batch:
             self.flush(outbox)
         else:
             self.interrupts.look()
@@ -143,7 +143,7 @@ class Link:
         What goes wrong with a node is said to whoever uses it next.
         """
         for outbox in self.outboxes:
-            if (outbox.commands or outbox.dead) and outbox is not but and outbox.lost is None and not self._forked:
+            if (outbox.queue or outbox.dead) and outbox is not but and outbox.lost is None and not self._forked:
                 self.interrupts.look()
                 self._push(outbox)
         if self._parked:
@@ -399,7 +399,7 @@ class Link:
             self._wake.wait(TICK)
             self._parked = False
             quiet = 0
-        before = [(o.sent, len(o.commands)) for o in self.outboxes]
+        before = [(o.sent, len(o.queue)) for o in self.outboxes]
         time.sleep(IDLE)
         if self.closed:
             return 0

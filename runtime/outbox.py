@@ -1,6 +1,6 @@
 """L4: what waits to be sent to one node. Decides when to flush and what goes into a message; does no I/O.
 
-Issuing threads append without a lock: ``commands`` is a flat list (command, site, command, site, ...) and one
+Issuing threads append without a lock: ``queue`` is a flat list (command, site, command, site, ...) and one
 ``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. What is in ``dead`` had its last use
 appended before, so a free that is appended for it now follows every use.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from itertools import pairwise
+from typing import Any
 
 from . import codec
 from . import command as c
 from .errors import DisttensorError, NodeLost
 from .failure import Site, line_of
 from .interrupts import whole
+from .route import Tap
 
 #: The window: commands and their bytes in flight per node. A full one blocks the issuing thread.
 MAX_COMMANDS = 10_000
@@ -43,7 +45,11 @@ class Outbox:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.commands: list[c.Command | Site | None] = []
+        self.queue: list[c.Command | Site | None] = []
+        #: what issuing threads append to: the queue, or a Tap while one of them has a route. To be read into a local
+        #: name first: `+=` on this attribute could undo what another thread's `divert` has just done
+        self.commands: Any = self.queue
+        self._routes = 0
         self.dead: list[int] = []
         #: ``len(commands)`` at which an issuing thread has to look here: to flush, or to sweep
         self.limit = 2
@@ -63,10 +69,17 @@ class Outbox:
         self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
         self._flight_bytes = 0
 
+    def divert(self, by: int) -> None:
+        """One thread more (or, with -1, less) has a route."""
+        with self._taking:
+            self._routes += by
+            self.commands = Tap(self.rank, self.queue) if self._routes else self.queue
+
     def add(self, command: c.Command, site: Site | None = None) -> bool:
         """Appends; whether the caller has to flush. The hot path has this inlined."""
-        self.commands += (command, site)
-        return len(self.commands) >= self.limit
+        commands = self.commands
+        commands += (command, site)
+        return len(commands) >= self.limit
 
     def pack(self) -> None:
         """Moves what is queued to ``ready``, pending frees last. The caller holds the link's lock.
@@ -74,11 +87,11 @@ class Outbox:
         Nothing has changed until all of it is packed, so that an error (no memory) loses no command.
         """
         self._bury()
-        n = len(self.commands)
+        n = len(self.queue)
         if not n:
             return
-        commands: list[c.Command] = self.commands[:n:2]  # type: ignore[assignment]
-        sites: list[Site | None] = self.commands[1:n:2]  # type: ignore[assignment]
+        commands: list[c.Command] = self.queue[:n:2]  # type: ignore[assignment]
+        sites: list[Site | None] = self.queue[1:n:2]  # type: ignore[assignment]
         packed: list[tuple[int, bytes, list[Site | None]]] = []
         self._pack(self.sent, commands, sites, packed)
         for first, message, sites in packed:
@@ -88,7 +101,7 @@ class Outbox:
             self.ready.append(message)
         self.messages += len(packed)
         self.sent += len(commands)
-        del self.commands[:n]
+        del self.queue[:n]
         self.urge(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
 
     def _bury(self) -> None:
@@ -101,7 +114,7 @@ class Outbox:
             del self.dead[:n]
         refs.sort()
         for start in range(0, len(refs), MAX_FREE):
-            self.commands += (_free(refs[start : start + MAX_FREE]), None)
+            self.queue += (_free(refs[start : start + MAX_FREE]), None)
 
     @whole
     def sweep(self) -> None:
@@ -109,7 +122,7 @@ class Outbox:
         batch's end."""
         if len(self.dead) >= MIN_SWEEP:
             self._bury()
-        self.limit = min(self.batch, len(self.commands) + 2 * SWEEP)
+        self.limit = min(self.batch, len(self.queue) + 2 * SWEEP)
 
     def urge(self, batch: int) -> None:
         """Sets the ``len(commands)`` at which the next message leaves."""
@@ -196,9 +209,9 @@ class Outbox:
 
     def discard(self) -> None:
         """Forgets what was queued for a node that gets nothing any more; the lists would grow for ever."""
-        self.commands.clear()
+        self.queue.clear()
         self.dead.clear()
 
     def __repr__(self) -> str:
-        state = "lost" if self.lost else f"queued={len(self.commands) // 2} inflight={self.sent - self.done}"
+        state = "lost" if self.lost else f"queued={len(self.queue) // 2} inflight={self.sent - self.done}"
         return f"<Outbox node={self.rank} {state} dead={len(self.dead)}>"

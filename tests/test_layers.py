@@ -33,6 +33,8 @@ LAYERS = {
     "functions": 4,
     "executor": 4,
     "outbox": 4,
+    "program": 4,
+    "route": 4,
     "failure": 4,
     "interrupts": 4,
     "worker": 5,
