@@ -17,6 +17,8 @@ from typing import ClassVar
 
 import torch
 
+from ..errors import BrokenError
+
 MASTER = -1
 
 
@@ -73,6 +75,31 @@ class Transfer(ABC):
         """Calls ``fn`` once when the transfer ended (in any thread; it must not block), or now if it has."""
 
 
+class Arrival(Transfer):
+    """A receive into memory that the channel chooses."""
+
+    def __init__(self, transfer: Transfer, tensor: Callable[[], torch.Tensor | None]) -> None:
+        self._transfer, self._tensor = transfer, tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What arrived. Raises as ``wait`` does."""
+        self._transfer.wait()
+        tensor = self._tensor()
+        if tensor is None:
+            raise BrokenError("the transfer ended without a tensor")
+        return tensor
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._transfer.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._transfer.is_completed()
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        self._transfer.add_done_callback(fn)
+
+
 class DataChannel(ABC):
     """Moves tensors between this peer and others. All methods are thread-safe.
 
@@ -119,6 +146,11 @@ class DataChannel(ABC):
 
         Raises as ``isend``, and BusyError if ``transfer`` is being received from that peer already.
         """
+
+    def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
+        """As ``irecv``, into a CPU tensor that the channel makes: it may choose memory in which the data is already."""
+        tensor = self.empty(shape, dtype)
+        return Arrival(self.irecv(tensor, peer, transfer), lambda: tensor)
 
     @abstractmethod
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:

@@ -20,6 +20,9 @@ from ..errors import ProtocolError
 DATA = 1  #: a tensor; the payload follows
 NACK = 2  #: transfer refused: the receiver's tensor has this dtype and this numel; no payload
 POISON = 3  #: transfer has no tensor: command `numel` of node `nbytes - 1` failed; no payload
+SHARED = 4  #: a tensor in shared memory; a descriptor follows, under the header's MAC
+PROBE = 5  #: can you open this shared memory? A descriptor follows as above
+YES = 6  #: the answer to a probe; no answer means no
 
 _FIELDS = struct.Struct("<BB14xQQQQ")
 _MAC = 16
@@ -45,14 +48,14 @@ class Sealer:
         self._mac = blake2b(key=key, digest_size=_MAC)
         self._sequence = 0
 
-    def seal(self, frame: Frame) -> bytes:
-        """The next header; 64 bytes."""
+    def seal(self, frame: Frame, extra: bytes = b"") -> bytes:
+        """The next header, 64 bytes, and ``extra``."""
         kind, transfer, dtype, numel, nbytes = frame
         fields = _FIELDS.pack(kind, dtype, transfer, numel, nbytes, self._sequence)
         self._sequence += 1
         mac = self._mac.copy()
-        mac.update(fields)
-        return fields + mac.digest()
+        mac.update(fields + extra)
+        return fields + mac.digest() + extra
 
 
 class Opener:
@@ -62,17 +65,17 @@ class Opener:
         self._mac = blake2b(key=key, digest_size=_MAC)
         self._sequence = 0
 
-    def open(self, header: bytes) -> Frame:
+    def open(self, header: bytes, extra: bytes = b"") -> Frame:
         """The frame in ``header``. Raises ProtocolError unless it is exactly the one that was sealed next."""
         fields = header[: _FIELDS.size]
         mac = self._mac.copy()
-        mac.update(fields)
+        mac.update(fields + extra)
         if not hmac.compare_digest(mac.digest(), header[_FIELDS.size :]):
             raise ProtocolError(f"frame {self._sequence} has a wrong MAC: it was altered, forged or is out of step")
         kind, dtype, transfer, numel, nbytes, sequence = _FIELDS.unpack(fields)
         if sequence != self._sequence:
             raise ProtocolError(f"frame {sequence} arrived where {self._sequence} was due: a replay or a gap")
-        if kind not in (DATA, NACK, POISON):
+        if not DATA <= kind <= YES:
             raise ProtocolError(f"frame {sequence} is of the unknown kind {kind}")
         self._sequence += 1
         return Frame(kind, transfer, dtype, numel, nbytes)

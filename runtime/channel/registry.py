@@ -17,6 +17,7 @@ ENTRY_POINTS = "disttensor.channels"
 #: name -> "module:class", the module relative to this package
 _BUILTIN = {
     "inproc": ".inproc:InprocChannel",
+    "shm": ".shm:ShmChannel",
     "tcp": ".tcp:TcpChannel",
 }
 

@@ -19,9 +19,10 @@ from typing import ClassVar
 import torch
 
 from ..errors import BrokenError, ClosedError
-from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
+from .base import Arrival, Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from .handshake import Hello, answer
 from .pool import WarmPool
+from .sharing import Sharing
 from .tcp_listen import Listener
 from .tcp_peer import Limits, TcpPeer
 
@@ -70,7 +71,9 @@ class TcpChannel(DataChannel):
                     continue
                 if old is not None:
                     replaced.append(old)
-                self._peers[rank] = TcpPeer(self._context.rank, self._context.job, info, self.limits)
+                self._peers[rank] = TcpPeer(
+                    self._context.rank, self._context.job, info, self.limits, self.empty, self._sharing()
+                )
         self._replaced += replaced
         for old in replaced:
             old.fail(BrokenError, f"rank {old.info.rank} was started anew")
@@ -80,6 +83,10 @@ class TcpChannel(DataChannel):
 
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         return self._peer(peer, transfer).receive(tensor, transfer)
+
+    def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
+        ticket = self._peer(peer, transfer).arrive(shape, dtype, transfer)
+        return Arrival(ticket, lambda: ticket.tensor)
 
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
         self._peer(peer, transfer).poison(transfer, rank, seq)
@@ -138,6 +145,10 @@ class TcpChannel(DataChannel):
         except KeyError:
             known = ", ".join(map(str, sorted(self._peers))) or "none"
             raise ValueError(f"rank {rank} is not a peer of rank {self._context.rank}; known: {known}") from None
+
+    def _sharing(self) -> Sharing | None:
+        """What carries large payloads beside the socket."""
+        return None
 
     def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> bool:
         """The listener's question. False for a rank that we were not told of: the others may know us before."""

@@ -19,6 +19,7 @@ down; a transfer whose memory a thread is using at that moment is failed by that
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -30,13 +31,17 @@ import torch
 
 from ..errors import BrokenError, BusyError, ChannelError, ClosedError
 from .base import PeerInfo
-from .frame import DATA, EAGER, POISON, Frame
+from .frame import DATA, EAGER, POISON, SHARED, Frame
 from .handshake import CROSSED, TAKEN, WELCOME, Secrets
 from .payload import byte_view, describe, dtype_id, is_plain, plain
+from .sharing import Sharing
 from .tcp_dial import dial, shut_down, tune_after, unacknowledged
 from .tcp_reader import Reader, Receive, ReceiveTicket
 from .tcp_sender import Out, Sender
 from .ticket import Ticket, failed
+
+#: Makes an uninitialised CPU tensor of a shape and dtype.
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,14 @@ class _State(Enum):
 
 
 class TcpPeer:
-    """See above. ``me`` is our rank, ``info`` the peer's."""
+    """See above. ``me`` is our rank, ``info`` the peer's; ``empty`` makes what is received into if nobody else does."""
 
-    def __init__(self, me: int, job: str, info: PeerInfo, limits: Limits) -> None:
+    def __init__(
+        self, me: int, job: str, info: PeerInfo, limits: Limits, empty: Empty, sharing: Sharing | None = None
+    ) -> None:
         self.me, self.rank, self.info = me, info.rank, info
         self._job, self._limits = job, limits
+        self.empty, self.sharing = empty, sharing
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  #: the state or failure
         self._posted = threading.Condition(self.lock)  #: a receive was added, or a failure
@@ -100,13 +108,22 @@ class TcpPeer:
             if self.failure is None:
                 self._sender.put_with_lock(Out(Frame(POISON, transfer, 0, seq, rank + 1), None, Ticket()))
 
-    def receive(self, tensor: torch.Tensor, transfer: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, transfer: int) -> ReceiveTicket:
         """Announces a transfer. Raises BusyError."""
         view = byte_view(tensor) if is_plain(tensor) else None
-        entry = Receive(tensor, dtype_id(tensor), tensor.numel(), view, ReceiveTicket(self))
+        return self._announce(Receive(tensor, dtype_id(tensor), tensor.numel(), view, ReceiveTicket(self)), transfer)
+
+    def arrive(self, shape: tuple[int, ...], dtype: torch.dtype, transfer: int) -> ReceiveTicket:
+        """Announces a transfer into memory that is chosen when it is there. Raises BusyError."""
+        like = torch.empty(0, dtype=dtype)
+        entry = Receive(None, dtype_id(like), math.prod(shape), None, ReceiveTicket(self), (shape, dtype))
+        return self._announce(entry, transfer)
+
+    def _announce(self, entry: Receive, transfer: int) -> ReceiveTicket:
         with self.lock:
             if self.failure is not None:
-                return failed(*self.failure)
+                entry.ticket.fail(*self.failure)
+                return entry.ticket
             if transfer in self._receives or transfer == self._claimed:
                 raise BusyError(f"transfer {transfer} from rank {self.rank} to rank {self.me} is received already")
             self._receives[transfer] = entry
@@ -179,6 +196,8 @@ class TcpPeer:
             self._users -= 1
             if self._users == 0 and self._sock is not None:
                 self._sock.close()
+                if self.sharing is not None:
+                    self.sharing.close()
 
     def offer(self, sock: socket.socket, secrets: Secrets) -> None:
         """A connection on which the peer has proved itself: takes or refuses it. Called by the listener."""
@@ -284,7 +303,7 @@ class TcpPeer:
     def refused(self, frame: Frame) -> None:
         """The peer's nack: fails the send if it is still under way."""
         out = self._sender.writing()
-        if out is not None and out.frame.kind == DATA and out.frame.transfer == frame.transfer:
+        if out is not None and out.frame.kind in (DATA, SHARED) and out.frame.transfer == frame.transfer:
             out.ticket.fail(
                 BrokenError,
                 f"transfer {frame.transfer}: rank {self.me} sends {describe(out.frame.dtype, out.frame.numel)} but "

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BrokenError, ProtocolError
-from .frame import EAGER, NACK, POISON, SIZE, Frame, Opener
+from .frame import EAGER, NACK, POISON, PROBE, SHARED, SIZE, YES, Frame, Opener
 from .payload import byte_view, describe, scratch, store
+from .segments import DESCRIPTOR, Mapping
 from .tcp_inbound import Inbound
 from .ticket import Ticket, poisoned
 
@@ -37,13 +38,15 @@ _MAIN = threading.main_thread()
 
 @dataclass(eq=False)
 class Receive:
-    """A receive that waits for its data. ``view`` is None when the tensor has to be staged."""
+    """A receive that waits for its data. ``view`` is None when the tensor has to be staged. Without a tensor, one of
+    ``form`` (shape, dtype) is found for the data when it arrives."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     dtype: int
     numel: int
     view: memoryview | None
     ticket: ReceiveTicket
+    form: tuple[tuple[int, ...], torch.dtype] = ((), torch.uint8)
 
 
 def _interruptible() -> bool:
@@ -57,6 +60,7 @@ class ReceiveTicket(Ticket):
     def __init__(self, peer: TcpPeer) -> None:
         super().__init__()
         self._peer = peer
+        self.tensor: torch.Tensor | None = None  #: what arrived, where the channel chose the memory
         self.waited = False  #: whether somebody who may read came to wait before it ended
 
     def wait(self, timeout: float | None = None) -> None:
@@ -95,6 +99,7 @@ class Reader:
         self._peer, self._inbound, self._opener = peer, Inbound(sock), Opener(key)
         self._role = allocate_lock()
         self._frame: Frame | None = None  #: its header was read, it was not dealt with yet
+        self._extra = b""  #: what came with it
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.parked = False
@@ -180,9 +185,13 @@ class Reader:
     def _step(self, patient: bool) -> bool:
         frame = self._frame
         if frame is None:
-            frame = self._frame = self._opener.open(self._inbound.take(SIZE))
+            header = self._inbound.take(SIZE)
+            self._extra = self._inbound.take(DESCRIPTOR) if header[0] in (SHARED, PROBE) else b""
+            frame = self._frame = self._opener.open(header, self._extra)
         if frame.kind == NACK:
             self._peer.refused(frame)
+        elif frame.kind in (PROBE, YES):
+            self._probed(frame)
         elif frame.kind == POISON:
             poisoned_entry = self._peer.claim(frame.transfer, patient)
             if poisoned_entry is None:
@@ -205,6 +214,7 @@ class Reader:
         peer, ticket = self._peer, entry.ticket
         what = f"transfer {frame.transfer} from rank {peer.rank} to rank {peer.me}"
         try:
+            shared = self._shared(frame) if frame.kind == SHARED else None
             if (frame.dtype, frame.numel) != (entry.dtype, entry.numel):
                 sends, receives = describe(frame.dtype, frame.numel), describe(entry.dtype, entry.numel)
                 peer.unclaim()
@@ -212,8 +222,17 @@ class Reader:
                     BrokenError, f"{what}: rank {peer.rank} sends {sends} but rank {peer.me} receives {receives}"
                 )
                 peer.refuse(Frame(NACK, frame.transfer, entry.dtype, entry.numel, 0))
-                self._inbound.skip(frame.nbytes)
+                if shared is not None:
+                    shared.free()
+                else:
+                    self._inbound.skip(frame.nbytes)
                 return
+            if shared is not None:
+                self._take(frame, entry, shared, what)
+                return
+            if entry.tensor is None:
+                entry.tensor = entry.ticket.tensor = peer.empty(*entry.form)
+                entry.view = byte_view(entry.tensor)
             view, arrived = entry.view, entry.tensor
             if view is None:
                 arrived = scratch(entry.tensor)
@@ -235,3 +254,37 @@ class Reader:
                 ticket.fail(BrokenError, f"{what} arrived, but rank {peer.me} cannot store it: {error}")
                 return
         ticket.finish()
+
+    def _probed(self, frame: Frame) -> None:
+        sharing = self._peer.sharing
+        if sharing is None:
+            return
+        if frame.kind == YES:
+            sharing.works = True
+        elif sharing.look(self._extra):
+            self._peer.refuse(Frame(YES, 0, 0, 0, 0))
+
+    def _shared(self, frame: Frame) -> Mapping:
+        """Raises ProtocolError, OSError."""
+        if self._peer.sharing is None:
+            raise ProtocolError("it is in shared memory, which this channel doesn't use")
+        return self._peer.sharing.open(self._extra, frame.nbytes)
+
+    def _take(self, frame: Frame, entry: Receive, shared: Mapping, what: str) -> None:
+        """Ends ``entry``'s transfer with what is in shared memory: as it is, or copied into the tensor that waits."""
+        dtype = entry.form[1] if entry.tensor is None else entry.tensor.dtype
+        payload = torch.frombuffer(shared.lease(frame.nbytes), dtype=torch.uint8).view(dtype)
+        why = ""
+        if entry.tensor is None:
+            entry.ticket.tensor = payload.view(entry.form[0])
+        else:
+            try:
+                store(entry.tensor, payload)
+            except Exception as error:  # such as a tensor whose elements overlap
+                why = f"{what} arrived, but rank {self._peer.rank} cannot store it: {error}"
+        del payload
+        self._peer.unclaim()
+        if why:
+            entry.ticket.fail(BrokenError, why)
+        else:
+            entry.ticket.finish()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BrokenError
-from .frame import EAGER, Frame, Sealer
+from .frame import EAGER, PROBE, SHARED, Frame, Sealer
 from .payload import byte_view, plain
 from .ticket import Ticket
 
@@ -34,7 +34,7 @@ class Out:
     tensor: torch.Tensor | None
     ticket: Ticket
     header: bytes = b""  #: what is to be written before the payload
-    rest: bool = False  #: a part went out already: ``header`` holds all that is left
+    rest: bool = False  #: ``header`` holds all that is left to be written
 
 
 class Sender:
@@ -121,16 +121,31 @@ class Sender:
                     return False
                 self._work.wait()
             out = self._writing = self._queue.popleft()
-            if not out.rest:
-                out.header = self._sealer.seal(out.frame)
         self._write(out)
         return True
+
+    def _seal(self, out: Out) -> None:
+        """Only now that it is its turn: sequence numbers are those of the wire. Large tensors may go another way."""
+        sealer, sharing = self._sealer, self._peer.sharing
+        if sealer is None:
+            raise OSError("it was closed")
+        extra = b""
+        if sharing is not None and out.tensor is not None and out.frame.nbytes > EAGER:
+            if sharing.works:
+                extra = sharing.stage(out.tensor)
+            elif probe := sharing.probe():
+                out.header = sealer.seal(Frame(PROBE, 0, 0, 0, 0), probe)
+        if extra:
+            out.frame, out.rest = out.frame._replace(kind=SHARED), True
+        out.header += sealer.seal(out.frame, extra)
 
     def _write(self, out: Out) -> None:
         try:
             sock = self._sock
             if sock is None:
                 raise OSError("it was closed")
+            if not out.rest:
+                self._seal(out)
             if out.rest or out.tensor is None:
                 sock.sendall(out.header)
             else:

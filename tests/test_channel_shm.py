@@ -1,0 +1,206 @@
+"""The shm channel: what differs from tcp."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+
+import pytest
+import torch
+
+from disttensor.runtime.channel import ChannelContext, PeerInfo
+from disttensor.runtime.channel.base import DataChannel
+from disttensor.runtime.channel.check import check_data_channel
+from disttensor.runtime.channel.check_kit import LIMIT
+from disttensor.runtime.channel.frame import EAGER
+from disttensor.runtime.channel.segments import Mappings, Segments
+from disttensor.runtime.channel.shm import ShmChannel
+from disttensor.runtime.errors import BrokenError, ProtocolError
+
+LARGE = EAGER  #: elements of float32: four times what goes over the connection
+
+
+def connected(n: int) -> list[ShmChannel]:
+    channels = [ShmChannel(ChannelContext(rank, "a job", "127.0.0.1")) for rank in range(-1, n - 1)]
+    keys = {pair: os.urandom(32) for pair in itertools.combinations(range(-1, n - 1), 2)}
+    for me, one in enumerate(channels, -1):
+        one.connect(
+            {
+                rank: PeerInfo(rank, other.address(), keys[min(me, rank), max(me, rank)])
+                for rank, other in enumerate(channels, -1)
+                if rank != me
+            }
+        )
+    return channels
+
+
+_transfers = itertools.count(10**6)
+
+
+def move(channels: list[ShmChannel], tensor: torch.Tensor) -> torch.Tensor:
+    """From the master to node 0, into memory of the channel's choice."""
+    transfer = next(_transfers)
+    arrival = channels[1].iarrive(tuple(tensor.shape), tensor.dtype, -1, transfer)
+    channels[0].isend(tensor, 0, transfer).wait(LIMIT)
+    arrival.wait(LIMIT)
+    return arrival.tensor
+
+
+def probed(channels: list[ShmChannel]) -> list[ShmChannel]:
+    """Every pair has found that it shares memory."""
+    for (a, sender), (b, receiver) in itertools.permutations(enumerate(channels, -1), 2):
+        sharing = sender._peers[b].sharing
+        while not sharing.works:  # the answer to the first large tensor's probe comes before that of the second
+            transfer = next(_transfers)
+            receive = receiver.irecv(torch.zeros(LARGE), a, transfer)
+            sender.isend(torch.ones(LARGE), b, transfer)
+            receive.wait(LIMIT)
+    return channels
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert set(threading.enumerate()) <= threads
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.fixture
+def pair():
+    channels = probed(connected(2))
+    yield channels
+    for channel in channels:
+        channel.close()
+
+
+@pytest.mark.parametrize("make", [connected, lambda n: probed(connected(n))], ids=["from the start", "sharing"])
+def test_conformance(make):
+    check_data_channel(make)
+
+
+def segments(channel: ShmChannel, peer: int) -> list:
+    return [s for same in channel._peers[peer].sharing._segments._by_size.values() for s in same]
+
+
+def test_a_large_tensor_is_used_where_it_arrived_and_its_memory_used_again(pair):
+    first = move(pair, torch.arange(LARGE))
+    used = len(segments(pair[0], 0))
+    second = move(pair, torch.arange(LARGE) + 1)
+    assert len(segments(pair[0], 0)) == used + 1, "a segment in use was written again"
+    assert torch.equal(first, torch.arange(LARGE))
+    assert torch.equal(second, torch.arange(LARGE) + 1)
+    view = first[10:20]
+    del first
+    for n in range(5):  # the view keeps its memory
+        assert torch.equal(move(pair, torch.full((LARGE,), n)), torch.full((LARGE,), n))
+    assert view.tolist() == list(range(10, 20))
+    del view, second
+    for n in range(5):
+        assert move(pair, torch.full((LARGE,), n))[0] == n
+    assert len(segments(pair[0], 0)) <= used + 2
+
+
+def test_the_receiver_may_write_and_the_sender_too(pair):
+    source = torch.zeros(LARGE)
+    there = move(pair, source)
+    there.add_(1)
+    source.add_(2)
+    assert there.sum() == LARGE
+    assert source.sum() == 2 * LARGE
+
+
+def test_tensors_outlive_their_channels():
+    channels = probed(connected(2))
+    there = move(channels, torch.arange(LARGE))
+    for channel in channels:
+        channel.close()
+    del channels, channel
+    gc.collect()
+    assert torch.equal(there, torch.arange(LARGE))
+
+
+def test_without_common_memory_everything_takes_the_connection(monkeypatch):
+    def blind(self, descriptor, nbytes):
+        raise FileNotFoundError("another container")
+
+    monkeypatch.setattr(Mappings, "open", blind)
+    channels = connected(2)
+    for n in range(3):
+        assert torch.equal(move(channels, torch.full((LARGE,), n)), torch.full((LARGE,), n))
+    assert not channels[0]._peers[0].sharing.works
+    for channel in channels:
+        channel.close()
+
+
+def test_without_memory_for_segments_everything_takes_the_connection(pair, monkeypatch):
+    def full(self, nbytes):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Segments, "take", full)
+    assert torch.equal(move(pair, torch.arange(LARGE)), torch.arange(LARGE))
+
+
+def test_the_sender_keeps_no_descriptors(pair):
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [move(pair, torch.full((LARGE,), n)) for n in range(20)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert [int(t[0]) for t in kept] == list(range(20))
+
+
+def test_a_child_frees_nothing(pair):
+    there = move(pair, torch.zeros(LARGE))
+    pid = os.fork()
+    if pid == 0:
+        del there
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    for n in range(1, 4):
+        move(pair, torch.full((LARGE,), float(n)))
+    assert there.sum() == 0
+
+
+def test_idle_memory_is_bounded(pair, monkeypatch):
+    monkeypatch.setattr("disttensor.runtime.channel.segments.MOST_IDLE", 1 << 20)
+    for n in range(1, 12):
+        move(pair, torch.zeros(n * LARGE))
+    held = sum(s.nbytes for s in segments(pair[0], 0))
+    assert held <= (1 << 20) + 2 * 12 * LARGE * 4
+    assert len(pair[1]._peers[-1].sharing._mappings._known) <= len(segments(pair[0], 0)) + 2
+
+
+def test_what_is_no_segment_is_refused(tmp_path):
+    victim = tmp_path / "file"
+    victim.write_bytes(bytes(1 << 16))
+    mappings = Mappings()
+    with open(victim, "r+b") as file, pytest.raises(ProtocolError, match="no shared memory"):
+        mappings.open(segments_descriptor(file.fileno(), (1 << 16) - 4096), 1)
+    fd = os.memfd_create("disttensor")
+    os.ftruncate(fd, 1 << 16)
+    with pytest.raises(ProtocolError, match="not sealed"):
+        mappings.open(segments_descriptor(fd, (1 << 16) - 4096), 1)
+    with pytest.raises(ProtocolError, match="a payload of"):
+        mappings.open(segments_descriptor(fd, 1), 2)
+    os.close(fd)
+    assert victim.read_bytes() == bytes(1 << 16)
+
+
+def segments_descriptor(fd: int, nbytes: int) -> bytes:
+    import struct
+
+    return struct.pack("<IIQQ", os.getpid(), fd, 1, nbytes)
+
+
+def test_a_peer_that_dies_breaks_the_transfer(pair):
+    receive = pair[1].iarrive((LARGE,), torch.float32, -1, 1)
+    pair[0].abort()
+    with pytest.raises(BrokenError):
+        receive.wait(LIMIT)
+
+
+def test_it_is_a_data_channel():
+    assert issubclass(ShmChannel, DataChannel)
+    assert ShmChannel.capabilities.same_host
