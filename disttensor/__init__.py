@@ -37,6 +37,7 @@ from .factories import (
     zeros,
 )
 from .init import init_master_worker, is_initialized, node_count, shutdown
+from .prefetch import prefetch
 from .remote import nodes_info as nodes
 from .remote import run
 from .runtime.channel import register_channel
@@ -54,6 +55,7 @@ from .runtime.errors import (
     StartError,
 )
 from .tensor import DistributedTensor
+from .work import Work, fetch
 
 __version__ = "0.1.0"
 
@@ -70,8 +72,8 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "ForkError",
-    "NodeLost", "ProtocolError", "RemoteError", "StartError", "arange", "check_data_channel", "current_node", "device",
-    "empty", "eye", "from_numpy", "full", "init_master_worker", "is_initialized", "linspace", "logspace", "node",
-    "node_count", "node_module", "nodes", "ones", "rand", "randint", "randn", "randperm", "register_channel", "run",
-    "shutdown", "synchronize", "tensor", "zeros", *LEGACY,
+    "NodeLost", "ProtocolError", "RemoteError", "StartError", "Work", "arange", "check_data_channel",
+    "current_node", "device", "empty", "eye", "fetch", "from_numpy", "full", "init_master_worker", "is_initialized",
+    "linspace", "logspace", "node", "node_count", "node_module", "nodes", "ones", "prefetch", "rand", "randint",
+    "randn", "randperm", "register_channel", "run", "shutdown", "synchronize", "tensor", "zeros", *LEGACY,
 ]  # fmt: skip

@@ -140,7 +140,7 @@ def _to_copy(
     place = state.session().places.of(device or torch.device("node"))
     dtype = dtype or source.dtype
     first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
-    remote = transfer.upload(source.detach().to(first), place)
+    remote = transfer.upload(source.detach().to(first), place, non_blocking)
     return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
 
 

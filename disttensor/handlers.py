@@ -14,7 +14,7 @@ from .plan import Entry
 from .planning import check_masks, make_room, refuse_layout
 from .registry import enter, handler
 from .tensor import DistributedTensor, alias, proxy
-from .transfer import fetch, fill, is_dense, move, upload
+from .transfer import copy_strides, fetch, fill, move, upload
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     moving = run(entry, args, {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
     if place is None:
         local = fetch(moving)
-        wanted = _copy_strides(source, kwargs.get("memory_format"))
+        wanted = copy_strides(source, kwargs.get("memory_format"))
         if wanted != local.stride():
             local = torch.empty_strided(local.shape, wanted, dtype=local.dtype).copy_(local)
         return local.to(device=device, dtype=dtype)
@@ -61,21 +61,13 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     """What came contiguous, with the strides and the dtype that torch's own copy of ``source`` would have."""
-    wanted = _copy_strides(source, kwargs.get("memory_format"))
+    wanted = copy_strides(source, kwargs.get("memory_format"))
     if wanted != moved.stride():
         empty = torch.empty_strided(moved.shape, wanted, dtype=moved.dtype, device=moved.device)
         moved = cast(DistributedTensor, empty.copy_(moved))
     if moved.dtype == dtype:
         return moved
     return run(enter(aten._to_copy.default), (moved,), {"dtype": dtype}, None)
-
-
-def _copy_strides(source: torch.Tensor, format: torch.memory_format | None) -> tuple[int, ...]:
-    if format in (None, torch.preserve_format) and is_dense(source):
-        return source.stride()  # those of dimensions of one element too, which the meta device would choose itself
-    # a tensor without elements costs nothing on the CPU either, and the meta device would forget its strides
-    stand = torch.empty_strided(source.shape, source.stride(), device="meta" if source.numel() else "cpu")
-    return torch.empty_like(stand, memory_format=format or torch.preserve_format).stride()
 
 
 def place_of(tensor: Any) -> Place:
@@ -85,18 +77,22 @@ def place_of(tensor: Any) -> Place:
 
 @handler(aten.copy_.default)
 def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Between any two places. A copy of a whole local tensor into one that is still empty is the transfer itself."""
+    """Between any two places. A copy of a whole local tensor into one that is still empty is the transfer itself.
+
+    To a local tensor it waits, ``non_blocking`` or not: nothing would tell when that may be read.
+    """
     target: Any = args[0]
     source: Any = args[1]
+    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if type(target) is not DistributedTensor:
         target.copy_(fetch(source))
         return target
     if isinstance(source, torch.Tensor):
         if type(source) is not DistributedTensor:
-            if fill(target, source):
+            if fill(target, source, non_blocking):
                 return target
             torch.broadcast_shapes(source.shape, target.shape)
-            source = upload(source, place_of(target))
+            source = upload(source, place_of(target), non_blocking)
         elif place_of(source) is not place_of(target):
             source = move(cast(DistributedTensor, source), place_of(target))
     return run(entry, (target, source), {}, None)

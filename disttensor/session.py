@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
 
+from .callbacks import Callbacks
 from .meta import forget_all
 from .placement import NodeState, Place, Places
 from .registry import drop_plans
@@ -34,6 +36,9 @@ from .runtime.transport.base import Hub
 SMALL = 64 << 10
 #: Bytes of copies on their way at most; as a copy from pageable memory in CUDA, a larger upload waits.
 STAGE = 64 << 20
+
+#: Takes the uploads that read the user's own memory, as they begin: whoever wants to know when they have left.
+lent: ContextVar[list[tuple[int, Transfer]] | None] = ContextVar("disttensor_lent", default=None)
 
 R = TypeVar("R", c.Answer, c.Shapes, c.Result, c.Done)
 
@@ -60,6 +65,8 @@ class Session:
         self._default_dtype = torch.float32
         self._transfers = count(1)
         self._staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
+        self._arriving: dict[int, tuple[int, Transfer]] = {}  #: transfer -> (node, itself), of fetches under way
+        self.callbacks = Callbacks()
         self._beginning = threading.RLock()  #: held while a transfer begins at both ends
         self.pieces = threading.RLock()  #: held while the pieces of a function are queued, one after another
 
@@ -139,13 +146,15 @@ class Session:
         return [f for f in list(self.link.failures.values()) if not f.observed]
 
     def synchronize(self, node: int | None = None, timeout: float | None = None) -> None:
-        """Waits until a node (all of them: None) has done everything; raises the earliest error not raised yet.
+        """Waits until a node (all of them: None) has done everything and what is fetched from it has come; raises the
+        earliest error not raised yet.
 
         Raises NodeLost, TimeoutError after ``timeout`` seconds.
         """
         self.link.flush_all()
         for rank in range(len(self.states)) if node is None else [node]:
             self._sync(rank, timeout)
+            self._receive_all(rank, timeout)
         left = [f for f in self.unobserved() if node is None or f.rank == node]
         if left:
             error = left[0].exception(others=left[1:])
@@ -165,15 +174,20 @@ class Session:
     def new_transfer(self) -> int:
         return next(self._transfers)
 
-    def upload(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> None:
+    def upload(
+        self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None, non_blocking: bool = False
+    ) -> None:
         """Sends a local tensor to ``ref`` at ``place``. Returns when the tensor may be changed: at once, having copied
-        it, while no more than STAGE bytes of copies are on their way; else when its bytes have left."""
+        it, while no more than STAGE bytes of copies are on their way; else when its bytes have left.
+
+        ``non_blocking`` returns at once, without a copy: the tensor must not change before its bytes have left.
+        """
         self.link.check(place.outbox)
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
         size = tensor.numel() * tensor.element_size()
         tensor = tensor.resolve_conj().resolve_neg()
-        staged = size <= SMALL or size + sum(list(self._staged.values())) <= STAGE
+        staged = not non_blocking and (size <= SMALL or size + sum(list(self._staged.values())) <= STAGE)
         if staged:  # the copy leaves by itself, and the caller goes on
             tensor = self.channel.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         tensor = tensor.contiguous()
@@ -189,8 +203,10 @@ class Session:
         if staged:
             self._staged[transfer] = size
             sending.add_done_callback(lambda: self._unstage(transfer))
-        else:
-            self._wait_transfer(sending, place.node)
+        elif not non_blocking:
+            self.end_transfer(sending, place.node)
+        elif (taker := lent.get()) is not None:
+            taker.append((place.node, sending))
 
     def _begin(self, here: Callable[[], Transfer], outbox: Outbox, there: c.Command, site: Site | None) -> Transfer:
         """Begins a transfer at both ends: neither without the other, which would wait for it, and in one order."""
@@ -211,12 +227,34 @@ class Session:
 
     def download(self, tensor: Any, site: Site | None) -> torch.Tensor:
         """A local, contiguous copy of a remote tensor."""
+        place: Place = tensor._place
+        local = self.channel.empty(tuple(tensor.shape), tensor.dtype)
+        receiving, _ = self._receive(tensor, local, site)
+        self.link.flush_all()
+        self.end_transfer(receiving, place.node)
+        place.outbox.restart()
+        return local
+
+    def fetch(self, tensor: Any, local: torch.Tensor, site: Site | None) -> Transfer:
+        """Begins to fill ``local`` with a remote tensor's elements."""
+        receiving, transfer = self._receive(tensor, local, site)
+        self._expect(transfer, tensor._place.node, receiving)
+        return receiving
+
+    @whole
+    def _expect(self, transfer: int, node: int, receiving: Transfer) -> None:
+        self._arriving[transfer] = node, receiving
+        receiving.add_done_callback(lambda: self._arrived(transfer))
+
+    def _arrived(self, transfer: int) -> None:
+        self._arriving.pop(transfer, None)
+
+    def _receive(self, tensor: Any, local: torch.Tensor, site: Site | None) -> tuple[Transfer, int]:
         from .lazy import materialise
 
         place: Place = tensor._place
         self.link.check(place.outbox)
         ref = tensor._h.ref or materialise(tensor._h)
-        local = self.channel.empty(tuple(tensor.shape), tensor.dtype)
         transfer = self.new_transfer()
         receiving = self._begin(
             partial(self.channel.irecv, local, place.node, transfer),
@@ -225,17 +263,17 @@ class Session:
             site,
         )
         self.link.flush(place.outbox)
-        self.link.flush_all()
-        self._wait_transfer(receiving, place.node)
-        place.outbox.restart()
-        return local
+        return receiving, transfer
 
-    def _wait_transfer(self, transfer: Transfer, node: int) -> None:
-        """Waits as for a reply, so that a lost node and Ctrl-C end it. Raises what the sender's tensor failed with."""
-        request = Request(-1, node)
-        transfer.add_done_callback(request.resolve)
-        if not transfer.is_completed():
-            self.link.wait(request, until=transfer.is_completed)
+    def _receive_all(self, rank: int, timeout: float | None) -> None:
+        """Waits for the fetches from a node. What they failed with is for those who hold them."""
+        for node, transfer in list(self._arriving.values()):
+            if node == rank:
+                self.await_transfer(transfer, node, timeout)
+
+    def end_transfer(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
+        """Waits for it; raises what it failed with: what made the sender's tensor fail, NodeLost, a ChannelError."""
+        self.await_transfer(transfer, node, timeout)
         try:
             transfer.wait(0)
         except PoisonedError as e:
@@ -245,6 +283,14 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 self._sync(node, 5.0)
             raise
+
+    def await_transfer(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
+        """Waits for its end as for a reply, so that a lost node and Ctrl-C end the waiting."""
+        if not transfer.is_completed():
+            self.link.flush_all()
+            request = Request(-1, node)
+            transfer.add_done_callback(request.resolve)
+            self.link.wait(request, timeout, until=transfer.is_completed)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -265,6 +311,7 @@ class Session:
 
         def wait(outbox: Outbox) -> None:
             self._sync(outbox.rank, None if deadline is None else max(0.01, deadline - time.monotonic()))
+            self._receive_all(outbox.rank, None if deadline is None else max(0.01, deadline - time.monotonic()))
 
         for act in (send, wait):  # to all first: nodes may wait for each other
             for outbox in link.outboxes:
@@ -312,6 +359,7 @@ class Session:
                         continue
         link.close()
         self.channel.close()
+        self.callbacks.close()
         if self.launcher is not None:
             self.launcher.stop(grace)
         for thread in self.threads:

@@ -13,15 +13,16 @@ from .site import here
 from .tensor import DistributedTensor, proxy
 
 
-def upload(tensor: torch.Tensor, place: Place) -> DistributedTensor:
-    """A copy of a local tensor at ``place``. Returns when the tensor may be changed again."""
+def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> DistributedTensor:
+    """A copy of a local tensor at ``place``. Returns when the tensor may be changed again; if ``non_blocking``, at
+    once."""
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
-    place.session.upload(tensor.detach(), place, handle.ref, here())
+    place.session.upload(tensor.detach(), place, handle.ref, here(), non_blocking)
     return proxy(handle)
 
 
-def fill(target: DistributedTensor, tensor: torch.Tensor) -> bool:
+def fill(target: DistributedTensor, tensor: torch.Tensor, non_blocking: bool = False) -> bool:
     """Uploads ``tensor`` as an empty one that nothing has used yet; False where that is not what ``target`` is."""
     handle = target._h
     if not isinstance(handle, Lazy) or handle.ref or handle.base is not None:
@@ -33,7 +34,7 @@ def fill(target: DistributedTensor, tensor: torch.Tensor) -> bool:
         if handle.ref:
             return False
         ref = new_ref()
-        meta.place.session.upload(tensor.detach(), meta.place, ref, here())
+        meta.place.session.upload(tensor.detach(), meta.place, ref, here(), non_blocking)
         handle.ref = ref
     return True
 
@@ -100,3 +101,12 @@ def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill their memory without gaps, each in a place of its own."""
     return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
+
+
+def copy_strides(source: torch.Tensor, format: torch.memory_format | None = None) -> tuple[int, ...]:
+    """Those that torch gives a copy of ``source``."""
+    if format in (None, torch.preserve_format) and is_dense(source):
+        return source.stride()  # those of dimensions of one element too, which the meta device would choose itself
+    # a tensor without elements costs nothing on the CPU either, and the meta device would forget its strides
+    stand = torch.empty_strided(source.shape, source.stride(), device="meta" if source.numel() else "cpu")
+    return torch.empty_like(stand, memory_format=format or torch.preserve_format).stride()

@@ -55,6 +55,7 @@ def in_thread(program: Callable[[], object], raised: list[BaseException] | None 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
     "fetch": lambda x: x.cpu(),
+    "fetched later": lambda x: dt.fetch(x).wait(),
     "synchronize": lambda x: dt.synchronize(),
     "run": lambda x: dt.run(abs, x, node=1),
     "upload": lambda x: torch.ones(80 << 20, dtype=torch.uint8).to("node:1"),
@@ -121,7 +122,7 @@ def test_a_broken_transfer_is_told_though_the_node_is_busy(monkeypatch: pytest.M
     sync = session._sync
     monkeypatch.setattr(session, "_sync", lambda node, timeout: sync(node, 0.01))
     with pytest.raises(BrokenError, match="a broken cable"):
-        session._wait_transfer(Broken(), 1)
+        session.end_transfer(Broken(), 1)
 
 
 def test_a_request_outlives_the_thread_that_waited() -> None:

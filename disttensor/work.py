@@ -1,0 +1,123 @@
+"""``dt.fetch(x)``: a tensor on its way here, as a ``Work`` that can be waited for, awaited, or looked at later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from .runtime.channel.base import Transfer
+from .runtime.errors import ChannelError, DisttensorError
+from .session import Session
+from .site import here
+from .tensor import DistributedTensor
+from .transfer import copy_strides
+
+
+class Work:
+    """Something under way, as ``torch.distributed``'s Work and Future. Any thread may use it, any number of times.
+
+    One that is dropped goes on, and is freed at its end; if it fails then, ``dt.synchronize()`` or the end says so.
+    """
+
+    def __init__(self, session: Session, node: int, transfer: Transfer, value: torch.Tensor) -> None:
+        self._session = session
+        self._node = node
+        self._transfer = transfer
+        self._value = value
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._transfer.is_completed()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Returns True when it has ended well.
+
+        Raises TimeoutError after ``timeout`` seconds (it goes on), what made the tensor fail, NodeLost, DisttensorError
+        if the session was shut down before the end.
+        """
+        self._session.end_transfer(self._transfer, self._node, _seconds(timeout))
+        return True
+
+    def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
+        """Waits, and gives the tensor: the same object each time. Raises as ``wait``."""
+        self.wait(timeout)
+        return self._value
+
+    def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
+        """Waits, and gives what ``wait`` would raise, or None. Raises TimeoutError after ``timeout`` seconds."""
+        try:
+            self._session.await_transfer(self._transfer, self._node, _seconds(timeout))
+        except DisttensorError as e:  # the node, or the session, is gone
+            return e
+        try:
+            self.wait()
+        except Exception as e:
+            return e
+        return None
+
+    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
+        """Has ``fn(self)`` called once it has ended, well or not; soon if it has ended already.
+
+        The callbacks of a session run one after the other, in a thread of their own. One that raises is logged.
+        """
+        callbacks = self._session.callbacks
+        callbacks.start()
+        self._transfer.add_done_callback(partial(callbacks.put, partial(fn, self)))
+
+    def __await__(self) -> Generator[Any, None, torch.Tensor]:
+        """``await work`` is ``work.result()`` without blocking the event loop. Cancelling the task ends the waiting."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> torch.Tensor:
+        if not self.is_completed():
+            loop = asyncio.get_running_loop()
+            ended: asyncio.Future[None] = loop.create_future()
+
+            def end() -> None:
+                if not ended.done():
+                    ended.set_result(None)
+
+            def tell() -> None:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(end)
+
+            self._transfer.add_done_callback(tell)
+            await ended
+        try:
+            self._transfer.wait(0)
+        except ChannelError:  # why may take a round trip
+            error = await asyncio.to_thread(self.exception)
+            if error is not None:
+                raise error from None
+        return self._value
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_completed() else "under way"
+        return f"<Work {state}: {tuple(self._value.shape)} {self._value.dtype} from node {self._node}>"
+
+
+def fetch(tensor: torch.Tensor) -> Work:
+    """Begins to copy a tensor from its node; returns at once. ``.result()`` of the Work is the local tensor.
+
+    It holds what ``tensor`` holds now, whatever is written to that later, and has no gradient. Any number may be under
+    way. Raises TypeError for a local tensor, NodeLost.
+    """
+    if not isinstance(tensor, DistributedTensor):
+        raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
+    source: Any = tensor.detach().resolve_conj().resolve_neg()
+    session: Session = source._place.session
+    local = session.channel.empty(tuple(source.shape), source.dtype)
+    strides = copy_strides(source)
+    if strides != local.stride():
+        local = torch.empty_strided(source.shape, strides, dtype=source.dtype)
+    return Work(session, source._place.node, session.fetch(source, local, here()), local)
+
+
+def _seconds(timeout: float | timedelta | None) -> float | None:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

@@ -1,0 +1,73 @@
+"""Fetches under way when the session ends or a node is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import state
+
+#: Seconds for what takes a moment; longer is a hang.
+SOON = 20
+
+
+def test_those_under_way_at_the_end_come() -> None:
+    with dt.init_master_worker(nodes=1, threads=1):
+        works = [dt.fetch(torch.full((1 << 20,), float(i), device="node:0")) for i in range(10)]
+    assert [work.result()[-1].item() for work in works] == list(range(10))
+
+
+def test_a_lost_node_ends_the_waiting() -> None:
+    async def program() -> list[object]:
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    with dt.init_master_worker(nodes=2, threads=1):
+        x, y = torch.ones(1 << 20, device="node:1"), torch.ones(3, device="node:0")
+        dt.synchronize()
+        pid = int(dt.nodes()[1]["pid"])
+        os.kill(pid, signal.SIGSTOP)  # it has no chance to send them
+        works = [dt.fetch(x) for _ in range(50)]
+        waiting: list[BaseException | None] = []
+        thread = threading.Thread(target=lambda: waiting.append(works[-1].exception()))
+        thread.start()
+        os.kill(pid, signal.SIGKILL)
+        assert {type(e) for e in asyncio.run(program())} == {dt.NodeLost}
+        thread.join(SOON)
+        assert [type(e) for e in waiting] == [dt.NodeLost]
+        with pytest.raises(dt.NodeLost, match="SIGKILL"):
+            works[0].result()
+        with pytest.raises(dt.NodeLost):
+            dt.fetch(x)
+        assert dt.fetch(y).result().tolist() == [1, 1, 1]
+        assert state.session()._arriving == {}
+
+
+def test_callbacks_at_the_end_and_after_it() -> None:
+    seen = []
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        work = dt.fetch(torch.ones(3, device="node:0"))
+        work.add_done_callback(lambda work: seen.append("before"))
+        work.wait()
+        work.add_done_callback(lambda work: dt.shutdown())  # in its own thread, which it mustn't wait for
+        while dt.is_initialized():
+            threading.Event().wait(0.01)
+    work.add_done_callback(lambda work: seen.append("after"))
+    assert seen == ["before", "after"]
+
+
+def test_a_node_that_is_lost_while_batches_are_on_their_way() -> None:
+    seen = 0
+    with dt.init_master_worker(nodes=2, threads=1):
+        with pytest.raises(dt.NodeLost, match="SIGKILL"):  # noqa: PT012
+            for x in dt.prefetch((torch.ones(1 << 20) for _ in range(1000)), "node:1"):
+                assert x[-1].item() == 1
+                seen += 1
+                if seen == 3:
+                    os.kill(int(dt.nodes()[1]["pid"]), signal.SIGKILL)
+        assert seen >= 3
