@@ -36,6 +36,7 @@ from .factories import (
     tensor,
     zeros,
 )
+from .graphs import Graph, graph
 from .init import init_master_worker, is_initialized, node_count, shutdown
 from .prefetch import prefetch
 from .remote import nodes_info as nodes
@@ -49,6 +50,7 @@ from .runtime.errors import (
     ClosedError,
     DisttensorError,
     ForkError,
+    GraphError,
     NodeLost,
     ProtocolError,
     RemoteError,
@@ -72,8 +74,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "ForkError",
-    "NodeLost", "ProtocolError", "RemoteError", "StartError", "Work", "arange", "check_data_channel",
-    "current_node", "device", "empty", "eye", "fetch", "from_numpy", "full", "init_master_worker", "is_initialized",
-    "linspace", "logspace", "node", "node_count", "node_module", "nodes", "ones", "prefetch", "rand", "randint",
-    "randn", "randperm", "register_channel", "run", "shutdown", "synchronize", "tensor", "zeros", *LEGACY,
+    "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Work", "arange",
+    "check_data_channel", "current_node", "device", "empty", "eye", "fetch", "from_numpy", "full", "graph",
+    "init_master_worker", "is_initialized", "linspace", "logspace", "node", "node_count", "node_module", "nodes",
+    "ones", "prefetch", "rand", "randint", "randn", "randperm", "register_channel", "run", "shutdown", "synchronize",
+    "tensor", "zeros", *LEGACY,
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from .placement import Place
 from .plan import Entry
 from .planning import check_masks, make_room, refuse_layout
 from .registry import enter, handler
+from .runtime.route import route
 from .tensor import DistributedTensor, alias, proxy
 from .transfer import copy_strides, fetch, fill, move, upload
 
@@ -117,7 +118,11 @@ def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
         make_room(place)
         plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
         entry.store(entry.plans, key, plan)
-    return proxy(Lazy(0, plan.shapes, None, plan, ()))
+    made = proxy(Lazy(0, plan.shapes, None, plan, ()))
+    recorder = route.get().recorder
+    if recorder is not None:
+        recorder.begin(made._h)
+    return made
 
 
 @handler(aten.is_pinned.default)

@@ -13,6 +13,8 @@ from .planning import make_room
 from .registry import handles
 from .runtime import command as c
 from .runtime.errors import DisttensorError
+from .runtime.outbox import Outbox
+from .runtime.route import Tap, route
 from .site import here
 from .tensor import DistributedTensor, alias
 
@@ -32,13 +34,24 @@ def materialise(handle: Handle) -> int:
         ref = new_ref()
         base = handle.base
         call = handle.values if base is None else (ref - base.ref, *handle.values)
-        commands = plan.state.outbox.commands
+        commands = past(handle, plan.state.outbox)
         site = here()  # the line that uses it: a view that can't be made was refused when it was written
         template = plan.template if plan.generation == plan.state.generation else plan.define(site)
         commands += (c.Call(template, ref, call), site)
         handle.ref = ref  # only now: whoever sees it may use it
         handle.base = None
         return ref
+
+
+def past(handle: Lazy, box: Outbox) -> Any:
+    """Where the command that makes ``handle`` goes: past a recording, unless what it is of, or the call that made an
+    empty one, was recorded. What a graph uses but doesn't make is there for all its replays."""
+    commands = box.commands
+    if type(commands) is Tap:
+        recorder = route.get().recorder
+        if recorder is not None and not recorder.made(handle):
+            return box.queue
+    return commands
 
 
 def _materialise_bases(handle: Handle | None) -> None:

@@ -36,6 +36,7 @@ class NodeState:
         self.outbox = outbox
         self.lock = threading.RLock()
         self.templates: dict[object, int] = {}
+        self.defined: dict[int, c.Define] = {}  #: what nodes know of templates, for graphs
         self.generation = 0  #: of templates; raised by ``turn``
         self._next = count()
         self._generations = [0, 0]
@@ -53,7 +54,8 @@ class NodeState:
             number = self.templates.get(key)
             if number is None:
                 number = next(self._next)
-                self.outbox.add(c.Define(number, op, args, kwargs, outs), site)
+                self.defined[number] = define = c.Define(number, op, args, kwargs, outs)
+                self.outbox.add(define, site)
                 self.templates[key] = number
             return number
 
@@ -67,6 +69,7 @@ class NodeState:
             self.templates.clear()
             self.generation += 1
             self._generations = [self._generations[1], next(self._next)]
+            self.defined = {n: d for n, d in self.defined.items() if n >= self._generations[0]}
             self.outbox.add(c.Forget(self._generations[0]))
 
 

@@ -30,6 +30,7 @@ from .runtime.launch.base import Launcher
 from .runtime.link import Link, Request
 from .runtime.ops import AllowList
 from .runtime.outbox import Outbox
+from .runtime.route import waits
 from .runtime.transport.base import Hub
 
 #: Uploads up to this many bytes are copied whatever is on its way.
@@ -121,8 +122,9 @@ class Session:
     def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R:
         """One round trip: sends everything that is queued anywhere, waits for the reply, which is of this ``kind``.
 
-        Raises what made an operand fail, NodeLost.
+        Raises what made an operand fail, NodeLost, GraphError while a graph is recorded.
         """
+        waits("this operation")
         link = self.link
         request = link.request(place.node, kind)
         commands = place.outbox.commands
@@ -173,6 +175,13 @@ class Session:
 
     def new_transfer(self) -> int:
         return next(self._transfers)
+
+    def new_transfers(self, n: int) -> int:
+        """The first of ``n`` in a row."""
+        while True:
+            ids = [next(self._transfers) for _ in range(n)]
+            if ids[-1] - ids[0] == n - 1:  # no other thread took one between
+                return ids[0]
 
     def upload(
         self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None, non_blocking: bool = False
@@ -252,6 +261,7 @@ class Session:
     def _receive(self, tensor: Any, local: torch.Tensor, site: Site | None) -> tuple[Transfer, int]:
         from .lazy import materialise
 
+        waits("a copy to the master")
         place: Place = tensor._place
         self.link.check(place.outbox)
         ref = tensor._h.ref or materialise(tensor._h)

@@ -229,6 +229,42 @@ class On(Wire, frozen=True, tag=30):
     command: Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage
 
 
+class Part(Wire, frozen=True, tag=50):
+    """Commands that a graph has recorded, in order, after those of earlier parts. ``numbers``: which numbers of Calls
+    each replay gives anew, as (command in this part, index of its argument, number)."""
+
+    graph: int
+    commands: tuple[Call | Send | Recv | Seed | Keep, ...]
+    numbers: tuple[tuple[int, int, int], ...]
+
+
+class Graph(Wire, frozen=True, tag=51):
+    """Ends a graph's recording. ``inputs``: refs for which each replay names others. ``outputs``: what it makes that
+    stays, under the same refs for every replay. ``returned``: the same, but each replay names other refs."""
+
+    graph: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    returned: tuple[int, ...]
+    engine: str
+
+
+class Replay(Wire, frozen=True, tag=52):
+    """Does all that a graph has recorded. Its transfers are numbered from ``transfer``."""
+
+    graph: int
+    transfer: int
+    numbers: tuple[Plain, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class Discard(Wire, frozen=True, tag=53):
+    """Drops a graph."""
+
+    graph: int
+
+
 class Stop(Wire, frozen=True, tag=26):
     """The last command: drop everything and end."""
 
@@ -254,6 +290,10 @@ Command: TypeAlias = (
     | Lost
     | Default
     | On
+    | Part
+    | Graph
+    | Replay
+    | Discard
     | Stop
 )
 
@@ -299,7 +339,8 @@ class Result(Wire, frozen=True, tag=43):
 
 
 class Failed(Wire, frozen=True, tag=44):
-    """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened."""
+    """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened. Of the commands that a
+    graph replays each has a number of its own (failure.py: ``replayed``)."""
 
     seq: int
     op: str

@@ -4,6 +4,7 @@
       NodeLost          a node died or was cut off; what it held is gone
       RemoteError       an operation failed on a node with a type that the master doesn't know
       ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
+      GraphError        what a graph can't record, or can't replay as it was recorded
       StartError        nodes could not be started
       ForkError         a forked child used its parent's session
       ChannelError      a data channel's transfer failed:
@@ -51,6 +52,10 @@ class RemoteError(DisttensorError):
 
 class ProtocolError(DisttensorError):
     """The other end broke the protocol: a wrong version, an unknown command, a gap or repeat in the sequence."""
+
+
+class GraphError(DisttensorError):
+    """Something can't be recorded into a graph, or a graph can't be replayed as it was recorded."""
 
 
 class StartError(DisttensorError):

@@ -14,11 +14,12 @@ import torch
 from . import codec
 from . import command as c
 from .channel.base import DataChannel, PeerInfo
-from .errors import ChannelError, PoisonedError, ProtocolError
-from .failure import MAX_NAME, MAX_TEXT, attempt
+from .errors import ChannelError, DisttensorError, PoisonedError, ProtocolError
+from .failure import MAX_NAME, MAX_TEXT, attempt, position, replayed
 from .functions import Functions
+from .graphs import Graphs
 from .ops import AllowList
-from .store import Pending, Poison, Store, memory
+from .store import Pending, Poison, Store, Unmade, memory
 from .template import Broken, Template
 
 
@@ -42,16 +43,18 @@ class Executor:
         self._allow = allow
         self._functions = functions
         self._simulate_cuda = simulate_cuda
-        self._templates: dict[int, Template] = {}
+        self.templates: dict[int, Template] = {}
         self._results: dict[int, list[torch.Tensor]] = {}
         #: the number of the command that is next, or being applied
         self.seq = 0
+        self.at = -1  #: if that is a replay: which of the graph's commands is being applied
+        self._graphs = Graphs(self)
 
     def apply(self, batch: c.Batch) -> None:
         """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
         if batch.first != self.seq:
             raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
-        templates, call, store = self._templates, c.Call, self.store
+        templates, call, store = self.templates, c.Call, self.store
         for seq, command in enumerate(batch.commands, batch.first):
             try:
                 if type(command) is call:
@@ -65,10 +68,28 @@ class Executor:
                     self._other(command)
             except Exception as e:
                 self.seq = seq
-                self._failed(command, e)
+                self.failed(command, e)
         self.seq = batch.first + len(batch.commands)
         if self.store.sending:
             self.store.settle([])  # lets go of what has left: it may have been freed
+
+    def one(self, command: c.Command) -> None:
+        """Applies a command that a graph has recorded."""
+        try:
+            if isinstance(command, c.Call):
+                template = self.templates[command.template]
+                if template.mutated and self.store.sending:
+                    self._settle(template, command)
+                template.run(command.out, command.args)
+            else:
+                self._other(command)
+        except Exception as e:
+            self.failed(command, e)
+
+    @property
+    def number(self) -> int:
+        """What names the command that is being applied in a failure."""
+        return replayed(self.seq, self.at)
 
     # ---- the less frequent commands --------------------------------------------------------------------------------
 
@@ -81,11 +102,12 @@ class Executor:
                 try:
                     template = Template(command, self._allow, store.entries, self.device)
                 except Exception as e:  # told now; each call of it is poisoned by it
-                    template = Broken(command, _PoisonRead(self._tell(command.op, e)))
-                self._templates[command.template] = template
+                    template = Broken(command, _PoisonRead(self.tell(command.op, e)))
+                self.templates[command.template] = template
             case c.Forget():
-                for number in [n for n in self._templates if n < command.below]:
-                    del self._templates[number]
+                needed = self._graphs.templates()
+                for number in [n for n in self.templates if n < command.below and n not in needed]:
+                    del self.templates[number]
             case c.Ask():
                 self._ask(command)
             case c.Send():
@@ -123,6 +145,14 @@ class Executor:
                 tensor = self._tensor(command.ref)
                 storage = tensor.untyped_storage()
                 self._emit(c.Answer(command.request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()}"))
+            case c.Replay():
+                self._graphs.replay(command)
+            case c.Part():
+                self._graphs.part(command)
+            case c.Graph():
+                self._graphs.define(command)
+            case c.Discard():
+                self._graphs.discard(command)
             case c.Peer():
                 self._channel.connect({command.rank: _peer(command)})
             case c.Lost():
@@ -144,7 +174,7 @@ class Executor:
 
     def _ask(self, command: c.Ask) -> None:
         call = command.call
-        template = self._templates[call.template]
+        template = self.templates[call.template]
         if template.mutated and self.store.sending:
             self._settle(template, call)
         result = template.call(call.out, call.args)
@@ -171,9 +201,9 @@ class Executor:
 
     def _send(self, command: c.Send) -> None:
         try:
-            entry = self._entry(command.ref)
+            entry = self.entry(command.ref)
         except KeyError:
-            self._channel.refuse(command.peer, command.transfer, self.rank, self.seq)
+            self._channel.refuse(command.peer, command.transfer, self.rank, self.number)
             raise
         if isinstance(entry, Poison):
             self._channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
@@ -181,7 +211,7 @@ class Executor:
         try:
             transfer = self._channel.isend(entry, command.peer, command.transfer)
         except Exception:  # a layout or dtype that the channel doesn't carry, or no memory: nobody must wait for it
-            self._channel.refuse(command.peer, command.transfer, self.rank, self.seq)
+            self._channel.refuse(command.peer, command.transfer, self.rank, self.number)
             raise
         if not transfer.is_completed():
             self.store.sending.append((entry, transfer))
@@ -225,17 +255,19 @@ class Executor:
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 
-    def _entry(self, ref: int) -> torch.Tensor | Poison:
+    def entry(self, ref: int) -> torch.Tensor | Poison:
         """The tensor or poison under ``ref``; waits for one that is on its way. Raises KeyError."""
         entry = self.store.entries[ref]
         if isinstance(entry, Pending):
             entry = self.store.entries[ref] = self._arrived(entry)
             self.store.pending.pop(ref, None)
+        elif isinstance(entry, Unmade):
+            raise NotReplayed("this tensor is made by a graph that has not been replayed yet (g.replay())")
         return entry
 
     def _tensor(self, ref: int) -> torch.Tensor:
         """The same; poison is raised."""
-        entry = self._entry(ref)
+        entry = self.entry(ref)
         if isinstance(entry, Poison):
             raise _PoisonRead(entry)
         return entry
@@ -246,33 +278,35 @@ class Executor:
         except PoisonedError as e:
             return Poison(e.rank, e.seq)
         except ChannelError as e:
-            return self._tell("transfer", e)
+            return self.tell("transfer", e)
         return pending.tensor
 
     def _settle_all(self) -> None:
         for ref in list(self.store.pending):
-            self._entry(ref)
+            self.entry(ref)
         self.store.settle([t for t, _ in self.store.sending])
 
     def _settle(self, template: Template, call: c.Call) -> None:
-        targets = [self._entry(call.out - int(call.args[i])) for i in template.mutated]  # type: ignore[arg-type]
+        targets = [self.entry(call.out - int(call.args[i])) for i in template.mutated]  # type: ignore[arg-type]
         self.store.settle([t for t in targets if isinstance(t, torch.Tensor)])
 
-    def _failed(self, command: c.Command, error: Exception) -> None:
+    def failed(self, command: c.Command, error: Exception) -> None:
         """The way out of every failed command: retry if it met a tensor on its way, pass poison on, or tell."""
         call = command.call if isinstance(command, c.Ask) else command
         request = getattr(command, "request", None)
-        template = self._templates.get(call.template) if isinstance(call, c.Call) else None
+        template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         poison: Poison | None = error.poison if type(error) is _PoisonRead else None
         if template is not None and isinstance(call, c.Call) and poison is None:
             try:
                 operands = template.operands(call.out, call.args)
                 waited = any(isinstance(self.store.entries.get(ref), Pending) for ref in operands)
-                read = [e for e in map(self._entry, operands) if isinstance(e, Poison)]
+                read = [e for e in map(self.entry, operands) if isinstance(e, Poison)]
+            except NotReplayed as e:
+                waited, read, error = False, [], e
             except Exception:  # nonsense from the master: told as what the command itself raised
                 waited, read = False, []
             if read:
-                poison = min(read, key=lambda p: p.seq)
+                poison = min(read, key=lambda p: position(p.seq))
             elif waited:
                 try:
                     if isinstance(command, c.Ask):
@@ -284,7 +318,7 @@ class Executor:
                     again.__context__ = None  # that it came too early the first time is nobody's concern
                     error = again
         if poison is None:
-            poison = self._tell(template.name if template else type(command).__name__, error)
+            poison = self.tell(template.name if template else type(command).__name__, error)
         if template is not None and isinstance(call, c.Call):
             self._spread(template, call, poison)
         elif isinstance(command, c.Recv):
@@ -300,20 +334,29 @@ class Executor:
             for ref in template.results(call.out, call.args):
                 entries[ref] = poison
             for i in template.mutated:
-                ref = call.out - int(call.args[i])  # type: ignore[arg-type]
-                target = entries.get(ref)
-                for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
-                    entries[alias] = poison
+                self.spoil(call.out - int(call.args[i]), poison)  # type: ignore[arg-type]
         except Exception:  # arguments that don't fit their template; Failed has told
             entries[call.out] = poison
 
-    def _tell(self, op: str, error: Exception) -> Poison:
+    def spoil(self, ref: int, poison: Poison) -> None:
+        """Poisons what lies under ``ref``, with all that shares its memory."""
+        entries = self.store.entries
+        target = entries.get(ref)
+        for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
+            entries[alias] = poison
+
+    def tell(self, op: str, error: Exception) -> Poison:
         kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
         text = attempt(lambda: str(error), f"the text of this {kind}")
         # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
         trace = attempt(lambda: "".join(traceback.format_exception(error)), "the traceback")
-        self._emit(c.Failed(self.seq, op, _clean(kind[:MAX_NAME]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])))
-        return Poison(self.rank, self.seq)
+        kind, text, trace = _clean(kind[:MAX_NAME]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])
+        self._emit(c.Failed(self.number, op, kind, text, trace))
+        return Poison(self.rank, self.number)
+
+
+class NotReplayed(DisttensorError, RuntimeError):
+    """A tensor was used before the graph that makes it was replayed."""
 
 
 class _PoisonRead(Exception):

@@ -35,6 +35,27 @@ MAX_ATTACHED = 8
 MAX_FAILURES = 10_000
 
 
+def replayed(seq: int, at: int) -> int:
+    """The number of command ``at`` (from 0) of the graph that command ``seq`` replays. For -1 it is ``seq`` itself."""
+    return (at + 1) << 40 | seq
+
+
+def position(number: int) -> tuple[int, int]:
+    """(seq, at) of what ``replayed`` has numbered; ``at`` is -1 for an ordinary command."""
+    return number & (1 << 40) - 1, (number >> 40) - 1
+
+
+class Replayed(tuple[CodeType, int]):
+    """The site of a replay, with those of what the graph has recorded for the node."""
+
+    recorded: Sequence[Site | None]
+
+    def __new__(cls, site: Site, recorded: Sequence[Site | None]) -> Replayed:
+        made = super().__new__(cls, site)
+        made.recorded = recorded
+        return made
+
+
 def line_of(site: Site | None) -> str:
     """ "train.py:12 in step", or "an unknown line"."""
     if site is None:
@@ -68,10 +89,15 @@ class Failure:
         return self.told.seq
 
     def __str__(self) -> str:
+        at = position(self.seq)[1]
+        if isinstance(self.site, Replayed) and at < len(self.site.recorded):
+            where = f"  recorded: {line_of(self.site.recorded[at])}\n  replayed: {line_of(self.site)}"
+        else:
+            where = f"  issued: {line_of(self.site)}"
         return (
             f"{self.told.message}\n"
             f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n"
-            f"  issued: {line_of(self.site)}"
+            f"{where}"
         )
 
     def exception(self, others: Sequence[Failure] = ()) -> Exception:

@@ -14,14 +14,14 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 from . import codec
 from . import command as c
 from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
-from .failure import Failure, Failures, line_of
+from .failure import Failure, Failures, Site, line_of, position
 from .interrupts import Interrupts, whole
 from .launch.base import Exited, Launcher
 from .outbox import Outbox
@@ -154,9 +154,13 @@ class Link:
 
         Then blocks while the window of either is full. By now both have all that they need to go on.
         """
-        outboxes = [self.outboxes[rank] for rank, _ in (first, second)]
+        self.together([(*first, site), (*second, site)])
+
+    def together(self, commands: Sequence[tuple[int, c.Command, Site | None]]) -> None:
+        """The same for any number of nodes: (rank, command, site) of each."""
+        outboxes = [self.outboxes[rank] for rank, _, _ in commands]
         self.interrupts.look()
-        self._push_both(outboxes, [first[1], second[1]], site)
+        self._push_together(outboxes, commands)
         if self.interrupts.pending:
             self.interrupts.check()
         for outbox in outboxes:
@@ -166,11 +170,11 @@ class Link:
                 self._wait_window(outbox)
 
     @whole
-    def _push_both(self, outboxes: list[Outbox], commands: list[c.Command], site: Any) -> None:
+    def _push_together(self, outboxes: list[Outbox], commands: Sequence[tuple[int, c.Command, Site | None]]) -> None:
         with self._lock:
             for outbox in outboxes:
                 self.check(outbox)
-            for outbox, command in zip(outboxes, commands, strict=True):
+            for outbox, (_, command, site) in zip(outboxes, commands, strict=True):
                 outbox.add(command, site)
             for outbox in outboxes:
                 self._send(outbox)
@@ -258,7 +262,7 @@ class Link:
         elif hello is None:
             raise ProtocolError(f"a {type(reply).__name__} before its hello")
         elif isinstance(reply, c.Failed):
-            site = self.outboxes[rank].site(reply.seq)
+            site = self.outboxes[rank].site(position(reply.seq)[0])
             self.failures.keep(Failure(rank, hello.host, hello.pid, reply, site))
         else:
             request = self._requests.get(reply.request)

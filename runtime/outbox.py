@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +52,10 @@ class Outbox:
         self.commands: Any = self.queue
         self._routes = 0
         self.dead: list[int] = []
+        #: refs that recordings and graphs hold on to, and by how many; and those of them that are dead otherwise
+        self._holds: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._unheld: list[Iterable[int]] = []
         #: ``len(commands)`` at which an issuing thread has to look here: to flush, or to sweep
         self.limit = 2
         #: ``len(commands)`` at which it has to flush. 0 makes each next append do so (a lost node)
@@ -106,15 +111,46 @@ class Outbox:
 
     def _bury(self) -> None:
         """Queues the frees of what is dead. Whatever is dead now had its last use appended before."""
-        if not self.dead:
+        if not self.dead and not self._unheld:
             return
         with self._taking:
+            while self._unheld:
+                self.release(self._unheld.pop())
             n = len(self.dead)
             refs = self.dead[:n]
             del self.dead[:n]
+            if self._holds:
+                self._gone.update(r for r in refs if r in self._holds)
+                refs = [r for r in refs if r not in self._holds]
         refs.sort()
         for start in range(0, len(refs), MAX_FREE):
             self.queue += (_free(refs[start : start + MAX_FREE]), None)
+
+    def hold(self, ref: int) -> None:
+        """Nothing is to free ``ref`` before its ``release``: a graph uses it. The ref is alive now."""
+        self._holds[ref] = self._holds.get(ref, 0) + 1
+
+    def release(self, refs: Iterable[int], made: bool = True) -> None:
+        """Undoes ``hold`` for each; those that died meanwhile are freed, if the node has ever ``made`` them."""
+        with self._taking:
+            for ref in refs:
+                self._holds[ref] -= 1
+                if not self._holds[ref]:
+                    del self._holds[ref]
+                    if ref in self._gone:
+                        self._gone.discard(ref)
+                        if made:
+                            self.dead.append(ref)
+
+    def release_later(self, refs: Iterable[int]) -> None:
+        """The same, for finalizers: takes no lock."""
+        self._unheld.append(refs)
+
+    @whole
+    def living(self, refs: Iterable[int]) -> list[int]:
+        """Those of these held refs that are not dead otherwise."""
+        self._bury()
+        return [r for r in refs if r not in self._gone]
 
     @whole
     def sweep(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from . import command as c
+from .errors import GraphError
 from .failure import Site
 
 
@@ -20,6 +21,12 @@ class Recorder(Protocol):
 
     def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
         """A command that ``rank`` would have been sent, for one of its streams (0 is the default one)."""
+
+    def begin(self, handle: Any) -> None:
+        """A lazy empty tensor, new in this recording."""
+
+    def made(self, handle: Any) -> bool:
+        """Whether a lazy tensor is made in this recording, and is to be recorded with what uses it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,12 @@ route: ContextVar[Route] = ContextVar("disttensor_route", default=Route())  # no
 
 #: What has an order on a stream. Other commands (definitions, frees, peers) belong to the node as a whole.
 STREAMED = frozenset({c.Call, c.Ask, c.Send, c.Recv, c.Run, c.Seed, c.Random, c.Keep, c.Storage})
+
+
+def waits(what: str) -> None:
+    """Raises GraphError while this thread records a graph: nothing runs then, so that nothing can be waited for."""
+    if route.get().recorder is not None:
+        raise GraphError(f"{what} has to wait for a node, and nothing runs while a graph is recorded")
 
 
 class Tap:

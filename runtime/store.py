@@ -43,7 +43,11 @@ class Pending:
     peer: int
 
 
-Entry = torch.Tensor | Poison | Pending
+class Unmade:
+    """Stands for a tensor that a graph makes, which nobody has replayed yet."""
+
+
+Entry = torch.Tensor | Poison | Pending | Unmade
 
 
 class Store:
@@ -96,7 +100,7 @@ class Store:
         count = 0
         for entry in self.entries.values():
             tensor = entry.tensor if isinstance(entry, Pending) else entry
-            if isinstance(tensor, Poison) or (device is not None and str(tensor.device) != device):
+            if isinstance(tensor, (Poison, Unmade)) or (device is not None and str(tensor.device) != device):
                 continue
             count += 1
             storages[memory(tensor)] = tensor.untyped_storage().nbytes() if torch._C._has_storage(tensor) else 0

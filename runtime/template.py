@@ -17,13 +17,13 @@ from .ops import AllowList
 class Template:
     """``run(out, args)`` executes and stores the outputs; ``call(out, args)`` executes and returns the result."""
 
-    __slots__ = ("call", "holes", "mutated", "name", "outs", "run")
+    __slots__ = ("call", "holes", "keyword", "mutated", "name", "op", "outs", "positional", "run", "single")
 
     def __init__(
         self, define: c.Define, allow: AllowList, entries: Entries, device_of: Callable[[str], torch.device]
     ) -> None:
         """Raises ProtocolError for an operator or argument that this node doesn't take."""
-        op = allow.resolve(define.op)
+        self.op = op = allow.resolve(define.op)
         self.name = define.op
         self.outs = define.outs
         known = {a.name for a in op._schema.arguments}
@@ -36,17 +36,18 @@ class Template:
         self.holes = tuple(hole for slot in (*positional, *(s for _, s in keyword)) for hole in slot.holes)
         #: indices into a Call's arguments of the tensors that the operator writes
         self.mutated = tuple(_mutated(op, positional, dict(keyword)))
+        self.positional, self.keyword = positional, keyword
         self.call = caller(binding(op), positional, keyword, entries)
         returns = op._schema.returns
-        single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one
-        self.run = self._store(entries, single)
+        self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one
+        self.run = self._store(entries)
 
-    def _store(self, e: Entries, single: bool) -> Run:
+    def _store(self, e: Entries) -> Run:
         """``call`` and what stores its outputs."""
         call = self.call
         if self.outs == 0:
             return call
-        if self.outs == 1 and single:
+        if self.outs == 1 and self.single:
 
             def run(out: int, args: Any) -> None:
                 e[out] = call(out, args)

@@ -18,6 +18,7 @@ OTHERS = sorted(p for folder in ("tests", "tools", "examples") for p in (ROOT / 
 LAYERS = {
     "command": 0,
     "errors": 0,
+    "generated": 0,
     "bundle": 0,
     "keys": 0,
     "codec": 1,
@@ -34,6 +35,8 @@ LAYERS = {
     "executor": 4,
     "outbox": 4,
     "program": 4,
+    "interpreter": 4,
+    "graphs": 4,
     "route": 4,
     "failure": 4,
     "interrupts": 4,
@@ -169,6 +172,8 @@ def test_files_are_small(path: Path) -> None:
 
 #: Where the one unpickling of the project is.
 UNPICKLES = ("functions.py", "_loads_from_master")
+#: Where text that the project has written becomes code.
+GENERATES = ("generated.py", "function", {"exec", "compile"})
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
@@ -206,7 +211,7 @@ def test_nothing_is_run_or_unpickled(path: Path) -> None:
     for line, function, what in dangerous(path):
         if path.name == UNPICKLES[0]:
             assert function == UNPICKLES[1] or what == "import pickle", f"{path.name}:{line}: {what}"
-        else:
+        elif (path.name, function) != GENERATES[:2] or what not in GENERATES[2]:
             raise AssertionError(f"{path.name}:{line}: {what} in {function or 'the module'}")
 
 

@@ -1,0 +1,252 @@
+"""Graphs: what is recorded runs at each replay as it would have run in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import disttensor as dt
+from disttensor import state
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def boxes() -> list[Any]:
+    return state.session().link.outboxes
+
+
+def seed(number: int) -> None:
+    """In-process nodes share one generator: all have to be done with it before the next use."""
+    torch.manual_seed(number)
+    dt.synchronize()
+
+
+def recorded(step: Callable[[], Any]) -> tuple[dt.Graph, Any]:
+    g = dt.Graph()
+    with dt.graph(g):
+        result = step()
+    return g, result
+
+
+def test_nothing_runs_while_recording_and_each_replay_is_one_command() -> None:
+    x = torch.ones(3, device="node:0")
+
+    def step() -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+    g, y = recorded(step)
+    assert x.tolist() == [1, 1, 1]
+    for i in range(3):
+        dt.synchronize()
+        before = [box.sent for box in boxes()]
+        g.replay()
+        assert [box.sent - b for box, b in zip(boxes(), before, strict=True)] == [1, 0]
+        assert y.tolist() == [2.0 * (i + 2)] * 3
+    assert x.tolist() == [4, 4, 4]
+
+
+def test_a_training_step() -> None:
+    seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 4))
+    x, target = torch.randn(32, 8).to("node:1"), torch.randint(0, 4, (32,)).to("node:1")
+    losses = []
+    for graphed in (False, True):
+        model = copy.deepcopy(net).to("node:1")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        seed(1)
+        found = [step().item()]
+        if graphed:
+            g, loss = recorded(step)
+        for _ in range(4):
+            schedule.step()
+            if graphed:
+                g.replay()
+            else:
+                loss = step()
+            found.append(loss.item())
+        losses.append((found, [p.tolist() for p in model.parameters()], [p.grad.tolist() for p in model.parameters()]))
+        assert {float(s["step"]) for s in optimizer.state.values()} == {5.0}
+    assert losses[0] == losses[1]
+
+
+def test_copies_between_nodes() -> None:
+    a = torch.ones(4, device="node:0")
+    b = torch.zeros(4, device="node:1")
+
+    def step() -> torch.Tensor:
+        b.add_((a * 2).to("node:1"))
+        a.add_(b.sum().to("node:0"))
+        return a + 1
+
+    g, out = recorded(step)
+    x, y = torch.ones(4), torch.zeros(4)
+    for _ in range(3):
+        before = [box.sent for box in boxes()]
+        g.replay()
+        assert [box.sent - n for box, n in zip(boxes(), before, strict=True)] == [1, 1]
+        y.add_(x * 2)
+        x.add_(y.sum())
+        assert torch.equal(out.cpu(), x + 1)
+        assert torch.equal(b.cpu(), y)
+
+
+def test_an_output_that_others_see_gets_its_values_in_place() -> None:
+    x = torch.zeros(2, 2, device="node:0")
+
+    def step() -> torch.Tensor:
+        x.add_(1)
+        return x * 10
+
+    g, out = recorded(step)
+    g.replay()
+    view = out[0]
+    assert view.tolist() == [10, 10]
+    g.replay()
+    assert view.tolist() == [20, 20]
+    assert out.tolist() == [[20, 20], [20, 20]]
+
+
+def test_a_dropped_output_is_not_kept() -> None:
+    x = torch.zeros(1 << 16, device="node:0")
+    g, (first, second) = recorded(lambda: (x + 1, x + 2))
+    g.replay()
+    dt.synchronize()
+    before = torch.node.memory_allocated("node:0")
+    del first
+    g.replay()
+    assert torch.node.memory_allocated("node:0") == before - (4 << 16)
+    assert second[0].item() == 2
+    del g, second
+    assert torch.node.memory_allocated("node:0") == before - (8 << 16)
+
+
+def test_what_a_graph_uses_stays_as_long_as_it_does() -> None:
+    dt.synchronize()
+    before = torch.node.memory_allocated("node:0")
+    x = torch.ones(1 << 16, device="node:0")
+    g = dt.Graph()
+    with dt.graph(g):
+        out = x.view(-1, 2).sum()
+    del x
+    g.replay()
+    assert out.item() == 1 << 16
+    del out
+    g.reset()
+    assert torch.node.memory_allocated("node:0") == before
+
+
+def test_a_declared_number() -> None:
+    x = torch.ones(2, device="node:0")
+    g = dt.Graph()
+    with dt.graph(g):
+        rate = g.number("rate", 0.5)
+        y = x * (1 - rate) + rate
+        z = torch.add(x, x, alpha=-rate)
+    for rate in (0.5, 0.1, 0.0, -3.0):
+        g.replay(rate=rate)
+        local = torch.ones(2)
+        assert torch.equal(y.cpu(), local * (1 - rate) + rate)
+        assert torch.equal(z.cpu(), torch.add(local, local, alpha=-rate))
+    with pytest.raises(dt.GraphError, match="no number 'other'; declared are: rate"):
+        g.replay(other=1.0)
+
+
+def test_a_branch_on_a_number_is_refused_when_it_would_go_the_other_way() -> None:
+    x = torch.ones(2, device="node:0")
+    g = dt.Graph()
+    with dt.graph(g):
+        k = g.number("k", 1.0)
+        y = x + k if k > 0 else x - k
+    g.replay(k=2.0)
+    assert y.tolist() == [3, 3]
+    with pytest.raises(dt.GraphError, match=r"another way at .*test_graphs\.py"):
+        g.replay(k=-2.0)
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: x.nonzero(), lambda x: dt.run(len, x)]
+)
+def test_what_would_have_to_wait_is_refused_at_its_line(wait: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(2, device="node:0")
+    with pytest.raises(dt.GraphError, match="while a graph is recorded"), dt.graph(dt.Graph()):
+        wait(x)
+    assert (x + 1).tolist() == [2, 2]
+
+
+def test_a_failure_names_the_line_that_recorded_it_and_the_one_that_replayed() -> None:
+    x = torch.zeros(2, dtype=torch.int64, device="node:0")
+    table = torch.ones(3, 2, device="node:0")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        bad = table[x]  # recorded here
+        return bad + 1, table * 2
+
+    g, (bad, good) = recorded(step)
+    g.replay()
+    assert bad.tolist() == [[2, 2], [2, 2]]
+    x.fill_(7)
+    g.replay()
+    with pytest.raises(IndexError) as caught:
+        bad.cpu()
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "# recorded here" in text)
+    assert f"test_graphs.py:{line} in" in str(caught.value)
+    assert "replayed: " in str(caught.value)
+    assert good.tolist() == [[2, 2]] * 3
+    x.fill_(1)
+    g.replay()
+    assert bad.tolist() == [[2, 2], [2, 2]]
+
+
+def test_an_output_is_not_there_before_the_first_replay() -> None:
+    x = torch.ones(2, device="node:0")
+    g, y = recorded(lambda: x + 1)
+    with pytest.raises(dt.DisttensorError, match="has not been replayed yet"):
+        (y * 2).cpu()
+    g.replay()
+    assert y.tolist() == [2, 2]
+
+
+def test_a_tensor_sent_in_the_block_is_a_constant_even_if_the_program_writes_it() -> None:
+    def step() -> torch.Tensor:
+        a = torch.tensor([1.0, 2.0]).to("node:0")
+        b = torch.tensor([3.0, 4.0]).to("node:0")
+        a.view(-1).add_(1)
+        return a + b
+
+    g, out = recorded(step)
+    for _ in range(3):
+        g.replay()
+        assert out.tolist() == [5, 7]
+
+
+def test_a_block_that_fails_records_nothing() -> None:
+    x = torch.ones(2, device="node:0")
+    g = dt.Graph()
+    with pytest.raises(IndexError, match="out of bounds"), dt.graph(g):
+        x.add_(1)[2]
+    with pytest.raises(dt.GraphError, match="empty"):
+        g.replay()
+    assert x.tolist() == [1, 1]
+    with dt.graph(g):
+        x.add_(1)
+    g.replay()
+    assert x.tolist() == [2, 2]
+    with pytest.raises(dt.GraphError, match="has a recording"), dt.graph(g):
+        pass
