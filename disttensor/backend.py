@@ -26,6 +26,7 @@ from . import (
     handlers,
     identity,
     local,
+    optimizers,
     state,
     storage,
     transfer,
@@ -75,6 +76,7 @@ def register() -> None:
     identity.install()
     storage.install()
     generators.install()
+    optimizers.install()
     _adapt_torch()
 
 

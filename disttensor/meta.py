@@ -53,8 +53,7 @@ class Meta:
             torch.Tensor._make_wrapper_subclass,
             _tensor_type(),
             shape,
-            stride,
-            offset,
+            *_described(shape, stride, offset),
             None,
             dtype,
             torch.strided,
@@ -75,6 +74,13 @@ def _tensor_type() -> type:
     from .tensor import DistributedTensor
 
     return DistributedTensor
+
+
+def _described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[Any, Any]:
+    """Strides and offset as torch parses them fastest: None for what it would take by itself."""
+    if offset:
+        return stride, offset
+    return (None if stride == contiguous(shape) else stride), None
 
 
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from conftest import same, send
 from differential import leaves
 
 import disttensor as dt
+from disttensor import state
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -108,3 +109,58 @@ def test_parameter_groups_and_optimizer_state() -> None:
         twin.step()
         results.append((x.detach(), w.detach()))
     same(*results)
+
+
+def _step_of(where: Any, make: Callable[[Any], torch.optim.Optimizer], n: int, dtype: torch.dtype) -> Callable[[], Any]:
+    g = torch.Generator().manual_seed(7)
+    parameters = [torch.nn.Parameter(torch.randn(3 + i, 4, generator=g).to(dtype).to(where)) for i in range(n)]
+    opt = make(parameters)
+
+    def step() -> list[torch.Tensor]:
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=g).to(dtype).to(where)
+        opt.step()
+        return [p.detach() for p in parameters]
+
+    return step
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"LBFGS"}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_all_parameters_at_once_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """Where torch goes over all parameters at once by itself, the result is what one after another gives."""
+    steps = [_step_of(where, OPTIMIZERS[name], 4, dtype) for where in (dt.device(1, "cpu"), "cpu")]
+    for _ in range(4):
+        got, expected = (step() for step in steps)
+        for r, x in zip(got, expected, strict=True):
+            assert torch.equal(r.cpu(), x)
+
+
+@pytest.mark.parametrize("name", ["SGD", "momentum", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax"])
+def test_commands_do_not_grow_with_the_parameters(name: str) -> None:
+    box = state.session().link.outboxes[1]
+
+    def calls(n: int) -> int:
+        parameters = [torch.nn.Parameter(torch.randn(3, 4).to(dt.device(1, "cpu"))) for _ in range(n)]
+        opt = OPTIMIZERS[name](parameters)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        for _ in range(2):
+            opt.step()
+        dt.synchronize()
+        before = box.sent + len(box.queue) // 2
+        opt.step()
+        return box.sent + len(box.queue) // 2 - before
+
+    # frees of intermediate results ride along, some to a message
+    assert calls(24) <= calls(3) + 3
+
+
+def test_local_optimizers_choose_as_before() -> None:
+    import torch.optim.adam as module
+
+    local, remote = (torch.nn.Parameter(torch.randn(2).to(where)) for where in ("cpu", dt.device(1, "cpu")))
+    assert module._default_to_fused_or_foreach([local], False) == (False, False)
+    assert module._default_to_fused_or_foreach([remote], False) == (False, True)
+    assert module._default_to_fused_or_foreach([remote], True) == (False, False)  # differentiable
+    assert module._default_to_fused_or_foreach([remote, local], False) == (False, False)
