@@ -1,0 +1,32 @@
+"""The tcp channel with the speed of a network between hosts: the kernel sends 10 Gbit/s per connection and direction.
+
+On loopback a transfer is only copying, which takes the cores from whatever computes. Between hosts it is mostly waiting
+for the wire; benchmarks of what goes on meanwhile use this channel: ``register_channel("network", Network)``.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from disttensor.runtime.channel import tcp_peer
+from disttensor.runtime.channel.base import ChannelContext
+from disttensor.runtime.channel.tcp import TcpChannel
+
+#: Bytes per second.
+SPEED = 1_250_000_000
+
+_SO_MAX_PACING_RATE = 47
+_tune_after = tcp_peer.tune_after
+
+
+def _tune(sock: socket.socket) -> None:
+    _tune_after(sock)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, SPEED)
+
+
+class Network(TcpChannel):
+    """For all connections of the process, as it has only one channel."""
+
+    def __init__(self, context: ChannelContext) -> None:
+        tcp_peer.tune_after = _tune
+        super().__init__(context)

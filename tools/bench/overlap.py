@@ -1,0 +1,141 @@
+"""python tools/bench/overlap.py [--mib 8] [--batches 24] [--repeats 5]
+
+The same transfer-heavy loop with overlap and without, in turns in one run, one compute thread per node. Round trip: a
+batch goes to a node, is computed with, and the result of its size comes back; node to node: node 0 makes it, node 1
+computes with it, the result comes back. Without: each batch waits for the one before, as a loop with `.cpu()` does.
+With: `dt.prefetch` and `dt.fetch`. The computation is made to take as long as the transfers.
+
+Once over loopback, where transfers are copies that need the cores themselves, and once at the speed of a 10 Gbit/s
+network (see network.py), where they wait for the wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from network import Network
+
+import disttensor as dt
+
+#: Results that the script lets be under way.
+UNDER_WAY = 4
+
+
+class Loop:
+    """``batches`` of ``mib`` MiB through one node."""
+
+    name = "round trip by one node"
+
+    def __init__(self, mib: int, batches: int) -> None:
+        self.batches = [torch.full((mib << 18,), float(i)) for i in range(batches)]
+        self.weight = torch.eye(384, device="node:0")
+        self.turns = 0  #: of the computation
+
+    def compute(self, weight: torch.Tensor) -> torch.Tensor:
+        """Takes a time that the batch has no part in."""
+        for _ in range(self.turns):
+            weight = weight @ weight
+        return weight[0, 0]
+
+    def serial(self) -> list[torch.Tensor]:
+        return [(x.to("node:0") * self.compute(self.weight)).cpu() for x in self.batches]
+
+    def overlapped(self) -> list[torch.Tensor]:
+        return collect(dt.fetch(x * self.compute(self.weight)) for x in dt.prefetch(self.batches, "node:0"))
+
+    def transfers(self) -> None:
+        collect(dt.fetch(x) for x in dt.prefetch(self.batches, "node:0"))
+
+    def computation(self) -> None:
+        for _ in self.batches:
+            self.compute(self.weight)
+        dt.synchronize()
+
+
+class Between(Loop):
+    """The same from node 0 to node 1, both of which compute."""
+
+    name = "node to node and back to the script"
+
+    def __init__(self, mib: int, batches: int) -> None:
+        super().__init__(mib, batches)
+        self.batches = [x.to("node:0") for x in self.batches]
+        self.other = self.weight.to("node:1")
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.compute(self.weight)).to("node:1") * self.compute(self.other)
+
+    def serial(self) -> list[torch.Tensor]:
+        return [self.one(x).cpu() for x in self.batches]
+
+    def overlapped(self) -> list[torch.Tensor]:
+        return collect(dt.fetch(self.one(x)) for x in self.batches)
+
+    def transfers(self) -> None:
+        collect(dt.fetch(x.to("node:1")) for x in self.batches)
+
+    def computation(self) -> None:
+        for _ in self.batches:
+            self.compute(self.weight), self.compute(self.other)
+        dt.synchronize()
+
+
+def collect(works: Iterable[dt.Work]) -> list[torch.Tensor]:
+    """Their results, while a few are under way."""
+    out, under_way = [], deque[dt.Work]()
+    for work in works:
+        under_way.append(work)
+        if len(under_way) > UNDER_WAY:
+            out.append(under_way.popleft().result())
+    return out + [work.result() for work in under_way]
+
+
+def timed(loop: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    loop()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dt.register_channel("network", Network)
+    for channel in ("auto", "network"):
+        with dt.init_master_worker(channel, nodes=2, threads=1):
+            for kind in (Loop, Between):
+                loop = kind(options.mib, options.batches)
+                print(f"{loop.name}, {options.batches} batches of {options.mib} MiB, channel {channel!r}:")
+                compare(loop, options.repeats)
+
+
+def compare(loop: Loop, repeats: int) -> None:
+    """Prints what the four ways take."""
+    timed(loop.transfers), timed(loop.serial)
+    loop.turns = 20
+    timed(loop.computation)
+    wanted, measured = timed(loop.transfers), timed(loop.computation)
+    loop.turns = max(1, round(20 * wanted / measured))
+    assert all(torch.equal(a, b) for a, b in zip(loop.serial(), loop.overlapped(), strict=True))
+    ways = (loop.transfers, loop.computation, loop.serial, loop.overlapped)
+    rows = [[timed(way) for way in ways] for _ in range(repeats)]
+    transfers, computation, serial, overlapped = (statistics.median(c) * 1e3 for c in zip(*rows, strict=True))
+    gains = sorted(row[2] / row[3] for row in rows)
+    bound = statistics.median(row[3] / max(row[:2]) for row in rows)
+    print(f"  transfers alone {transfers:.0f} ms, computation alone {computation:.0f} ms")
+    print(
+        f"  one after the other {serial:.0f} ms, overlapped {overlapped:.0f} ms: {statistics.median(gains):.2f}x "
+        f"({gains[0]:.2f} to {gains[-1]:.2f}); {bound:.2f}x the larger of the two alone"
+    )
+
+
+if __name__ == "__main__":
+    main()
