@@ -36,6 +36,7 @@ from .factories import (
     tensor,
     zeros,
 )
+from .graphed import graphed
 from .graphs import Graph, graph
 from .init import init_master_worker, is_initialized, node_count, shutdown
 from .prefetch import prefetch
@@ -75,7 +76,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "ForkError",
     "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Work", "arange",
-    "check_data_channel", "current_node", "device", "empty", "eye", "fetch", "from_numpy", "full", "graph",
+    "check_data_channel", "current_node", "device", "empty", "eye", "fetch", "from_numpy", "full", "graph", "graphed",
     "init_master_worker", "is_initialized", "linspace", "logspace", "node", "node_count", "node_module", "nodes",
     "ones", "prefetch", "rand", "randint", "randn", "randperm", "register_channel", "run", "shutdown", "synchronize",
     "tensor", "zeros", *LEGACY,

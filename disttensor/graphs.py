@@ -11,7 +11,7 @@ inputs are copied into the recorded ones, and outputs have new values in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import replace
 from types import TracebackType
@@ -33,7 +33,7 @@ class Graph:
     """A recording of commands for any number of nodes. Empty until a ``with dt.graph(g)`` block has filled it."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorded: Recorder | None = None
         self._recording: Recorder | None = None
         self._declared: dict[str, Any] = {}
         self._numbers: Callable[[], tuple[float, ...]] | None = None
@@ -61,17 +61,21 @@ class Graph:
                 declared = ", ".join(self._declared) or "none"
                 raise GraphError(f"the graph has no number {name!r}; declared are: {declared}")
             self._declared[name] = float(value)
-        self._play((), {})
+        self.play((), {})
 
-    def _play(self, inputs: tuple[tuple[int, int], ...], outputs: dict[int, tuple[int, ...]]) -> None:
-        """``inputs``: (node, ref) of each that stands for a recorded one; ``outputs``: per node, refs of results."""
-        recorder = self._recorder
-        if recorder is None or self._numbers is None:
-            raise GraphError("the graph is empty: record it first (with dt.graph(g): ...)")
+    def play(
+        self, inputs: Sequence[tuple[int, int]], outputs: Mapping[int, tuple[int, ...]], advance: bool = True
+    ) -> None:
+        """``inputs``: (node, ref) of each that stands for a recorded one; ``outputs``: per node, refs of results.
+
+        Optimizers' counts of steps ``advance``, unless this replay is to be undone.
+        """
+        recorder, compute = self.recorded, self._numbers
+        assert compute is not None
         if route.get().recorder is not None:
             raise GraphError("a graph can't be replayed while another one is recorded")
         session = recorder.session
-        values = self._numbers()
+        values = compute()
         transfer = session.new_transfers(len(recorder.transfers)) if recorder.transfers else 0
         site = here(3)
         commands = []
@@ -80,15 +84,29 @@ class Graph:
             command = c.Replay(self.id, transfer, tuple(values[i] for i in log.used), given, outputs.get(rank, ()))
             commands.append((rank, command, None if site is None else Replayed(site, log.sites)))
         session.link.together(commands)
-        recorder.steps.advance()
+        if advance:
+            recorder.steps.advance()
+
+    @property
+    def recording(self) -> Recorder:
+        """The one under way."""
+        if self._recording is None:
+            raise GraphError("the graph is not being recorded")
+        return self._recording
+
+    @property
+    def recorded(self) -> Recorder:
+        if self._recorded is None:
+            raise GraphError("the graph is empty: record it first (with dt.graph(g): ...)")
+        return self._recorded
 
     @property
     def id(self) -> int:
-        return self._recorder.id if self._recorder is not None else 0
+        return self._recorded.id if self._recorded is not None else 0
 
     def reset(self) -> None:
         """Drops the recording and what it holds. The graph can be recorded again."""
-        recorder, self._recorder, self._numbers = self._recorder, None, None
+        recorder, self._recorded, self._numbers = self._recorded, None, None
         if recorder is not None:
             for log in recorder.logs.values():
                 box = log.state.outbox
@@ -122,7 +140,7 @@ class graph:
     def __enter__(self) -> Graph:
         if route.get().recorder is not None:
             raise GraphError("a graph is being recorded already")
-        if self._graph._recorder is not None:
+        if self._graph._recorded is not None:
             raise GraphError("the graph has a recording already; g.reset() drops it")
         session = state.session()
         session.check_default_dtype()
@@ -147,7 +165,7 @@ class graph:
             recorder.drop()
             return
         recorder.finish(self.returned, self._engine)
-        self._graph._recorder, self._graph._numbers = recorder, recorder.tape.compiled()
+        self._graph._recorded, self._graph._numbers = recorder, recorder.tape.compiled()
 
 
 __all__ = ["Graph", "Number", "graph"]

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any
 
 from msgspec.structs import replace
-from torch._ops import OpOverload
 
 from .meta import Handle, new_ref
 from .placement import NodeState
@@ -20,7 +19,7 @@ from .runtime.channel.base import MASTER
 from .runtime.errors import GraphError
 from .runtime.failure import Site
 from .runtime.ops import AllowList
-from .runtime.program import Line, Program, line_of_call, program, written
+from .runtime.program import line_of_call, program, writers
 from .runtime.template import Template
 from .scalars import Tape
 from .session import Session
@@ -59,6 +58,7 @@ class Recorder:
         self.inputs = inputs
         self.logs: dict[int, Log] = {}
         self.transfers: dict[int, int] = {}
+        self.engine = ""
         self._allow = allow
         self._empties: dict[int, Handle] = {}
         self._templates: dict[tuple[int, int], Template] = {}
@@ -158,6 +158,7 @@ class Recorder:
 
     def finish(self, returned: dict[int, tuple[int, ...]], engine: str) -> None:
         """Sends what was recorded. ``returned``: per node, results for which each replay names other refs."""
+        self.engine = engine
         self.steps.restore()
         self._empties.clear()
         for rank, log in self.logs.items():
@@ -188,7 +189,7 @@ class Recorder:
         if not log.constants:
             return
         box = log.state.outbox
-        touched = set(written(self.program(log)))
+        touched = self.writers(log)
         clone = log.state.define("aten::clone", (c.Hole(True),), (), 1, None)
         alias = log.state.define("aten::alias", (c.Hole(True),), (), 1, None)
         for ref, hidden in log.constants.items():
@@ -204,15 +205,17 @@ class Recorder:
                 self._queue(box, c.Call(alias, ref, (ref - hidden,)))
                 log.external[ref] = None
 
-    def program(self, log: Log) -> Program:
-        """All Calls of a node, as one program."""
-        lines: list[Line] = [
-            line_of_call(self._template(log, call.template), call, {})
-            for call in log.commands
-            if isinstance(call, c.Call)
-        ]
-        return program(lines, (), 0)
+    def writers(self, log: Log) -> dict[int, int]:
+        """The externals and inputs of a node whose memory is written, each with the last command that does."""
+        calls = [(i, call) for i, call in enumerate(log.commands) if isinstance(call, c.Call)]
+        lines = [line_of_call(self._template(log, call.template), call, {}) for _, call in calls]
+        return {ref: calls[k][0] for ref, k in writers(program(lines, (), 0)).items()}
 
-    def op(self, log: Log, call: c.Call) -> OpOverload:
-        """The operator of a recorded call."""
-        return self._template(log, call.template).op
+    def name(self, log: Log, at: int) -> str:
+        """What a recorded command is called."""
+        command = log.commands[at]
+        return self._template(log, command.template).name if isinstance(command, c.Call) else type(command).__name__
+
+    def makes(self, rank: int, ref: int) -> bool:
+        """Whether a tensor of this node's is made by what was recorded so far."""
+        return rank in self.logs and ref in self.logs[rank].made

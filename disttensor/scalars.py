@@ -110,7 +110,7 @@ class Tape:
 
     def compiled(self) -> Callable[[], tuple[float, ...]]:
         """What evaluates all used numbers. Raises GraphError where the program would take another way."""
-        names: dict[str, Any] = {"changed": _changed, "inf": math.inf, "nan": math.nan, "sources": tuple(self._sources)}
+        names: dict[str, Any] = {"changed": Changed, "inf": math.inf, "nan": math.nan, "sources": tuple(self._sources)}
         roots = "".join(f"x{i}, " for i in range(len(self._sources)))
         text = ["def numbers():", f"    [{roots}] = [source() for source in sources]"]
         text += [f"    {line}" for line in self._lines]
@@ -118,10 +118,13 @@ class Tape:
         return function("numbers", "\n".join(text), names)  # type: ignore[no-any-return]
 
 
-def _changed(text: str, line: str) -> GraphError:
-    return GraphError(
-        f"what was recorded went another way at {line}, where it depended on a number ({text}); record the graph again"
-    )
+class Changed(GraphError):
+    """The program would take another branch than the one that was recorded."""
+
+    def __init__(self, text: str, line: str) -> None:
+        super().__init__(
+            f"what was recorded goes another way at {line}, where it depends on a number ({text}); record it again"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -32,6 +32,7 @@ class Steps:
         self._counters: dict[int, _Counter] = {}
         self._before: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._groups: list[dict[str, Any]] = []  #: those of all steps
         #: (tensors, by how much a replay advances them)
         self.advances: list[tuple[list[torch.Tensor], float]] = []
 
@@ -41,6 +42,7 @@ class Steps:
         for group in optimizer.param_groups:
             originals = {k: v for k, v in group.items() if k != "params"}
             self._swapped.append((group, originals))
+            self._groups.append(group)
             for key, value in originals.items():
                 if isinstance(value, torch.Tensor) and not isinstance(value, DistributedTensor):
                     raise GraphError(
@@ -107,6 +109,12 @@ class Steps:
     def restore(self) -> None:
         """At the end of a recording: everything on the master is as it was before."""
         self._put_back()
+        for group in self._groups:
+            for key, value in group.items():
+                if isinstance(value, tuple):
+                    group[key] = tuple(_plain(v) for v in value)
+                else:
+                    group[key] = _plain(value)
         by: dict[int, list[torch.Tensor]] = {}
         for counter in self._counters.values():
             with torch.no_grad():
@@ -143,6 +151,11 @@ def _local(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.dim() == 0 else value.tolist()
     return value if isinstance(value, (int, float)) else None
+
+
+def _plain(value: Any) -> Any:
+    """Without the mark of a number that the user declared and gave to an optimizer."""
+    return value.real_value if type(value) is Number else value
 
 
 def _recording() -> Any:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from . import command as c
 from .errors import ProtocolError
 from .interpreter import Interpreter
-from .program import Engine, Program, line_of_call, program, written
+from .program import Engine, Program, line_of_call, program, writers
 from .store import Poison, Unmade, memory
 from .template import Broken
 
@@ -174,7 +174,7 @@ class Graphs:
         place = {i: k for k, i in enumerate(run)}
         for ref in made - needed:
             dead[place[last[ref]]].append(ref)
-        return Segment(run[0], calls, holes, found, make(found), dead, written(found))
+        return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)))
 
     # ---- replaying -------------------------------------------------------------------------------------------------
 

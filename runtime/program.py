@@ -74,25 +74,22 @@ def operands(line: Line) -> Iterator[int]:
                 yield v.index
 
 
-def written(program: Program) -> tuple[int, ...]:
-    """The inputs whose memory some line writes, be it through a view."""
+def writers(program: Program) -> dict[int, int]:
+    """The inputs whose memory some line writes, be it through a view: each with the last such line."""
     roots: dict[int, frozenset[int]] = {r: frozenset((r,)) for r in program.inputs}
-    found: set[int] = set()
-    nothing: frozenset[int] = frozenset()
-    for line in program.lines:
-        schema = line.op._schema
-        kinds = {a.name: a.alias_info for a in schema.arguments}
-        pairs = [*zip(kinds, line.args, strict=False), *line.kwargs.items()]
-        aliased: frozenset[int] = nothing
-        for name, value in pairs:
+    found: dict[int, int] = {}
+    for i, line in enumerate(program.lines):
+        infos = {a.name: a.alias_info for a in line.op._schema.arguments}
+        aliased: frozenset[int] = frozenset()
+        for name, value in (*zip(infos, line.args, strict=False), *line.kwargs.items()):
+            info = infos[name]
             for v in value if isinstance(value, list) else (value,):
-                info = kinds[name]
                 if isinstance(v, Reg) and info is not None:
-                    aliased |= roots.get(v.index, nothing)
+                    aliased |= roots.get(v.index, frozenset())
                     if info.is_write:
-                        found |= roots.get(v.index, nothing)
+                        found |= dict.fromkeys(roots.get(v.index, ()), i)
         roots |= dict.fromkeys(line.outs, aliased)
-    return tuple(r for r in program.inputs if r in found)
+    return found
 
 
 def line_of_call(template: Template, call: c.Call, numbers: Mapping[int, int]) -> Line:

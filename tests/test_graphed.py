@@ -1,0 +1,181 @@
+"""``@dt.graphed``: recorded by itself, replayed from the third call on, recorded again where it has to be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import disttensor as dt
+from disttensor import state
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def sent() -> list[int]:
+    return [box.sent for box in state.session().link.outboxes]
+
+
+def test_each_call_gives_new_tensors_from_its_arguments() -> None:
+    calls = 0
+
+    @dt.graphed
+    def step(x: torch.Tensor, scale: float, *, other: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        x.add_(1)
+        return {"sum": (x * scale).to("node:1") + other, "x": x, "twice": x * 2}
+
+    other = torch.arange(3.0, device="node:1")
+    found = []
+    for i in range(5):
+        x = torch.full((3,), float(i), device="node:0")
+        dt.synchronize()
+        before = sent()
+        out = step(x, 0.5 + i, other=other)
+        if i > 2:
+            assert [b - a for a, b in zip(before, sent(), strict=True)] == [1, 1]
+        assert out["x"] is x
+        found.append((out, x))
+    for i, (out, x) in enumerate(found):
+        assert x.tolist() == [i + 1.0] * 3
+        assert out["sum"].tolist() == [(i + 1) * (0.5 + i) + k for k in range(3)]
+        assert out["twice"].tolist() == [2 * (i + 1)] * 3
+    assert calls == 2
+
+
+def test_another_shape_is_another_recording_and_their_number_is_bounded() -> None:
+    @dt.graphed(limit=2)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    for _ in range(2):
+        for n in (2, 3, 4, 3):
+            for _ in range(3):
+                assert double(torch.ones(n, device="node:0")).tolist() == [2] * n
+    assert len(double._entries) == 2
+
+
+def test_the_same_tensor_twice_is_a_signature_of_its_own() -> None:
+    @dt.graphed
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x + y
+
+    for _ in range(3):
+        x, y = torch.ones(1, device="node:0"), torch.ones(1, device="node:0")
+        assert add(x, y).item() == 3
+        assert add(x, x).item() == 6
+
+
+def test_a_method_and_a_training_step() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.net = torch.nn.Linear(4, 2, device="node:0")
+            self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1.0)
+
+        def eager(self, x: torch.Tensor, y: torch.Tensor, rate: float) -> torch.Tensor:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self.net(x), y)
+            loss.backward()
+            self.optimizer.step()
+            return loss
+
+        graphed = dt.graphed(eager)
+
+    a, b = Trainer(), Trainer()
+    b.net.load_state_dict(a.net.state_dict())
+    for i in range(6):
+        x, y = torch.randn(8, 4).to("node:0"), torch.randn(8, 2).to("node:0")
+        rate = 0.1 / (i + 1)
+        assert a.eager(x, y, rate).item() == b.graphed(x, y, rate).item()
+    assert torch.equal(a.net.weight.cpu(), b.net.weight.cpu())
+    assert type(b.optimizer.param_groups[0]["lr"]) is float
+
+
+def test_a_branch_on_a_number_records_again() -> None:
+    @dt.graphed
+    def step(x: torch.Tensor, k: float) -> torch.Tensor:
+        return x + k if k > 0 else x * k
+
+    for k in (1.0, 2.0, 3.0, -1.0, -2.0, 4.0):
+        assert step(torch.full((1,), 5.0, device="node:0"), k).item() == (5 + k if k > 0 else 5 * k)
+
+
+def test_a_float_that_no_operation_gets_is_refused() -> None:
+    @dt.graphed
+    def step(x: torch.Tensor, k: float) -> torch.Tensor:
+        return x * math.sqrt(k)
+
+    x = torch.ones(1, device="node:0")
+    step(x, 4.0)
+    with pytest.raises(dt.GraphError, match="float argument 0 reached no operation"):
+        step(x, 4.0)
+
+
+def test_a_local_tensor_is_refused() -> None:
+    step = dt.graphed(lambda x: x.to("node:0") * 2)
+    with pytest.raises(dt.GraphError, match="send it to a node"):
+        step(torch.ones(2))
+
+
+def test_verifying_accepts_what_is_equal_and_leaves_the_eager_state() -> None:
+    noise = torch.zeros(100, device="node:0")
+    calls = []
+
+    @dt.graphed(verify=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        noise.view(10, 10).add_(torch.rand(10, 10, device="node:0"))
+        return x + F.dropout(x, 0.5)
+
+    expected = torch.zeros(100)
+    torch.manual_seed(3)
+    dt.synchronize()
+    for _ in range(4):
+        expected.view(10, 10).add_(torch.rand(10, 10))
+        torch.empty(50).bernoulli_(0.5)
+    torch.manual_seed(3)
+    dt.synchronize()
+    for _ in range(4):
+        step(torch.ones(50, device="node:0"))
+    assert torch.equal(noise.cpu(), expected)
+    assert len(calls) == 3
+
+
+def test_verifying_says_what_differs() -> None:
+    count = [0]
+    total = torch.zeros(3, device="node:0")
+
+    @dt.graphed(verify=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1  # a replay doesn't see this
+        total.add_(count[0])
+        return x + count[0]
+
+    x = torch.ones(3, device="node:0")
+    step(x)
+    with pytest.raises(dt.GraphError) as caught:
+        step(x)
+    text = str(caught.value)
+    assert "result 0: 3 of 3 elements of (3,) differ; at [0] the replay has 3.0 and eager 4.0" in text
+    assert "what aten::add_.Tensor writes at " in text
+    assert "test_graphed.py" in text
+
+
+def test_within_a_larger_recording_it_is_part_of_it() -> None:
+    double: Any = dt.graphed(lambda x: x * 2)
+    x = torch.ones(2, device="node:0")
+    for _ in range(3):
+        double(x)
+    g = dt.Graph()
+    with dt.graph(g):
+        y = double(x) + 1
+    x.fill_(4)
+    g.replay()
+    assert y.tolist() == [9, 9]
