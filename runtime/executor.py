@@ -50,6 +50,10 @@ class Executor:
         self.at = -1  #: if that is a replay: which of the graph's commands is being applied
         self._graphs = Graphs(self)
 
+    def close(self) -> None:
+        """Ends what runs beside the receiving thread."""
+        self._graphs.close()
+
     def apply(self, batch: c.Batch) -> None:
         """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
         if batch.first != self.seq:

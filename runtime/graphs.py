@@ -11,23 +11,22 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 
 from . import command as c
+from .engines.builder import Builder
+from .engines.registry import ENGINES
 from .errors import ProtocolError
-from .interpreter import Interpreter
 from .program import Engine, Program, line_of_call, program, writers
 from .store import Poison, Unmade, memory
 from .template import Broken
 
 if TYPE_CHECKING:
     from .executor import Executor
-
-#: Makes the engine of a program, by the name that the user gave (``engine="..."``).
-ENGINES: dict[str, Callable[[Program], Engine]] = {"interpreter": Interpreter}
 
 
 @dataclass
@@ -76,6 +75,11 @@ class Graphs:
         self._ex = executor
         self._parts: dict[int, _Parts] = {}
         self._graphs: dict[int, Graph] = {}
+        self._builder = Builder()
+
+    def close(self) -> None:
+        """Ends what is being compiled."""
+        self._builder.close()
 
     def part(self, command: c.Part) -> None:
         parts = self._parts.setdefault(command.graph, _Parts())
@@ -89,7 +93,7 @@ class Graphs:
         if make is None:
             raise ProtocolError(f"there is no engine {command.engine!r}; there are {', '.join(ENGINES)}")
         parts = self._parts.pop(command.graph, _Parts())
-        self._graphs[command.graph] = self._build(parts, command, make)
+        self._graphs[command.graph] = self._build(parts, command, partial(make, builder=self._builder))
         for ref in command.outputs:
             self._ex.store.entries[ref] = Unmade()
 

@@ -94,6 +94,7 @@ class Worker:
             print(f"disttensor: node {self.bundle.rank} gives up: {e}", file=sys.stderr)
             return 70
         finally:
+            self.executor.close()
             self.channel.close()
             self._spoke.close()
         return 0

@@ -37,6 +37,7 @@ LAYERS = {
     "program": 4,
     "interpreter": 4,
     "graphs": 4,
+    "engines": 4,
     "route": 4,
     "failure": 4,
     "interrupts": 4,

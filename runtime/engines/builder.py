@@ -1,0 +1,178 @@
+"""Compiled programs from the cache folder, and one compiling process at a time for those that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import queue
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from functools import cache
+from getpass import getuser
+from tempfile import gettempdir
+
+import torch
+
+from .child import NO_COMPILER
+from .compiled import Library
+
+#: Counts what makes old folders useless: the form of a plan, how programs are traced.
+VERSION = 2
+
+NO_COMPILER_TEXT = "no C++ compiler that works was found on this node (torch looks for g++ and clang++, or $CXX)"
+
+_CHILD = os.path.join(os.path.dirname(__file__), "child.py")
+
+
+class Build:
+    """One program on its way. ``done`` is set once ``folder`` or ``why`` says how it went."""
+
+    def __init__(self, text: str, folder: str, threads: int) -> None:
+        self.text, self.folder, self.threads = text, folder, threads
+        self.plan: dict[str, object] | None = None
+        self.why = ""  #: why there is no plan
+        self.done = threading.Event()
+
+    def load(self) -> bool:
+        """Takes the plan from the folder, if it is there."""
+        try:
+            with open(os.path.join(self.folder, "plan.json")) as file:
+                plan = json.load(file)
+        except FileNotFoundError:
+            return False
+        if "unfit" in plan:
+            self.why = plan["unfit"]
+        else:
+            self.plan = plan
+        self.done.set()
+        return True
+
+    def library(self) -> Library:
+        """Loads the code. Raises RuntimeError."""
+        path = os.path.join(self.folder, "model.so")
+        run: Library = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run
+        return run
+
+
+class Builder:
+    """Builds programs one after the other, on a thread of its own that exists while there is something to build."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Build | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._no_compiler = False
+        self.warned = False  #: that there is no compiler
+
+    def build(self, text: str) -> Build:
+        """Starts building a program (``listing.dump``); one that the cache folder has is done at once."""
+        threads = torch.get_num_threads()
+        build = Build(text, os.path.join(folder(), key(text, threads)), threads)
+        if build.load():
+            return build
+        with self._lock:
+            if self._closed or self._no_compiler:
+                build.why = NO_COMPILER_TEXT if self._no_compiler else "the node ends"
+                build.done.set()
+                return build
+            self._queue.put(build)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="disttensor-build", daemon=True)
+                self._thread.start()
+        return build
+
+    def close(self) -> None:
+        """Ends what is being compiled, and waits for that."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                _kill(self._process)
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (build := self._queue.get()) is not None:
+            try:
+                self._build(build)
+            except Exception as e:  # no process to be had, no room on the disk: replays go on
+                build.why = f"{type(e).__name__}: {e}"
+            build.done.set()
+
+    def _build(self, build: Build) -> None:
+        with self._lock:
+            if self._closed or self._no_compiler:
+                build.why = "the node ends" if self._closed else NO_COMPILER_TEXT
+                build.done.set()
+                return
+            path = json.dumps([p for p in sys.path if isinstance(p, str)])
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", _CHILD, path, build.folder, str(build.threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        assert process.stderr is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(build.text.encode() + b"\n")
+                process.stdin.flush()
+            said = process.stderr.read().decode(errors="replace").strip()
+            code = process.wait()
+        finally:
+            with self._lock:
+                self._process = None
+            _kill(process)
+            process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.stderr.close()
+        if code == 0 and build.load():
+            return
+        if code == NO_COMPILER:
+            self._no_compiler = True
+            build.why = NO_COMPILER_TEXT
+        else:
+            build.why = f"compiling failed ({code}): {said.splitlines()[-1] if said else 'nothing was said'}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and the compilers that it runs: it leads a session of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def folder() -> str:
+    """The cache folder, in torch's own, private to this user. Raises PermissionError if it is somebody else's."""
+    root = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(gettempdir(), f"torchinductor_{getuser()}")
+    path = os.path.join(root, "disttensor")
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    status = os.stat(path)
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} is not this user's alone: code is loaded from it")
+    return path
+
+
+def key(text: str, threads: int) -> str:
+    """Equal for programs that one library can serve."""
+    parts = (text, str(threads), _machine(), str(VERSION))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
+
+
+@cache
+def _machine() -> str:
+    """What generated code is made for."""
+    flags = ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    return f"{torch.__version__} {torch.version.git_version} {platform.machine()} {flags}"

@@ -1,0 +1,110 @@
+"""Programs without a session: what a function calls, recorded locally, and a plain interpreter of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from disttensor.runtime.bindings import binding
+from disttensor.runtime.program import Line, Num, Program, Reg
+from disttensor.runtime.store import memory
+from disttensor.runtime.template import tensors_of
+
+aten = torch.ops.aten
+
+#: The number k of a program, while it is recorded: a float that stands for nothing else.
+SENTINELS = (0.123456789012345, 0.234567890123456, 0.345678901234567)
+
+
+class Recorder(TorchDispatchMode):
+    """Records every call below autograd; a tensor that no call has made is an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Line] = []
+        self.inputs: list[tuple[int, Tensor]] = []
+        self._known: dict[object, int] = {}
+        self._alive: list[object] = []  # so that no memory is another one's under the same name
+
+    def register(self, tensor: Tensor) -> int:
+        known = self._known.get(_name(tensor))
+        if known is None:
+            known = self._new(tensor)
+            self.inputs.append((known, tensor))
+        return known
+
+    def _new(self, tensor: Tensor) -> int:
+        self._alive += [tensor, tensor.untyped_storage()]
+        register = len(self._alive) // 2 - 1
+        self._known[_name(tensor)] = register
+        return register
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op.namespace == "profiler" or op in (aten.detach.default, aten._local_scalar_dense.default):
+            return op(*args, **kwargs)
+        held = tuple(self._hold(a) for a in args), {k: self._hold(v) for k, v in kwargs.items()}
+        result = op(*args, **kwargs)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+        outs = () if writes else tuple(self._new(t) for t in tensors_of(result))
+        self.lines.append(Line(op, *held, outs, isinstance(result, Tensor)))
+        return result
+
+    def _hold(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Reg(self.register(value))
+        if isinstance(value, (list, tuple)):
+            return [self._hold(v) for v in value]
+        for k, sentinel in enumerate(SENTINELS):
+            if type(value) is float and abs(value) == sentinel:
+                return Num(k)
+        return value
+
+
+def _name(tensor: Tensor) -> object:
+    return (memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def record(function: Callable[[], Sequence[Tensor]], numbers: int = 0) -> tuple[Program, list[Tensor]]:
+    """What ``function`` does, and the tensors that it uses without making them, with what it found in them."""
+    recorder = Recorder()
+    with recorder:
+        results = function()
+    outputs = tuple(recorder.register(t) for t in results)
+    return Program(tuple(recorder.lines), tuple(r for r, _ in recorder.inputs), outputs, numbers), [
+        t for _, t in recorder.inputs
+    ]
+
+
+def interpret(program: Program, inputs: Sequence[Tensor], numbers: Sequence[float] = ()) -> list[Tensor]:
+    """Line by line, as eager does it."""
+    e = dict(zip(program.inputs, inputs, strict=True))
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Reg):
+            return e[value.index]
+        if isinstance(value, Num):
+            return numbers[value.index]
+        return [fill(v) for v in value] if isinstance(value, list) else value
+
+    with torch.no_grad():
+        for line in program.lines:
+            result = binding(line.op)(*map(fill, line.args), **{k: fill(v) for k, v in line.kwargs.items()})
+            for register, tensor in zip(line.outs, tensors_of(result), strict=bool(line.outs)):
+                e[register] = tensor
+    return [e[r] for r in program.outputs]
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the same geometry, that share memory where the originals do."""
+    memories = {}
+    for t in tensors:
+        memories.setdefault(memory(t), t.untyped_storage().clone())
+    return [
+        torch.empty(0, dtype=t.dtype).set_(memories[memory(t)], t.storage_offset(), t.shape, t.stride())
+        for t in tensors
+    ]
