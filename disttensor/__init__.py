@@ -16,7 +16,6 @@ import torch
 
 from . import device_module as node_module
 from .context import current_node, node
-from .device_module import synchronize
 from .factories import (
     LEGACY,
     arange,
@@ -57,6 +56,7 @@ from .runtime.errors import (
     RemoteError,
     StartError,
 )
+from .streams import Event, Stream, current_stream, default_stream, stream, synchronize
 from .tensor import DistributedTensor
 from .work import Work, fetch
 
@@ -74,10 +74,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "ForkError",
-    "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Work", "arange",
-    "check_data_channel", "current_node", "device", "empty", "eye", "fetch", "from_numpy", "full", "graph", "graphed",
-    "init_master_worker", "is_initialized", "linspace", "logspace", "node", "node_count", "node_module", "nodes",
-    "ones", "prefetch", "rand", "randint", "randn", "randperm", "register_channel", "run", "shutdown", "synchronize",
-    "tensor", "zeros", *LEGACY,
+    "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Event",
+    "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream", "Work",
+    "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty", "eye",
+    "fetch", "from_numpy", "full", "graph", "graphed", "init_master_worker", "is_initialized", "linspace",
+    "logspace", "node", "node_count", "node_module", "nodes", "ones", "prefetch", "rand", "randint", "randn",
+    "randperm", "register_channel", "run", "shutdown", "stream", "synchronize", "tensor", "zeros", *LEGACY,
 ]  # fmt: skip

@@ -9,6 +9,9 @@ from .context import current_node
 from .placement import Place
 from .runtime import command as c
 from .site import here
+from .streams import Event, Stream, StreamContext, current_stream, default_stream, stream
+
+__all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "stream"]
 
 
 def is_available() -> bool:

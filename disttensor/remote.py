@@ -60,7 +60,7 @@ def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: A
     def command(id: int) -> c.Command:
         nonlocal request_id
         request_id = id
-        return c.Run(id, function_key, arguments_key, not holds_tensors, line_of(site))
+        return c.Run(id, function_key, arguments_key, not holds_tensors, line_of(site), tuple(t._h.ref for t in keep))
 
     try:
         reply = session.ask(place, c.Result, command, site)

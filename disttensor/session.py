@@ -157,6 +157,10 @@ class Session:
         for rank in range(len(self.states)) if node is None else [node]:
             self._sync(rank, timeout)
             self._receive_all(rank, timeout)
+        self.complain(node)
+
+    def complain(self, node: int | None = None) -> None:
+        """Raises the earliest error of a node (of all: None) that was not raised yet; later ones are its notes."""
         left = [f for f in self.unobserved() if node is None or f.rank == node]
         if left:
             error = left[0].exception(others=left[1:])

@@ -150,6 +150,7 @@ class Run(Wire, frozen=True, tag=18):
     arguments: bytes
     keep: bool  #: the function will be run again (it holds no tensors)
     site: str
+    refs: tuple[int, ...] = ()  #: of the tensors that the function and its arguments name
 
 
 class Adopt(Wire, frozen=True, tag=19):
@@ -222,11 +223,72 @@ class Default(Wire, frozen=True, tag=27):
     dtype: int
 
 
+class Stream(Wire, frozen=True, tag=31):
+    """Makes a stream, under ``ref``: a lane of a CPU, or a CUDA stream of this priority. A Free ends it."""
+
+    ref: int
+    device: str
+    priority: int
+
+
+class Record(Wire, frozen=True, tag=32):
+    """Makes an event, under ``ref``: it is done when all is that was issued to the stream before it.
+
+    ``device`` is that of the stream, which tells the default streams of a node's devices apart."""
+
+    ref: int
+    device: str
+    timing: bool
+
+
+class Wait(Wire, frozen=True, tag=33):
+    """The stream goes on when the event under ``ref`` is done."""
+
+    ref: int
+
+
+class Signal(Wire, frozen=True, tag=34):
+    """When the event under ``ref`` is done, sends a tensor without elements to a peer, whose Await takes it."""
+
+    transfer: int
+    ref: int
+    peer: int
+
+
+class Await(Wire, frozen=True, tag=35):
+    """The stream goes on when a peer's Signal has come."""
+
+    transfer: int
+    peer: int
+
+
+class Query(Wire, frozen=True, tag=36):
+    """Answers whether the event under ``ref`` is done."""
+
+    request: int
+    ref: int
+
+
+class Elapsed(Wire, frozen=True, tag=37):
+    """Answers with the milliseconds between two events, or None if one of them is not done."""
+
+    request: int
+    first: int
+    second: int
+
+
+class Join(Wire, frozen=True, tag=38):
+    """Answers with Done once the event under ``ref`` is done."""
+
+    request: int
+    ref: int
+
+
 class On(Wire, frozen=True, tag=30):
     """Does a command on a stream of the node that is not its default one."""
 
     stream: int
-    command: Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage
+    command: Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await
 
 
 class Part(Wire, frozen=True, tag=50):
@@ -289,6 +351,14 @@ Command: TypeAlias = (
     | Peer
     | Lost
     | Default
+    | Stream
+    | Record
+    | Wait
+    | Signal
+    | Await
+    | Query
+    | Elapsed
+    | Join
     | On
     | Part
     | Graph

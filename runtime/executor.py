@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from . import codec
 from . import command as c
-from .channel.base import DataChannel, PeerInfo
-from .errors import ChannelError, DisttensorError, PoisonedError, ProtocolError
+from .channel.base import DataChannel, PeerInfo, Transfer
+from .dealer import Dealer
+from .errors import DisttensorError, ProtocolError
 from .failure import MAX_NAME, MAX_TEXT, attempt, position, replayed
 from .functions import Functions
 from .graphs import Graphs
 from .ops import AllowList
-from .store import Pending, Poison, Store, Unmade, memory
+from .store import Later, Pending, Poison, Store, Unmade, memory
+from .streams import Mark, when_all
 from .template import Broken, Template
 
 
@@ -34,16 +37,22 @@ class Executor:
         allow: AllowList,
         functions: Functions,
         simulate_cuda: int = 0,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """``emit`` takes what the master has to be told; ``progress`` is called when ``done`` has grown behind the
+        back of the thread that calls ``apply``. Both by any thread, once there are streams."""
         self.rank = rank
         self.store = Store()
         self.stopped = False
-        self._emit = emit
-        self._channel = channel
-        self._allow = allow
-        self._functions = functions
-        self._simulate_cuda = simulate_cuda
+        self.emit = emit
+        self.progress = progress
+        self.channel = channel
+        self.functions = functions
         self.templates: dict[int, Template] = {}
+        self._allow = allow
+        self._simulate_cuda = simulate_cuda
+        self._lanes: Dealer | None = None
+        self._beside = False  #: there are streams
         self._results: dict[int, list[torch.Tensor]] = {}
         #: the number of the command that is next, or being applied
         self.seq = 0
@@ -58,6 +67,9 @@ class Executor:
         """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
         if batch.first != self.seq:
             raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
+        if self._beside:
+            self._deal_out(batch, 0)
+            return
         templates, call, store = self.templates, c.Call, self.store
         for seq, command in enumerate(batch.commands, batch.first):
             try:
@@ -69,7 +81,10 @@ class Executor:
                     template.run(command.out, command.args)
                 else:
                     self.seq = seq
-                    self._other(command)
+                    self.other(command)
+                    if self._beside:
+                        self._deal_out(batch, seq + 1 - batch.first)
+                        return
             except Exception as e:
                 self.seq = seq
                 self.failed(command, e)
@@ -86,7 +101,7 @@ class Executor:
                     self._settle(template, command)
                 template.run(command.out, command.args)
             else:
-                self._other(command)
+                self.other(command)
         except Exception as e:
             self.failed(command, e)
 
@@ -95,9 +110,43 @@ class Executor:
         """What names the command that is being applied in a failure."""
         return replayed(self.seq, self.at)
 
+    def _deal_out(self, batch: c.Batch, start: int) -> None:
+        """The same for a node with streams, whose lanes do the commands."""
+        lanes = self._lanes
+        assert lanes is not None
+        for seq, command in enumerate(batch.commands[start:], batch.first + start):
+            self.seq = seq
+            try:
+                lanes.do(command)
+            except Exception as e:
+                lanes.fail(command, e)
+        self.seq = batch.first + len(batch.commands)
+        if self.store.sending:
+            self.store.settle([])
+        if lanes.idle:  # the last stream is gone
+            lanes.close()
+            self._lanes, self._beside = None, False
+
+    @property
+    def done(self) -> int:
+        """How many commands are done for good. Asked by any thread."""
+        lanes = self._lanes
+        return self.seq if lanes is None else lanes.done()
+
+    def close(self) -> None:
+        """Nothing more is done; what waits for a transfer waits until the channel is closed."""
+        if self._lanes is not None:
+            self._lanes.close()
+
+    def join(self, timeout: float) -> None:
+        """After ``close``: waits for the threads."""
+        if self._lanes is not None:
+            self._lanes.join(timeout)
+
     # ---- the less frequent commands --------------------------------------------------------------------------------
 
-    def _other(self, command: c.Command) -> None:
+    def other(self, command: c.Command) -> None:
+        """Does a command that is no Call."""
         store = self.store
         match command:
             case c.Free():
@@ -119,7 +168,7 @@ class Executor:
             case c.Recv():
                 self._recv(command)
             case c.Piece():
-                self._functions.piece(command.key, command.data, command.last)
+                self.functions.piece(command.key, command.data, command.last)
             case c.Run():
                 self._run(command)
             case c.Adopt(refs=()):
@@ -136,19 +185,33 @@ class Executor:
             case c.Default():
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Random():
-                self._random(command)
+                self.random(command)
+            case c.Keep(restore=True):
+                self.restore(command.device, self._tensor(command.ref))
             case c.Keep():
-                self._keep(command)
+                store.entries[command.ref] = self.generator(command.device)
             case c.Sync():
                 self._settle_all()
-                self._emit(c.Done(command.request))
+                self.emit(c.Done(command.request))
             case c.Memory():
-                count, held = store.usage(command.device or None)
-                self._emit(c.Answer(command.request, f"{count} {held}"))
+                self.memory(command)
             case c.Storage():
-                tensor = self._tensor(command.ref)
-                storage = tensor.untyped_storage()
-                self._emit(c.Answer(command.request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()}"))
+                self.storage(command.request, self._tensor(command.ref))
+            case c.Stream() | c.Wait() | c.Signal() | c.Await():
+                self._lanes = Dealer(self)
+                self._beside = True
+                self._lanes.do(command)
+            case c.Record():
+                mark = store.entries[command.ref] = Mark()
+                when_all([p.transfer for p in store.pending.values()], mark.reach)
+            case c.Query():
+                self.emit(c.Answer(command.request, self.mark(command.ref).is_completed()))
+            case c.Elapsed():
+                first, second = self.mark(command.first), self.mark(command.second)
+                both = first.is_completed() and second.is_completed()
+                self.emit(c.Answer(command.request, second.since(first) if both else None))
+            case c.Join():
+                self.mark(command.ref).add_done_callback(lambda: self.emit(c.Done(command.request)))
             case c.Replay():
                 self._graphs.replay(command)
             case c.Part():
@@ -158,9 +221,9 @@ class Executor:
             case c.Discard():
                 self._graphs.discard(command)
             case c.Peer():
-                self._channel.connect({command.rank: _peer(command)})
+                self.channel.connect({command.rank: _peer(command)})
             case c.Lost():
-                self._channel.forget(command.rank, command.why)
+                self.channel.forget(command.rank, command.why)
             case c.Stop():
                 self.stopped = True
                 store.clear()
@@ -183,13 +246,13 @@ class Executor:
             self._settle(template, call)
         result = template.call(call.out, call.args)
         if not template.outs:
-            self._emit(c.Answer(command.request, codec.to_value(result)))
+            self.emit(c.Answer(command.request, codec.to_value(result)))
             return
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         for ref, tensor in zip(template.results(call.out, call.args), results, strict=True):
             if tensor is not None:
                 self.store.entries[ref] = tensor
-        self._emit(c.Shapes(command.request, tuple(None if t is None else self.geometry(t) for t in results)))
+        self.emit(c.Shapes(command.request, tuple(None if t is None else self.geometry(t) for t in results)))
 
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
         """Raises TypeError for a tensor that strides don't describe: a proxy of it would be wrong."""
@@ -207,15 +270,15 @@ class Executor:
         try:
             entry = self.entry(command.ref)
         except KeyError:
-            self._channel.refuse(command.peer, command.transfer, self.rank, self.number)
+            self.channel.refuse(command.peer, command.transfer, self.rank, self.number)
             raise
         if isinstance(entry, Poison):
-            self._channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
+            self.channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
             return
         try:
-            transfer = self._channel.isend(entry, command.peer, command.transfer)
+            transfer = self.channel.isend(entry, command.peer, command.transfer)
         except Exception:  # a layout or dtype that the channel doesn't carry, or no memory: nobody must wait for it
-            self._channel.refuse(command.peer, command.transfer, self.rank, self.number)
+            self.channel.refuse(command.peer, command.transfer, self.rank, self.number)
             raise
         if not transfer.is_completed():
             self.store.sending.append((entry, transfer))
@@ -225,49 +288,71 @@ class Executor:
         codec.check_shape(command.shape, dtype.itemsize)
         try:
             device = self.device(command.device)
-            tensor = self._channel.empty(command.shape, dtype)
+            tensor = self.channel.empty(command.shape, dtype)
         except Exception:
             # the bytes come all the same: into a tensor that they don't fit, so that they are dropped
-            self._channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)
+            self.channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)
             raise
         if device.type != "cpu":
             tensor = tensor.to(device)
-        pending = Pending(tensor, self._channel.irecv(tensor, command.peer, command.transfer), command.peer)
+        pending = Pending(tensor, self.channel.irecv(tensor, command.peer, command.transfer), command.peer)
         self.store.entries[command.out] = self.store.pending[command.out] = pending
 
     def _run(self, command: c.Run) -> None:
-        self.store.settle([t for t, _ in self.store.sending])  # the function may write what is being sent
-        data, tensors = self._functions.run(command, self._tensor)
+        self.store.settle(None)  # the function may write what is being sent
+        self.finish_run(command, *self.functions.claim(command)(self._tensor))
+
+    def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> None:
+        """Tells what a function has returned."""
         geometries = tuple(map(self.geometry, tensors))
         if tensors:
             self._results[command.request] = tensors
-        self._emit(c.Result(command.request, data, geometries))
+        self.emit(c.Result(command.request, data, geometries))
 
-    def _random(self, command: c.Random) -> None:
-        device = self.device(command.device)
+    def random(self, command: c.Random) -> None:
         if command.state:
-            _set_generator(device, torch.frombuffer(bytearray(command.state), dtype=torch.uint8))
-            self._emit(c.Done(command.request))
+            _set_generator(self.device(command.device), torch.frombuffer(bytearray(command.state), dtype=torch.uint8))
+            self.emit(c.Done(command.request))
         else:
-            self._emit(c.Answer(command.request, _generator(device).numpy().tobytes().hex()))
+            self.emit(c.Answer(command.request, self.generator(command.device).numpy().tobytes().hex()))
 
-    def _keep(self, command: c.Keep) -> None:
-        if command.restore:
-            _set_generator(self.device(command.device), self._tensor(command.ref))
-        else:
-            self.store.entries[command.ref] = _generator(self.device(command.device))
+    def generator(self, device: str) -> torch.Tensor:
+        """The state of a device's generator."""
+        return _generator(self.device(device))
+
+    def restore(self, device: str, state: torch.Tensor) -> None:
+        _set_generator(self.device(device), state)
+
+    def memory(self, command: c.Memory) -> None:
+        count, held = self.store.usage(command.device or None)
+        self.emit(c.Answer(command.request, f"{count} {held}"))
+
+    def storage(self, request: int, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.emit(c.Answer(request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()}"))
+
+    def mark(self, ref: int) -> Mark:
+        """The event under ``ref``. Raises KeyError, ProtocolError."""
+        mark = self.store.entries[ref]
+        if not isinstance(mark, Mark):
+            raise ProtocolError(f"ref {ref} is no event")
+        return mark
+
+    def arrival(self, command: c.Await) -> Transfer:
+        """The transfer that a peer's Signal ends."""
+        return self.channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 
     def entry(self, ref: int) -> torch.Tensor | Poison:
         """The tensor or poison under ``ref``; waits for one that is on its way. Raises KeyError."""
         entry = self.store.entries[ref]
-        if isinstance(entry, Pending):
-            entry = self.store.entries[ref] = self._arrived(entry)
+        if isinstance(entry, Later):
+            entry = self.store.entries[ref] = entry.result(partial(self.tell, "transfer"))  # type: ignore[assignment]
             self.store.pending.pop(ref, None)
         elif isinstance(entry, Unmade):
             raise NotReplayed("this tensor is made by a graph that has not been replayed yet (g.replay())")
-        return entry
+        return entry  # type: ignore[return-value]
 
     def _tensor(self, ref: int) -> torch.Tensor:
         """The same; poison is raised."""
@@ -276,19 +361,10 @@ class Executor:
             raise _PoisonRead(entry)
         return entry
 
-    def _arrived(self, pending: Pending) -> torch.Tensor | Poison:
-        try:
-            pending.transfer.wait()
-        except PoisonedError as e:
-            return Poison(e.rank, e.seq)
-        except ChannelError as e:
-            return self.tell("transfer", e)
-        return pending.tensor
-
     def _settle_all(self) -> None:
         for ref in list(self.store.pending):
             self.entry(ref)
-        self.store.settle([t for t, _ in self.store.sending])
+        self.store.settle(None)
 
     def _settle(self, template: Template, call: c.Call) -> None:
         targets = [self.entry(call.out - int(call.args[i])) for i in template.mutated]  # type: ignore[arg-type]
@@ -297,13 +373,12 @@ class Executor:
     def failed(self, command: c.Command, error: Exception) -> None:
         """The way out of every failed command: retry if it met a tensor on its way, pass poison on, or tell."""
         call = command.call if isinstance(command, c.Ask) else command
-        request = getattr(command, "request", None)
         template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         poison: Poison | None = error.poison if type(error) is _PoisonRead else None
         if template is not None and isinstance(call, c.Call) and poison is None:
             try:
                 operands = template.operands(call.out, call.args)
-                waited = any(isinstance(self.store.entries.get(ref), Pending) for ref in operands)
+                waited = any(isinstance(self.store.entries.get(ref), Later) for ref in operands)
                 read = [e for e in map(self.entry, operands) if isinstance(e, Poison)]
             except NotReplayed as e:
                 waited, read, error = False, [], e
@@ -323,6 +398,13 @@ class Executor:
                     error = again
         if poison is None:
             poison = self.tell(template.name if template else type(command).__name__, error)
+        self.give_up(command, poison)
+
+    def give_up(self, command: c.Command, poison: Poison) -> None:
+        """Puts poison where the outputs of a failed command would be, and answers if it was to be answered."""
+        call = command.call if isinstance(command, c.Ask) else command
+        request = getattr(command, "request", None)
+        template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         if template is not None and isinstance(call, c.Call):
             self._spread(template, call, poison)
         elif isinstance(command, c.Recv):
@@ -330,7 +412,7 @@ class Executor:
         elif isinstance(command, c.Keep) and not command.restore:
             self.store.entries[command.ref] = poison
         if request is not None:
-            self._emit(c.Poisoned(request, poison.rank, poison.seq))
+            self.emit(c.Poisoned(request, poison.rank, poison.seq))
 
     def _spread(self, template: Template, call: c.Call, poison: Poison) -> None:
         entries = self.store.entries
@@ -349,14 +431,16 @@ class Executor:
         for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
             entries[alias] = poison
 
-    def tell(self, op: str, error: Exception) -> Poison:
+    def tell(self, op: str, error: Exception, number: int | None = None) -> Poison:
+        """Tells the master that a command has failed: that of this number, or the one that is being applied."""
+        number = self.number if number is None else number
         kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
         text = attempt(lambda: str(error), f"the text of this {kind}")
         # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
         trace = attempt(lambda: "".join(traceback.format_exception(error)), "the traceback")
         kind, text, trace = _clean(kind[:MAX_NAME]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])
-        self._emit(c.Failed(self.number, op, kind, text, trace))
-        return Poison(self.rank, self.number)
+        self.emit(c.Failed(number, op, kind, text, trace))
+        return Poison(self.rank, number)
 
 
 class NotReplayed(DisttensorError, RuntimeError):

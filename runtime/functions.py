@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,10 @@ MAX_PICKLE = 64 << 20
 #: Functions that are kept after their first call.
 MAX_KEPT = 1024
 
+Tensors = Callable[[int], torch.Tensor]  #: gives a tensor by its ref
+#: Of what gives tensors by ref: (plain data with tensors as extension values, those tensors).
+Job = Callable[[Tensors], tuple[bytes, list[torch.Tensor]]]
+
 _TENSOR, _TUPLE, _COMPLEX, _SET, _DICT = 1, 2, 3, 4, 5
 _encoder = msgspec.msgpack.Encoder()
 
@@ -42,7 +47,7 @@ class Functions:
         self._allowed = allowed
         self._pieces: dict[bytes, bytearray] = {}
         self._whole: dict[bytes, bytes] = {}
-        self._loaded: dict[bytes, Callable[..., Any]] = {}
+        self._kept: dict[bytes, _Function] = {}
 
     def piece(self, key: bytes, data: bytes, last: bool) -> None:
         """Raises ProtocolError when the pieces are too long or are not what ``key`` names."""
@@ -59,35 +64,57 @@ class Functions:
                 raise ProtocolError("a pickled function arrived damaged")
             self._whole[key] = done
 
-    def run(self, command: c.Run, tensor: Callable[[int], torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
-        """Runs and gives (plain data with tensors as extension values, those tensors)."""
+    def claim(self, command: c.Run) -> Job:
+        """Takes what has come for ``command``; gives what runs it, in any thread.
+
+        Raises ProtocolError for what has not come as a whole, DisttensorError where no functions are run.
+        """
         # both are taken whatever happens: nobody else would
         code, arguments = self._whole.pop(command.function, b""), self._whole.pop(command.arguments, b"")
         if self._allowed == "none":
             raise DisttensorError("this node runs no user functions (functions='none')")
-        function = self._loaded.get(command.function)
-        if not arguments or (function is None and not code):
+        function = _Function(code) if code else self._kept.get(command.function)
+        if not arguments or function is None:
             raise ProtocolError("a function was to be run that has not arrived as a whole")
-        if function is None:
-            function = _loads_from_master(code, tensor)
-            if command.keep:
-                while len(self._loaded) >= MAX_KEPT:
-                    del self._loaded[next(iter(self._loaded))]
-                self._loaded[command.function] = function
-        args, kwargs = _loads_from_master(arguments, tensor)
-        tensors: list[torch.Tensor] = []
-        with torch.enable_grad():
-            try:
-                result = function(*args, **kwargs)
-            except SystemExit as e:
-                status = attempt(partial(repr, e.code), "the code")
-                raise DisttensorError(f"the function called sys.exit({status}); the node goes on") from e
-            except Exception:
-                raise
-            except BaseException as e:  # KeyboardInterrupt, CancelledError: they would end the node
-                text = attempt(partial(str, e), "its text")
-                raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
-        return _encoder.encode(_plain(result, tensors)), tensors
+        if code and command.keep:
+            while len(self._kept) >= MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[command.function] = function
+        return partial(_run, function, arguments)
+
+
+class _Function:
+    """A user's function, unpickled when it is first run."""
+
+    def __init__(self, code: bytes) -> None:
+        self._code = code
+        self._loading = threading.RLock()
+        self._function: Callable[..., Any] | None = None
+
+    def get(self, tensor: Tensors) -> Callable[..., Any]:
+        with self._loading:
+            if self._function is None:
+                self._function = _loads_from_master(self._code, tensor)
+                self._code = b""
+            return self._function
+
+
+def _run(function: _Function, arguments: bytes, tensor: Tensors) -> tuple[bytes, list[torch.Tensor]]:
+    call = function.get(tensor)
+    args, kwargs = _loads_from_master(arguments, tensor)
+    tensors: list[torch.Tensor] = []
+    with torch.enable_grad():
+        try:
+            result = call(*args, **kwargs)
+        except SystemExit as e:
+            status = attempt(partial(repr, e.code), "the code")
+            raise DisttensorError(f"the function called sys.exit({status}); the node goes on") from e
+        except Exception:
+            raise
+        except BaseException as e:  # KeyboardInterrupt, CancelledError: they would end the node
+            text = attempt(partial(str, e), "its text")
+            raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
+    return _encoder.encode(_plain(result, tensors)), tensors
 
 
 def _loads_from_master(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:

@@ -7,13 +7,15 @@ then the executor looks.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .channel.base import Transfer
-from .errors import ChannelError
+from .channel.ticket import Ticket
+from .errors import ChannelError, PoisonedError
 
 #: After so many tensors fewer, what malloc kept of them goes back to the system.
 _MANY = 50_000
@@ -34,20 +36,68 @@ class Poison:
     seq: int
 
 
-@dataclass(frozen=True, eq=False)
+Value = torch.Tensor | Poison
+Tell = Callable[[Exception], Poison]  #: tells the master of a failure
+
+
 class Pending:
     """Stands for a tensor that a transfer is filling."""
 
-    tensor: torch.Tensor
-    transfer: Transfer
-    peer: int
+    def __init__(self, tensor: torch.Tensor, transfer: Transfer, peer: int) -> None:
+        self.tensor = tensor
+        self.transfer = transfer
+        self.peer = peer
+        self._value: Value | None = None
+        self._lock = threading.Lock()
+
+    def is_completed(self) -> bool:
+        return self.transfer.is_completed()
+
+    def result(self, tell: Tell) -> Value:
+        """Waits for it. That it failed is told once, whoever asks first."""
+        error: ChannelError | None = None
+        try:
+            self.transfer.wait()
+        except ChannelError as e:
+            error = e
+        with self._lock:
+            if self._value is None:
+                if isinstance(error, PoisonedError):
+                    self._value = Poison(error.rank, error.seq)
+                else:
+                    self._value = self.tensor if error is None else tell(error)
+            return self._value
 
 
 class Unmade:
     """Stands for a tensor that a graph makes, which nobody has replayed yet."""
 
 
-Entry = torch.Tensor | Poison | Pending | Unmade
+class Promise(Ticket):
+    """Stands for a tensor that a lane will make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Value | None = None  #: once it has ended; None for one that the operator didn't make
+
+    def keep(self, value: Value | None) -> None:
+        self.value = value
+        self.finish()
+
+    def result(self, tell: Tell) -> Value | None:
+        """Waits for it."""
+        self.wait()
+        return self.value
+
+
+class Other:
+    """An entry that stands for no tensor: an event, a stream."""
+
+
+#: A tensor that is not there yet.
+Later = (Pending, Promise)
+
+Entry = torch.Tensor | Poison | Pending | Promise | Unmade | Other
 
 
 class Store:
@@ -59,7 +109,7 @@ class Store:
         #: refs whose entries are Pending, in order of arrival
         self.pending: dict[int, Pending] = {}
         #: sends under way: an in-place operation on their memory has to wait
-        self.sending: list[tuple[torch.Tensor, Transfer]] = []
+        self.sending: list[tuple[Entry, Transfer]] = []
         self._peak = 0  #: entries, since memory was last given back
 
     def free(self, first: int, distances: tuple[int, ...]) -> None:
@@ -79,28 +129,30 @@ class Store:
     def aliases(self, tensor: torch.Tensor) -> list[int]:
         """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
         address = memory(tensor)
-        return [r for r, e in self.entries.items() if isinstance(e, torch.Tensor) and memory(e) == address]
+        tensors = ((r, e.value if isinstance(e, Promise) else e) for r, e in self.entries.items())
+        return [r for r, t in tensors if isinstance(t, torch.Tensor) and memory(t) == address]
 
-    def settle(self, tensors: list[torch.Tensor]) -> None:
-        """Waits for sends that read the memory of ``tensors``, which is about to change."""
-        touched = set(map(memory, tensors))
+    def settle(self, tensors: list[torch.Tensor] | None) -> None:
+        """Waits for sends that read the memory of ``tensors``, which is about to change. None: for all sends."""
+        touched = set(map(memory, tensors or ()))
         rest = []
-        for tensor, transfer in self.sending:
+        for entry, transfer in self.sending:
             if transfer.is_completed():
                 continue
-            if memory(tensor) in touched:
+            tensor = made(entry)
+            if tensors is None or (tensor is not None and memory(tensor) in touched):
                 wait_quietly(transfer)
             else:
-                rest.append((tensor, transfer))
+                rest.append((entry, transfer))
         self.sending = rest
 
     def usage(self, device: str | None = None) -> tuple[int, int]:
         """Live tensors, and the bytes of their distinct storages (of sparse ones: 0)."""
         storages: dict[int, int] = {}
         count = 0
-        for entry in self.entries.values():
-            tensor = entry.tensor if isinstance(entry, Pending) else entry
-            if isinstance(tensor, (Poison, Unmade)) or (device is not None and str(tensor.device) != device):
+        for entry in list(self.entries.values()):  # at once: the thread that asks may not be the one that writes
+            tensor = made(entry)
+            if tensor is None or (device is not None and str(tensor.device) != device):
                 continue
             count += 1
             storages[memory(tensor)] = tensor.untyped_storage().nbytes() if torch._C._has_storage(tensor) else 0
@@ -110,6 +162,12 @@ class Store:
         self.entries.clear()
         self.pending.clear()
         self.sending.clear()
+
+
+def made(entry: Entry) -> torch.Tensor | None:
+    """The tensor that an entry is, or will be when its transfer has ended."""
+    tensor = entry.tensor if isinstance(entry, Pending) else entry.value if isinstance(entry, Promise) else entry
+    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def memory(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .ops import AllowList
 class Template:
     """``run(out, args)`` executes and stores the outputs; ``call(out, args)`` executes and returns the result."""
 
-    __slots__ = ("call", "holes", "keyword", "mutated", "name", "op", "outs", "positional", "run", "single")
+    __slots__ = ("call", "holes", "keyword", "mutated", "name", "op", "outs", "over", "positional", "run", "single")
 
     def __init__(
         self, define: c.Define, allow: AllowList, entries: Entries, device_of: Callable[[str], torch.device]
@@ -37,7 +38,9 @@ class Template:
         #: indices into a Call's arguments of the tensors that the operator writes
         self.mutated = tuple(_mutated(op, positional, dict(keyword)))
         self.positional, self.keyword = positional, keyword
-        self.call = caller(binding(op), positional, keyword, entries)
+        #: makes another ``call``, for other entries
+        self.over: Callable[[Entries], Run] = partial(caller, binding(op), positional, keyword)
+        self.call = self.over(entries)
         returns = op._schema.returns
         self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one
         self.run = self._store(entries)
@@ -68,6 +71,10 @@ class Template:
         """The refs that a call reads or writes."""
         return [out - int(args[i]) for i, hole in enumerate(self.holes) if hole]  # type: ignore[arg-type]
 
+    def written(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
+        """The refs of those that a call writes."""
+        return [out - int(args[i]) for i in self.mutated]  # type: ignore[arg-type]
+
     def results(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
         """The refs that a call makes."""
         return [out, *(out - int(d) for d in args[len(self.holes) :])] if self.outs else []  # type: ignore[arg-type]
@@ -86,6 +93,7 @@ class Broken(Template):
             raise why.with_traceback(None)
 
         self.run = self.call = refuse
+        self.over = lambda entries: refuse
 
 
 def _holes(specs: tuple[c.Spec, ...]) -> Iterator[bool]:

@@ -36,6 +36,9 @@ ACK_BYTES = 8 << 20
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
+#: Seconds at the end for a stream to finish what it is at.
+JOIN = 2.0
+
 #: The exit code of a worker whose master went away.
 EX_MASTER_GONE = 75
 
@@ -49,6 +52,8 @@ class Worker:
         self._replies: list[c.Reply] = []
         self._told = 0
         self._unacknowledged = 0  #: bytes of messages since the last report
+        self._telling = threading.RLock()  #: held by who reports: the thread that receives, or one of a stream
+        self._receiver = threading.get_ident()
         context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host)
         self.channel: DataChannel = get_channel(bundle.backend)(context)
         self.executor = Executor(
@@ -58,6 +63,7 @@ class Worker:
             AllowList(bundle.allow_ops),
             Functions(bundle.functions),
             bundle.simulate_cuda,
+            self._progress,
         )
 
     def hello(self) -> c.Hello:
@@ -77,6 +83,7 @@ class Worker:
     def serve(self) -> int:
         """Applies commands until Stop (returns 0), the master's end (75) or a broken protocol (70)."""
         torch.set_grad_enabled(False)
+        self._receiver = threading.get_ident()
         self._emit(self.hello())
         self._flush()
         try:
@@ -85,8 +92,7 @@ class Worker:
                 if message is not None:
                     self.executor.apply(codec.decode_batch(message))
                     self._unacknowledged += len(message)
-                    due = self.executor.seq - self._told >= ACK_EVERY or self._unacknowledged >= ACK_BYTES
-                    if self._replies or due:
+                    if self._replies or self._due:
                         self._flush()
         except ClosedError:
             return EX_MASTER_GONE
@@ -97,6 +103,7 @@ class Worker:
             self.executor.close()
             self.channel.close()
             self._spoke.close()
+            self.executor.join(JOIN)
         return 0
 
     def _emit(self, reply: c.Reply) -> None:
@@ -104,19 +111,39 @@ class Worker:
         if type(reply) in _AWAITED:
             self._flush()
 
+    @property
+    def _due(self) -> bool:
+        return self.executor.done - self._told >= ACK_EVERY or self._unacknowledged >= ACK_BYTES
+
+    def _progress(self) -> None:
+        """A stream has done something."""
+        if self._replies or self._due:
+            self._flush()
+
     def _flush(self) -> None:
-        """Reports what has been applied, with the replies. The window of the master opens by it."""
-        executor, replies = self.executor, self._replies
-        self._replies = []
-        self._told, self._unacknowledged = executor.seq, 0
-        message = codec.encode(c.Report(executor.seq, tuple(replies)))
+        """Reports what has been done, with the replies. The window of the master opens by it."""
+        try:
+            with self._telling:
+                self._report()
+        except ClosedError:
+            if threading.get_ident() == self._receiver:
+                raise  # else the receiver finds it out by itself
+
+    def _report(self) -> None:
+        executor = self.executor
+        done = executor.done  # first: what fails from here on is not among what is done
+        replies, self._replies = self._replies, []
+        self._told = done
+        if done == executor.seq:
+            self._unacknowledged = 0
+        message = codec.encode(c.Report(done, tuple(replies)))
         if len(message) > codec.MAX_MESSAGE and len(replies) > 1:
             for reply in replies:
                 self._replies = [reply]
-                self._flush()
+                self._report()
             return
         if len(message) > codec.MAX_MESSAGE:
-            seq = executor.seq
+            seq = done
             text = f"an answer of {len(message)} bytes is over the limit of {codec.MAX_MESSAGE}; return tensors instead"
             failed = c.Failed(seq, "answer", "disttensor.runtime.errors.DisttensorError", text, "")
             request = getattr(replies[0], "request", 0)

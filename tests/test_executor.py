@@ -405,7 +405,7 @@ def test_what_a_failed_function_was_sent_with_is_dropped(ready: Node) -> None:
     def fail() -> None:
         raise ValueError("boom")
 
-    kept = ready.executor._functions._whole
+    kept = ready.executor.functions._whole
     for function, args in ((fail, (1,)), (fail, ()), (Unloadable(), ()), (lambda x: x, (Unloadable(),))):
         assert any(isinstance(r, c.Failed) for r in run(ready, function, *args))
         assert not kept
@@ -418,7 +418,7 @@ def test_functions_may_be_refused() -> None:
     replies = run(node, lambda: 1)
     assert isinstance(replies[0], c.Failed)
     assert "functions='none'" in replies[0].message
-    assert not node.executor._functions._whole
+    assert not node.executor.functions._whole
     node.channel.close()
     node.master.close()
 

@@ -1,0 +1,306 @@
+"""L4: a node with streams: its commands become tasks of lanes, and the thread that receives only deals them out.
+
+Nodes whose master made no stream never come here: their receiving thread executes by itself (executor.py). While there
+are streams the default one is a lane too, except while none of the others is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import codec
+from . import command as c
+from .channel.base import Transfer
+from .channel.ticket import Ticket
+from .errors import ProtocolError
+from .lanes import Lanes
+from .store import Entry, Later, Poison, Promise
+from .streams import Lane, Mark, Results, Run, Task, Values, when_all
+from .template import Template, tensors_of
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+#: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
+#: to hand a small operation over costs as much as to do it.
+LATELY = 1024
+
+
+class Dealer(Lanes):
+    """The lanes of one executor, and what goes to which."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
+        self._users: dict[int, Lane] = {}  #: the streams that the master made, by ref
+        self._peers: dict[int, Lane] = {}  #: what sends to a peer, in order
+        self.default = self.lane("default")
+        self._lately = 0  #: commands until the default stream is done in the receiving thread again
+        self._make: dict[type, Callable[[Lane, Any], None]] = {
+            c.Call: self._call,
+            c.Ask: self._ask,
+            c.Send: self._send,
+            c.Recv: self._recv,
+            c.Run: self._run,
+            c.Seed: self._seed,
+            c.Random: self._random,
+            c.Keep: self._keep,
+            c.Storage: self._storage,
+            c.Record: self._record,
+            c.Wait: self._wait,
+            c.Await: self._await,
+        }
+
+    def do(self, command: c.Command) -> None:
+        """Deals out one command. What it raises has to go to ``fail``."""
+        if self._arrived or self._spoiled or self._taints:
+            self.drain()
+        if type(command) is c.On:
+            self._lately = LATELY
+            lane = self._users.get(command.stream)
+            if lane is None:
+                raise ProtocolError(f"stream {command.stream} is unknown")
+            self._make[type(command.command)](lane, command.command)
+        elif type(command) is c.Call and not self._lately and not self.default.order:
+            self._inline(command)
+        elif type(command) in self._make:
+            self._lately = max(0, self._lately - 1)
+            self._make[type(command)](self.default, command)
+        else:
+            self._other(command)
+
+    def fail(self, command: c.Command, error: Exception) -> None:
+        """A command could not even be queued."""
+        if isinstance(command, c.On):
+            command = command.command
+        self.executor.give_up(command, self.tell(self.executor.seq, type(command).__name__, error))
+
+    def _other(self, command: c.Command) -> None:
+        executor = self.executor
+        match command:
+            case c.Stream():
+                self.stream(command)
+            case c.Free():
+                self.store.free(command.first, command.distances)
+                self._let_go()
+            case c.Forget():
+                executor.other(command)
+                for lane in self._all:
+                    lane.twins.clear()
+            case c.Sync():
+                self.when_done(lambda: executor.emit(c.Done(command.request)))
+            case c.Memory():
+                self.when_done(lambda: executor.memory(command))
+            case c.Signal():
+                self._signal(command)
+            case c.Default() | c.Part() | c.Graph() | c.Replay() | c.Discard():  # these concern all streams
+                self.wait_for_all()
+                executor.other(command)
+            case _:
+                executor.other(command)
+
+    def stream(self, command: c.Stream) -> None:
+        """Makes a stream."""
+        self.executor.device(command.device)
+        lane = self.lane(str(command.ref))
+        self._users[command.ref] = self.entries[command.ref] = lane
+        self._lately = LATELY
+
+    @property
+    def idle(self) -> bool:
+        """There are no streams any more, and nothing is under way: the executor can do without lanes."""
+        if self._users or self.busy():
+            return False
+        self.drain()
+        return not self._taints
+
+    def _let_go(self) -> None:
+        for ref in [ref for ref in self._users if ref not in self.entries]:
+            self._users.pop(ref).end()
+
+    def _inline(self, call: c.Call) -> None:
+        """The default stream, by the receiving thread."""
+        executor = self.executor
+        template = executor.templates[call.template]
+        if self.store.sending and template.mutated:
+            self._call(self.default, call)
+            return
+        try:
+            template.run(call.out, call.args)
+        except Exception as e:
+            try:
+                operands = [self.entries.get(ref) for ref in template.operands(call.out, call.args)]
+            except Exception:
+                operands = []
+            if any(isinstance(entry, Later) and not entry.is_completed() for entry in operands):
+                self._call(self.default, call)
+            else:
+                executor.failed(call, e)
+
+    def _task(
+        self,
+        lane: Lane,
+        name: str,
+        run: Run,
+        reads: Sequence[int] = (),
+        outs: Sequence[int] = (),
+        **more: Any,
+    ) -> None:
+        entries = self.entries
+        captured = {ref: entries[ref] for ref in reads}
+        self.put(lane, Task(self.executor.seq, name, run, captured, [(ref, Promise()) for ref in outs], **more))
+
+    def _call(self, lane: Lane, call: c.Call) -> None:
+        template = self.executor.templates[call.template]
+        self._task(
+            lane,
+            template.name,
+            partial(_run_call, lane, template, call),
+            template.operands(call.out, call.args),
+            template.results(call.out, call.args),
+            writes=template.written(call.out, call.args),
+        )
+
+    def _ask(self, lane: Lane, ask: c.Ask) -> None:
+        call, executor = ask.call, self.executor
+        template = executor.templates[call.template]
+
+        def run(values: Values) -> Results:
+            result = _twin(lane, template)(call.out, call.args)
+            if not template.outs:
+                executor.emit(c.Answer(ask.request, codec.to_value(result)))
+                return None
+            results = [result] if isinstance(result, torch.Tensor) else list(result)
+            shapes = tuple(None if t is None else executor.geometry(t) for t in results)
+            executor.emit(c.Shapes(ask.request, shapes))
+            return results
+
+        self._task(
+            lane,
+            template.name,
+            run,
+            template.operands(call.out, call.args),
+            template.results(call.out, call.args),
+            writes=template.written(call.out, call.args),
+            spoil=self._answers(ask.request),
+        )
+
+    def _answers(self, request: int) -> Callable[[Poison], None]:
+        return lambda poison: self.executor.emit(c.Poisoned(request, poison.rank, poison.seq))
+
+    def _run(self, lane: Lane, command: c.Run) -> None:
+        executor = self.executor
+        job = executor.functions.claim(command)
+        sends = list(self.store.sending)
+
+        def run(values: Values) -> Results:
+            for entry, transfer in sends:
+                self.settle(entry, transfer, list(values.values()))  # the function may write them
+            executor.finish_run(command, *job(values.__getitem__))
+            return None
+
+        self._task(lane, "Run", run, command.refs, spoil=self._answers(command.request))
+
+    def _seed(self, lane: Lane, command: c.Seed) -> None:
+        self._task(lane, "Seed", lambda values: self.executor.other(command))
+
+    def _random(self, lane: Lane, command: c.Random) -> None:
+        run = partial(self.executor.random, command)
+        self._task(lane, "Random", lambda values: run(), spoil=self._answers(command.request))
+
+    def _keep(self, lane: Lane, command: c.Keep) -> None:
+        executor = self.executor
+        if command.restore:
+            self._task(lane, "Keep", lambda v: executor.restore(command.device, v[command.ref]), [command.ref])
+        else:
+            self._task(lane, "Keep", lambda values: [executor.generator(command.device)], outs=[command.ref])
+
+    def _storage(self, lane: Lane, command: c.Storage) -> None:
+        run = partial(self.executor.storage, command.request)
+        self._task(lane, "Storage", lambda v: run(v[command.ref]), [command.ref], spoil=self._answers(command.request))
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def _record(self, lane: Lane, command: c.Record) -> None:
+        mark = self.entries[command.ref] = Mark()
+        # what arrives for the default stream holds nothing up but what uses it; here it counts
+        arriving = [p.transfer for p in self.store.pending.values()] if lane is self.default else []
+        self._task(lane, "Record", lambda values: when_all(arriving, mark.reach), spoil=lambda _: mark.reach())
+
+    def _wait(self, lane: Lane, command: c.Wait) -> None:
+        mark = self.executor.mark(command.ref)
+        if not mark.is_completed():
+            self._task(lane, "Wait", _nothing, waits=[mark])
+
+    def _await(self, lane: Lane, command: c.Await) -> None:
+        self._task(lane, "Wait", _nothing, waits=[self.executor.arrival(command)])
+
+    def _signal(self, command: c.Signal) -> None:
+        self._to_peer(
+            command.peer, command.transfer, torch.empty(0, dtype=torch.uint8), [self.executor.mark(command.ref)]
+        )
+
+    # ---- transfers -------------------------------------------------------------------------------------------------
+
+    def _send(self, lane: Lane, command: c.Send) -> None:
+        """To the lane of the peer, which sends in the order of issue when ``lane`` has come this far."""
+        entry = self.entries.get(command.ref)
+        waiting = isinstance(entry, Later) and not entry.is_completed()
+        peer = self._peers.get(command.peer)
+        if entry is None or not (lane.order or waiting or (peer is not None and peer.order)):
+            self.executor.other(command)
+        elif not lane.order:
+            self._to_peer(command.peer, command.transfer, entry)
+        else:
+            reached = Promise()
+            task = Task(self.executor.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
+            self.put(lane, task)
+            self._to_peer(command.peer, command.transfer, reached)
+
+    def _to_peer(self, peer: int, transfer: int, entry: Entry, waits: Sequence[Transfer] = ()) -> None:
+        """Sends ``entry`` once it is there and all that was to be sent to ``peer`` before it is on its way."""
+        executor, seq, sent = self.executor, self.executor.seq, Ticket()
+        lane = self._peers.get(peer)
+        if lane is None:
+            lane = self._peers[peer] = self.lane(f"to-{peer}")
+
+        def run(values: Values) -> Results:
+            executor.channel.isend(values[0], peer, transfer).add_done_callback(sent.finish)
+            return None
+
+        def spoil(poison: Poison) -> None:
+            try:
+                executor.channel.refuse(peer, transfer, poison.rank, poison.seq)
+            finally:
+                sent.finish()
+
+        self.store.sending.append((entry, sent))
+        self.put(lane, Task(seq, "Send", run, {0: entry}, waits=waits, spoil=spoil))
+
+    def _recv(self, lane: Lane, command: c.Recv) -> None:
+        self.executor.other(command)
+        if lane is not self.default:  # which goes on until something uses the tensor
+            self.store.pending.pop(command.out, None)
+            self._task(lane, "transfer", _nothing, [command.out])
+
+
+def _nothing(values: Values) -> Results:
+    return None
+
+
+def _twin(lane: Lane, template: Template) -> Callable[[int, Any], Any]:
+    """The template's closure over what the lane's task reads."""
+    twin = lane.twins.get(template)
+    if twin is None:
+        twin = lane.twins[template] = template.over(lane.values)
+    return twin
+
+
+def _run_call(lane: Lane, template: Template, call: c.Call, values: Values) -> Results:
+    result = _twin(lane, template)(call.out, call.args)
+    if not template.outs:
+        return None
+    return [result] if isinstance(result, torch.Tensor) else tensors_of(result)

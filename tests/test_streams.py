@@ -1,0 +1,272 @@
+"""Streams and events, on nodes in this process and on processes: what runs side by side, and what waits for what."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import same
+from stream_kit import busy, meet, run_on, thread
+
+import disttensor as dt
+from disttensor import state
+from disttensor.device_module import usage
+
+
+@pytest.fixture(params=["inproc", "local"], scope="module")
+def session(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Either kind of nodes, for all tests of the module."""
+    options = {"simulate_cuda": 2} if request.param == "inproc" else {"threads": 1}
+    with dt.init_master_worker(nodes=2, launcher=request.param, **options):
+        for node in range(2):  # connections are made at first use
+            torch.ones(1 << 20).to(f"node:{node}").cpu()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def calm(session: None) -> Iterator[None]:
+    """No error is left by a test."""
+    yield
+    dt.synchronize()
+
+
+def test_two_streams_run_side_by_side() -> None:
+    one, two = dt.Stream(0), dt.Stream(0)
+    first = thread(run_on, one, meet, "two")
+    assert run_on(two, meet, "two")  # would wait for ever if either waited for the other
+    first.join()
+
+
+def test_a_stream_runs_beside_the_default_one() -> None:
+    s = dt.Stream(0)
+    first = thread(run_on, s, meet, "default")
+    assert dt.run(meet, "default", node=0)
+    first.join()
+
+
+def test_work_goes_on_beside_a_busy_stream() -> None:
+    s = dt.Stream(0)
+    x = torch.arange(4.0, device="node:0")
+    with busy(s):
+        with dt.stream(s):
+            y = x * 2
+        assert (x + 1).sum().item() == 10
+        assert not s.query()
+        z = x.to("node:1") + 1
+        same(z, torch.arange(4.0) + 1)
+    same(y, torch.arange(4.0) * 2)
+
+
+def test_using_a_tensor_waits_for_the_stream_that_makes_it() -> None:
+    s, t = dt.Stream(0), dt.Stream(0)
+    x = torch.arange(4.0, device="node:0")
+    with busy(s) as let_go:
+        with dt.stream(s):
+            y = x * 2
+        with dt.stream(t):
+            z = y + 1
+        w = y + z  # on the default stream, which goes on being dealt out
+        far = w.to("node:1") * 2
+        part = y[:2]
+        assert not t.query()
+        assert not dt.default_stream(0).query()
+        other = dt.Stream(0)
+        with dt.stream(other):
+            assert (x * 3).sum().item() == 18
+        let_go()
+        same(far, (torch.arange(4.0) * 4 + 1) * 2)
+    same(part, torch.tensor([0.0, 2.0]))
+
+
+def test_events_order_writes_in_place() -> None:
+    s = dt.Stream(0)
+    x = torch.zeros(4, device="node:0")
+    with busy(s) as let_go:
+        with dt.stream(s):
+            x.add_(1)
+            written = dt.Event()
+            written.record()
+        assert not written.query()
+        dt.default_stream(0).wait_event(written)
+        x.mul_(3)
+        s.wait_stream(dt.default_stream(0))
+        with dt.stream(s):
+            x.add_(0.5)
+        let_go()
+    s.synchronize()
+    assert written.query()
+    same(x, torch.full((4,), 3.5))
+
+
+def test_events_between_nodes_cost_no_round_trip() -> None:
+    s, t = dt.Stream(0), dt.Stream(1)
+    x = torch.ones(3, device="node:1")
+    with busy(s) as let_go:
+        link = state.session().link
+        reports, messages = link.reports, [o.messages for o in link.outboxes]
+        event = s.record_event()
+        t.wait_event(event)
+        assert link.reports == reports
+        assert [o.messages for o in link.outboxes] == [m + 1 for m in messages]
+        with dt.stream(t):
+            x.add_(1)
+        assert not t.query()
+        same(torch.ones(2, device="node:1") * 2, torch.full((2,), 2.0))  # the default stream does not wait
+        let_go()
+    t.synchronize()
+    same(x, torch.full((3,), 2.0))
+
+
+def test_the_default_stream_waits_for_another_node() -> None:
+    s = dt.Stream(0)
+    with busy(s) as let_go:
+        dt.default_stream(1).wait_event(s.record_event())
+        x = torch.ones(3, device="node:1")
+        waiting = dt.default_stream(1).record_event()
+        assert not waiting.query()
+        assert (torch.ones(3, device="node:0") + 1).sum().item() == 6
+        let_go()
+        same(x + 1, torch.full((3,), 2.0))
+    assert waiting.query()
+
+
+def test_elapsed_time_is_by_the_clock_of_the_node() -> None:
+    s = dt.Stream(1)
+    first, second = dt.Event(enable_timing=True), dt.Event(enable_timing=True)
+    with dt.stream(s):
+        before = dt.run(time.perf_counter)
+        first.record()
+        start = dt.run(time.perf_counter)
+        torch.randn(200, 200, device="node:1") @ torch.randn(200, 200, device="node:1")
+        end = dt.run(time.perf_counter)
+        second.record()
+        after = dt.run(time.perf_counter)
+    assert (end - start) * 1e3 <= first.elapsed_time(second) <= (after - before) * 1e3
+    assert first.elapsed_time(second) == -second.elapsed_time(first)
+
+
+def test_what_elapsed_time_refuses() -> None:
+    s = dt.Stream(0)
+    timed, plain, far = dt.Event(enable_timing=True), dt.Event(), dt.Event(enable_timing=True)
+    with pytest.raises(RuntimeError, match="must be recorded"):
+        timed.elapsed_time(timed)
+    far.record(dt.default_stream(1))
+    timed.record(s)
+    with pytest.raises(RuntimeError, match="enable_timing=True"):
+        timed.elapsed_time(plain)
+    with pytest.raises(ValueError, match="nodes 0 and 1"):
+        timed.elapsed_time(far)
+    with busy(s), pytest.raises(RuntimeError, match="must be completed"):
+        timed.elapsed_time(s.record_event(dt.Event(enable_timing=True)))
+
+
+def test_an_event_counts_what_is_on_its_way_to_the_node() -> None:
+    x = torch.ones(1 << 20)
+    y = x.to("node:0")
+    event = dt.default_stream(0).record_event()
+    event.synchronize()
+    assert event.query()
+    same(y, x)
+
+
+def test_events_can_be_recorded_again_and_need_not_be_at_all() -> None:
+    event = dt.Event()
+    assert event.query()
+    event.synchronize()
+    event.wait(dt.default_stream(1))
+    s = dt.Stream(0)
+    with busy(s) as let_go:
+        event.record(dt.default_stream(0))
+        event.synchronize()
+        event.record(s)
+        assert not event.query()
+        let_go()
+        event.synchronize()
+    assert event.query()
+
+
+def test_values_and_questions_in_a_stream() -> None:
+    s = dt.Stream(1)
+    x = torch.tensor([3.0, 0.0, 2.0])
+    with dt.stream(s):
+        y = x.to("node:1")
+        assert y.sum().item() == 5
+        same(y.nonzero(), x.nonzero())
+        same(y[y > 1], x[x > 1])
+        same(dt.run(lambda t: t * 2, y), x * 2)
+        same(y.max(0), x.max(0))
+        a, b = y.sort()
+    same(a + b, sum(x.sort()))
+
+
+def test_random_numbers_on_a_stream() -> None:
+    s = dt.Stream(0)
+    with dt.stream(s):
+        torch.node.manual_seed(7)  # type: ignore[attr-defined]  # of node 0: in one process they share a generator
+        x = torch.randn(5, device="node:0")
+        rng = torch.node.get_rng_state("node:0")  # type: ignore[attr-defined]
+        y = torch.rand(5, device="node:0")
+        torch.node.set_rng_state(rng, "node:0")  # type: ignore[attr-defined]
+        z = torch.rand(5, device="node:0")
+        same(y, z.cpu())
+    torch.default_generator.manual_seed(7)
+    same(x, torch.randn(5))
+
+
+def test_which_stream_is_current() -> None:
+    s, t, far = dt.Stream(0), dt.Stream(0, "cpu"), dt.Stream(1, priority=-1)
+    assert dt.current_stream() == dt.default_stream() == dt.default_stream(0)
+    seen: list[object] = []
+    with dt.stream(s), dt.stream(far):
+        assert dt.current_node() == 1
+        assert (dt.current_stream(), dt.current_stream(0)) == (far, s)
+        with dt.stream(None), dt.stream(t):
+            assert (dt.current_stream(), dt.current_stream(1)) == (t, far)
+            with dt.stream(dt.default_stream(0)):
+                assert dt.current_stream() == dt.default_stream()
+        assert dt.current_stream(0) is s
+        thread(lambda: seen.append(dt.current_stream(0))).join()
+    assert seen == [dt.default_stream(0)]
+    assert dt.current_node() == 0
+    assert torch.node.Stream is dt.Stream  # type: ignore[attr-defined]
+    assert torch.node.current_stream("node:1") == dt.default_stream(1)  # type: ignore[attr-defined]
+    assert far.priority == -1
+    assert len({s, t, far, dt.default_stream(0), dt.default_stream(0)}) == 4
+    with pytest.raises(ValueError, match="node 9"):
+        dt.Stream(9)
+    with pytest.raises(RuntimeError, match="no device cuda:7"):
+        dt.Stream(0, "cuda:7")
+
+
+def test_nothing_is_left_of_streams_and_what_they_made() -> None:
+    x = torch.ones(10, device="node:0")
+    dt.synchronize()
+    before = usage(x._place)  # type: ignore[attr-defined]
+    for _ in range(3):
+        s = dt.Stream(0)
+        with dt.stream(s), busy(s):
+            y = x + 1
+            del y
+            z = (x * 2)[2:]
+        del z, s
+    gc.collect()
+    dt.synchronize()
+    assert usage(x._place) == before  # type: ignore[attr-defined]
+
+
+def test_synchronize_waits_for_all_streams() -> None:
+    s, t = dt.Stream(0), dt.Stream(1)
+    with busy(s) as let_go:
+        with dt.stream(s):
+            x = torch.ones(3, device="node:0") + 1
+        y = x.to("node:1")
+        event = s.record_event()
+        let_go()
+        dt.synchronize(0)
+        assert event.query()
+    dt.synchronize()
+    assert t.query()
+    same(y, torch.full((3,), 2.0))
