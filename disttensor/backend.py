@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -55,7 +56,7 @@ def register() -> None:
     """Registers the device type; a second call does nothing."""
     if _library:
         return
-    setattr(DistributedTensor, "__torch_dispatch__", classmethod(dispatch))  # noqa: B010 - mypy can't see the method
+    setattr(DistributedTensor, "__torch_dispatch__", staticmethod(dispatch))  # noqa: B010 - mypy can't see the method
     accelerator = torch.accelerator.current_accelerator()
     _setup_privateuseone_for_python_backend(
         rename="node", backend_module=device_module, hook=engine.Hooks(), device_guard=engine.Guard()
@@ -84,6 +85,17 @@ def _adapt_torch() -> None:
     """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         setattr(torch._C, name, _setter(getattr(torch._C, name)))
+    # C++ asks this for each operation on a subclass, and has held on to the function since the first
+    rule_of = simple_registry.find_torch_dispatch_rule
+    rule_of.__code__, rule_of.__defaults__ = _rule_of.__code__, _rule_of.__defaults__
+
+
+def _rule_of(
+    op: Any, torch_dispatch_class: type, get: Callable[[str], Any] = simple_registry.singleton._data.get
+) -> Callable[..., Any] | None:
+    """As torch's (``torch.library.register_torch_dispatch``), but no entry is made to find that it has no rule."""
+    entry = get(op.__qualname__)
+    return None if entry is None else entry.torch_dispatch_rules.find(torch_dispatch_class)
 
 
 def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -106,7 +118,7 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     device = kwargs.get("device")
     if device is None:
         if any(isinstance(v, DistributedTensor) for v in (*args, *kwargs.values())):
-            return dispatch(DistributedTensor, op, (), args, kwargs)
+            return dispatch(op, (), args, kwargs)
         raise NotImplementedError(f"{entry.name} can't make a tensor on a node")
     places = state.session().places
     place = places.of(device)
@@ -136,7 +148,7 @@ def _to_copy(
     if isinstance(source, DistributedTensor):
         options = {"dtype": dtype, "device": device, "memory_format": memory_format}
         given = {k: v for k, v in options.items() if v is not None}
-        return dispatch(DistributedTensor, torch.ops.aten._to_copy.default, (), (source,), given)
+        return dispatch(torch.ops.aten._to_copy.default, (), (source,), given)
     if source.layout is not torch.strided:
         refuse_layout("aten::_to_copy", source.layout)
     place = state.session().places.of(device or torch.device("node"))

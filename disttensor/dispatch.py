@@ -28,7 +28,7 @@ from .registry import enter, entries, handles
 from .runtime import codec
 from .runtime import command as c
 from .site import here, users
-from .tensor import DistributedTensor, operand_name, proxy
+from .tensor import DistributedTensor, operand_name
 from .writing import rare
 
 _EMPTY: dict[str, Any] = {}
@@ -39,8 +39,8 @@ _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 as_torch_came: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 
 
-def dispatch(cls: type, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """``DistributedTensor.__torch_dispatch__``."""
+def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """``DistributedTensor.__torch_dispatch__``, a static method: torch would have a bound one made for each call."""
     entry = entries.get(id(func)) or enter(func)
     if entry.handler is not None:
         return entry.handler(entry, args, kwargs or _EMPTY)
@@ -86,20 +86,25 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
     call: list[Any] = []
     out = new_ref()
     for value, kind in zip(args, entry.kinds):  # noqa: B905 - trailing defaults are not passed
-        if type(value) is DistributedTensor:
+        t = type(value)
+        if t is DistributedTensor:
             h = value._h
             key.append(h.meta)
             call.append(out - (h.ref or materialise(h)))
+        elif kind <= NUMBER and (t is float or t is int):
+            key.append(t)
+            call.append(value)
         elif not _other(value, kind, key, call, out):
             return _mixed(entry, args, kwargs, place)
-    for name, value in kwargs.items():
-        key.append(name)
-        if type(value) is DistributedTensor:
-            h = value._h
-            key.append(h.meta)
-            call.append(out - (h.ref or materialise(h)))
-        elif not _other(value, entry.kwkinds[name], key, call, out):
-            return _mixed(entry, args, kwargs, place)
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            if type(value) is DistributedTensor:
+                h = value._h
+                key.append(h.meta)
+                call.append(out - (h.ref or materialise(h)))
+            elif not _other(value, entry.kwkinds[name], key, call, out):
+                return _mixed(entry, args, kwargs, place)
     plan = entry.plans.get(tuple(key))
     if plan is None:
         if entry.asks:
@@ -113,7 +118,9 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
         entry.store(entry.plans, tuple(key), plan)
         remember(entry, plan, args, kwargs)
     if plan.kind == ONE:
-        result = proxy(Handle(out, plan.shapes))
+        meta = plan.shapes
+        result = meta.make()
+        result._h = Handle(out, meta)
     elif plan.kind == WRITTEN and entry.returned == (0,):
         result = args[0]
     else:

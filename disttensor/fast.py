@@ -25,34 +25,31 @@ _modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _inference = torch.is_inference_mode_enabled
 _autocast = torch._C._is_any_autocast_enabled
-_transforms = torch._C._functorch.maybe_current_level
-
+_transforms = torch._C._are_functorch_transforms_active
 
 #: Integers that go over the wire; torch says what is wrong with others.
 _WIDE = 1 << 63
+_NOTHING = type(None)
 
 
-def _quiet() -> bool:
-    """Whether nothing stands between a method and dispatch, gradients aside."""
-    return not (
-        _modes()
-        or _dispatch_modes()
-        or _inference()
-        or _autocast()
-        or _transforms() is not None
-        or forward_ad._current_level >= 0
-    )
+# The six looks at what stands between a method and dispatch (gradients aside) are written out below. They cost a fifth
+# of the whole, and called as a function they would cost half as much again.
 
 
 def _unary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
     quick = enter(op).quick
-    nothing = type(None)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and type(self) is DistributedTensor:
-            plan = quick.get((self._h.meta, nothing))
-            if plan is not None and _quiet() and not (_grad() and self.requires_grad):
-                return issue(plan, self._h, None)
+            h = self._h
+            plan = quick.get((h.meta, _NOTHING))
+            if (
+                plan is not None
+                and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
+                and forward_ad._current_level < 0
+                and not (_grad() and self.requires_grad)
+            ):
+                return issue(plan, h, None)
         return original(self, *args, **kwargs)
 
     return method
@@ -63,14 +60,25 @@ def _binary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def method(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and type(self) is DistributedTensor:
+            h = self._h
             if type(other) is DistributedTensor:
-                plan = quick.get((self._h.meta, other._h.meta))
-                if plan is not None and _quiet() and not (_grad() and (self.requires_grad or other.requires_grad)):
-                    return issue(plan, self._h, other)
+                plan = quick.get((h.meta, other._h.meta))
+                if (
+                    plan is not None
+                    and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
+                    and forward_ad._current_level < 0
+                    and not (_grad() and (self.requires_grad or other.requires_grad))
+                ):
+                    return issue(plan, h, other)
             elif other is not None and (type(other) is not int or -_WIDE <= other < _WIDE):
-                plan = quick.get((self._h.meta, type(other)))
-                if plan is not None and _quiet() and not (_grad() and self.requires_grad):
-                    return issue(plan, self._h, other)
+                plan = quick.get((h.meta, type(other)))
+                if (
+                    plan is not None
+                    and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
+                    and forward_ad._current_level < 0
+                    and not (_grad() and self.requires_grad)
+                ):
+                    return issue(plan, h, other)
         return original(self, other, *args, **kwargs)
 
     return method

@@ -18,13 +18,19 @@ from .tensor import DistributedTensor, alias, proxy
 from .transfer import copy_strides, fetch, fill, move, upload
 
 aten = torch.ops.aten
+_inference = torch.is_inference_mode_enabled
 
 
 @handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
     """The same remote tensor: proxies share the handle, and nothing is sent."""
-    place = disguise.target.place
-    return alias(args[0], args[0]._h if place is None else disguise.at(args[0]._h, place))
+    base, place = args[0], disguise.target.place
+    handle = base._h if place is None else disguise.at(base._h, place)
+    if _inference():
+        return alias(base, handle)
+    tensor = handle.meta.make()
+    tensor._h = handle
+    return tensor  # type: ignore[no-any-return]
 
 
 @handler(aten._to_copy.default)

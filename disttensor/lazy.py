@@ -72,20 +72,25 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
         return _run(entry, args, kwargs, None)
     h = base._h
     rest = args[1:]
+    if entry.lists:
+        rest = tuple([tuple(a) if type(a) is list else a for a in rest])
     try:
         plan = entry.plans.get((h.meta, rest))
     except TypeError:
-        rest = tuple(tuple(a) if type(a) is list else a for a in rest)
-        try:
-            plan = entry.plans.get((h.meta, rest))
-        except TypeError:
-            return _run(entry, args, kwargs, None)
+        return _run(entry, args, kwargs, None)
     if plan is None:
         plan = _view_plan(entry, args, kwargs, h.meta, rest)
         if plan is None:
             return _run(entry, args, kwargs, None)
     meta = plan.shapes
-    handle = Lazy(0, meta, h, plan, tuple([rest[i] for i in plan.holes]) if plan.holes else ())
+    handle: Handle
+    below = h.base if type(h) is Lazy else None
+    if below is not None and below.meta is meta:  # x.t().t(), which is x
+        handle = below
+    elif meta is h.meta:
+        handle = h
+    else:
+        handle = Lazy(0, meta, h, plan, tuple([rest[i] for i in plan.holes]) if plan.holes else ())
     if _inference():
         return alias(base, handle)
     tensor = meta.make()

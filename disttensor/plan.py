@@ -60,6 +60,7 @@ class Entry:
         "handler",
         "kinds",
         "kwkinds",
+        "lists",
         "mutable",
         "name",
         "op",
@@ -78,6 +79,8 @@ class Entry:
         self.name = op.name()
         self.kinds = tuple(self._kind(a) for a in schema.arguments if not a.kwarg_only)
         self.kwkinds = {a.name: self._kind(a) for a in schema.arguments}
+        #: torch passes lists to it, and a list is no key
+        self.lists = any(k >= LIST and k != TENSORS for k in self.kinds)
         self.mutable = schema.is_mutable
         #: positions (or names) of the arguments that are written
         self.writes = tuple(

@@ -22,11 +22,17 @@ def rare(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
         def one(meta: Meta | None) -> DistributedTensor | None:
             if meta is None:
                 return None
-            handles.append(Handle(new_ref() if handles else out, meta))
-            return alias(args[0], handles[-1]) if entry.view else proxy(handles[-1])
+            handle = Handle(new_ref() if handles else out, meta)
+            if handles:
+                call.append(out - handle.ref)
+            handles.append(handle)
+            return alias(args[0], handle) if entry.view else proxy(handle)
 
-        result = tree_map(one, plan.shapes)
-        call.extend(out - h.ref for h in handles[1:])
+        shapes = plan.shapes
+        if type(shapes) in (tuple, list) and not any(type(s) in (tuple, list) for s in shapes):
+            result = type(shapes)([one(meta) for meta in shapes])  # most are flat, and a pytree takes its time
+        else:
+            result = tree_map(one, shapes)
         commands = box.commands
         commands += (c.Call(plan.template, out, tuple(call)), site)
     else:

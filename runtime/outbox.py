@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from itertools import pairwise
+from operator import sub
 from typing import Any
 
 from . import codec
@@ -38,7 +38,7 @@ MIN_SWEEP = 4
 
 def _free(refs: list[int]) -> c.Free:
     """``refs``: sorted."""
-    return c.Free(refs[0], tuple(b - a for a, b in pairwise(refs)))
+    return c.Free(refs[0], tuple(map(sub, refs[1:], refs)))
 
 
 class Outbox:
