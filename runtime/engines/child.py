@@ -77,11 +77,8 @@ def _compile(text: str, folder: str, threads: int) -> int:
     except listing.Unfit as e:
         found = {"unfit": str(e)}
     except Exception as e:
-        cause: BaseException | None = e
-        while cause is not None:
-            if isinstance(cause, InvalidCxxCompiler):
-                return NO_COMPILER
-            cause = cause.__cause__
+        if isinstance(getattr(e, "inner_exception", e), InvalidCxxCompiler):
+            return NO_COMPILER
         print(f"{type(e).__name__}: {e}".replace("\n", " ")[:2000], file=sys.stderr)
         return FAILED
     for name in os.listdir(work):

@@ -97,7 +97,7 @@ class Choice:
             self._builder.warned = True
         elif self._engine != "auto":
             _log.warning("disttensor: a graph stays with the interpreter: %s", why)
-        self.why, self._compiled, self._settled = why, None, True
+        self.why, self._compiled, self._settled, self.used = why, None, True, "interpreter"
 
     def _settle(self) -> None:
         interpreted, compiled = self._measured[False], self._measured[True]

@@ -1,0 +1,291 @@
+"""Compiled programs in earnest: the compiling process, the cache folder, and what becomes of both."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_kit import SENTINELS, copies, interpret, record
+from torch import Tensor
+from torch.nn import functional as F
+
+import disttensor as dt
+from disttensor.runtime.engines import builder, choice
+from disttensor.runtime.engines.builder import Build, Builder
+from disttensor.runtime.engines.choice import Choice
+from disttensor.runtime.interpreter import Interpreter
+from disttensor.runtime.store import memory
+
+A, B, C = SENTINELS
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty cache folder. What C++ compilers share between programs stays where it is."""
+    monkeypatch.setattr(builder, "folder", lambda: str(tmp_path))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def builders() -> Iterator[Builder]:
+    made = Builder()
+    yield made
+    made.close()
+
+
+class Everything:
+    """A training step of every kind of layer that differs to a compiler, and what is awkward about memory."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.x, self.w, self.table = torch.randn(4, 6), torch.randn(6, 6), torch.randn(7, 3)
+        self.turned = self.w.t()
+        self.labels = torch.tensor([1, 2, 3, 0])
+        self.buffer = torch.rand(40) + 1
+        self.image, self.sequence = torch.randn(2, 3, 8, 8), torch.randn(2, 5, 8)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.momentum = torch.optim.SGD([*self.conv.parameters(), *self.layer.parameters()], A, momentum=0.9)
+        self()
+
+    def __call__(self) -> list[Tensor]:
+        x, w, buffer = self.x, self.w, self.buffer
+        w.view(-1)[3:9].add_(1)
+        out = [w @ w]
+        self.turned.mul_(0.5)
+        w.add_(1)
+        a, b = x + 1, (x + 1)[2]
+        b.zero_()
+        out += [a, a[1], a.t(), x[0], x, b, x.expand(2, 4, 6), (x + 1).expand(2, 4, 6)]
+        torch.rand(3)
+        out += [F.dropout(x, 0.3), torch.randn(3), torch.rand_like(x), F.dropout(x.t(), 0.5), torch.randperm(5)]
+        buffer.mul_(A).add_(buffer, alpha=-B).addcmul_(buffer, buffer, value=A).lerp_(buffer * 2, C)
+        torch._foreach_mul_([buffer, x], A)
+        torch._foreach_addcdiv_([buffer], [buffer + 9], [buffer * 0 + 3], [C])
+        out += [x / A, w + B, self.norm(x).detach(), torch.arange(5) + self.labels[0], x.max(1)[1], x.sum()]
+        out += [self.table[self.labels], F.embedding(self.labels, self.table), x.gather(1, x.argmax(1, True))]
+        self.momentum.zero_grad()
+        loss = F.max_pool2d(self.conv(self.image), 2).pow(2).mean() + self.layer(self.sequence).pow(2).mean()
+        (loss + F.cross_entropy(x, self.labels)).backward()
+        self.momentum.step()
+        return [*out, loss.detach() + 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_compiled_program_does_what_the_interpreter_does(
+    folder: str, builders: Builder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, inputs = record(Everything(), 3)
+    ours, theirs = copies(inputs), copies(inputs)
+    engine = Choice(program, Interpreter(program), "inductor", builders)
+    numbers = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (0.5, 1, 1.0), (0.1, 0.2, 0.3))
+    with torch.no_grad():
+        for i, values in enumerate(numbers):
+            torch.manual_seed(i)
+            expected = interpret(program, theirs, values)
+            state = torch.get_rng_state()
+            torch.manual_seed(i)
+            results = engine.run(ours, values)
+            assert torch.equal(state, torch.get_rng_state())
+            assert engine.used == ("inductor" if i else "interpreter"), engine.why
+            alike([*results, *ours], [*expected, *theirs])
+            if i == 0:
+                assert engine.wait(200)
+
+        broken = copies(inputs)
+        where = next(t for t in broken if t.dtype == torch.int64 and t.dim())
+        where[0] = 99
+        with pytest.raises(IndexError) as raised:
+            engine.run(broken, numbers[0])
+        halted = engine.halted(raised.value)
+        assert halted is not None
+        assert "index" in program.lines[halted[0]].op.name() or "embedding" in program.lines[halted[0]].op.name()
+
+        # a second process finds it in the folder
+        monkeypatch.setattr(subprocess, "Popen", None)
+        again = Choice(program, Interpreter(program), "inductor", Builder())
+        again.run(copies(inputs), numbers[0])
+        assert again.used == "inductor"
+    assert not caplog.records
+
+
+def alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=lambda m, i=i: f"{i}: {m}")
+        assert (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset()), i
+    kin = [[[memory(a) == memory(b) for b in tensors] for a in tensors] for tensors in (ours, theirs)]
+    assert kin[0] == kin[1]
+
+
+def simple(builders: Builder, engine: str = "inductor", **plan: Any) -> tuple[Choice, list[Tensor]]:
+    program, inputs = record(lambda: [(torch.ones(3) + 1) * 2 - 1])
+    return Choice(program, Interpreter(program), engine, builders), inputs
+
+
+def test_no_compiler_is_told_once(
+    folder: str, builders: Builder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(2):
+        engine, inputs = simple(builders, "auto")
+        for _ in range(2):
+            engine.run(inputs, ())
+            assert engine.used == "interpreter"
+            assert engine.wait(60)
+        assert "no C++ compiler" in engine.why
+    assert [r.getMessage() for r in caplog.records] == [
+        "disttensor: graphs stay with the interpreter: no C++ compiler that works was found on this node"
+        " (torch looks for g++ and clang++, or $CXX)"
+    ]
+
+
+def test_what_does_not_fit_is_told_if_asked_for(
+    folder: str, builders: Builder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, messages in (("inductor", 1), ("auto", 1)):
+        program, inputs = record(lambda: [torch.linalg.inv(torch.eye(3) + 1)])
+        engine = Choice(program, Interpreter(program), name, builders)
+        engine.run(inputs, ())
+        assert engine.wait(60)
+        engine.run(inputs, ())
+        assert "linalg_inv_ex may fail" in engine.why
+        assert len(caplog.records) == messages
+
+
+def test_closing_ends_the_compiling_process(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    builders = Builder()
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(builder.subprocess, "Popen", start)
+    engines = [simple(builders) for _ in range(2)]
+    for engine, inputs in engines:
+        engine.run(inputs, ())
+    builders.close()
+    assert all(engine.wait(0) for engine, _ in engines)
+    assert all(p.returncode is not None for p in started)
+    engine, inputs = engines[0]
+    engine.run(inputs, ())
+    assert engine.used == "interpreter"
+
+
+def test_the_compiling_process_ends_with_its_parent(script: Callable[..., Any], tmp_path: Path) -> None:
+    done = script(
+        "import os, sys\n"
+        "from disttensor.runtime.engines import builder\n"
+        "b = builder.Builder()\n"
+        "made = b.build('x' * 10)\n"
+        "while b._process is None: pass\n"
+        "print(b._process.pid, flush=True)\n"
+        "os._exit(0)\n",
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+    )
+    pid = int(done.stdout)
+    try:
+        waiting = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poller = select.poll()
+    poller.register(waiting, select.POLLIN)
+    assert poller.poll(20_000)
+    os.close(waiting)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert builder.folder() == str(tmp_path / "disttensor")
+    (tmp_path / "disttensor").chmod(0o777)
+    with pytest.raises(PermissionError, match="alone"):
+        builder.folder()
+
+
+@pytest.mark.parametrize(("slower", "kept"), [(1.0, "interpreter"), (0.0, "inductor")])
+def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(choice, "perf_counter", lambda: clock[0])
+
+    class Plain(Interpreter):
+        def __init__(self, program: Any) -> None:
+            super().__init__(program)
+            plain = self.run
+            self.run = lambda *a: [clock.__setitem__(0, clock[0] + 0.5), plain(*a)][1]  # type: ignore[assignment]
+
+    program, inputs = record(lambda: [torch.ones(3) + 1])
+
+    def library(_: Any) -> list[Tensor]:
+        clock[0] += slower
+        return [torch.ones(3) + 1]
+
+    build = Build("", "", 1)
+    build.plan = {"arguments": [], "draws": [], "fence": [], "checks": [], "results": [["made", 0]], "made": []}
+    monkeypatch.setattr(build, "library", lambda: library)
+    monkeypatch.setattr(Builder, "build", lambda self, text: build)
+    engine = Choice(program, Plain(program), "auto", Builder())
+    for _ in range(3):
+        assert engine.run(inputs, ())[0].tolist() == [2, 2, 2]
+        assert engine.used == "interpreter"
+    build.done.set()
+    for _ in range(4 * choice.TRIALS):
+        engine.run(inputs, ())
+    assert engine.used == kept
+
+
+def test_nodes_import_no_compiler() -> None:
+    code = "import disttensor.runtime.worker, sys; print({'torch._inductor', 'torch._dynamo'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == "set()"
+
+
+def used() -> list[tuple[str, str]]:
+    return [(e.used, e.why) for e in gc.get_objects() if type(e) is Choice]
+
+
+@pytest.mark.timeout(240)
+def test_a_graph_on_a_node_changes_over_to_compiled_code() -> None:
+    """While it is compiled, replays go on; the losses are those of a local run, whichever engine made them."""
+    torch.manual_seed(0)
+    here = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(5, 3))
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+
+    def stepper(net: torch.nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def step() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    with dt.init_master_worker(nodes=1, threads=1):
+        local = stepper(here, x, y)
+        remote = stepper(copy.deepcopy(here).to("node:0"), x.to("node:0"), y.to("node:0"))
+        torch.manual_seed(7)
+        assert remote().item() == pytest.approx(local().item())
+        g = dt.Graph()
+        with dt.graph(g, engine="inductor"):
+            loss = remote()
+        compiled = 0
+        while compiled < 3:
+            g.replay()
+            assert loss.item() == pytest.approx(local().item(), rel=1e-3)
+            ((engine, why),) = dt.run(used, node=0)
+            assert not why
+            compiled += engine == "inductor"
