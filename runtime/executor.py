@@ -54,14 +54,14 @@ class Executor:
         self._lanes: Dealer | None = None
         self._beside = False  #: there are streams
         self._results: dict[int, list[torch.Tensor]] = {}
+        #: a Recv was applied; whoever looks for more of them clears this
+        self.received = False
+        #: receives that have begun before their turn, or why they could not, by transfer
+        self.early: dict[int, Pending | Exception] = {}
         #: the number of the command that is next, or being applied
         self.seq = 0
         self.at = -1  #: if that is a replay: which of the graph's commands is being applied
         self._graphs = Graphs(self)
-
-    def close(self) -> None:
-        """Ends what runs beside the receiving thread."""
-        self._graphs.close()
 
     def apply(self, batch: c.Batch) -> None:
         """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
@@ -135,6 +135,7 @@ class Executor:
 
     def close(self) -> None:
         """Nothing more is done; what waits for a transfer waits until the channel is closed."""
+        self._graphs.close()
         if self._lanes is not None:
             self._lanes.close()
 
@@ -284,6 +285,14 @@ class Executor:
             self.store.sending.append((entry, transfer))
 
     def _recv(self, command: c.Recv) -> None:
+        self.received = True
+        pending = self.early.pop(command.transfer, None) or self.receive(command)
+        if isinstance(pending, Exception):
+            raise pending
+        self.store.entries[command.out] = self.store.pending[command.out] = pending
+
+    def receive(self, command: c.Recv) -> Pending:
+        """Begins it, and gives what stands for the tensor."""
         dtype = codec.dtype_of(command.dtype)
         codec.check_shape(command.shape, dtype.itemsize)
         try:
@@ -295,8 +304,7 @@ class Executor:
             raise
         if device.type != "cpu":
             tensor = tensor.to(device)
-        pending = Pending(tensor, self.channel.irecv(tensor, command.peer, command.transfer), command.peer)
-        self.store.entries[command.out] = self.store.pending[command.out] = pending
+        return Pending(tensor, self.channel.irecv(tensor, command.peer, command.transfer), command.peer)
 
     def _run(self, command: c.Run) -> None:
         self.store.settle(None)  # the function may write what is being sent

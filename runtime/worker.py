@@ -20,6 +20,7 @@ import torch
 
 from . import codec
 from . import command as c
+from .ahead import Ahead
 from .bundle import PROTOCOL, Bundle, read_bundle
 from .channel import get_channel
 from .channel.base import ChannelContext, DataChannel
@@ -84,16 +85,18 @@ class Worker:
         """Applies commands until Stop (returns 0), the master's end (75) or a broken protocol (70)."""
         torch.set_grad_enabled(False)
         self._receiver = threading.get_ident()
+        ahead = Ahead(self._spoke, self.executor)
         self._emit(self.hello())
         self._flush()
         try:
             while not self.executor.stopped:
-                message = self._spoke.recv()
-                if message is not None:
-                    self.executor.apply(codec.decode_batch(message))
-                    self._unacknowledged += len(message)
-                    if self._replies or self._due:
-                        self._flush()
+                batch, size = ahead.next()
+                self.executor.apply(batch)
+                self._unacknowledged += size
+                if self._replies or self._due:
+                    self._flush()
+                if self.executor.received:
+                    ahead.look()
         except ClosedError:
             return EX_MASTER_GONE
         except ProtocolError as e:

@@ -43,6 +43,7 @@ LAYERS = {
     "route": 4,
     "failure": 4,
     "interrupts": 4,
+    "ahead": 5,
     "worker": 5,
     "link": 5,
     "launch": 6,

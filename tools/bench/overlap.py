@@ -32,28 +32,32 @@ class Loop:
     name = "round trip by one node"
 
     def __init__(self, mib: int, batches: int) -> None:
-        self.batches = [torch.full((mib << 18,), float(i)) for i in range(batches)]
-        self.weight = torch.eye(384, device="node:0")
+        self.batches = [torch.ones(mib << 18) for i in range(batches)]
+        for i, x in enumerate(self.batches):
+            x[-1] = i
+        self.weights = [torch.eye(384, device=f"node:{node}") for node in range(2)]
         self.turns = 0  #: of the computation
 
-    def compute(self, weight: torch.Tensor) -> torch.Tensor:
-        """Takes a time that the batch has no part in."""
+    def compute(self, x: torch.Tensor, node: int = 0) -> torch.Tensor:
+        """Needs the batch, and takes a time of its own."""
+        weight = self.weights[node] * x[0]
         for _ in range(self.turns):
             weight = weight @ weight
-        return weight[0, 0]
+        return x * weight[0, 0]
 
     def serial(self) -> list[torch.Tensor]:
-        return [(x.to("node:0") * self.compute(self.weight)).cpu() for x in self.batches]
+        return [self.compute(x.to("node:0")).cpu() for x in self.batches]
 
     def overlapped(self) -> list[torch.Tensor]:
-        return collect(dt.fetch(x * self.compute(self.weight)) for x in dt.prefetch(self.batches, "node:0"))
+        return collect(dt.fetch(self.compute(x)) for x in dt.prefetch(self.batches, "node:0"))
 
     def transfers(self) -> None:
         collect(dt.fetch(x) for x in dt.prefetch(self.batches, "node:0"))
 
     def computation(self) -> None:
+        x = self.batches[0].to("node:0")
         for _ in self.batches:
-            self.compute(self.weight)
+            self.compute(x)
         dt.synchronize()
 
 
@@ -65,23 +69,23 @@ class Between(Loop):
     def __init__(self, mib: int, batches: int) -> None:
         super().__init__(mib, batches)
         self.batches = [x.to("node:0") for x in self.batches]
-        self.other = self.weight.to("node:1")
 
-    def one(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.compute(self.weight)).to("node:1") * self.compute(self.other)
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.compute(x).to("node:1"), 1)
 
     def serial(self) -> list[torch.Tensor]:
-        return [self.one(x).cpu() for x in self.batches]
+        return [self.both(x).cpu() for x in self.batches]
 
     def overlapped(self) -> list[torch.Tensor]:
-        return collect(dt.fetch(self.one(x)) for x in self.batches)
+        return collect(dt.fetch(self.both(x)) for x in self.batches)
 
     def transfers(self) -> None:
         collect(dt.fetch(x.to("node:1")) for x in self.batches)
 
     def computation(self) -> None:
+        x, y = self.batches[0], self.batches[0].to("node:1")
         for _ in self.batches:
-            self.compute(self.weight), self.compute(self.other)
+            self.compute(x), self.compute(y, 1)
         dt.synchronize()
 
 
