@@ -22,7 +22,7 @@ from .engines.builder import Builder
 from .engines.registry import ENGINES
 from .errors import ProtocolError
 from .program import Engine, Program, line_of_call, program, writers
-from .store import Poison, Unmade, memory
+from .store import Poison, Unmade, memory, shared
 from .template import Broken
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Graph:
     outputs: set[int]
     returned: tuple[int, ...]
     templates: frozenset[int]
+    #: outputs that were freed while others (views made outside) see their memory
+    orphans: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,13 +95,16 @@ class Graphs:
         if make is None:
             raise ProtocolError(f"there is no engine {command.engine!r}; there are {', '.join(ENGINES)}")
         parts = self._parts.pop(command.graph, _Parts())
-        self._graphs[command.graph] = self._build(parts, command, partial(make, builder=self._builder))
+        self._graphs[command.graph] = graph = self._build(parts, command, partial(make, builder=self._builder))
         for ref in command.outputs:
             self._ex.store.entries[ref] = Unmade()
+            self._ex.store.watched[ref] = graph.orphans
 
     def discard(self, command: c.Discard) -> None:
         self._parts.pop(command.graph, None)
-        self._graphs.pop(command.graph, None)
+        graph = self._graphs.pop(command.graph, None)
+        for ref in () if graph is None else graph.outputs:
+            self._ex.store.watched.pop(ref, None)
 
     def templates(self) -> set[int]:
         """The templates that replays need."""
@@ -209,18 +214,16 @@ class Graphs:
         entries = self._ex.store.entries
         kept: dict[int, torch.Tensor] = {}
         for ref in list(graph.outputs):
-            old = entries.pop(ref, None)
-            if old is None:  # freed: no later replay needs to keep it
-                graph.outputs.discard(ref)
-                self._drop(graph, ref)
-            elif isinstance(old, torch.Tensor) and _shared(old):
+            entry = entries.pop(ref, None)
+            old = entry if isinstance(entry, torch.Tensor) else graph.orphans.get(ref)
+            if old is not None and shared(old):
                 kept[ref] = old
+                continue
+            graph.orphans.pop(ref, None)
+            if entry is None:  # freed, and nobody can see it any more
+                graph.outputs.discard(ref)
+                graph.frees[-1].append(ref)
         return kept
-
-    @staticmethod
-    def _drop(graph: Graph, ref: int) -> None:
-        if graph.frees:
-            graph.frees[-1].append(ref)
 
     def _end(self, graph: Graph, kept: dict[int, torch.Tensor]) -> None:
         store = self._ex.store
@@ -232,6 +235,13 @@ class Graphs:
                 if memory(new) != memory(old):
                     old.copy_(new)
                 store.entries[ref] = old
+            if ref not in store.watched:
+                store.entries.pop(ref, None)
+                graph.orphans[ref] = old
+            elif isinstance(new, torch.Tensor):
+                graph.orphans.pop(ref, None)
+            else:
+                graph.orphans[ref] = old
 
     def _single(self, step: Single, transfer: int) -> None:
         command = step.command
@@ -296,11 +306,3 @@ class Graphs:
         for argument, number in segment.holes[i]:
             args[argument] = numbers[number]
         return c.Call(call.template, call.out, tuple(args))
-
-
-def _shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor has the same memory."""
-    if not torch._C._has_storage(tensor):
-        return False
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's and this function's own

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -110,11 +111,15 @@ class Store:
         self.pending: dict[int, Pending] = {}
         #: sends under way: an in-place operation on their memory has to wait
         self.sending: list[tuple[Entry, Transfer]] = []
+        #: refs of graphs' outputs -> where they go if they are freed while others see their memory
+        self.watched: dict[int, dict[int, torch.Tensor]] = {}
         self._peak = 0  #: entries, since memory was last given back
 
     def free(self, first: int, distances: tuple[int, ...]) -> None:
         """Drops entries. A ref that was never written (its command failed to leave the master) is no error."""
         entries, ref = self.entries, first
+        if self.watched:
+            self._watch((first, *accumulate(distances, initial=first)))
         self._peak = max(self._peak, len(entries))
         entries.pop(ref, None)
         for distance in distances:
@@ -125,6 +130,13 @@ class Store:
             _trim(0)
         if self.pending:
             self.pending = {r: p for r, p in self.pending.items() if r in entries}
+
+    def _watch(self, refs: Iterable[int]) -> None:
+        for ref in refs:
+            orphans = self.watched.pop(ref, None)
+            tensor = self.entries.get(ref)
+            if orphans is not None and isinstance(tensor, torch.Tensor) and shared(tensor):
+                orphans[ref] = tensor
 
     def aliases(self, tensor: torch.Tensor) -> list[int]:
         """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
@@ -173,6 +185,14 @@ def made(entry: Entry) -> torch.Tensor | None:
 def memory(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory. What has no storage (a sparse tensor) shares with itself only."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else id(tensor)
+
+
+def shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has the same memory."""
+    if not torch._C._has_storage(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's and this function's own
 
 
 def wait_quietly(transfer: Transfer) -> None:

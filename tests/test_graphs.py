@@ -122,6 +122,30 @@ def test_an_output_that_others_see_gets_its_values_in_place() -> None:
     assert out.tolist() == [[20, 20], [20, 20]]
 
 
+def test_an_output_that_is_seen_through_a_view_only() -> None:
+    x = torch.zeros(4, device="node:0")
+
+    def step() -> torch.Tensor:
+        x.add_(1)
+        return x * 10
+
+    g, out = recorded(step)
+    g.replay()
+    first = out[:2]
+    parts = out.split(2)
+    lazy = out[3:]
+    del out
+    for i in range(1, 4):
+        if i > 1:
+            g.replay()
+        assert first.tolist() == parts[1].tolist() == [10.0 * i] * 2
+        assert i < 3 or lazy.tolist() == [10.0 * i]
+    del first, parts, lazy
+    before = torch.node.memory_allocated("node:0")
+    g.replay()
+    assert torch.node.memory_allocated("node:0") == before
+
+
 def test_a_dropped_output_is_not_kept() -> None:
     x = torch.zeros(1 << 16, device="node:0")
     g, (first, second) = recorded(lambda: (x + 1, x + 2))
