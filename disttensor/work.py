@@ -106,7 +106,7 @@ def fetch(tensor: torch.Tensor) -> Work:
     """Begins to copy a tensor from its node; returns at once. ``.result()`` of the Work is the local tensor.
 
     It holds what ``tensor`` holds now, whatever is written to that later, and has no gradient. Any number may be under
-    way. Raises TypeError for a local tensor, NodeLost.
+    way; those of one node come in order. Raises TypeError for a local tensor, NodeLost.
     """
     if not isinstance(tensor, DistributedTensor):
         raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
