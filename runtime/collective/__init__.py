@@ -1,0 +1,41 @@
+"""L3: collectives over any data channel, as functions that every rank that takes part calls. ``wire`` says how they
+talk and fail, ``choice`` which algorithm is used when."""
+
+from __future__ import annotations
+
+from .calls import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+    sendreceive,
+)
+from .choice import TABLE, Way, choose
+from .reduction import ReduceOp, check
+from .wire import IDS, LOST, Wire
+
+__all__ = [
+    "IDS",
+    "LOST",
+    "TABLE",
+    "ReduceOp",
+    "Way",
+    "Wire",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "check",
+    "choose",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "sendreceive",
+]

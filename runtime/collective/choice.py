@@ -1,0 +1,42 @@
+"""Which algorithm a collective uses: one table, by bytes and by the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Bytes of one message of a pipelined algorithm: long enough to hide what a message costs, short enough for caches.
+CHUNK = 512 << 10
+
+
+@dataclass(frozen=True)
+class Way:
+    """An algorithm; trees have a base."""
+
+    algorithm: str
+    base: int = 2
+    chunk: int = CHUNK
+
+
+_ALWAYS = 1 << 62
+
+#: collective -> (at most so many bytes, at most so many ranks, way); the first that fits.
+TABLE: dict[str, list[tuple[int, int, Way]]] = {
+    "all_reduce": [
+        (64 << 10, 2, Way("all")),
+        (64 << 10, _ALWAYS, Way("doubling")),
+        (1 << 20, _ALWAYS, Way("halving")),
+        (_ALWAYS, 8, Way("direct")),
+        (_ALWAYS, _ALWAYS, Way("ring")),
+    ],
+    "reduce": [(1 << 20, _ALWAYS, Way("tree", 2)), (_ALWAYS, 2, Way("tree", 2)), (_ALWAYS, _ALWAYS, Way("scatter"))],
+    "broadcast": [(1 << 20, _ALWAYS, Way("tree", 2)), (_ALWAYS, _ALWAYS, Way("tree", 1))],
+    "all_gather": [(_ALWAYS, 8, Way("direct")), (_ALWAYS, _ALWAYS, Way("ring"))],
+    "reduce_scatter": [(_ALWAYS, 8, Way("direct")), (_ALWAYS, _ALWAYS, Way("ring"))],
+}
+
+
+def choose(collective: str, nbytes: int, ranks: int) -> Way:
+    """The way of ``collective`` when the whole of it (all ranks' parts, where they differ) has ``nbytes``."""
+    return next(
+        (way for most, many, way in TABLE.get(collective, ()) if nbytes <= most and ranks <= many), Way("direct")
+    )

@@ -1,0 +1,126 @@
+"""Ranks as threads of this process, which take part in collectives over real channels."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
+from disttensor.runtime.channel.base import DataChannel
+from disttensor.runtime.channel.frame import EAGER
+from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
+
+#: Nothing here takes as long, seconds.
+LIMIT = 60.0
+
+CHANNELS = ("inproc", "tcp", "shm")
+_jobs = itertools.count()
+_bases = itertools.count(0, IDS)
+
+
+def connected(name: str, n: int) -> list[DataChannel]:
+    """Channels of the ranks 0 to n - 1."""
+    job = f"collectives {next(_jobs)}"
+    channels = [get_channel(name)(ChannelContext(rank, job, "127.0.0.1")) for rank in range(n)]
+    keys = {pair: os.urandom(32) for pair in itertools.combinations(range(n), 2)}
+    for me, one in enumerate(channels):
+        one.connect(
+            {
+                rank: PeerInfo(rank, other.address(), keys[min(me, rank), max(me, rank)])
+                for rank, other in enumerate(channels)
+                if rank != me
+            }
+        )
+    return channels
+
+
+class Ranks:
+    """Runs a function as every rank of a group. All connections are there from the start."""
+
+    def __init__(self, name: str, n: int) -> None:
+        self.channels = connected(name, n)
+        self.size = n
+        large = [torch.zeros(EAGER) for _ in range(n)]  # what is small is written by its caller, without a thread
+        self.results(lambda wire: all_to_all(wire, large, [torch.empty(EAGER) for _ in range(n)]))
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+
+    def outcomes(
+        self,
+        fn: Callable[[Wire], Any],
+        members: Sequence[int] | None = None,
+        poison: dict[int, tuple[int, int]] | None = None,
+        carry: torch.dtype | None = None,
+    ) -> list[Any]:
+        """What ``fn(wire)`` returned or raised on each rank, in the order of ``members``."""
+        members = list(range(self.size)) if members is None else members
+        base = next(_bases)
+        results: list[Any] = [TimeoutError("this rank hangs")] * len(members)
+
+        def rank(me: int) -> None:
+            try:
+                wire = Wire(
+                    self.channels[members[me]], members, me, base,
+                    blame=(members[me], 7), poison=(poison or {}).get(members[me]), carry=carry,
+                )  # fmt: skip
+                results[me] = fn(wire)
+            except Exception as error:
+                results[me] = error
+
+        threads = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(len(members))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        return results
+
+    def results(self, fn: Callable[[Wire], Any], **kwargs: Any) -> list[Any]:
+        """The same where all succeed."""
+        results = self.outcomes(fn, **kwargs)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers: sums of them are exact in every dtype."""
+    values = (torch.arange(numel) * 7 + rank * 3) % 5 + (0 if dtype is torch.bool else 1)
+    if dtype is torch.bool:
+        return values > 2
+    if dtype.is_complex:
+        return torch.complex(values.float(), values.float() - 3).to(dtype)
+    return values.to(dtype)
+
+
+def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """What torch makes of them in one process, in the order of ranks."""
+    stack = torch.stack(list(tensors))
+    match op:
+        case ReduceOp.SUM:
+            return stack.any(0) if stack.dtype is torch.bool else stack.sum(0, dtype=stack.dtype)
+        case ReduceOp.AVG:
+            return stack.mean(0)
+        case ReduceOp.PRODUCT:
+            return stack.all(0) if stack.dtype is torch.bool else stack.prod(0, dtype=stack.dtype)
+        case ReduceOp.MIN:
+            return stack.amin(0)
+        case ReduceOp.MAX:
+            return stack.amax(0)
+    total = stack[0].clone()
+    for tensor in stack[1:]:
+        match op:
+            case ReduceOp.BAND:
+                total &= tensor
+            case ReduceOp.BOR:
+                total |= tensor
+            case ReduceOp.BXOR:
+                total ^= tensor
+    return total
