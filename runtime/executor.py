@@ -134,7 +134,7 @@ class Executor:
         return self.seq if lanes is None else lanes.done()
 
     def close(self) -> None:
-        """Nothing more is done; what waits for a transfer waits until the channel is closed."""
+        """Ends what runs beside the receiving thread; what waits for a transfer waits until the channel is closed."""
         self._graphs.close()
         if self._lanes is not None:
             self._lanes.close()

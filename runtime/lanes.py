@@ -47,7 +47,7 @@ class Lanes:
 
     def put(self, lane: Lane, task: Task) -> None:
         """Queues a task and promises what it will put out."""
-        for ref, promise in task.outs:
+        for ref, promise in (*task.outs, *task.writes):
             if ref:
                 self.entries[ref] = promise
         if task.writes and self.store.sending:
@@ -151,7 +151,7 @@ class Lanes:
                 wait.wait()
             if poison is None:
                 for entry, transfer in task.sends:
-                    self.settle(entry, transfer, [values[ref] for ref in task.writes])
+                    self.settle(entry, transfer, [values[ref] for ref, _ in task.writes])
                 results = task.run(values) or ()
                 if len(results) != len(task.outs):
                     raise ProtocolError(f"{task.name} gave {len(results)} tensors, not the {len(task.outs)} expected")
@@ -162,6 +162,9 @@ class Lanes:
         if poison is None:
             for (ref, promise), value in zip(task.outs, results, strict=True):
                 promise.keep(value)
+                self._arrived.append((ref, promise))
+            for ref, promise in task.writes:
+                promise.keep(values[ref])
                 self._arrived.append((ref, promise))
         else:
             self._spoil(task, values, poison)
@@ -191,12 +194,12 @@ class Lanes:
             wait_quietly(transfer)
 
     def _spoil(self, task: Task, values: Values, poison: Poison) -> None:
-        for ref in task.writes:
+        for ref, _ in task.writes:
             target = values.get(ref)
             if isinstance(target, torch.Tensor):
                 self._tainted[memory(target)] = (poison, target)
                 self._spoiled.append((target, poison))
-        for ref, promise in task.outs:
+        for ref, promise in (*task.outs, *task.writes):
             promise.keep(poison)
             self._arrived.append((ref, promise))
         if task.spoil is not None:

@@ -52,7 +52,8 @@ class Task:
         run: gets the tensors of ``reads`` by ref, and gives what goes into ``outs``, in order: a tensor, None for what
             the operator gave none for, or Poison. Raises to fail.
         outs: what it will put out, by ref; a ref of 0 is nobody's.
-        writes: refs, of those in ``reads``, whose memory it writes: if it fails, all that shares it is poisoned.
+        writes: refs, of those in ``reads``, whose memory it writes. Each stands for a promise of the same tensor from
+            then on, so that what uses it later waits. If the task fails, all that shares the memory is poisoned.
         waits: what it waits for besides: events, transfers. That one of them fails, it fails with.
         spoil: called when it could not be done, with the cause.
         sends: sends under way when it was queued; it waits for those that read what it writes.
@@ -76,7 +77,7 @@ class Task:
         self.run = run
         self.reads = reads or {}
         self.outs = tuple(outs)
-        self.writes = writes
+        self.writes = tuple((ref, Promise()) for ref in writes)
         self.waits = waits
         self.spoil = spoil
         self.sends: list[tuple[Entry, Transfer]] = []

@@ -1,0 +1,114 @@
+"""Ends that meet a busy stream: of a session, of a node, of a wait. Nothing hangs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import same
+from stream_kit import held, hold, release, run_on, thread
+
+import disttensor as dt
+
+
+def held_up(stream: dt.Stream, name: str) -> None:
+    with contextlib.suppress(dt.DisttensorError):
+        run_on(stream, hold, name)
+
+
+@pytest.mark.parametrize("launcher", ["inproc", "local"])
+def test_the_end_of_a_session_with_a_busy_stream(launcher: str) -> None:
+    """An exception ends the block; what is queued is not done any more, and no thread stays."""
+    name = f"end-{launcher}"
+    threads: list[threading.Thread] = []
+
+    def end() -> None:
+        with dt.init_master_worker(nodes=2, launcher=launcher):
+            s, t = dt.Stream(0), dt.Stream(1)
+            x = torch.ones(3, device="node:0")
+            threads.append(thread(held_up, s, name))
+            assert dt.run(held, name, node=0)
+            with dt.stream(s):
+                y = x + 1
+            t.wait_stream(s)
+            with dt.stream(t):
+                y.to("node:1").mul_(2)
+            if launcher == "inproc":  # a thread of this process ends with what it is at
+                threads.append(thread(release, name))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        end()
+    for ending in threads:
+        ending.join()
+
+
+def test_a_node_with_a_busy_stream_is_lost() -> None:
+    def wait(stream: dt.Stream) -> None:
+        with pytest.raises(dt.NodeLost):
+            stream.synchronize()
+        waited.append(True)
+
+    waited: list[bool] = []
+    with dt.init_master_worker(nodes=2, threads=1):
+        s, t, u = dt.Stream(0), dt.Stream(1), dt.Stream(1)
+        kept = torch.ones(2, device="node:1")
+        holder = thread(held_up, s, "lost")
+        assert dt.run(held, "lost", node=0)
+        waiting = thread(wait, s)
+        t.wait_stream(s)
+        with dt.stream(t):
+            x = kept * 2
+        os.kill(int(dt.nodes()[0]["pid"]), signal.SIGKILL)
+        waiting.join()
+        holder.join()
+        assert waited == [True]
+        with dt.stream(u):
+            same(kept * 3, torch.full((2,), 3.0))
+        with pytest.raises(dt.NodeLost):
+            dt.Stream(0)
+        with pytest.raises(dt.NodeLost):
+            s.query()
+        same(x, torch.full((2,), 2.0))  # what was waited for will not come: that is an error, and the stream goes on
+        with pytest.raises(dt.RemoteError, match=r"BrokenError: .*rank 0[^$]* in test_a_node_with_a_busy_stream"):
+            t.synchronize()
+        t.synchronize()
+
+
+WAITS = ("s.synchronize()", "s.record_event().synchronize()", "y.cpu()", "dt.synchronize(0)", "y.sum().item()")
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c_ends_the_wait_for_a_stream(script: Callable[..., subprocess.CompletedProcess[str]], wait: str) -> None:
+    done = script(
+        f"""
+import os, signal
+import torch, disttensor as dt
+from stream_kit import hold, held, release, run_on, thread
+
+with dt.init_master_worker(nodes=1, threads=1):
+    s, t = dt.Stream(), dt.Stream()
+    with dt.stream(s):
+        x = torch.ones(2, device="node:0")
+    holder = thread(run_on, s, hold, "c")
+    run_on(t, held, "c")
+    with dt.stream(s):
+        y = x + 1
+    killer = thread(lambda: (run_on(t, len, "abc"), os.kill(os.getpid(), signal.SIGINT)))
+    try:
+        {wait}
+    except KeyboardInterrupt:
+        print("interrupted")
+    run_on(t, release, "c")
+    holder.join()
+    print(y.tolist())
+"""
+    )
+    assert done.stdout == "interrupted\n[2.0, 2.0]\n", done.stdout + done.stderr
+    assert done.returncode == 0
