@@ -7,10 +7,12 @@ then the executor looks.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -188,11 +190,23 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor has the same memory."""
+    """Whether another tensor that somebody holds has the same memory."""
     if not torch._C._has_storage(tensor):
         return False
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's and this function's own
+    uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 2  # the tensor's and this function's own
+    if uses == 1 and tensor._base is not None:
+        return _held(tensor) > _HELD
+    return uses > 0
+
+
+def _held(view: torch.Tensor) -> int:
+    """How many hold what a tensor is a view of: views do, and so do names in Python."""
+    base: Any = view._base
+    return int(base._use_count()) + sys.getrefcount(base)
+
+
+#: The same if only that view does.
+_HELD = _held(torch.empty(1)[:])
 
 
 def wait_quietly(transfer: Transfer) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disttensor.runtime.bindings import binding
+from disttensor.runtime.engines import fitness, listing, tracing
+from disttensor.runtime.engines.builder import Build, Builder
+from disttensor.runtime.engines.choice import Choice
+from disttensor.runtime.engines.registry import ENGINES
+from disttensor.runtime.interpreter import Interpreter
 from disttensor.runtime.program import Line, Num, Program, Reg
 from disttensor.runtime.store import memory
 from disttensor.runtime.template import tensors_of
@@ -108,3 +115,37 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         torch.empty(0, dtype=t.dtype).set_(memories[memory(t)], t.storage_offset(), t.shape, t.stride())
         for t in tensors
     ]
+
+
+class Here(Builder):
+    """Builds at once, and in this process: the library is the traced program itself, run by eager."""
+
+    def build(self, text: str) -> Build:
+        build = Build(text, "", 1)
+        try:
+            program, given = listing.parse(text)
+            with FakeTensorMode():
+                plan = fitness.Analysis(program, given).plan
+            module = tracing.Traced(program, given, plan)
+            with torch.random.fork_rng():  # examples of draws are drawn
+                tracing.check(module, tracing.examples(given, plan, program))
+            build.plan = json.loads(json.dumps(plan.plain()))
+            build.library = lambda: lambda arguments: list(module(*arguments))  # type: ignore[method-assign]
+        except listing.Unfit as e:
+            build.why = str(e)
+        build.done.set()
+        BUILT.append(build.why)
+        return build
+
+
+#: Why each program that this process has built stays with the interpreter; "" if it does not.
+BUILT: list[str] = []
+
+
+def built() -> list[str]:
+    return BUILT
+
+
+def trace_on_nodes() -> None:
+    """For dt.run: makes "inductor" the traced form on this node, which needs no C++ compiler, and no time."""
+    ENGINES["inductor"] = lambda program, builder: Choice(program, Interpreter(program), "auto", Here())

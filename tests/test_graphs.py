@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor import state
+from disttensor.runtime.store import shared
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -274,3 +275,21 @@ def test_a_block_that_fails_records_nothing() -> None:
     assert x.tolist() == [2, 2]
     with pytest.raises(dt.GraphError, match="has a recording"), dt.graph(g):
         pass
+
+
+def test_a_view_of_what_nobody_sees_is_not_shared() -> None:
+    """A replay's output of that kind is put in the place of the last one's; one that is shared has to be copied."""
+    base = torch.randn(3, 4)
+    view = base.t()
+    assert shared(view)
+    assert shared(base)
+    del base
+    assert not shared(view)
+    other = view[0]
+    assert shared(view)
+    del other
+    base = view._base
+    assert shared(view)
+    del base
+    assert not shared(view)
+    assert not shared(torch.ones(3).to_sparse())
