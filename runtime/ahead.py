@@ -72,7 +72,7 @@ class Ahead:
         executor, early = self._executor, self._executor.early
         try:
             size = codec.dtype_of(command.dtype).itemsize * math.prod(command.shape)
-            if early and size + sum(p.tensor.nbytes for p in early.values() if isinstance(p, Pending)) > AHEAD:
+            if early and size + sum(p.nbytes for p in early.values() if isinstance(p, Pending)) > AHEAD:
                 return False
             early[command.transfer] = executor.receive(command)
         except Exception as e:  # told when its turn has come

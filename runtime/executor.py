@@ -6,6 +6,7 @@ A command that reads poison is skipped and passes the poison on.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 
 from . import codec
 from . import command as c
-from .channel.base import DataChannel, PeerInfo, Transfer
+from .channel.base import Arrival, DataChannel, PeerInfo, Transfer
 from .dealer import Dealer
 from .errors import DisttensorError, ProtocolError
 from .failure import MAX_NAME, MAX_TEXT, attempt, position, replayed
@@ -295,16 +296,19 @@ class Executor:
         """Begins it, and gives what stands for the tensor."""
         dtype = codec.dtype_of(command.dtype)
         codec.check_shape(command.shape, dtype.itemsize)
+        shape, peer, transfer = command.shape, command.peer, command.transfer
         try:
             device = self.device(command.device)
-            tensor = self.channel.empty(command.shape, dtype)
+            if device.type == "cpu":
+                arrival = self.channel.iarrive(shape, dtype, peer, transfer)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                arrival = Arrival(self.channel.irecv(tensor, peer, transfer), lambda: tensor)
         except Exception:
             # the bytes come all the same: into a tensor that they don't fit, so that they are dropped
-            self.channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)
+            self.channel.irecv(torch.empty(0, dtype=torch.uint8), peer, transfer)
             raise
-        if device.type != "cpu":
-            tensor = tensor.to(device)
-        return Pending(tensor, self.channel.irecv(tensor, command.peer, command.transfer), command.peer)
+        return Pending(arrival, peer, math.prod(shape) * dtype.itemsize, str(device))
 
     def _run(self, command: c.Run) -> None:
         self.store.settle(None)  # the function may write what is being sent

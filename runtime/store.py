@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .channel.base import Transfer
+from .channel.base import Arrival, Transfer
 from .channel.ticket import Ticket
 from .errors import ChannelError, PoisonedError
 
@@ -46,10 +46,11 @@ Tell = Callable[[Exception], Poison]  #: tells the master of a failure
 class Pending:
     """Stands for a tensor that a transfer is filling."""
 
-    def __init__(self, tensor: torch.Tensor, transfer: Transfer, peer: int) -> None:
-        self.tensor = tensor
+    def __init__(self, transfer: Arrival, peer: int, nbytes: int, device: str = "cpu") -> None:
         self.transfer = transfer
         self.peer = peer
+        self.nbytes = nbytes
+        self.device = device
         self._value: Value | None = None
         self._lock = threading.Lock()
 
@@ -60,7 +61,7 @@ class Pending:
         """Waits for it. That it failed is told once, whoever asks first."""
         error: ChannelError | None = None
         try:
-            self.transfer.wait()
+            tensor = self.transfer.tensor
         except ChannelError as e:
             error = e
         with self._lock:
@@ -68,8 +69,13 @@ class Pending:
                 if isinstance(error, PoisonedError):
                     self._value = Poison(error.rank, error.seq)
                 else:
-                    self._value = self.tensor if error is None else tell(error)
+                    self._value = tensor if error is None else tell(error)
             return self._value
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What has come, once somebody has asked for the result."""
+        return self._value if isinstance(self._value, torch.Tensor) else None
 
 
 class Unmade:
@@ -166,6 +172,9 @@ class Store:
         count = 0
         for entry in list(self.entries.values()):  # at once: the thread that asks may not be the one that writes
             tensor = made(entry)
+            if isinstance(entry, Pending) and tensor is None and device in (None, entry.device):
+                count += 1
+                storages[id(entry)] = entry.nbytes
             if tensor is None or (device is not None and str(tensor.device) != device):
                 continue
             count += 1
@@ -179,7 +188,7 @@ class Store:
 
 
 def made(entry: Entry) -> torch.Tensor | None:
-    """The tensor that an entry is, or will be when its transfer has ended."""
+    """The tensor that an entry is, or stands for if that is there."""
     tensor = entry.tensor if isinstance(entry, Pending) else entry.value if isinstance(entry, Promise) else entry
     return tensor if isinstance(tensor, torch.Tensor) else None
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from .base import Capabilities
+import torch
+
+from .base import Arrival, Capabilities
 from .sharing import Sharing
 from .tcp import TcpChannel
 
@@ -19,6 +21,11 @@ class ShmChannel(TcpChannel):
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, same_host=True)
+
+    def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
+        """The tensor is where the sender's copy is, if that is in shared memory."""
+        ticket = self._peer(peer, transfer).arrive(shape, dtype, transfer)
+        return Arrival(ticket, lambda: ticket.tensor)
 
     def _sharing(self) -> Sharing:
         return Sharing()

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import BrokenError, ClosedError
-from .base import Arrival, Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
+from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from .handshake import Hello, answer
 from .pool import WarmPool
 from .sharing import Sharing
@@ -84,10 +84,6 @@ class TcpChannel(DataChannel):
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         return self._peer(peer, transfer).receive(tensor, transfer)
 
-    def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
-        ticket = self._peer(peer, transfer).arrive(shape, dtype, transfer)
-        return Arrival(ticket, lambda: ticket.tensor)
-
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
         self._peer(peer, transfer).poison(transfer, rank, seq)
 
@@ -147,7 +143,7 @@ class TcpChannel(DataChannel):
             raise ValueError(f"rank {rank} is not a peer of rank {self._context.rank}; known: {known}") from None
 
     def _sharing(self) -> Sharing | None:
-        """What carries large payloads beside the socket."""
+        """For shm: what carries large payloads beside the socket."""
         return None
 
     def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> bool:

@@ -230,12 +230,13 @@ class Reader:
             if shared is not None:
                 self._take(frame, entry, shared, what)
                 return
-            if entry.tensor is None:
-                entry.tensor = entry.ticket.tensor = peer.empty(*entry.form)
-                entry.view = byte_view(entry.tensor)
-            view, arrived = entry.view, entry.tensor
+            target = entry.tensor if entry.tensor is not None else self._make(entry, what)
+            if target is None:
+                self._inbound.skip(frame.nbytes)
+                return
+            view, arrived = entry.view, target
             if view is None:
-                arrived = scratch(entry.tensor)
+                arrived = scratch(target)
                 view = byte_view(arrived)
             if len(view) != frame.nbytes:
                 raise ProtocolError(f"it has {frame.nbytes} bytes instead of {len(view)}")
@@ -247,13 +248,24 @@ class Reader:
             ticket.fail(kind, f"{what} broke off: {why}")
             raise
         peer.unclaim()
-        if arrived is not entry.tensor:
+        if arrived is not target:
             try:
-                store(entry.tensor, arrived)
+                store(target, arrived)
             except Exception as error:  # such as a tensor whose elements overlap: the connection is fine
                 ticket.fail(BrokenError, f"{what} arrived, but rank {peer.me} cannot store it: {error}")
                 return
         ticket.finish()
+
+    def _make(self, entry: Receive, what: str) -> torch.Tensor | None:
+        """Memory for what was received without any. None, and the transfer has failed, if there is none."""
+        try:
+            made = entry.ticket.tensor = self._peer.empty(*entry.form)
+            entry.view = byte_view(made)
+        except Exception as error:
+            self._peer.unclaim()
+            entry.ticket.fail(BrokenError, f"{what}: rank {self._peer.me} has no memory for it: {error}")
+            return None
+        return made
 
     def _probed(self, frame: Frame) -> None:
         sharing = self._peer.sharing
