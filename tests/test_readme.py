@@ -26,12 +26,21 @@ def python(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+SHOWN = re.compile(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n)+)", re.DOTALL)
+
+
 @pytest.mark.parametrize("flags", [[], ["-O"]], ids=["plain", "-O"])
 def test_the_first_program(flags: list[str], tmp_path: Path) -> None:
     """Pasted into a file of its own it prints what stands below it."""
-    program, shown = re.search(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n)+)", README, re.DOTALL).groups()
+    program, shown = SHOWN.search(README).groups()
     (tmp_path / "first.py").write_text(program)
     assert python(*flags, "first.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
+def test_the_streams_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/STREAMS.md").read_text()).groups()
+    (tmp_path / "streams.py").write_text(program)
+    assert python("streams.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
 def test_links_lead_somewhere() -> None:

@@ -179,8 +179,8 @@ ordinary = settings(
 
 
 @pytest.mark.usefixtures("session")
-@settings(ordinary, max_examples=30)
-@given(st.lists(STEPS, max_size=40))
+@settings(ordinary, max_examples=20)
+@given(st.lists(STEPS, max_size=30))
 def test_random_programs_over_streams(program: list[Step]) -> None:
     check(program)
 
