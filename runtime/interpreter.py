@@ -6,6 +6,7 @@ One line of source per line of the program, so that a traceback tells which one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count
 from types import FunctionType, TracebackType
 from typing import Any
@@ -18,7 +19,11 @@ from .program import Line, Num, Program, Reg, operands
 from .template import tensors_of
 
 #: The first line's line in the source.
-_FIRST = 4
+_FIRST = 5
+#: Goes past what autograd has between Python and a kernel: nothing records here, and versions count for nobody. That
+#: is a tenth of a launch-bound step, and views don't keep the tensors alive that they are of. Not for operators of
+#: libraries: what they do inside may want autograd.
+_below: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 class Interpreter:
@@ -45,7 +50,8 @@ class Interpreter:
 
 def source_of(program: Program) -> tuple[str, dict[str, Any]]:
     """The text of a function ``run(inputs, numbers)``, and the names that it uses."""
-    names: dict[str, Any] = {"flat": tensors_of}
+    plain = all(line.op.namespace in ("aten", "prims") for line in program.lines)
+    names: dict[str, Any] = {"flat": tensors_of, "guard": _below if plain else nullcontext}
     known: dict[Any, str] = {}
     number = count()
 
@@ -83,6 +89,7 @@ def source_of(program: Program) -> tuple[str, dict[str, Any]]:
         "def run(inputs, numbers):",
         f"    {_unpack([f'r{r}' for r in program.inputs])} = inputs",
         "    " + ("; ".join(f"n{i} = numbers[{i}]" for i in used) or "pass"),
+        "    with guard():",
     ]
     for i, line in enumerate(program.lines):
         args = [text(a) for a in line.args] + [f"{k}={text(v)}" for k, v in line.kwargs.items()]
@@ -90,8 +97,8 @@ def source_of(program: Program) -> tuple[str, dict[str, Any]]:
         if line.outs:
             outs = [f"r{r}" for r in line.outs]
             call = f"{outs[0]} = {call}" if line.single else f"{_unpack(outs)} = {_whole(line, call)}"
-        lines.append(f"    {call}" + (f"; del {', '.join(dying[i])}" if i in dying else ""))
-    lines.append(f"    return [{', '.join(f'r{r}' for r in program.outputs)}]\n")
+        lines.append(f"        {call}" + (f"; del {', '.join(dying[i])}" if i in dying else ""))
+    lines.append(f"        return [{', '.join(f'r{r}' for r in program.outputs)}]\n")
     return "\n".join(lines), names
 
 

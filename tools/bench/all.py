@@ -21,7 +21,7 @@ if __name__ == "__main__":
     python = platform.python_version()
     print(f"{date.today()}, {platform.machine()}, {cores} cores, Python {python}, torch {torch.__version__}")
     failed = []
-    for name in ("dispatch", "fetch", "step", "launch", "node_copy", "overlap", "start"):
+    for name in ("dispatch", "fetch", "step", "launch", "graph", "node_copy", "overlap", "start"):
         print(f"\n--- {name}", flush=True)
         if subprocess.run([sys.executable, str(HERE / f"{name}.py")]).returncode:
             failed.append(name)
