@@ -26,7 +26,7 @@ from .runtime.route import Route, route
 from .scalars import Number
 from .site import here
 
-ENGINES = ("interpreter", "inductor", "auto")
+ENGINES = ("interpreter", "inductor", "cudagraph", "auto")
 
 
 class Graph:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +94,7 @@ class Graphs:
         if make is None:
             raise ProtocolError(f"there is no engine {command.engine!r}; there are {', '.join(ENGINES)}")
         parts = self._parts.pop(command.graph, _Parts())
-        self._graphs[command.graph] = graph = self._build(parts, command, partial(make, builder=self._builder))
+        self._graphs[command.graph] = graph = self._build(parts, command, lambda p: make(p, self._builder))
         for ref in command.outputs:
             self._ex.store.entries[ref] = Unmade()
             self._ex.store.watched[ref] = graph.orphans
@@ -205,8 +204,10 @@ class Graphs:
             ex.at = -1
         for ref in graph.inputs:
             entries.pop(ref, None)
+        static = graph.returned and any([type(s) is Segment and s.engine.static for s in graph.steps])
         for ref, new in zip(graph.returned, command.outputs, strict=True):
-            entries[new] = entries.pop(ref)
+            result = entries.pop(ref)
+            entries[new] = result.clone() if static and isinstance(result, torch.Tensor) else result
         self._end(graph, kept)
 
     def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:

@@ -29,6 +29,8 @@ _below: Any = torch._C._AutoDispatchBelowADInplaceOrView
 class Interpreter:
     """An Engine."""
 
+    static = False
+
     def __init__(self, program: Program) -> None:
         self._program = program
         self.source, names = source_of(program)

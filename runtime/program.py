@@ -56,6 +56,10 @@ class Program:
 class Engine(Protocol):
     """Runs one program. Made once per program, used by one thread at a time."""
 
+    @property
+    def static(self) -> bool:
+        """Whether the outputs are the same tensors each time, with new values."""
+
     def run(self, inputs: Sequence[torch.Tensor], numbers: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Does all lines; gives the outputs. Inputs may share memory with each other, and are written in place where
         lines do so. What lines raise comes through."""

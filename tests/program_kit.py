@@ -112,7 +112,9 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     for t in tensors:
         memories.setdefault(memory(t), t.untyped_storage().clone())
     return [
-        torch.empty(0, dtype=t.dtype).set_(memories[memory(t)], t.storage_offset(), t.shape, t.stride())
+        torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            memories[memory(t)], t.storage_offset(), t.shape, t.stride()
+        )
         for t in tensors
     ]
 

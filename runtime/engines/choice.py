@@ -26,6 +26,8 @@ class Choice:
     ``engine``: "inductor" takes the compiled form whenever it is there; "auto" only if it has been the faster one.
     """
 
+    static = False
+
     def __init__(self, program: Program, plain: Engine, engine: str, builder: Builder) -> None:
         self._program, self._plain, self._engine, self._builder = program, plain, engine, builder
         self._build: Build | None = None
