@@ -26,6 +26,7 @@ from . import (
     generators,
     handlers,
     identity,
+    linear,
     local,
     optimizers,
     state,
@@ -158,4 +159,4 @@ def _to_copy(
     return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
 
 
-__all__ = ["handlers", "register"]
+__all__ = ["handlers", "linear", "register"]

@@ -74,7 +74,7 @@ def test_one_command_and_no_reply(name: str, x: torch.Tensor) -> None:
     kept = [program(x), program(x)]
     counter = Counter()
     kept.append(program(x))
-    extra = {"linear": 2, "factory": 1, "randn": 1}.get(name, 0)  # two views; the memory
+    extra = {"linear": 1, "factory": 1, "randn": 1}.get(name, 0)  # a view; the memory
     assert counter.commands == 1 + extra
     assert counter.reports == 0
     del kept
