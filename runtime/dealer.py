@@ -16,10 +16,11 @@ from . import codec
 from . import command as c
 from .channel.base import Transfer
 from .channel.ticket import Ticket
+from .cuda import CudaLane, CudaMark, keep_for_default
 from .errors import ProtocolError
 from .lanes import Lanes
-from .store import Entry, Later, Poison, Promise
-from .streams import Lane, Mark, Results, Run, Task, Values, when_all
+from .store import Entry, Later, Poison, Promise, made
+from .streams import Lane, Results, Run, Task, Values, when_all
 from .template import Template, tensors_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Dealer(Lanes):
             c.Ask: self._ask,
             c.Send: self._send,
             c.Recv: self._recv,
-            c.Run: self._run,
+            c.Run: self._function,
             c.Seed: self._seed,
             c.Random: self._random,
             c.Keep: self._keep,
@@ -64,7 +65,7 @@ class Dealer(Lanes):
             if lane is None:
                 raise ProtocolError(f"stream {command.stream} is unknown")
             self._make[type(command.command)](lane, command.command)
-        elif type(command) is c.Call and not self._lately and not self.default.order:
+        elif type(command) is c.Call and not (self._lately or self.default.order or self.cuda):
             self._inline(command)
         elif type(command) in self._make:
             self._lately = max(0, self._lately - 1)
@@ -91,11 +92,13 @@ class Dealer(Lanes):
                 for lane in self._all:
                     lane.twins.clear()
             case c.Sync():
-                self.when_done(lambda: executor.emit(c.Done(command.request)))
+                self.when_done(lambda: executor.synchronized(command))
             case c.Memory():
                 self.when_done(lambda: executor.memory(command))
             case c.Signal():
                 self._signal(command)
+            case c.Join():
+                self._join(command)
             case c.Default() | c.Part() | c.Graph() | c.Replay() | c.Discard():  # these concern all streams
                 self.wait_for_all()
                 executor.other(command)
@@ -104,8 +107,8 @@ class Dealer(Lanes):
 
     def stream(self, command: c.Stream) -> None:
         """Makes a stream."""
-        self.executor.device(command.device)
-        lane = self.lane(str(command.ref))
+        device, name = self.executor.device(command.device), str(command.ref)
+        lane = self.cuda_lane(name, device, command.priority) if device.type == "cuda" else self.lane(name)
         self._users[command.ref] = self.entries[command.ref] = lane
         self._lately = LATELY
 
@@ -115,11 +118,19 @@ class Dealer(Lanes):
         if self._users or self.busy():
             return False
         self.drain()
-        return not self._taints
+        if self._taints:
+            return False
+        if self.cuda:
+            for tensor in filter(None, map(made, self.entries.values())):
+                keep_for_default(tensor)
+        return True
 
     def _let_go(self) -> None:
         for ref in [ref for ref in self._users if ref not in self.entries]:
-            self._users.pop(ref).end()
+            lane = self._users.pop(ref)
+            if isinstance(lane, CudaLane):
+                self._task(lane, "Stream", _joins(lane))
+            lane.end()
 
     def _inline(self, call: c.Call) -> None:
         """The default stream, by the receiving thread."""
@@ -191,7 +202,7 @@ class Dealer(Lanes):
     def _answers(self, request: int) -> Callable[[Poison], None]:
         return lambda poison: self.executor.emit(c.Poisoned(request, poison.rank, poison.seq))
 
-    def _run(self, lane: Lane, command: c.Run) -> None:
+    def _function(self, lane: Lane, command: c.Run) -> None:
         executor = self.executor
         job = executor.functions.claim(command)
         sends = list(self.store.sending)
@@ -225,23 +236,32 @@ class Dealer(Lanes):
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def _record(self, lane: Lane, command: c.Record) -> None:
-        mark = self.entries[command.ref] = Mark()
+        mark = self.executor.events.new(command)
         # what arrives for the default stream holds nothing up but what uses it; here it counts
         arriving = [p.transfer for p in self.store.pending.values()] if lane is self.default else []
         self._task(lane, "Record", lambda values: when_all(arriving, mark.reach), spoil=lambda _: mark.reach())
 
     def _wait(self, lane: Lane, command: c.Wait) -> None:
-        mark = self.executor.mark(command.ref)
+        mark = self.executor.events[command.ref]
         if not mark.is_completed():
             self._task(lane, "Wait", _nothing, waits=[mark])
 
     def _await(self, lane: Lane, command: c.Await) -> None:
-        self._task(lane, "Wait", _nothing, waits=[self.executor.arrival(command)])
+        self._task(lane, "Wait", _nothing, waits=[self.executor.events.arrival(command)])
 
     def _signal(self, command: c.Signal) -> None:
         self._to_peer(
-            command.peer, command.transfer, torch.empty(0, dtype=torch.uint8), [self.executor.mark(command.ref)]
+            command.peer, command.transfer, torch.empty(0, dtype=torch.uint8), [self.executor.events[command.ref]]
         )
+
+    def _join(self, command: c.Join) -> None:
+        mark, done = self.executor.events[command.ref], partial(self.executor.emit, c.Done(command.request))
+        if not isinstance(mark, CudaMark):
+            mark.add_done_callback(done)
+        else:  # in a thread of its own, for it calls nobody
+            lane = self.lane("join")
+            self._task(lane, "Join", lambda values: done(), waits=[mark])
+            lane.end()
 
     # ---- transfers -------------------------------------------------------------------------------------------------
 
@@ -250,7 +270,7 @@ class Dealer(Lanes):
         entry = self.entries.get(command.ref)
         waiting = isinstance(entry, Later) and not entry.is_completed()
         peer = self._peers.get(command.peer)
-        if entry is None or not (lane.order or waiting or (peer is not None and peer.order)):
+        if entry is None or not (lane.order or waiting or self.cuda or (peer is not None and peer.order)):
             self.executor.other(command)
         elif not lane.order:
             self._to_peer(command.peer, command.transfer, entry)
@@ -285,6 +305,10 @@ class Dealer(Lanes):
         if lane is not self.default:  # which goes on until something uses the tensor
             self.store.pending.pop(command.out, None)
             self._task(lane, "transfer", _nothing, [command.out])
+
+
+def _joins(lane: CudaLane) -> Run:
+    return lambda values: lane.join_default()
 
 
 def _nothing(values: Values) -> Results:

@@ -15,15 +15,15 @@ import torch
 
 from . import codec
 from . import command as c
-from .channel.base import Arrival, DataChannel, PeerInfo, Transfer
+from .channel.base import Arrival, DataChannel, PeerInfo
 from .dealer import Dealer
 from .errors import DisttensorError, ProtocolError
+from .events import Events
 from .failure import MAX_NAME, MAX_TEXT, attempt, position, replayed
 from .functions import Functions
 from .graphs import Graphs
 from .ops import AllowList
 from .store import Later, Pending, Poison, Store, Unmade, memory
-from .streams import Mark, when_all
 from .template import Broken, Template
 
 
@@ -52,6 +52,9 @@ class Executor:
         self.templates: dict[int, Template] = {}
         self._allow = allow
         self._simulate_cuda = simulate_cuda
+        self.cuda = not simulate_cuda and torch.cuda.is_available()
+        self._devices: set[int] = set()  #: indices of CUDA devices that the master has named
+        self.events = Events(self)
         self._lanes: Dealer | None = None
         self._beside = False  #: there are streams
         self._results: dict[int, list[torch.Tensor]] = {}
@@ -194,26 +197,17 @@ class Executor:
                 store.entries[command.ref] = self.generator(command.device)
             case c.Sync():
                 self._settle_all()
-                self.emit(c.Done(command.request))
+                self.synchronized(command)
             case c.Memory():
                 self.memory(command)
             case c.Storage():
                 self.storage(command.request, self._tensor(command.ref))
-            case c.Stream() | c.Wait() | c.Signal() | c.Await():
+            case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join():
                 self._lanes = Dealer(self)
                 self._beside = True
                 self._lanes.do(command)
-            case c.Record():
-                mark = store.entries[command.ref] = Mark()
-                when_all([p.transfer for p in store.pending.values()], mark.reach)
-            case c.Query():
-                self.emit(c.Answer(command.request, self.mark(command.ref).is_completed()))
-            case c.Elapsed():
-                first, second = self.mark(command.first), self.mark(command.second)
-                both = first.is_completed() and second.is_completed()
-                self.emit(c.Answer(command.request, second.since(first) if both else None))
-            case c.Join():
-                self.mark(command.ref).add_done_callback(lambda: self.emit(c.Done(command.request)))
+            case c.Record() | c.Query() | c.Elapsed():
+                self.events.do(command)
             case c.Replay():
                 self._graphs.replay(command)
             case c.Part():
@@ -239,6 +233,8 @@ class Executor:
             if (device.index or 0) >= self._simulate_cuda:
                 raise RuntimeError(f"node {self.rank} has {self._simulate_cuda} simulated CUDA devices, not {name}")
             return torch.device("cpu")
+        if device.type == "cuda":
+            self._devices.add(device.index or 0)
         return device
 
     def _ask(self, command: c.Ask) -> None:
@@ -321,6 +317,12 @@ class Executor:
             self._results[command.request] = tensors
         self.emit(c.Result(command.request, data, geometries))
 
+    def synchronized(self, command: c.Sync) -> None:
+        """The answer to a Sync, when all is done but what CUDA devices are still at."""
+        for index in sorted(self._devices):
+            torch.cuda.synchronize(index)
+        self.emit(c.Done(command.request))
+
     def random(self, command: c.Random) -> None:
         if command.state:
             _set_generator(self.device(command.device), torch.frombuffer(bytearray(command.state), dtype=torch.uint8))
@@ -342,17 +344,6 @@ class Executor:
     def storage(self, request: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.emit(c.Answer(request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()}"))
-
-    def mark(self, ref: int) -> Mark:
-        """The event under ``ref``. Raises KeyError, ProtocolError."""
-        mark = self.store.entries[ref]
-        if not isinstance(mark, Mark):
-            raise ProtocolError(f"ref {ref} is no event")
-        return mark
-
-    def arrival(self, command: c.Await) -> Transfer:
-        """The transfer that a peer's Signal ends."""
-        return self.channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import cuda
 from .channel.base import Transfer
 from .channel.ticket import Ticket
 from .errors import ProtocolError
@@ -35,6 +36,7 @@ class Lanes:
         self.store = executor.store
         self.entries = executor.store.entries
         self.closed = False
+        self.cuda = executor.cuda
         self._all: list[Lane] = []
         #: what has come to be since the store was last written
         self._arrived: deque[tuple[int, Pending | Promise]] = deque()
@@ -127,8 +129,17 @@ class Lanes:
 
     def lane(self, name: str) -> Lane:
         """A new lane. ``name`` is for its thread."""
-        lane = Lane(f"{self.executor.rank}-{name}", self.perform, self._after)
-        self._all = [*(old for old in self._all if old.alive), lane]  # anew, for other threads look through it
+        return self._add(Lane(f"{self.executor.rank}-{name}", self.perform, self._after))
+
+    def cuda_lane(self, name: str, device: torch.device, priority: int) -> Lane:
+        """A new lane that issues to a CUDA stream."""
+        return self._add(cuda.CudaLane(device, priority, f"{self.executor.rank}-{name}", self.perform, self._after))
+
+    def _add(self, lane: Lane) -> Lane:
+        self._all = [
+            *(old for old in self._all if old.order or not old.ended),
+            lane,
+        ]  # anew, for other threads look through it
         return lane
 
     def busy(self) -> list[Lane]:
@@ -148,11 +159,11 @@ class Lanes:
                 raise _Closed
             poison = self._gather(task, values, partial(self.tell, task.seq, "transfer"))
             for wait in task.waits:
-                wait.wait()
+                cuda.wait(lane, wait)
             if poison is None:
                 for entry, transfer in task.sends:
                     self.settle(entry, transfer, [values[ref] for ref, _ in task.writes])
-                results = task.run(values) or ()
+                results = self._run(lane, task, values)
                 if len(results) != len(task.outs):
                     raise ProtocolError(f"{task.name} gave {len(results)} tensors, not the {len(task.outs)} expected")
         except _Closed:
@@ -169,6 +180,14 @@ class Lanes:
         else:
             self._spoil(task, values, poison)
         values.clear()
+
+    def _run(self, lane: Lane, task: Task, values: Values) -> Sequence[Value | None]:
+        if not self.cuda:
+            return task.run(values) or ()
+        results: Sequence[Value | None] = ()
+        with cuda.on(lane, iter(values.values()), lambda: [*results, *(values[ref] for ref, _ in task.writes)]):
+            results = task.run(values) or ()
+        return results
 
     def _gather(self, task: Task, values: Values, tell: Callable[[Exception], Poison]) -> Poison | None:
         """Waits for what a task reads; gives the poison that is among it."""

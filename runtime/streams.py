@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ import torch
 from .channel.base import Transfer
 from .channel.ticket import Ticket
 from .store import Entry, Other, Poison, Promise, Value
+
+#: Seconds for which a thread waits for its lane's next task.
+LINGER = 0.2
 
 Values = dict[int, Any]  #: of what a task reads, by ref: tensors
 Results = Sequence[Value | None] | None
@@ -84,7 +87,7 @@ class Task:
 
 
 class Lane(Other):
-    """A stream of a CPU, or what sends to one peer. Its thread starts with its first task, and ends after ``end``."""
+    """A stream, or what sends to one peer. It has a thread while it has something to do, and a little longer."""
 
     def __init__(self, name: str, perform: Callable[[Lane, Task], None], done: Callable[[Lane], None]) -> None:
         self.name = name
@@ -93,12 +96,13 @@ class Lane(Other):
         #: of the task that is being done; templates' closures for this lane read it
         self.values: Values = {}
         self.twins: dict[Any, Any] = {}  #: those closures, by template
+        self.count = 0  #: tasks done
+        self.ended = False
         self._perform = perform
         self._done = done
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._ended = False
-        self.count = 0  #: tasks done
+        self._starting = threading.Lock()  #: held while a thread is started, or decides to end
 
     def __repr__(self) -> str:
         return f"<Lane {self.name} queued={len(self.order)}>"
@@ -106,38 +110,42 @@ class Lane(Other):
     def put(self, task: Task) -> None:
         """Queues a task. Called by one thread only."""
         self.order.append(task)
-        self._queue.put(task)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"disttensor-lane-{self.name}", daemon=True)
-            self._thread.start()
+        with self._starting:
+            self._queue.put(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=f"disttensor-lane-{self.name}", daemon=True)
+                self._thread.start()
 
     def end(self) -> None:
-        """Its thread ends when everything that is queued is done."""
-        if not self._ended:
-            self._ended = True
-            self._queue.put(None)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it may have something to do, now or later."""
-        return not self._ended or bool(self.order)
+        """Nothing will be queued any more: its thread ends as soon as everything is done."""
+        self.ended = True
+        self._queue.put(None)
 
     def join(self, timeout: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout)
+        """Waits for the end of its thread."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)
-        while True:
-            task = self._queue.get()
-            if task is None:
-                return
+        while (task := self._next()) is not None:
             try:
                 self._perform(self, task)
             finally:
                 del task  # it keeps tensors alive
                 self.order.popleft()
                 self._done(self)
+
+    def _next(self) -> Task | None:
+        try:
+            return self._queue.get(timeout=LINGER)
+        except Empty:
+            with self._starting:
+                if self._queue.empty():
+                    self._thread = None
+                    return None
+        return self._queue.get()
 
 
 def when_all(tickets: Iterable[Transfer], then: Callable[[], None]) -> None:

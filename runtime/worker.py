@@ -110,7 +110,8 @@ class Worker:
         return 0
 
     def _emit(self, reply: c.Reply) -> None:
-        self._replies.append(reply)
+        with self._telling:
+            self._replies.append(reply)
         if type(reply) in _AWAITED:
             self._flush()
 
