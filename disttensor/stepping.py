@@ -116,11 +116,16 @@ class Steps:
                 else:
                     group[key] = _plain(value)
         by: dict[int, list[torch.Tensor]] = {}
-        for counter in self._counters.values():
-            with torch.no_grad():
+        with torch.no_grad():
+            for kept, before in self._before.values():  # of a step that failed in the middle, perhaps
+                if isinstance(kept, torch.Tensor) and before is not None and not kept.dim():
+                    kept.fill_(before)
+            for counter in self._counters.values():
                 counter.tensor.fill_(counter.start)
+        for counter in self._counters.values():
             if counter.steps:
                 by.setdefault(counter.steps, []).append(counter.tensor)
+        self._before.clear()
         self.advances = [(tensors, float(steps)) for steps, tensors in by.items()]
 
     def advance(self) -> None:

@@ -43,6 +43,12 @@ def test_the_streams_page(tmp_path: Path) -> None:
     assert python("streams.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_graphs_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/GRAPHS.md").read_text()).groups()
+    (tmp_path / "graphs.py").write_text(program)
+    assert python("graphs.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README)
     assert len(links) >= 5
@@ -89,3 +95,12 @@ def test_overlap(tmp_path: Path) -> None:
     times = [re.fullmatch(r"(\w[\w ]*\w) +(\d+\.\d\d) s", line)[1] for line in lines[:4]]
     assert times == ["transfers", "computation", "one after the other", "overlapped"]
     assert lines[4:] == ["same results: True"]
+
+
+def test_graph_training(tmp_path: Path) -> None:
+    lines = python(str(ROOT / "examples/graph_training.py"), cwd=tmp_path).splitlines()
+    assert [line for line in lines if "identical" in line] == [
+        "all 75 losses identical: True",
+        "all 60 losses identical: True",
+    ]
+    assert re.fullmatch(r"a step takes [\d.]+ ms in eager, [\d.]+ ms replayed", lines[-1])
