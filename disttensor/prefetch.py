@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class prefetch(Generic[T]):
-    """An iterable of a loader's batches with their tensors on ``device``, ``depth`` of them sent ahead of the one that
-    the consumer has.
+    """An iterable of a loader's batches with their tensors on ``device`` (by default the current node's), ``depth`` of
+    them sent ahead of the one that the consumer has.
 
     ``loader`` may be any iterable (a DataLoader, a generator); a ``for`` over this makes one over it. Tensors are found
     at any depth of a batch's lists, tuples, dicts; what has a ``to`` of its own (a PackedSequence) is sent by that. All
@@ -29,7 +29,7 @@ class prefetch(Generic[T]):
     consumer waits. Raises ValueError for a depth below 1.
     """
 
-    def __init__(self, loader: Iterable[T], device: torch.device | str | int, depth: int = 2) -> None:
+    def __init__(self, loader: Iterable[T], device: torch.device | str | int = "node", depth: int = 2) -> None:
         if depth < 1:
             raise ValueError(f"prefetch sends at least 1 batch ahead, not {depth}")
         self.loader = loader

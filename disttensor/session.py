@@ -41,9 +41,27 @@ STAGE = 64 << 20
 #: Takes the uploads that read the user's own memory, as they begin: whoever wants to know when they have left.
 lent: ContextVar[list[tuple[int, Transfer]] | None] = ContextVar("disttensor_lent", default=None)
 
+T = TypeVar("T")
 R = TypeVar("R", c.Answer, c.Shapes, c.Result, c.Done)
 
 _log = logging.getLogger("disttensor")
+
+
+@whole
+def when_done(transfer: Transfer, fn: Callable[[], None]) -> None:
+    """Has ``fn`` called at the transfer's end. It may come to calling others' as well, none of which may get lost."""
+    transfer.add_done_callback(fn)
+
+
+@whole
+def keep_until_done(table: dict[int, T], number: int, value: T, transfer: Transfer) -> None:
+    """``table[number]`` is ``value`` until the transfer's end."""
+    table[number] = value
+    transfer.add_done_callback(partial(_drop, table, number))
+
+
+def _drop(table: dict[int, Any], number: int) -> None:
+    table.pop(number, None)
 
 
 class Session:
@@ -214,8 +232,7 @@ class Session:
         )
         self.link.flush(place.outbox)
         if staged:
-            self._staged[transfer] = size
-            sending.add_done_callback(lambda: self._unstage(transfer))
+            keep_until_done(self._staged, transfer, size, sending)
         elif not non_blocking:
             self.end_transfer(sending, place.node)
         elif (taker := lent.get()) is not None:
@@ -235,9 +252,6 @@ class Session:
             outbox.add(there, site)
             return transfer
 
-    def _unstage(self, transfer: int) -> None:
-        self._staged.pop(transfer, None)
-
     def download(self, tensor: Any, site: Site | None) -> torch.Tensor:
         """A local, contiguous copy of a remote tensor."""
         place: Place = tensor._place
@@ -251,16 +265,8 @@ class Session:
     def fetch(self, tensor: Any, local: torch.Tensor, site: Site | None) -> Transfer:
         """Begins to fill ``local`` with a remote tensor's elements."""
         receiving, transfer = self._receive(tensor, local, site)
-        self._expect(transfer, tensor._place.node, receiving)
+        keep_until_done(self._arriving, transfer, (tensor._place.node, receiving), receiving)
         return receiving
-
-    @whole
-    def _expect(self, transfer: int, node: int, receiving: Transfer) -> None:
-        self._arriving[transfer] = node, receiving
-        receiving.add_done_callback(lambda: self._arrived(transfer))
-
-    def _arrived(self, transfer: int) -> None:
-        self._arriving.pop(transfer, None)
 
     def _receive(self, tensor: Any, local: torch.Tensor, site: Site | None) -> tuple[Transfer, int]:
         from .lazy import materialise
@@ -303,7 +309,7 @@ class Session:
         if not transfer.is_completed():
             self.link.flush_all()
             request = Request(-1, node)
-            transfer.add_done_callback(request.resolve)
+            when_done(transfer, request.resolve)
             self.link.wait(request, timeout, until=transfer.is_completed)
 
     # ---- the end -----------------------------------------------------------------------------------------------------

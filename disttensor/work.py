@@ -13,7 +13,7 @@ import torch
 
 from .runtime.channel.base import Transfer
 from .runtime.errors import ChannelError, DisttensorError
-from .session import Session
+from .session import Session, when_done
 from .site import here
 from .tensor import DistributedTensor
 from .transfer import copy_strides
@@ -68,7 +68,7 @@ class Work:
         """
         callbacks = self._session.callbacks
         callbacks.start()
-        self._transfer.add_done_callback(partial(callbacks.put, partial(fn, self)))
+        when_done(self._transfer, partial(callbacks.put, partial(fn, self)))
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
         """``await work`` is ``work.result()`` without blocking the event loop. Cancelling the task ends the waiting."""
@@ -87,7 +87,7 @@ class Work:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(end)
 
-            self._transfer.add_done_callback(tell)
+            when_done(self._transfer, tell)
             await ended
         try:
             self._transfer.wait(0)

@@ -103,6 +103,8 @@ def test_devices() -> None:
     for device in ("node:1", torch.device("node", 1), 1):
         assert [x.device for x in dt.prefetch([torch.ones(2)], device)] == [torch.device("node", 1)]
     assert [x.device.type for x in dt.prefetch([torch.ones(2)], "cpu")] == ["cpu"]
+    with dt.node(1):
+        assert [x.device for x in dt.prefetch([torch.ones(2)])] == [torch.device("node", 1)]
 
 
 def test_as_the_loader_itself() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import disttensor as dt
 from disttensor import state
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -71,3 +75,54 @@ def test_a_node_that_is_lost_while_batches_are_on_their_way() -> None:
                 if seen == 3:
                     os.kill(int(dt.nodes()[1]["pid"]), signal.SIGKILL)
         assert seen >= 3
+
+
+INTERRUPTED = """
+import os, random, signal, sys, threading, torch, disttensor as dt
+from disttensor import state
+
+times = 40
+dt.init_master_worker(nodes=2, threads=1, launcher=LAUNCHER)
+batches = [torch.full((n,), float(i)) for i, n in enumerate((3, 100_000, 50, 300_000) * 3)]
+seen = []
+
+def loop():
+    works = []
+    for i, x in enumerate(dt.prefetch(batches, "node:1")):
+        work = dt.fetch(x.to("node:0") + 1)
+        work.add_done_callback(lambda work: seen.append(work.result()[0].item()))
+        works.append((i, work))
+        if len(works) > 3:
+            i, work = works.pop(0)
+            assert work.result()[-1].item() == i + 1
+
+loop()
+armed, rng = threading.Semaphore(0), random.Random(1)
+
+def interrupt():
+    for _ in range(times):
+        armed.acquire()
+        threading.Event().wait(rng.uniform(0, 0.02))
+        os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+hits = 0
+for i in range(times):
+    try:
+        armed.release()
+        while True:
+            loop()
+    except KeyboardInterrupt:
+        hits += 1
+    loop()
+dt.synchronize()
+print(hits, "of", times, state.session()._arriving, state.session()._staged)
+dt.shutdown()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["inproc", "local"])
+def test_interrupts_at_any_moment(script: Script, launcher: str) -> None:
+    done = script(INTERRUPTED.replace("LAUNCHER", repr(launcher)))
+    assert (done.returncode, done.stdout) == (0, "40 of 40 {} {}\n"), done.stderr[-3000:]
+    assert done.stderr == ""
