@@ -63,6 +63,20 @@ class Graph:
             self._declared[name] = float(value)
         self.play((), {})
 
+    def engines(self) -> dict[int, list[tuple[str, str]]]:
+        """What runs the graph: per node, for each of its programs (what is between transfers), the engine that ran it
+        last, and why that is not the one that was asked for ("" while it is not known). Waits for the nodes.
+
+        Raises GraphError for an empty graph; NodeLost.
+        """
+        recorder = self.recorded
+        session, found = recorder.session, {}
+        for rank in recorder.logs:
+            reply = session.ask(session.places.at(rank), c.Answer, lambda id: c.Engines(id, recorder.id), here())
+            lines = str(reply.value).splitlines()
+            found[rank] = [(used, why) for used, _, why in (line.partition(": ") for line in lines)]
+        return found
+
     def play(
         self, inputs: Sequence[tuple[int, int]], outputs: Mapping[int, tuple[int, ...]], advance: bool = True
     ) -> None:

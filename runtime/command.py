@@ -327,6 +327,13 @@ class Discard(Wire, frozen=True, tag=53):
     graph: int
 
 
+class Engines(Wire, frozen=True, tag=54):
+    """Answers with what runs each part of a graph: lines of "engine: why no other"."""
+
+    request: int
+    graph: int
+
+
 class Stop(Wire, frozen=True, tag=26):
     """The last command: drop everything and end."""
 
@@ -364,6 +371,7 @@ Command: TypeAlias = (
     | Graph
     | Replay
     | Discard
+    | Engines
     | Stop
 )
 

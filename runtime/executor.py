@@ -216,6 +216,8 @@ class Executor:
                 self._graphs.define(command)
             case c.Discard():
                 self._graphs.discard(command)
+            case c.Engines():
+                self.emit(c.Answer(command.request, self._graphs.engines(command.graph)))
             case c.Peer():
                 self.channel.connect({command.rank: _peer(command)})
             case c.Lost():

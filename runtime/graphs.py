@@ -105,6 +105,12 @@ class Graphs:
         for ref in () if graph is None else graph.outputs:
             self._ex.store.watched.pop(ref, None)
 
+    def engines(self, number: int) -> str:
+        """Per program of a graph, a line: what ran it last, and why nothing else does."""
+        graph = self._graphs.get(number)
+        programs = [s.engine for s in graph.steps if type(s) is Segment] if graph is not None else []
+        return "\n".join(f"{engine.used}: {' '.join(engine.why.split())}" for engine in programs)
+
     def templates(self) -> set[int]:
         """The templates that replays need."""
         return {number for graph in self._graphs.values() for number in graph.templates}

@@ -29,7 +29,7 @@ _below: Any = torch._C._AutoDispatchBelowADInplaceOrView
 class Interpreter:
     """An Engine."""
 
-    static = False
+    used, why, static = "interpreter", "", False
 
     def __init__(self, program: Program) -> None:
         self._program = program

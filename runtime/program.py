@@ -57,6 +57,14 @@ class Engine(Protocol):
     """Runs one program. Made once per program, used by one thread at a time."""
 
     @property
+    def used(self) -> str:
+        """The name of the engine that ran the program last: one may leave it to another."""
+
+    @property
+    def why(self) -> str:
+        """Why it is left to another; "" if it is not, or not yet known."""
+
+    @property
     def static(self) -> bool:
         """Whether the outputs are the same tensors each time, with new values."""
 

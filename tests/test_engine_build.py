@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
+import re
 import select
 import subprocess
 import sys
@@ -251,10 +251,6 @@ def test_nodes_import_no_compiler() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def used() -> list[tuple[str, str]]:
-    return [(e.used, e.why) for e in gc.get_objects() if type(e) is Choice]
-
-
 @pytest.mark.timeout(240)
 def test_a_graph_on_a_node_changes_over_to_compiled_code() -> None:
     """While it is compiled, replays go on; the losses are those of a local run, whichever engine made them."""
@@ -286,6 +282,31 @@ def test_a_graph_on_a_node_changes_over_to_compiled_code() -> None:
         while compiled < 3:
             g.replay()
             assert loss.item() == pytest.approx(local().item(), rel=1e-3)
-            ((engine, why),) = dt.run(used, node=0)
+            ((engine, why),) = g.engines()[0]
             assert not why
             compiled += engine == "inductor"
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ("interpreter", "^$"),
+        ("auto", "so short a program is not compiled"),
+        ("inductor", "linalg_inv_ex may fail"),
+        ("cudagraph", "on one CUDA device"),
+    ],
+)
+def test_a_graph_says_what_runs_it(nodes: object, caplog: pytest.LogCaptureFixture, engine: str, why: str) -> None:
+    x = torch.eye(3, device="node:0") * 2
+    g = dt.Graph()
+    with pytest.raises(dt.GraphError, match="empty"):
+        g.engines()
+    torch.linalg.inv_ex(x)
+    with dt.graph(g, engine=engine):
+        y = torch.linalg.inv_ex(x)[0]
+    assert g.engines() == {0: [("interpreter", "")]}
+    g.replay()
+    while not re.search(why, g.engines()[0][0][1]):
+        g.replay()
+    assert y.diag().tolist() == [0.5, 0.5, 0.5]
+    assert len(caplog.records) == (engine in ("inductor", "cudagraph"))

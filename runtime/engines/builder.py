@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 import platform
-import queue
 import signal
 import stat
 import subprocess
 import sys
 import threading
+import weakref
+from collections import deque
 from functools import cache
 from getpass import getuser
 from tempfile import gettempdir
@@ -65,7 +66,8 @@ class Builder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Build | None] = queue.SimpleQueue()
+        #: what waits; a program that was dropped meanwhile is not built
+        self._waiting: deque[weakref.ref[Build]] = deque()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -76,17 +78,12 @@ class Builder:
         """Starts building a program (``listing.dump``); one that the cache folder has is done at once."""
         threads = torch.get_num_threads()
         build = Build(text, os.path.join(folder(), key(text, threads)), threads)
-        if build.load():
-            return build
-        with self._lock:
-            if self._closed or self._no_compiler:
-                build.why = NO_COMPILER_TEXT if self._no_compiler else "the node ends"
-                build.done.set()
-                return build
-            self._queue.put(build)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="disttensor-build", daemon=True)
-                self._thread.start()
+        if not build.load():
+            with self._lock:
+                self._waiting.append(weakref.ref(build))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="disttensor-build", daemon=True)
+                    self._thread.start()
         return build
 
     def close(self) -> None:
@@ -95,23 +92,29 @@ class Builder:
             self._closed = True
             if self._process is not None:
                 _kill(self._process)
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _run(self) -> None:
-        while (build := self._queue.get()) is not None:
-            try:
-                self._build(build)
-            except Exception as e:  # no process to be had, no room on the disk: replays go on
-                build.why = f"{type(e).__name__}: {e}"
-            build.done.set()
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                build = self._waiting.popleft()()
+            if build is not None:
+                try:
+                    self._build(build)
+                except Exception as e:  # no process to be had, no room on the disk: replays go on
+                    build.why = f"{type(e).__name__}: {e}"
+                build.done.set()
+            del build
 
     def _build(self, build: Build) -> None:
         with self._lock:
             if self._closed or self._no_compiler:
                 build.why = "the node ends" if self._closed else NO_COMPILER_TEXT
-                build.done.set()
                 return
             path = json.dumps([p for p in sys.path if isinstance(p, str)])
             self._process = process = subprocess.Popen(

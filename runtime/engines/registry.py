@@ -13,36 +13,49 @@ from .builder import Builder
 from .choice import Choice
 from .cuda import CudaGraph
 
+#: Lines from which on it is worth while to compile a program that nobody has asked to be compiled.
+WORTH = 4
+
 
 class Auto:
     """An Engine: a CUDA graph for what is on a CUDA device, compiled code for other programs, if it is faster."""
 
     def __init__(self, program: Program, builder: Builder) -> None:
         self._program, self._builder = program, builder
-        self._engine: Engine | None = None
+        self._engine: Engine = Interpreter(program)
+        self._chosen = False
+        self._short = False
+
+    @property
+    def used(self) -> str:
+        return self._engine.used
+
+    @property
+    def why(self) -> str:
+        return "so short a program is not compiled" if self._short else self._engine.why
 
     @property
     def static(self) -> bool:
-        return self._engine is not None and self._engine.static
+        return self._engine.static
 
     def run(self, inputs: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
-        if self._engine is None:
-            plain = Interpreter(self._program)
-            cuda = any(t.device.type == "cuda" for t in inputs)
-            self._engine = CudaGraph(self._program, plain) if cuda else _compiled("auto")(self._program, self._builder)
+        if not self._chosen:
+            self._chosen = True
+            if any(t.device.type == "cuda" for t in inputs):
+                self._engine = CudaGraph(self._program, self._engine)
+            elif len(self._program.lines) < WORTH:
+                self._short = True
+            else:
+                self._engine = Choice(self._program, self._engine, "auto", self._builder)
         return self._engine.run(inputs, numbers)
 
     def halted(self, error: Exception) -> tuple[int, dict[int, Tensor]] | None:
-        return None if self._engine is None else self._engine.halted(error)
-
-
-def _compiled(name: str) -> Callable[[Program, Builder], Engine]:
-    return lambda program, builder: Choice(program, Interpreter(program), name, builder)
+        return self._engine.halted(error)
 
 
 ENGINES: dict[str, Callable[[Program, Builder], Engine]] = {
     "interpreter": lambda program, builder: Interpreter(program),
-    "inductor": _compiled("inductor"),
+    "inductor": lambda program, builder: Choice(program, Interpreter(program), "inductor", builder),
     "cudagraph": lambda program, builder: CudaGraph(program, Interpreter(program)),
     "auto": Auto,
 }
