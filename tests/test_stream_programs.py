@@ -2,12 +2,16 @@
 
 Out-of-place operations may run on any stream at any time. Each stream has a tensor that it alone writes, in place and
 without events. Any other write is between events that order it with all streams of its node.
+
+Some operations fail. What depends on them is poisoned there, and NaN here, which spreads in the same way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,7 +24,7 @@ from disttensor.runtime import dealer
 
 NAMES = (
     *("new", "binary", "view", "write", "own", "own_add", "snapshot", "move", "drop", "value", "sort", "mask"),
-    *("function", "event", "burst", "query"),
+    *("function", "event", "burst", "query", "fail", "fail_write"),
 )
 number = st.integers(0, 11)
 STEPS = st.tuples(st.sampled_from(NAMES), number, number, number)
@@ -61,6 +65,15 @@ class Here:
 
     def event(self, k: int, j: int) -> None: ...
 
+    def fail(self, x: torch.Tensor) -> torch.Tensor:
+        return x * math.nan
+
+    def fail_write(self, x: torch.Tensor) -> None:
+        x.fill_(math.nan)
+
+    def value(self, ask: Callable[[], object], x: torch.Tensor) -> object:
+        return "failed" if x.isnan().any() else ask()
+
     def step(self, step: Step) -> None:
         name, i, j, k = step
         k %= 6
@@ -96,14 +109,22 @@ class Here:
                     self.pool.pop(at)
                     self.nodes.pop(at)
             case "value":
-                self.values.append(self.on(k, x).sum().item())
+                self.values.append(self.value(lambda: self.on(k, x).sum().item(), x))
             case "sort":
                 made = self.on(k, x).sort(descending=bool(j % 2))[0]
             case "mask":
                 z = self.on(k, x)
-                self.values.append(z[z > j / 2].tolist())
+                self.values.append(self.value(lambda: z[z > j / 2].tolist(), x))
             case "function":
-                made = self.run(self.on(k, x))
+                z = self.on(k, x)
+                self.values.append(self.value(lambda: self.run(z).tolist(), x))
+            case "fail":
+                made = self.fail(self.on(k, x))
+            case "fail_write":
+                k = self.nodes[at] * 3 + k % 3
+                self.order(k, self.nodes[at])
+                self.fail_write(x)
+                self.order(k, self.nodes[at])
             case "event":
                 self.event(k, j % 6)
             case "query":
@@ -137,6 +158,18 @@ class There(Here):
                 self.streams[k].wait_stream(self.streams[other])
                 self.streams[other].wait_stream(self.streams[k])
 
+    def fail(self, x: torch.Tensor) -> torch.Tensor:
+        return x.gather(0, torch.full((4,), 9, device=x.device))
+
+    def fail_write(self, x: torch.Tensor) -> None:
+        x.index_fill_(0, torch.full((1,), 9, device=x.device), 1)
+
+    def value(self, ask: Callable[[], object], x: torch.Tensor) -> object:
+        try:
+            return ask()
+        except (RuntimeError, IndexError) as e:
+            return "failed" if "out of" in str(e) else e
+
     def event(self, k: int, j: int) -> None:
         if k == j:
             self.streams[k].query()
@@ -146,7 +179,7 @@ class There(Here):
     def step(self, step: Step) -> None:
         name, i, _, k = step
         k %= 6
-        if name in ("view", "write"):
+        if name in ("view", "write", "fail_write"):
             k = self.nodes[i % len(self.pool)] * 3 + k % 3
         with dt.stream(self.streams[k]):
             super().step(step)
@@ -163,9 +196,11 @@ def check(program: list[Step]) -> None:
     assert there.values == here.values
     assert there.nodes == here.nodes
     for mine, theirs in zip([*here.pool, *here.own], [*there.pool, *there.own], strict=True):
-        assert theirs.tolist() == mine.tolist()
+        assert there.value(theirs.tolist, theirs) == here.value(mine.tolist, mine)
     del there, theirs
     gc.collect()
+    with contextlib.suppress(RuntimeError, IndexError):  # what nothing has asked about
+        dt.synchronize()
     dt.synchronize()
     assert usage(keep._place) == before, "something is left on the node"  # type: ignore[attr-defined]
 
