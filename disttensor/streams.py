@@ -17,7 +17,7 @@ from .context import current_node
 from .meta import new_ref
 from .placement import Place
 from .runtime import command as c
-from .runtime.route import Route, route
+from .runtime.route import Route, route, waits
 from .site import here
 
 Device = torch.device | str | int | None
@@ -166,6 +166,7 @@ class Event:
 
     def query(self) -> bool:
         """Whether the work before it is done; True for one that was not recorded. One round trip. Raises NodeLost."""
+        waits("a question about an event")
         if self._owned is not None and not self._reached:
             place, ref = self._asked()
             self._reached = bool(place.session.ask(place, c.Answer, lambda id: c.Query(id, ref), here()).value)
@@ -176,6 +177,7 @@ class Event:
 
         Raises the earliest error on its node that nothing has raised yet, NodeLost.
         """
+        waits("Event.synchronize")
         if self._owned is None:
             return
         place, ref = self._asked()

@@ -123,6 +123,9 @@ class DistributedTensor(torch.Tensor):
         copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_h"}, memo))
         return copied
 
+    def record_stream(self, s: Any) -> None:
+        """Nothing: a node frees memory after every use of it, on whichever stream."""
+
     def __copy__(self) -> torch.Tensor:
         twin = self.detach()
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_h"})

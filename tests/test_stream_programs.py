@@ -187,6 +187,7 @@ class There(Here):
 
 def check(program: list[Step]) -> None:
     keep = torch.ones(1, device="node:0")
+    gc.collect()  # tracebacks of the errors of the program before
     dt.synchronize()
     before = usage(keep._place)  # type: ignore[attr-defined]
     here, there = Here(), There()

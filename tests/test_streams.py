@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Iterator
@@ -270,3 +271,62 @@ def test_synchronize_waits_for_all_streams() -> None:
     dt.synchronize()
     assert t.query()
     same(y, torch.full((3,), 2.0))
+
+
+def test_streams_inside_of_a_graph_and_beside_its_replays() -> None:
+    """A graph's commands are replayed in the order of issue; a replay comes after what any stream was given before."""
+    s, t = dt.Stream(0), dt.Stream(1)
+    x = torch.zeros(4, device="node:0")
+    g = dt.Graph()
+    with dt.graph(g):
+        with dt.stream(s):
+            y = x + 1
+        event = s.record_event()
+        t.wait_event(event)
+        with dt.stream(t):
+            z = y.to("node:1") * 2
+        with pytest.raises(dt.GraphError):
+            event.synchronize()
+    for n in range(3):
+        with dt.stream(s):
+            x.fill_(n)
+            g.replay()
+        with dt.stream(t):
+            same(z + 0, torch.full((4,), 2.0 * n + 2))
+
+
+def test_a_task_has_a_current_stream_of_its_own() -> None:
+    s, t = dt.Stream(0), dt.Stream(0)
+
+    async def work(stream: dt.Stream, steps: int) -> float:
+        x = torch.zeros(1, device="node:0")
+        with dt.stream(stream):
+            for _ in range(steps):
+                assert dt.current_stream(0) == stream
+                x.add_(1)
+                await asyncio.sleep(0)
+            return x.item()
+
+    async def both() -> list[float]:
+        return await asyncio.gather(work(s, 20), work(t, 30))
+
+    assert asyncio.run(both()) == [20, 30]
+    assert dt.current_stream(0) == dt.default_stream(0)
+
+
+def test_code_for_cuda_streams_runs() -> None:
+    """As it is written for ``torch.cuda``, with the device module in its place."""
+    cuda = torch.node  # type: ignore[attr-defined]
+    side = cuda.Stream()
+    batch = torch.arange(4.0, device="node:0")
+    side.wait_stream(cuda.current_stream())
+    with cuda.stream(side):
+        moved = batch.to("node:0", non_blocking=True) * 2
+    cuda.current_stream().wait_stream(side)
+    moved.record_stream(cuda.current_stream())
+    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    start.record()
+    loss = moved.sum()
+    end.record()
+    cuda.synchronize()
+    assert (loss.item(), start.elapsed_time(end) >= 0) == (12, True)
