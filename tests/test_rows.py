@@ -153,7 +153,8 @@ import disttensor as dt
 print("the script, in", os.getpid())
 dt.init_master_worker(nodes=2)
 def seen():
-    return [m for m in sys.modules.values() if str(getattr(m, "__file__", "")).endswith("/program.py")] == []
+    script = os.path.join(os.getcwd(), "program.py")
+    return [m for m in sys.modules.values() if getattr(m, "__file__", "") == script] == []
 print(dt.run(seen, node=0), dt.run(seen, node=1))
 """)
     assert (done.returncode, done.stderr) == (0, "")
