@@ -22,10 +22,19 @@ METHODS = frozenset(
         *("aten::addcmul_", "aten::addcdiv_", "aten::sqrt", "aten::rsqrt", "aten::exp", "aten::log", "aten::tanh"),
         *("aten::sigmoid", "aten::relu", "aten::sum", "aten::sum.dim_IntList", "aten::mean", "aten::mean.dim"),
         *("aten::mm", "aten::bmm", "aten::addmm", "aten::maximum", "aten::minimum", "aten::gather"),
-        *("aten::masked_fill.Scalar", "aten::lerp_.Scalar"),
+        *("aten::masked_fill.Scalar", "aten::lerp_.Scalar", "aten::as_strided", "aten::baddbmm"),
     }
 )
-FUNCTIONS = frozenset({"aten::native_layer_norm", "aten::cat", "aten::stack", "aten::where.self"})
+FUNCTIONS = frozenset(
+    {
+        *("aten::native_layer_norm", "aten::cat", "aten::stack", "aten::where.self", "aten::ones_like"),
+        *("aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"),
+        *("aten::embedding", "aten::_foreach_mul_.Scalar", "aten::_foreach_add_.Scalar", "aten::_foreach_add_.List"),
+        *("aten::_foreach_lerp_.Scalar", "aten::_foreach_addcmul_.Scalar", "aten::_foreach_addcdiv_.ScalarList"),
+        *("aten::_foreach_sqrt", "aten::_foreach_div_.ScalarList"),
+    }
+)
+NETWORKS = frozenset({"aten::linear", "aten::gelu", "aten::silu"})
 
 
 def binding(op: OpOverload) -> Callable[..., Any]:
@@ -38,6 +47,8 @@ def binding(op: OpOverload) -> Callable[..., Any]:
         return getattr(torch._C.TensorBase, base, op._op)
     if name in FUNCTIONS:
         return getattr(torch._C._VariableFunctions, base, op._op)
+    if name in NETWORKS:
+        return getattr(torch._C._nn, base, op._op)
     return op._op
 
 

@@ -127,11 +127,14 @@ def _general(op: Any, positional: list[Slot], keyword: list[tuple[str, Slot]], e
     tensors: list[tuple[int, int]] = []
     numbers: list[tuple[int, int]] = []
     lists: list[tuple[int, int, Slot]] = []
+    whole: list[tuple[int, range]] = []  # lists of tensors, all of them holes
     named: list[tuple[str, int, Slot]] = []
     at = 0
     for i, slot in enumerate(positional):
         if slot.kind == "hole":
             (tensors if slot.holes[0] else numbers).append((i, at))
+        elif slot.kind == "list" and all(p.kind == "hole" and p.holes[0] for p in slot.parts):
+            whole.append((i, range(at, at + len(slot.parts))))
         elif slot.kind == "list":
             lists.append((i, at, slot))
         at += len(slot.holes)
@@ -147,6 +150,8 @@ def _general(op: Any, positional: list[Slot], keyword: list[tuple[str, Slot]], e
             values[i] = e[out - args[a]]
         for i, a in numbers:
             values[i] = args[a]
+        for i, places in whole:
+            values[i] = [e[out - args[a]] for a in places]
         if nested:
             for i, a, slot in lists:
                 values[i] = _fill(slot, iter(args[a:]), out, e)
