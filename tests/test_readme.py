@@ -43,6 +43,12 @@ def test_the_streams_page(tmp_path: Path) -> None:
     assert python("streams.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_transfers_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/TRANSFERS.md").read_text()).groups()
+    (tmp_path / "transfers.py").write_text(program)
+    assert python("transfers.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
 def test_the_graphs_page(tmp_path: Path) -> None:
     program, shown = SHOWN.search((ROOT / "docs/GRAPHS.md").read_text()).groups()
     (tmp_path / "graphs.py").write_text(program)
