@@ -17,13 +17,13 @@ from . import codec
 from . import command as c
 from .channel.base import Arrival, DataChannel, PeerInfo
 from .dealer import Dealer
-from .errors import DisttensorError, ProtocolError
+from .errors import ProtocolError
 from .events import Events
 from .failure import MAX_NAME, MAX_TEXT, attempt, position, replayed
 from .functions import Functions
 from .graphs import Graphs
 from .ops import AllowList
-from .store import Later, Pending, Poison, Store, Unmade, memory
+from .store import Later, NotReplayed, Pending, Poison, Store, Unmade, memory
 from .template import Broken, Template
 
 
@@ -356,7 +356,7 @@ class Executor:
             entry = self.store.entries[ref] = entry.result(partial(self.tell, "transfer"))  # type: ignore[assignment]
             self.store.pending.pop(ref, None)
         elif isinstance(entry, Unmade):
-            raise NotReplayed("this tensor is made by a graph that has not been replayed yet (g.replay())")
+            raise NotReplayed
         return entry  # type: ignore[return-value]
 
     def _tensor(self, ref: int) -> torch.Tensor:
@@ -446,10 +446,6 @@ class Executor:
         kind, text, trace = _clean(kind[:MAX_NAME]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])
         self.emit(c.Failed(number, op, kind, text, trace))
         return Poison(self.rank, number)
-
-
-class NotReplayed(DisttensorError, RuntimeError):
-    """A tensor was used before the graph that makes it was replayed."""
 
 
 class _PoisonRead(Exception):

@@ -18,7 +18,7 @@ from . import cuda
 from .channel.base import Transfer
 from .channel.ticket import Ticket
 from .errors import ProtocolError
-from .store import Entry, Later, Pending, Poison, Promise, Value, made, memory, wait_quietly
+from .store import Entry, Later, NotReplayed, Pending, Poison, Promise, Unmade, Value, made, memory, wait_quietly
 from .streams import Lane, Mark, Task, Values, when_all
 
 if TYPE_CHECKING:
@@ -198,6 +198,8 @@ class Lanes:
                 value = entry.result(tell)
                 if isinstance(entry, Pending):
                     self._arrived.append((ref, entry))
+            elif isinstance(entry, Unmade):
+                raise NotReplayed
             if self._tainted and isinstance(value, torch.Tensor):
                 value = self._tainted.get(memory(value), (value,))[0]
             if isinstance(value, Poison) and (found is None or value.seq < found.seq):

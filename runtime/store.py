@@ -18,7 +18,7 @@ import torch
 
 from .channel.base import Arrival, Transfer
 from .channel.ticket import Ticket
-from .errors import ChannelError, PoisonedError
+from .errors import ChannelError, DisttensorError, PoisonedError
 
 #: After so many tensors fewer, what malloc kept of them goes back to the system.
 _MANY = 50_000
@@ -80,6 +80,13 @@ class Pending:
 
 class Unmade:
     """Stands for a tensor that a graph makes, which nobody has replayed yet."""
+
+
+class NotReplayed(DisttensorError, RuntimeError):
+    """A tensor was used before the graph that makes it was replayed."""
+
+    def __init__(self) -> None:
+        super().__init__("this tensor is made by a graph that has not been replayed yet (g.replay())")
 
 
 class Promise(Ticket):

@@ -287,6 +287,8 @@ def test_streams_inside_of_a_graph_and_beside_its_replays() -> None:
             z = y.to("node:1") * 2
         with pytest.raises(dt.GraphError):
             event.synchronize()
+    with dt.stream(s), pytest.raises(RuntimeError, match="has not been replayed yet"):
+        y.sum().item()
     for n in range(3):
         with dt.stream(s):
             x.fill_(n)

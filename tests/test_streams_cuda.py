@@ -1,0 +1,196 @@
+"""Streams of CUDA devices: what CUDA is told, by a stand-in for it; and, where there is a GPU, what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import same
+
+import disttensor as dt
+from disttensor.runtime import cuda
+from disttensor.runtime.streams import Lane
+
+CUDA = torch.device("cuda:0")
+
+
+class FakeStream:
+    def __init__(self, name: str, log: list[tuple[str, ...]]) -> None:
+        self.name, self._log, self.device = name, log, CUDA
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append((self.name, "waits for stream", other.name))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._log.append((self.name, "waits for", event.at))
+
+
+class FakeEvent:
+    reached = False
+    at = ""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timing = enable_timing
+
+    def record(self, stream: FakeStream) -> None:
+        self.at = f"{stream.name} {len(stream._log)}"
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.reached = True
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+    device = CUDA
+    used: list[str]
+
+    def record_stream(self, stream: Any) -> None:
+        self.used = [*getattr(self, "used", []), stream.name]
+
+
+def on_device() -> OnDevice:
+    return torch.ones(2).as_subclass(OnDevice)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What streams were told to wait for."""
+    log: list[tuple[str, ...]] = []
+    default = FakeStream("default", log)
+    current = [default]
+    count = iter(range(1, 100))
+
+    @contextmanager
+    def stream(s: FakeStream) -> Iterator[None]:
+        current.append(s)
+        yield
+        current.pop()
+
+    fake = SimpleNamespace(
+        Event=FakeEvent,
+        Stream=lambda device, priority: FakeStream(f"side {next(count)}", log),
+        stream=stream,
+        current_stream=lambda device: current[-1],
+        default_stream=lambda device: default,
+        device_count=lambda: 1,
+    )
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor, device=torch.device))
+    return log
+
+
+def lane(of: type[Lane] = Lane) -> Any:
+    arguments = ("a lane", lambda lane, task: None, lambda lane: None)
+    return cuda.CudaLane(CUDA, 0, *arguments) if of is cuda.CudaLane else Lane(*arguments)
+
+
+def test_streams_wait_for_what_others_make(log: list[tuple[str, ...]]) -> None:
+    default, one, two = lane(), lane(cuda.CudaLane), lane(cuda.CudaLane)
+    assert log == [("side 1", "waits for stream", "default"), ("side 2", "waits for stream", "default")]
+    log.clear()
+    x, y, z = on_device(), on_device(), on_device()
+    with cuda.on(one, iter([x]), lambda: [y, None]):  # x was there before there were streams
+        assert log == [("side 1", "waits for", "default 0")]
+        assert x.used == ["side 1"]
+    with cuda.on(one, iter([x, y, torch.ones(1), 5]), lambda: [y]):
+        pass
+    assert log[1:] == [("side 1", "waits for", "default 0")]
+    log.clear()
+    with cuda.on(two, iter([y]), lambda: [z]):
+        assert log == [("side 2", "waits for", "side 1 2")]
+    with cuda.on(default, iter([y, z]), list):
+        assert [wait[:2] for wait in log[1:]] == [("default", "waits for")] * 2
+    assert (y.used, z.used) == (["side 2", "default"], ["default"])
+    one.join_default()
+    assert log[-1] == ("default", "waits for stream", "side 1")
+    cuda.keep_for_default(z)
+    with cuda.on(default, iter([z]), list):
+        pass
+    assert log[-1] == ("default", "waits for stream", "side 1")
+
+
+def test_events_are_done_when_the_device_has_come_to_them(log: list[tuple[str, ...]]) -> None:
+    one = lane(cuda.CudaLane)
+    log.clear()
+    mark = cuda.CudaMark(CUDA, timing=True)
+    assert not mark.is_completed()
+    mark.reach()
+    assert not mark.is_completed()
+    cuda.wait(one, mark)  # the device waits, and not this thread
+    assert log == [("side 1", "waits for", "default 0")]
+    assert not mark.is_completed()
+    cuda.wait(lane(), mark)
+    assert mark.is_completed()
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def node() -> Iterator[None]:
+    with dt.init_master_worker(nodes=1):
+        yield
+
+
+@gpu
+@pytest.mark.usefixtures("node")
+def test_on_a_gpu() -> None:
+    s, t = dt.Stream(0, "cuda:0"), dt.Stream(0, "cuda:0", priority=-1)
+    x = torch.arange(1 << 20, device="node:0").float()
+    start, end = dt.Event(enable_timing=True), dt.Event(enable_timing=True)
+    for n in range(50):
+        with dt.stream(s):
+            y = torch.full((1 << 20,), float(n), device="node:0")
+            start.record()
+            for _ in range(20):
+                y = y + x
+            end.record()
+        with dt.stream(t):
+            z = y * 2
+        w = z - y
+        del y, z
+        assert torch.equal(w.cpu(), torch.arange(1 << 20).float() * 20 + n)
+    end.synchronize()
+    assert start.query()
+    assert 0 < start.elapsed_time(end) < 10_000
+    with dt.stream(s):
+        x.add_(1)
+        written = s.record_event()
+    t.wait_event(written)
+    with dt.stream(t):
+        x.mul_(2)
+    t.synchronize()
+    assert t.query()
+    same(x[:3].cpu().to("node:0"), torch.tensor([2.0, 4.0, 6.0]))
+
+
+@gpu
+@pytest.mark.usefixtures("node")
+def test_elapsed_time_agrees_with_cuda() -> None:
+    def measured() -> tuple[float, float]:
+        import time
+
+        a = torch.randn(4096, 4096, device="cuda")
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        for _ in range(20):
+            a = a @ a * 1e-3
+        torch.cuda.synchronize()
+        return (time.perf_counter() - before) * 1e3
+
+    s = dt.Stream(0, "cuda:0")
+    start, end = dt.Event(enable_timing=True), dt.Event(enable_timing=True)
+    with dt.stream(s):
+        dt.run(measured)
+        start.record()
+        inside = dt.run(measured)
+        end.record()
+    assert start.elapsed_time(end) >= inside * 0.5
