@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 
 from .callbacks import Callbacks
-from .meta import forget_all
+from .meta import contiguous, forget_all
 from .placement import NodeState, Place, Places
 from .registry import drop_plans
 from .runtime import codec
 from .runtime import command as c
-from .runtime.channel.base import MASTER, DataChannel, PeerInfo, Transfer
+from .runtime.channel.base import MASTER, Arrival, DataChannel, PeerInfo, Transfer
 from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedError
 from .runtime.failure import Failure, Site, line_of
 from .runtime.interrupts import whole
@@ -238,15 +238,13 @@ class Session:
         elif (taker := lent.get()) is not None:
             taker.append((place.node, sending))
 
-    def _begin(self, here: Callable[[], Transfer], outbox: Outbox, there: c.Command, site: Site | None) -> Transfer:
+    def _begin(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
         """Begins a transfer at both ends: neither without the other, which would wait for it, and in one order."""
         self.link.interrupts.look()
         return self._begin_both(here, outbox, there, site)
 
     @whole
-    def _begin_both(
-        self, here: Callable[[], Transfer], outbox: Outbox, there: c.Command, site: Site | None
-    ) -> Transfer:
+    def _begin_both(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
         with self._beginning:
             transfer = here()
             outbox.add(there, site)
@@ -255,20 +253,29 @@ class Session:
     def download(self, tensor: Any, site: Site | None) -> torch.Tensor:
         """A local, contiguous copy of a remote tensor."""
         place: Place = tensor._place
-        local = self.channel.empty(tuple(tensor.shape), tensor.dtype)
-        receiving, _ = self._receive(tensor, local, site)
+        receiving, _ = self._receive(tensor, partial(self.channel.iarrive, tuple(tensor.shape), tensor.dtype), site)
         self.link.flush_all()
         self.end_transfer(receiving, place.node)
         place.outbox.restart()
-        return local
+        return receiving.tensor
 
-    def fetch(self, tensor: Any, local: torch.Tensor, site: Site | None) -> Transfer:
-        """Begins to fill ``local`` with a remote tensor's elements."""
-        receiving, transfer = self._receive(tensor, local, site)
+    def fetch(self, tensor: Any, strides: tuple[int, ...], site: Site | None) -> Arrival:
+        """Begins to copy a remote tensor into a local one with these strides."""
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        if strides == contiguous(shape):
+            receiving, transfer = self._receive(tensor, partial(self.channel.iarrive, shape, dtype), site)
+        else:
+            receiving, transfer = self._receive(tensor, partial(self._strided, shape, strides, dtype), site)
         keep_until_done(self._arriving, transfer, (tensor._place.node, receiving), receiving)
         return receiving
 
-    def _receive(self, tensor: Any, local: torch.Tensor, site: Site | None) -> tuple[Transfer, int]:
+    def _strided(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, node: int, transfer: int
+    ) -> Arrival:
+        local = torch.empty_strided(shape, strides, dtype=dtype)
+        return Arrival(self.channel.irecv(local, node, transfer), lambda: local)
+
+    def _receive(self, tensor: Any, begin: Callable[[int, int], Arrival], site: Site | None) -> tuple[Arrival, int]:
         from .lazy import materialise
 
         waits("a copy to the master")
@@ -276,12 +283,7 @@ class Session:
         self.link.check(place.outbox)
         ref = tensor._h.ref or materialise(tensor._h)
         transfer = self.new_transfer()
-        receiving = self._begin(
-            partial(self.channel.irecv, local, place.node, transfer),
-            place.outbox,
-            c.Send(transfer, ref, MASTER),
-            site,
-        )
+        receiving = self._begin(partial(begin, place.node, transfer), place.outbox, c.Send(transfer, ref, MASTER), site)
         self.link.flush(place.outbox)
         return receiving, transfer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .runtime.channel.base import Transfer
+from .runtime.channel.base import Arrival
 from .runtime.errors import ChannelError, DisttensorError
 from .session import Session, when_done
 from .site import here
@@ -25,11 +25,11 @@ class Work:
     One that is dropped goes on, and is freed at its end; if it fails then, ``dt.synchronize()`` or the end says so.
     """
 
-    def __init__(self, session: Session, node: int, transfer: Transfer, value: torch.Tensor) -> None:
+    def __init__(self, session: Session, source: DistributedTensor, transfer: Arrival) -> None:
         self._session = session
-        self._node = node
+        self._node = source._place.node
+        self._text = f"{tuple(source.shape)} {source.dtype} from node {self._node}"
         self._transfer = transfer
-        self._value = value
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
@@ -47,7 +47,7 @@ class Work:
     def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
         """Waits, and gives the tensor: the same object each time. Raises as ``wait``."""
         self.wait(timeout)
-        return self._value
+        return self._transfer.tensor
 
     def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
         """Waits, and gives what ``wait`` would raise, or None. Raises TimeoutError after ``timeout`` seconds."""
@@ -95,11 +95,11 @@ class Work:
             error = await asyncio.to_thread(self.exception)
             if error is not None:
                 raise error from None
-        return self._value
+        return self._transfer.tensor
 
     def __repr__(self) -> str:
         state = "done" if self.is_completed() else "under way"
-        return f"<Work {state}: {tuple(self._value.shape)} {self._value.dtype} from node {self._node}>"
+        return f"<Work {state}: {self._text}>"
 
 
 def fetch(tensor: torch.Tensor) -> Work:
@@ -112,11 +112,7 @@ def fetch(tensor: torch.Tensor) -> Work:
         raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
     source: Any = tensor.detach().resolve_conj().resolve_neg()
     session: Session = source._place.session
-    local = session.channel.empty(tuple(source.shape), source.dtype)
-    strides = copy_strides(source)
-    if strides != local.stride():
-        local = torch.empty_strided(source.shape, strides, dtype=source.dtype)
-    return Work(session, source._place.node, session.fetch(source, local, here()), local)
+    return Work(session, source, session.fetch(source, copy_strides(source), here()))
 
 
 def _seconds(timeout: float | timedelta | None) -> float | None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from test_flow import DTYPES, LAYOUTS, Busy
 
 import disttensor as dt
 from disttensor import state
+from disttensor.runtime.channel.base import Arrival
 from disttensor.runtime.outbox import MAX_COMMANDS
 from disttensor.session import STAGE
 
@@ -294,22 +296,32 @@ def test_a_callback_of_what_failed() -> None:
 
 
 @pytest.mark.parametrize("callback", [False, True])
-def test_what_is_dropped_is_freed_when_it_has_come(callback: bool, tmp_path: Path) -> None:
-    x, done = torch.ones(1 << 20, device="node:1"), threading.Event()
+def test_what_is_dropped_is_freed_when_it_has_come(
+    callback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, done, tickets = torch.ones(1 << 20, device="node:1"), threading.Event(), list[weakref.ref[object]]()
+    channel = state.session().channel
+    iarrive = channel.iarrive
+
+    def noted(*args: Any) -> Arrival:
+        arrival = iarrive(*args)
+        tickets.append(weakref.ref(arrival._transfer))  # which holds the tensor
+        return arrival
+
+    monkeypatch.setattr(channel, "iarrive", noted)
     with Busy(1, tmp_path):
         work = dt.fetch(x)
-        value = weakref.ref(work._value)
         if callback:
             work.add_done_callback(lambda work: done.set())
         del work
         gc.collect()
-        assert (value() is not None) is True  # it is being filled
+        assert tickets[0]() is not None
     dt.synchronize()
     assert not callback or done.wait(SOON)
-    dt.fetch(x).wait()  # the channel's thread holds the last one until the next
+    dt.fetch(x[:1]).wait()  # the channel's thread holds the last one until the next
     dt.fetch(x[:1]).wait()
     gc.collect()
-    assert value() is None
+    assert tickets[0]() is None
     assert state.session()._arriving == {}
 
 
