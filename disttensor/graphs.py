@@ -11,6 +11,7 @@ inputs are copied into the recorded ones, and outputs have new values in the sam
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import replace
@@ -36,6 +37,7 @@ class Graph:
         self._recorded: Recorder | None = None
         self._recording: Recorder | None = None
         self._declared: dict[str, Any] = {}
+        self._marked: list[tuple[str, Number]] = []
         self._numbers: Callable[[], tuple[float, ...]] | None = None
 
     def number(self, name: str, value: float) -> float:
@@ -48,7 +50,13 @@ class Graph:
                 "numbers are declared in the graph's own block: with dt.graph(g): lr = g.number('lr', 0.1)"
             )
         self._declared[name] = float(value)
-        return self._recording.tape.root(float(value), lambda: self._declared[name])
+        number = self._recording.tape.root(float(value), lambda: self._declared[name])
+        self._marked.append((name, number))
+        return number
+
+    def unreached(self) -> list[str]:
+        """Declared numbers that no recorded operation and no branch depends on."""
+        return [name for name, number in self._marked if not number.tape.reached(number)]
 
     def replay(self, **numbers: float) -> None:
         """Runs what was recorded. Returns at once, as operations do. ``numbers``: new values of declared ones.
@@ -121,6 +129,8 @@ class Graph:
     def reset(self) -> None:
         """Drops the recording and what it holds. The graph can be recorded again."""
         recorder, self._recorded, self._numbers = self._recorded, None, None
+        self._declared.clear()
+        self._marked.clear()
         if recorder is not None:
             for log in recorder.logs.values():
                 box = log.state.outbox
@@ -180,6 +190,14 @@ class graph:
             return
         recorder.finish(self.returned, self._engine)
         self._graph._recorded, self._graph._numbers = recorder, recorder.tape.compiled()
+        for name in self._graph.unreached():
+            warnings.warn(
+                f"the number {name!r} reached no recorded operation as it is, so that replays can't change anything by "
+                "it (math.sqrt and others make ordinary numbers)",
+                stacklevel=2,
+            )
+        for log in recorder.logs.values():
+            recorder.session.link.flush(log.state.outbox)
 
 
 __all__ = ["Graph", "Number", "graph"]

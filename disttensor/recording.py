@@ -6,6 +6,7 @@ replay names another in its place), or external: there before. Externals are hel
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -26,8 +27,8 @@ from .session import Session
 from .stepping import Steps
 
 Recordable = c.Call | c.Send | c.Recv | c.Seed | c.Keep
-#: Commands in one message, and the bytes of a Part at most, roughly.
-_PART = 1024
+#: Arguments of the commands in one Part, at most: a tenth of what a message takes.
+_PART = 16_384
 
 _ids = count(1)
 
@@ -169,16 +170,14 @@ class Recorder:
             outputs = tuple(box.living(held))
             log.used = sorted({n for numbers in log.numbers for n in numbers.values()})
             place = {n: i for i, n in enumerate(log.used)}
-            for start in range(0, len(log.commands), _PART):
-                part = range(start, min(start + _PART, len(log.commands)))
-                numbers = tuple((i - start, a, place[n]) for i in part for a, n in log.numbers[i].items())
+            for part in _parts(log.commands):
+                numbers = tuple((i - part[0], a, place[n]) for i in part for a, n in log.numbers[i].items())
                 self._queue(box, c.Part(self.id, tuple(log.commands[i] for i in part), numbers))
             inputs = tuple(r for r, node in self.inputs.items() if node == rank)
             self._queue(box, c.Graph(self.id, inputs, outputs, mine, engine))
             alive = set(outputs)
             box.release([r for r in held if r in alive])
             box.release([r for r in held if r not in alive], made=False)
-            self.session.link.flush(box)
 
     @staticmethod
     def _queue(box: Any, command: c.Command) -> None:
@@ -219,3 +218,15 @@ class Recorder:
     def makes(self, rank: int, ref: int) -> bool:
         """Whether a tensor of this node's is made by what was recorded so far."""
         return rank in self.logs and ref in self.logs[rank].made
+
+
+def _parts(commands: list[Recordable]) -> Iterator[range]:
+    """The commands that go together into a message."""
+    start, size = 0, 0
+    for i, command in enumerate(commands):
+        size += 4 + (len(command.args) if isinstance(command, c.Call) else 0)
+        if size >= _PART:
+            yield range(start, i + 1)
+            start, size = i + 1, 0
+    if start < len(commands):
+        yield range(start, len(commands))

@@ -210,11 +210,21 @@ class Graphs:
             ex.at = -1
         for ref in graph.inputs:
             entries.pop(ref, None)
-        static = graph.returned and any([type(s) is Segment and s.engine.static for s in graph.steps])
-        for ref, new in zip(graph.returned, command.outputs, strict=True):
-            result = entries.pop(ref)
-            entries[new] = result.clone() if static and isinstance(result, torch.Tensor) else result
+        self._give(graph, command.outputs)
         self._end(graph, kept)
+
+    def _give(self, graph: Graph, refs: tuple[int, ...]) -> None:
+        """Results get the refs that this replay names: copies of what the next replay would write over."""
+        if not refs:
+            return
+        entries = self._ex.store.entries
+        static = any([type(s) is Segment and s.engine.static for s in graph.steps])
+        outputs = {memory(t) for o in graph.outputs if isinstance(t := entries.get(o), torch.Tensor)}
+        for ref, new in zip(graph.returned, refs, strict=True):
+            result = entries[ref] if ref in graph.outputs else entries.pop(ref)
+            if isinstance(result, torch.Tensor) and (static or memory(result) in outputs):
+                result = result.clone()
+            entries[new] = result
 
     def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:
         """Lets go of the last replay's outputs. Gives those whose memory others see: it gets the new values."""

@@ -118,6 +118,26 @@ def test_a_float_that_no_operation_gets_is_refused() -> None:
         step(x, 4.0)
 
 
+def test_a_result_that_is_held_elsewhere_too() -> None:
+    held: dict[str, torch.Tensor] = {}
+
+    @dt.graphed
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = x * 2
+        held.update(same=y, part=y[1:])
+        return y, y.view(2, 1), y + 1
+
+    found = []
+    for i in range(5):
+        found.append(step(torch.full((2,), float(i), device="node:0")))
+        assert held["same"].tolist() == [2.0 * i] * 2
+        assert held["part"].tolist() == [2.0 * i]
+    for i, (y, view, more) in enumerate(found):
+        assert y.tolist() == [2.0 * i] * 2
+        assert view.tolist() == [[2.0 * i]] * 2
+        assert more.tolist() == [2.0 * i + 1] * 2
+
+
 def test_a_local_tensor_is_refused() -> None:
     step = dt.graphed(lambda x: x.to("node:0") * 2)
     with pytest.raises(dt.GraphError, match="send it to a node"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import disttensor as dt
-from disttensor import state
+from disttensor import recording, state
 from disttensor.runtime.store import shared
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -190,6 +191,25 @@ def test_a_declared_number() -> None:
         assert torch.equal(z.cpu(), torch.add(local, local, alpha=-rate))
     with pytest.raises(dt.GraphError, match="no number 'other'; declared are: rate"):
         g.replay(other=1.0)
+
+
+def test_a_number_that_reaches_nothing_is_said() -> None:
+    x = torch.ones(2, device="node:0")
+    g = dt.Graph()
+    with pytest.warns(UserWarning, match="the number 'k' reached no recorded operation"), dt.graph(g):
+        _ = x * math.sqrt(g.number("k", 4.0))
+
+
+def test_many_commands_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_PART", 20)
+    x = torch.zeros(2, device="node:0")
+    g = dt.Graph()
+    with dt.graph(g):
+        step = g.number("step", 1.0)
+        for i in range(100):
+            x.add_(i * step)
+    g.replay(step=2.0)
+    assert x.tolist() == [2.0 * 4950] * 2
 
 
 def test_a_branch_on_a_number_is_refused_when_it_would_go_the_other_way() -> None:

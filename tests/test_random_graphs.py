@@ -131,6 +131,7 @@ def play(program: Program, bases: list[torch.Tensor], number: float) -> list[tor
     for name, i, j, k in program:
         with contextlib.suppress(RuntimeError, IndexError):  # nothing that says so has been sent
             step(pool, number, name, i, j, k)
+    pool.append(bases[0][0] * number)
     return pool
 
 
