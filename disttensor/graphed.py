@@ -205,6 +205,11 @@ def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
                 f"argument {i} of a graphed function is a tensor of the master's {tuple(leaf.shape)}, which would be "
                 "recorded with the values that it has now; send it to a node before (x.to('node:0'))"
             )
+        elif isinstance(leaf, torch.Tensor) and not leaf.is_leaf:
+            raise GraphError(
+                f"argument {i} of a graphed function was computed from tensors that require a gradient, and replays "
+                "are outside of autograd; compute it inside, or give x.detach()"
+            )
         elif type(leaf) is float:
             key.append(float)
         elif leaf is None or type(leaf) in (int, bool, str, torch.dtype, torch.device):

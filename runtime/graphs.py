@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from . import command as c
 from .engines.builder import Builder
 from .engines.registry import ENGINES
-from .errors import ProtocolError
+from .errors import DisttensorError, ProtocolError
 from .program import Engine, Program, line_of_call, program, writers
-from .store import Poison, Unmade, memory, shared
+from .store import Unmade, memory, shared
 from .template import Broken
 
 if TYPE_CHECKING:
@@ -269,10 +269,10 @@ class Graphs:
 
     def _run(self, segment: Segment, numbers: tuple[Any, ...]) -> None:
         ex, entries = self._ex, self._ex.store.entries
-        inputs: list[Any] = [entries[r] for r in segment.program.inputs]
+        inputs: list[Any] = list(map(entries.get, segment.program.inputs))
         if not all([isinstance(t, torch.Tensor) for t in inputs]):  # a list: faster than a generator
-            inputs = [ex.entry(r) for r in segment.program.inputs]
-            if any(isinstance(t, Poison) for t in inputs):
+            inputs = [self._awaited(r) for r in segment.program.inputs]
+            if not all([isinstance(t, torch.Tensor) for t in inputs]):
                 self._plainly(segment, 0, numbers)
                 return
         if ex.store.sending and segment.writes:
@@ -284,6 +284,13 @@ class Graphs:
         else:
             for ref, tensor in zip(segment.program.outputs, outputs, strict=True):
                 entries[ref] = tensor
+
+    def _awaited(self, ref: int) -> Any:
+        """What lies under ``ref``, once it is there; None for what the call that uses it is to fail with."""
+        try:
+            return self._ex.entry(ref)
+        except (KeyError, DisttensorError):
+            return None
 
     def _failed(self, segment: Segment, error: Exception, numbers: tuple[Any, ...]) -> None:
         ex, entries = self._ex, self._ex.store.entries

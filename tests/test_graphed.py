@@ -144,6 +144,46 @@ def test_a_local_tensor_is_refused() -> None:
         step(torch.ones(2))
 
 
+def test_parameters_are_known_by_identity_and_what_has_a_history_is_refused() -> None:
+    @dt.graphed
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        w.grad = None
+        (w * x).sum().backward()
+        return w.detach() * 2
+
+    one, two = (torch.full((2,), n, device="node:0", requires_grad=True) for n in (1.0, 2.0))
+    for i in range(4):
+        x = torch.full((2,), float(i), device="node:0")
+        assert step(one, x).tolist() == [2, 2]
+        assert step(two, x).tolist() == [4, 4]
+        assert one.grad is not None
+        assert one.grad.tolist() == [i, i]
+    with pytest.raises(dt.GraphError, match=r"x\.detach\(\)"):
+        step(one * 2, x)
+
+
+def test_an_argument_that_is_poisoned_or_not_made_yet_fails_as_in_eager() -> None:
+    step: Any = dt.graphed(lambda x, y: (x + y, y * 2))
+    y = torch.ones(2, device="node:0")
+    for _ in range(3):
+        step(y, y * 3)
+    table = torch.ones(3, 2, device="node:0")
+    bad = table[torch.full((1,), 9, device="node:0")][0]
+    sums, good = step(bad, y)
+    assert good.tolist() == [2, 2]
+    with pytest.raises(IndexError):
+        sums.cpu()
+    g = dt.Graph()
+    with dt.graph(g):
+        later = y + 1
+    sums, good = step(later, y)
+    assert good.tolist() == [2, 2]
+    with pytest.raises(dt.DisttensorError, match="not been replayed"):
+        sums.cpu()
+    g.replay()
+    assert step(later, y)[0].tolist() == [3, 3]
+
+
 def test_verifying_accepts_what_is_equal_and_leaves_the_eager_state() -> None:
     noise = torch.zeros(100, device="node:0")
     calls = []
