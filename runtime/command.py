@@ -284,13 +284,6 @@ class Join(Wire, frozen=True, tag=38):
     ref: int
 
 
-class On(Wire, frozen=True, tag=30):
-    """Does a command on a stream of the node that is not its default one."""
-
-    stream: int
-    command: Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await
-
-
 class Part(Wire, frozen=True, tag=50):
     """Commands that a graph has recorded, in order, after those of earlier parts. ``numbers``: which numbers of Calls
     each replay gives anew, as (command in this part, index of its argument, number)."""
@@ -319,6 +312,13 @@ class Replay(Wire, frozen=True, tag=52):
     numbers: tuple[Plain, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+
+class On(Wire, frozen=True, tag=30):
+    """Does a command on a stream of the node that is not its default one."""
+
+    stream: int
+    command: Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await | Replay
 
 
 class Discard(Wire, frozen=True, tag=53):

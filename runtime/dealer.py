@@ -53,6 +53,7 @@ class Dealer(Lanes):
             c.Record: self._record,
             c.Wait: self._wait,
             c.Await: self._await,
+            c.Replay: self._replay,
         }
 
     def do(self, command: c.Command) -> None:
@@ -99,8 +100,8 @@ class Dealer(Lanes):
                 self._signal(command)
             case c.Join():
                 self._join(command)
-            case c.Default() | c.Part() | c.Graph() | c.Replay() | c.Discard():  # these concern all streams
-                self.wait_for_all()
+            case c.Default() | c.Part() | c.Graph() | c.Discard():  # these concern all streams
+                self.wait_for(self.busy())
                 executor.other(command)
             case _:
                 executor.other(command)
@@ -232,6 +233,12 @@ class Dealer(Lanes):
     def _storage(self, lane: Lane, command: c.Storage) -> None:
         run = partial(self.executor.storage, command.request)
         self._task(lane, "Storage", lambda v: run(v[command.ref]), [command.ref], spoil=self._answers(command.request))
+
+    def _replay(self, lane: Lane, command: c.Replay) -> None:
+        """By the receiving thread, in the lane's turn. What other streams make for it is waited for as it is used."""
+        sends = self.executor.graphs.sends(command.graph)
+        self.wait_for([lane, *(self._peers.values() if sends else ())])
+        self.executor.other(command)
 
     # ---- events ----------------------------------------------------------------------------------------------------
 

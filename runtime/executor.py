@@ -65,7 +65,7 @@ class Executor:
         #: the number of the command that is next, or being applied
         self.seq = 0
         self.at = -1  #: if that is a replay: which of the graph's commands is being applied
-        self._graphs = Graphs(self)
+        self.graphs = Graphs(self)
 
     def apply(self, batch: c.Batch) -> None:
         """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
@@ -139,7 +139,7 @@ class Executor:
 
     def close(self) -> None:
         """Ends what runs beside the receiving thread; what waits for a transfer waits until the channel is closed."""
-        self._graphs.close()
+        self.graphs.close()
         if self._lanes is not None:
             self._lanes.close()
 
@@ -163,7 +163,7 @@ class Executor:
                     template = Broken(command, _PoisonRead(self.tell(command.op, e)))
                 self.templates[command.template] = template
             case c.Forget():
-                needed = self._graphs.templates()
+                needed = self.graphs.templates()
                 for number in [n for n in self.templates if n < command.below and n not in needed]:
                     del self.templates[number]
             case c.Ask():
@@ -209,15 +209,15 @@ class Executor:
             case c.Record() | c.Query() | c.Elapsed():
                 self.events.do(command)
             case c.Replay():
-                self._graphs.replay(command)
+                self.graphs.replay(command)
             case c.Part():
-                self._graphs.part(command)
+                self.graphs.part(command)
             case c.Graph():
-                self._graphs.define(command)
+                self.graphs.define(command)
             case c.Discard():
-                self._graphs.discard(command)
+                self.graphs.discard(command)
             case c.Engines():
-                self.emit(c.Answer(command.request, self._graphs.engines(command.graph)))
+                self.emit(c.Answer(command.request, self.graphs.engines(command.graph)))
             case c.Peer():
                 self.channel.connect({command.rank: _peer(command)})
             case c.Lost():

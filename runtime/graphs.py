@@ -190,6 +190,11 @@ class Graphs:
             dead[place[last[ref]]].append(ref)
         return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)))
 
+    def sends(self, graph: int) -> bool:
+        """Whether its replays send anything to peers."""
+        found = self._graphs.get(graph)
+        return found is not None and any(isinstance(s, Single) and isinstance(s.command, c.Send) for s in found.steps)
+
     # ---- replaying -------------------------------------------------------------------------------------------------
 
     def replay(self, command: c.Replay) -> None:

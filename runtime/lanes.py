@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import torch
 
 from . import cuda
 from .channel.base import Transfer
-from .channel.ticket import Ticket
 from .errors import ProtocolError
 from .store import Entry, Later, NotReplayed, Pending, Poison, Promise, Unmade, Value, made, memory, wait_quietly
 from .streams import Lane, Mark, Task, Values, when_all
@@ -90,11 +89,10 @@ class Lanes:
                 done = min(done, lane.order[0].seq)
         return done
 
-    def wait_for_all(self) -> None:
-        """Waits until nothing is under way."""
-        idle = Ticket()
-        when_all([self.mark(lane) for lane in self.busy()], idle.finish)
-        idle.wait()
+    def wait_for(self, lanes: Iterable[Lane]) -> None:
+        """Waits until these have done what they have got."""
+        for mark in [self.mark(lane) for lane in lanes if lane.order]:
+            mark.wait()
         self.drain()
 
     def mark(self, lane: Lane) -> Mark:

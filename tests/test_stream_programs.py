@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import disttensor as dt
@@ -24,7 +24,7 @@ from disttensor.runtime import dealer
 
 NAMES = (
     *("new", "binary", "view", "write", "own", "own_add", "snapshot", "move", "drop", "value", "sort", "mask"),
-    *("function", "event", "burst", "query", "fail", "fail_write"),
+    *("function", "event", "burst", "query", "fail", "fail_write", "replay"),
 )
 number = st.integers(0, 11)
 STEPS = st.tuples(st.sampled_from(NAMES), number, number, number)
@@ -50,6 +50,15 @@ class Here:
         self.nodes = [0, 1]
         self.own = [torch.zeros(4) for _ in range(6)]
         self.values: list[object] = []
+        self.fed = [torch.zeros(4), torch.zeros(4)]  #: what graphs read, one of each node
+        self.kept = [torch.zeros(4), torch.zeros(4)]  #: what they write
+
+    def replay(self, node: int) -> torch.Tensor:
+        self.kept[node].mul_(0.5).add_(self.fed[node])
+        return self.kept[node] * 2
+
+    def all(self) -> list[torch.Tensor]:
+        return [*self.pool, *self.own, *self.fed, *self.kept]
 
     def on(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where stream ``k`` can use it."""
@@ -127,6 +136,9 @@ class Here:
                 self.order(k, self.nodes[at])
             case "event":
                 self.event(k, j % 6)
+            case "replay":
+                self.fed[k // 3].fill_(j)
+                made = self.replay(k // 3) + 0
             case "query":
                 self.event(k, k)
         if made is not None:
@@ -142,6 +154,17 @@ class There(Here):
         self.streams = [dt.Stream(n) if i else dt.default_stream(n) for n in range(2) for i in range(3)]
         self.pool = [x.to(f"node:{n}") for x, n in zip(self.pool, self.nodes, strict=True)]
         self.own = [x.to(f"node:{k // 3}") for k, x in enumerate(self.own)]
+        self.fed = [x.to(f"node:{n}") for n, x in enumerate(self.fed)]
+        self.kept = [x.to(f"node:{n}") for n, x in enumerate(self.kept)]
+        self.outputs: list[torch.Tensor] = []
+        self.graphs = [dt.Graph(), dt.Graph()]
+        for node, graph in enumerate(self.graphs):
+            with dt.graph(graph):
+                self.outputs.append(super().replay(node))
+
+    def replay(self, node: int) -> torch.Tensor:
+        self.graphs[node].replay()
+        return self.outputs[node]
 
     def on(self, k: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(f"node:{k // 3}")
@@ -196,7 +219,7 @@ def check(program: list[Step]) -> None:
         there.step(step)
     assert there.values == here.values
     assert there.nodes == here.nodes
-    for mine, theirs in zip([*here.pool, *here.own], [*there.pool, *there.own], strict=True):
+    for mine, theirs in zip(here.all(), there.all(), strict=True):
         assert there.value(theirs.tolist, theirs) == here.value(mine.tolist, mine)
     del there, theirs
     gc.collect()
@@ -215,7 +238,8 @@ ordinary = settings(
 
 
 @pytest.mark.usefixtures("session")
-@settings(ordinary, max_examples=20)
+@settings(ordinary, max_examples=12)
+@example([(name, i, i * 5 % 12, i * 7 % 12) for i, name in enumerate([*NAMES, *reversed(NAMES), *NAMES])])
 @given(st.lists(STEPS, max_size=30))
 def test_random_programs_over_streams(program: list[Step]) -> None:
     check(program)
