@@ -9,33 +9,39 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import torch
 
 from .tensor import DistributedTensor
 
 #: Modules (AdamW is in adam) whose two ways over the parameters take the same steps, to the last bit, for the dtypes
-#: below. The others of torch's reorder a product or a sum; and in half precision the ways round differently.
+#: below. The others reorder a product or a sum; and in half precision the ways round differently.
 _SAME = ("adadelta", "adagrad", "adam", "adamax", "rmsprop", "rprop", "sgd")
+_OTHERS = ("asgd", "nadam", "radam")
 _DTYPES = frozenset({torch.float32, torch.float64})
 
 
 def install() -> None:
-    """Lets these optimizers choose for proxies. A second call does nothing."""
-    for module in (sys.modules[f"torch.optim.{name}"] for name in _SAME):
-        original = vars(module)["_default_to_fused_or_foreach"]
+    """Lets torch's optimizers choose for proxies. A second call does nothing."""
+    for name in (*_SAME, *_OTHERS):
+        module = vars(sys.modules[f"torch.optim.{name}"])
+        original = module["_default_to_fused_or_foreach"]
         if not hasattr(original, "__wrapped__"):
-            vars(module)["_default_to_fused_or_foreach"] = _default(original)
+            module["_default_to_fused_or_foreach"] = _default(original, name in _SAME)
 
 
-def _default(original: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+def _default(original: Callable[..., tuple[bool, bool]], same: bool) -> Callable[..., tuple[bool, bool]]:
+    def at_once(p: Any) -> bool:
+        if type(p) is not DistributedTensor:
+            return False
+        return p._place.kernels == "cuda" or (same and p.dtype in _DTYPES)  # as local torch chooses for CUDA
+
     @wraps(original)
     def default_to_fused_or_foreach(
         params: list[torch.Tensor], differentiable: bool, use_fused: bool = False
     ) -> tuple[bool, bool]:
-        if differentiable or torch.compiler.is_compiling() or not params:
-            return original(params, differentiable, use_fused)
-        if all(type(p) is DistributedTensor and p.dtype in _DTYPES for p in params):
+        if not differentiable and params and not torch.compiler.is_compiling() and all(map(at_once, params)):
             return False, True
         return original(params, differentiable, use_fused)
 

@@ -164,3 +164,12 @@ def test_local_optimizers_choose_as_before() -> None:
     assert module._default_to_fused_or_foreach([remote], False) == (False, True)
     assert module._default_to_fused_or_foreach([remote], True) == (False, False)  # differentiable
     assert module._default_to_fused_or_foreach([remote, local], False) == (False, False)
+
+
+def test_on_cuda_all_choose_as_local_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.optim.nadam as module
+
+    remote = torch.nn.Parameter(torch.randn(2).to(dt.device(1, "cpu")))
+    assert module._default_to_fused_or_foreach([remote], False) == (False, False)
+    monkeypatch.setattr(type(remote._place), "kernels", "cuda")  # type: ignore[attr-defined]
+    assert module._default_to_fused_or_foreach([remote], False) == (False, True)
