@@ -12,7 +12,7 @@ Nothing here blocks but 4 and 5's questions and a full window.
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -32,6 +32,7 @@ from .tensor import DistributedTensor, operand_name
 from .writing import rare
 
 _EMPTY: dict[str, Any] = {}
+_NOTHING = type(None)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 #: Calls torch as it called dispatch. Without, in inference mode views would forget whether what they are of requires a
@@ -44,12 +45,18 @@ def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: A
     entry = entries.get(id(func)) or enter(func)
     if entry.handler is not None:
         return entry.handler(entry, args, kwargs or _EMPTY)
-    if not kwargs and len(args) <= 2 and type(args[0]) is DistributedTensor:
+    if not kwargs and type(args[0]) is DistributedTensor:
         # the commonest shapes of a call, by the shortest way: one or two proxies, or a proxy and a number
-        a, b = args if len(args) == 2 else (args[0], cast(Any, None))
-        plan = entry.quick.get((a._h.meta, b._h.meta if type(b) is DistributedTensor else type(b)))
-        if plan is not None:
-            return issue(plan, a._h, b)
+        if len(args) == 1:
+            h = args[0]._h
+            plan = entry.quick.get((h.meta, _NOTHING))
+            if plan is not None:
+                return issue(plan, h, None)
+        elif len(args) == 2:
+            a, b = args
+            plan = entry.quick.get((a._h.meta, b._h.meta if type(b) is DistributedTensor else type(b)))
+            if plan is not None:
+                return issue(plan, a._h, b)
     return run(entry, args, kwargs or _EMPTY, None)
 
 

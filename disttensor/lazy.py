@@ -90,7 +90,7 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
     elif meta is h.meta:
         handle = h
     else:
-        handle = Lazy(0, meta, h, plan, tuple([rest[i] for i in plan.holes]) if plan.holes else ())
+        handle = Lazy(0, meta, h, plan, plan.values)
     if _inference():
         return alias(base, handle)
     tensor = meta.make()
@@ -109,7 +109,7 @@ def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any
     positional, named = entry.specs(args, kwargs, DistributedTensor, place.name)
     make_room(place)
     plan = Plan(VIEW, place.state, (entry.name, positional, named), meta_like(result, place), 1, here(4))
-    plan.holes = tuple(i for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
+    plan.values = tuple(rest[i] for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
     entry.store(entry.plans, (meta, rest), plan)
     return plan
 

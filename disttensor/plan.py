@@ -179,14 +179,14 @@ class Entry:
 class Plan:
     """What one signature sends and gives. Belongs to one node."""
 
-    __slots__ = ("generation", "holes", "kind", "meta", "shapes", "specs", "state", "template")
+    __slots__ = ("generation", "kind", "meta", "shapes", "specs", "state", "template", "values")
 
     def __init__(
         self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
     ) -> None:
         self.kind = kind
-        #: of a VIEW: which of the arguments after the first are numbers that go into the call
-        self.holes: tuple[int, ...] = ()
+        #: of a VIEW: the numbers among its arguments, which go into the call (its key has them all)
+        self.values: tuple[Any, ...] = ()
         self.state = state
         self.specs: tuple[Any, ...] = (*specs, outs)
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
