@@ -310,3 +310,11 @@ def test_a_graph_says_what_runs_it(nodes: object, caplog: pytest.LogCaptureFixtu
         g.replay()
     assert y.diag().tolist() == [0.5, 0.5, 0.5]
     assert len(caplog.records) == (engine in ("inductor", "cudagraph"))
+
+
+def test_no_folder_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builders: Builder) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    engine, inputs = simple(builders, "auto")
+    assert engine.run(inputs, ())[0].tolist() == [3, 3, 3]
+    assert "NotADirectoryError" in engine.why

@@ -24,7 +24,7 @@ from .child import NO_COMPILER
 from .compiled import Library
 
 #: Counts what makes old folders useless: the form of a plan, how programs are traced.
-VERSION = 2
+VERSION = 3
 
 NO_COMPILER_TEXT = "no C++ compiler that works was found on this node (torch looks for g++ and clang++, or $CXX)"
 
@@ -157,7 +157,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def folder() -> str:
     """The cache folder, in torch's own, private to this user. Raises PermissionError if it is somebody else's."""
-    root = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(gettempdir(), f"torchinductor_{getuser()}")
+    try:
+        user = getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    root = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(gettempdir(), f"torchinductor_{user}")
     path = os.path.join(root, "disttensor")
     os.makedirs(path, mode=0o700, exist_ok=True)
     status = os.stat(path)

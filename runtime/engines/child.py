@@ -9,6 +9,7 @@ standard input before this process's own kills it and the C++ compilers that it 
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -16,11 +17,15 @@ import signal
 import sys
 import threading
 
+#: Lines from which on what calls the kernels is compiled without optimisation: it takes minutes, and gains little.
+LONG = 500
+
 #: Exit codes: no C++ compiler; compiling failed, and the last line of stderr says why.
 NO_COMPILER, FAILED = 3, 1
 
 
 def main(path: str, folder: str, threads: str) -> int:
+    gc.set_threshold(100_000)  # graphs of a million objects, looked through again and again
     os.nice(5)  # whoever waits for the replays that go on meanwhile comes first
     text = sys.stdin.readline()
     threading.Thread(target=_watch, daemon=True).start()
@@ -67,6 +72,7 @@ def _compile(text: str, folder: str, threads: int) -> int:
         exported = torch.export.export(traced, arguments, strict=False)
         options = {
             "aot_inductor.output_path": os.path.join(work, "model.so"),
+            "aot_inductor.compile_wrapper_opt_level": "O0" if len(program.lines) > LONG else "O1",
             "compile_threads": 1,
             "cpp.threads": threads,
             "fallback_random": True,

@@ -79,8 +79,10 @@ class Choice:
         try:
             self._given = listing.given(inputs)
             self._build = self._builder.build(listing.dump(self._program, self._given))
-        except (listing.Unfit, OSError) as e:
+        except listing.Unfit as e:
             self._stay(str(e))
+        except Exception as e:  # no folder to be had, say: the replay at hand goes on
+            self._stay(f"{type(e).__name__}: {e}")
 
     def _finish(self) -> None:
         assert self._build is not None
