@@ -23,6 +23,7 @@ from .recording import Recorder
 from .runtime import command as c
 from .runtime.errors import GraphError
 from .runtime.failure import Replayed
+from .runtime.interrupts import whole
 from .runtime.route import Route, route
 from .scalars import Number
 from .site import here
@@ -105,9 +106,11 @@ class Graph:
             given = tuple(ref for node, ref in inputs if node == rank)
             command = c.Replay(self.id, transfer, tuple(values[i] for i in log.used), given, outputs.get(rank, ()))
             commands.append((rank, command, None if site is None else Replayed(site, log.sites)))
-        session.link.together(commands)
+        for log in recorder.logs.values():
+            session.link.check(log.state.outbox)
         if advance:
-            recorder.steps.advance()
+            recorder.steps.advance()  # before, for a signal's handler may raise once the commands have left
+        session.link.together(commands)
 
     @property
     def recording(self) -> Recorder:
@@ -126,6 +129,7 @@ class Graph:
     def id(self) -> int:
         return self._recorded.id if self._recorded is not None else 0
 
+    @whole
     def reset(self) -> None:
         """Drops the recording and what it holds. The graph can be recorded again."""
         recorder, self._recorded, self._numbers = self._recorded, None, None
@@ -137,6 +141,7 @@ class Graph:
                 box.queue += (c.Discard(recorder.id), None)
                 box.release_later(log.external)
 
+    @whole
     def __del__(self) -> None:
         self.reset()  # takes no lock
 
@@ -161,6 +166,7 @@ class graph:
         self.inputs: dict[int, int] = {}
         self.returned: dict[int, tuple[int, ...]] = {}
 
+    @whole
     def __enter__(self) -> Graph:
         if route.get().recorder is not None:
             raise GraphError("a graph is being recorded already")
@@ -178,18 +184,9 @@ class graph:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recorder = self._graph._recording
-        assert recorder is not None
-        assert self._token is not None
-        route.reset(self._token)
-        self._graph._recording = None
-        for box in recorder.session.link.outboxes:
-            box.divert(-1)
+        recorder = self._end(error)
         if error is not None:
-            recorder.drop()
             return
-        recorder.finish(self.returned, self._engine)
-        self._graph._recorded, self._graph._numbers = recorder, recorder.tape.compiled()
         for name in self._graph.unreached():
             warnings.warn(
                 f"the number {name!r} reached no recorded operation as it is, so that replays can't change anything by "
@@ -198,6 +195,21 @@ class graph:
             )
         for log in recorder.logs.values():
             recorder.session.link.flush(log.state.outbox)
+
+    @whole
+    def _end(self, error: BaseException | None) -> Recorder:
+        recorder = self._graph.recording
+        assert self._token is not None
+        route.reset(self._token)
+        self._graph._recording = None
+        for box in recorder.session.link.outboxes:
+            box.divert(-1)
+        if error is not None:
+            recorder.drop()
+        else:
+            recorder.finish(self.returned, self._engine)
+            self._graph._recorded, self._graph._numbers = recorder, recorder.tape.compiled()
+        return recorder
 
 
 __all__ = ["Graph", "Number", "graph"]

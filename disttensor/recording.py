@@ -19,6 +19,7 @@ from .runtime import command as c
 from .runtime.channel.base import MASTER
 from .runtime.errors import GraphError
 from .runtime.failure import Site
+from .runtime.interrupts import whole
 from .runtime.ops import AllowList
 from .runtime.program import line_of_call, program, writers
 from .runtime.template import Template
@@ -80,6 +81,7 @@ class Recorder:
         log = self.logs.get(base.meta.place.node)
         return base.ref in self.inputs or (log is not None and (base.ref in log.made or base.ref in log.constants))
 
+    @whole
     def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
         log = self._log(rank)
         numbers: dict[int, int] = {}
