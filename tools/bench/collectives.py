@@ -1,0 +1,273 @@
+"""Collectives between processes of this machine, without a master: ours over a data channel, beside gloo's and MPI's.
+
+    python tools/bench/collectives.py [--ranks 2 4] [--sizes 4K 64K 1M 64M] [--channels shm tcp] [--collectives all_reduce]
+
+All take turns in the same minutes, in blocks of calls, and the medians are compared: machines are shared and noisy.
+MPI is measured where mpi4py and an mpiexec are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+Op = Callable[[], object]
+
+
+def parse_size(text: str) -> int:
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+def show_size(nbytes: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def calls_of(nbytes: int) -> int:
+    """Calls in a block: enough to measure, about as long for each size."""
+    return max(3, min(200, (16 << 20) // nbytes))
+
+
+# ---- the contestants: each gives functions that make one call ---------------------------------------------------------
+
+
+def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, torch.Tensor], Op]:
+    from disttensor.runtime import collective as C
+    from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
+
+    channel = get_channel(name)(ChannelContext(rank, "a benchmark", "127.0.0.1"))
+    pipe.send(channel.address())
+    addresses, keys = pipe.recv()
+    channel.connect(
+        {r: PeerInfo(r, a, keys[min(r, rank), max(r, rank)]) for r, a in enumerate(addresses) if r != rank}
+    )
+    bases, ranks = itertools.count(0, C.IDS), list(range(size))
+    way = None
+    if given := os.environ.get("WAY"):
+        algorithm, _, chunk = given.partition(":")
+        way = C.Way(algorithm, chunk=parse_size(chunk or "512K"))
+
+    def op(collective: str, x: torch.Tensor) -> Op:
+        wire = lambda: C.Wire(channel, ranks, rank, next(bases))  # noqa: E731
+        if collective == "all_reduce":
+            return lambda: C.all_reduce(wire(), x, x, way=way)
+        if collective == "broadcast":
+            return lambda: C.broadcast(wire(), x, 0, way=way)
+        if collective == "reduce":
+            return lambda: C.reduce(wire(), x, x, 0, way=way)
+        if collective == "all_gather":
+            outs = list(torch.empty(size, x.numel()))
+            return lambda: C.all_gather(wire(), x, outs, way=way)
+        raise ValueError(collective)
+
+    return op
+
+
+def gloo(rank: int, size: int, store: str) -> Callable[[str, torch.Tensor], Op]:
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+
+    def op(collective: str, x: torch.Tensor) -> Op:
+        if collective == "all_reduce":
+            return lambda: dist.all_reduce(x)
+        if collective == "broadcast":
+            return lambda: dist.broadcast(x, 0)
+        if collective == "reduce":
+            return lambda: dist.reduce(x, 0)
+        if collective == "all_gather":
+            outs = list(torch.empty(size, x.numel()))
+            return lambda: dist.all_gather(outs, x)
+        raise ValueError(collective)
+
+    return op
+
+
+def mpi_op(collective: str, x: torch.Tensor) -> Op:
+    from mpi4py import MPI
+
+    comm, array = MPI.COMM_WORLD, x.numpy()
+    if collective == "all_reduce":
+        return lambda: comm.Allreduce(MPI.IN_PLACE, array)
+    if collective == "broadcast":
+        return lambda: comm.Bcast(array, 0)
+    if collective == "reduce":
+        out = torch.empty_like(x).numpy()
+        return lambda: comm.Reduce(array, out, root=0)
+    if collective == "all_gather":
+        out = torch.empty(comm.size * x.numel()).numpy()
+        return lambda: comm.Allgather(array, out)
+    raise ValueError(collective)
+
+
+def timed(op: Op, calls: int) -> float:
+    """Seconds of one call, in a block of them."""
+    op()
+    start = time.perf_counter()
+    for _ in range(calls):
+        op()
+    return (time.perf_counter() - start) / calls
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def rank_main(who: str, rank: int, size: int, pipe: Connection, store: str) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    make = gloo(rank, size, store) if who == "gloo" else ours(who, rank, size, pipe)
+    pipe.send("ready")
+    while (task := pipe.recv()) is not None:
+        collective, nbytes = task
+        x = torch.zeros(nbytes // 4)
+        pipe.send(timed(make(collective, x), calls_of(nbytes)))
+
+
+def mpi_main() -> None:
+    """A rank that mpiexec has started: rank 0 reads tasks and tells the others. They must not wait by spinning, as MPI
+    does: the other contestants would have a core less."""
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    while True:
+        if comm.rank == 0:
+            line = sys.stdin.readline()
+            for rank in range(1, comm.size):
+                comm.send(line, rank)
+        else:
+            while not comm.Iprobe(0):
+                time.sleep(0.001)
+            line = comm.recv(source=0)
+        if not line.strip():
+            return
+        collective, nbytes = json.loads(line)
+        seconds = timed(mpi_op(collective, torch.zeros(nbytes // 4)), calls_of(nbytes))
+        if comm.rank == 0:
+            print(seconds, flush=True)
+
+
+class Team:
+    """The ranks of one contestant."""
+
+    def __init__(self, who: str, size: int, folder: str) -> None:
+        self.name = who
+        context = multiprocessing.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(size)]
+        self._pipes = [ours for ours, _ in pairs]
+        store = f"{folder}/{who}-{size}"
+        self._processes = [
+            context.Process(target=rank_main, args=(who, rank, size, theirs, store))
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self._processes:
+            process.start()
+        if who != "gloo":
+            addresses = [pipe.recv() for pipe in self._pipes]
+            keys = {pair: os.urandom(32) for pair in itertools.combinations(range(size), 2)}
+            for pipe in self._pipes:
+                pipe.send((addresses, keys))
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def measure(self, collective: str, nbytes: int) -> float:
+        for pipe in self._pipes:
+            pipe.send((collective, nbytes))
+        return max(pipe.recv() for pipe in self._pipes)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+class Mpi:
+    """The ranks that mpiexec starts."""
+
+    name = "mpi"
+
+    def __init__(self, size: int) -> None:
+        mpiexec = shutil.which("mpiexec")
+        if mpiexec is None:
+            raise ImportError("no mpiexec on the PATH")
+        __import__("mpi4py")
+        self._process = subprocess.Popen(
+            [mpiexec, "-n", str(size), sys.executable, str(Path(__file__)), "--mpi-rank"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def measure(self, collective: str, nbytes: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([collective, nbytes]) + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate("\n", timeout=10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", nargs="+", default=["4K", "64K", "1M", "8M", "64M"])
+    parser.add_argument("--channels", nargs="+", default=["shm", "tcp"])
+    parser.add_argument("--collectives", nargs="+", default=["all_reduce"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json")
+    parser.add_argument("--mpi-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.mpi_rank:
+        mpi_main()
+        return
+    rows = []
+    print(f"{'':34s} {'':10s} {'ms':>9s} {'GB/s':>6s} {'vs. best other':>14s}")
+    for size in options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            teams: list[Team | Mpi] = [Team(who, size, folder) for who in ["gloo", *options.channels]]
+            try:
+                teams.append(Mpi(size))
+            except ImportError as error:
+                print(f"MPI is not measured: {error}")
+            for collective, text in itertools.product(options.collectives, options.sizes):
+                nbytes = parse_size(text)
+                seconds: dict[str, list[float]] = {team.name: [] for team in teams}
+                for _ in range(options.rounds):
+                    for team in teams:
+                        seconds[team.name].append(team.measure(collective, nbytes))
+                medians = {name: statistics.median(times) for name, times in seconds.items()}
+                others = min(median for name, median in medians.items() if name in ("gloo", "mpi"))
+                for name, median in medians.items():
+                    ratio = f"{others / median:.2f}x" if name in options.channels else ""
+                    what = f"{collective} of {show_size(nbytes)}, {size} ranks"
+                    print(f"{what:34s} {name:10s} {median * 1e3:9.3f} {nbytes / median / 1e9:6.2f} {ratio:>14s}", flush=True)
+                    rows.append({"collective": collective, "bytes": nbytes, "ranks": size, "who": name, "s": median})
+            for team in teams:
+                team.close()
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
