@@ -15,6 +15,21 @@ from typing import Any
 import torch
 
 from . import device_module as node_module
+from . import functional
+from .collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+    sendreceive,
+)
 from .context import current_node, node
 from .factories import (
     LEGACY,
@@ -37,12 +52,14 @@ from .factories import (
 )
 from .graphed import graphed
 from .graphs import Graph, graph
+from .groups import Group, new_group
 from .init import init_master_worker, is_initialized, node_count, shutdown
 from .prefetch import prefetch
 from .remote import nodes_info as nodes
 from .remote import run
 from .runtime.channel import register_channel
 from .runtime.channel.check import check_data_channel
+from .runtime.collective import ReduceOp, Way
 from .runtime.errors import (
     BrokenError,
     BusyError,
@@ -74,6 +91,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Group", "ReduceOp", "Way", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "functional",
+    "gather", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "sendreceive",
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Event",
     "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream", "Work",
     "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty", "eye",

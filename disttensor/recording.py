@@ -27,7 +27,7 @@ from .scalars import Tape
 from .session import Session
 from .stepping import Steps
 
-Recordable = c.Call | c.Send | c.Recv | c.Seed | c.Keep
+Recordable = c.Call | c.Send | c.Recv | c.Seed | c.Keep | c.Collective
 #: Arguments of the commands in one Part, at most: a tenth of what a message takes.
 _PART = 16_384
 
@@ -103,6 +103,10 @@ class Recorder:
                 command = replace(command, transfer=self._transfer(command.transfer))
             case c.Recv():
                 self._make(log, command.out)
+                command = replace(command, transfer=self._transfer(command.transfer))
+            case c.Collective():
+                for ref in (*command.inputs, *command.outs):
+                    self._use(log, ref)
                 command = replace(command, transfer=self._transfer(command.transfer))
             case c.Keep():
                 (self._use if command.restore else self._make)(log, command.ref)
@@ -210,7 +214,11 @@ class Recorder:
         """The externals and inputs of a node whose memory is written, each with the last command that does."""
         calls = [(i, call) for i, call in enumerate(log.commands) if isinstance(call, c.Call)]
         lines = [line_of_call(self._template(log, call.template), call, {}) for _, call in calls]
-        return {ref: calls[k][0] for ref, k in writers(program(lines, (), 0)).items()}
+        written = {ref: calls[k][0] for ref, k in writers(program(lines, (), 0)).items()}
+        for i, command in enumerate(log.commands):
+            for ref in command.outs if isinstance(command, c.Collective) else ():
+                written[ref] = max(i, written.get(ref, 0))
+        return written
 
     def name(self, log: Log, at: int) -> str:
         """What a recorded command is called."""

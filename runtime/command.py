@@ -284,12 +284,38 @@ class Join(Wire, frozen=True, tag=38):
     ref: int
 
 
+class Collective(Wire, frozen=True, tag=60):
+    """Takes part in a collective of ``ranks``; all of them are told the same ``kind``, ``transfer`` and options.
+
+    ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the place in ``ranks`` of
+    whom it is about; of a shift, by how many. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``:
+    which host each rank is on, if that matters. ``done``: a transfer to the master that tells of the end, 0 for none;
+    with one, what comes after need not wait.
+    """
+
+    kind: str
+    transfer: int
+    ranks: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outs: tuple[int, ...]
+    lengths: tuple[int, ...]
+    dtype: int
+    op: int
+    root: int
+    algorithm: str
+    base: int
+    chunk: int
+    carry: int
+    hosts: tuple[int, ...]
+    done: int
+
+
 class Part(Wire, frozen=True, tag=50):
     """Commands that a graph has recorded, in order, after those of earlier parts. ``numbers``: which numbers of Calls
     each replay gives anew, as (command in this part, index of its argument, number)."""
 
     graph: int
-    commands: tuple[Call | Send | Recv | Seed | Keep, ...]
+    commands: tuple[Call | Send | Recv | Seed | Keep | Collective, ...]
     numbers: tuple[tuple[int, int, int], ...]
 
 
@@ -318,7 +344,9 @@ class On(Wire, frozen=True, tag=30):
     """Does a command on a stream of the node that is not its default one."""
 
     stream: int
-    command: Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await | Replay
+    command: (
+        Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await | Replay | Collective
+    )
 
 
 class Discard(Wire, frozen=True, tag=53):
@@ -366,6 +394,7 @@ Command: TypeAlias = (
     | Query
     | Elapsed
     | Join
+    | Collective
     | On
     | Part
     | Graph

@@ -7,6 +7,7 @@ are streams the default one is a lane too, except while none of the others is us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from . import command as c
 from .channel.base import Transfer
 from .channel.ticket import Ticket
 from .cuda import CudaLane, CudaMark, keep_for_default
-from .errors import ProtocolError
+from .errors import PoisonedError, ProtocolError
+from .joint import join
 from .lanes import Lanes
-from .store import Entry, Later, Poison, Promise, made
+from .store import Entry, Later, Poison, Promise, Unmade, made
 from .streams import Lane, Results, Run, Task, Values, when_all
 from .template import Template, tensors_of
 
@@ -54,7 +56,9 @@ class Dealer(Lanes):
             c.Wait: self._wait,
             c.Await: self._await,
             c.Replay: self._replay,
+            c.Collective: self._collective,
         }
+        self._joint: Lane | None = None  #: what does collectives, all of a node one after the other
 
     def do(self, command: c.Command) -> None:
         """Deals out one command. What it raises has to go to ``fail``."""
@@ -237,8 +241,42 @@ class Dealer(Lanes):
     def _replay(self, lane: Lane, command: c.Replay) -> None:
         """By the receiving thread, in the lane's turn. What other streams make for it is waited for as it is used."""
         sends = self.executor.graphs.sends(command.graph)
-        self.wait_for([lane, *(self._peers.values() if sends else ())])
+        joint = [self._joint] if self._joint is not None else []
+        self.wait_for([lane, *((*self._peers.values(), *joint) if sends else ())])
         self.executor.other(command)
+
+    def _collective(self, lane: Lane, command: c.Collective) -> None:
+        """On a lane of its own: nodes that do them in one order don't wait for each other in a circle."""
+        executor, seq = self.executor, self.executor.seq
+        joint, began = self._joint, False
+        if joint is None or joint.ended:
+            joint = self._joint = self.lane("joint")
+
+        def run(values: Values) -> Results:
+            nonlocal began
+            began = True
+            join(executor.channel, executor.rank, seq, command, values)
+            return None
+
+        def spoil(poison: Poison) -> None:
+            if not began and not self.closed:  # the others wait for us all the same
+                with suppress(PoisonedError):
+                    run({ref: v if isinstance(v := joint.values.get(ref), torch.Tensor) else poison for ref in reads})
+
+        reads = {ref: self._operand(ref, command.kind) for ref in (*command.inputs, *command.outs)}
+        waits = [self.mark(lane)] if lane.order else []
+        self.put(joint, Task(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil))
+        if not command.done:
+            self._task(lane, command.kind, _nothing, waits=[self.mark(joint)])
+
+    def _operand(self, ref: int, what: str) -> Entry:
+        entry = self.entries.get(ref)
+        if entry is None or isinstance(entry, Unmade):
+            try:
+                return self.executor.entry(ref)
+            except Exception as e:
+                return self.tell(self.executor.seq, what, e)
+        return entry
 
     # ---- events ----------------------------------------------------------------------------------------------------
 

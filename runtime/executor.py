@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from . import codec
+from . import codec, joint
 from . import command as c
 from .channel.base import Arrival, DataChannel, PeerInfo
 from .dealer import Dealer
@@ -202,7 +202,9 @@ class Executor:
                 self.memory(command)
             case c.Storage():
                 self.storage(command.request, self._tensor(command.ref))
-            case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join():
+            case c.Collective(done=0):
+                joint.take_part(self, command)
+            case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
                 self._lanes = Dealer(self)
                 self._beside = True
                 self._lanes.do(command)
@@ -416,6 +418,9 @@ class Executor:
             self.store.entries[command.out] = poison
         elif isinstance(command, c.Keep) and not command.restore:
             self.store.entries[command.ref] = poison
+        elif isinstance(command, c.Collective):
+            for ref in command.outs:
+                self.spoil(ref, poison)
         if request is not None:
             self.emit(c.Poisoned(request, poison.rank, poison.seq))
 

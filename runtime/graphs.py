@@ -169,6 +169,8 @@ class Graphs:
                 return [], [command.out]
             case c.Keep():
                 return ([command.ref], []) if command.restore else ([], [command.ref])
+            case c.Collective():
+                return [*command.inputs, *command.outs], []
         return [], []
 
     def _segment(
@@ -193,7 +195,8 @@ class Graphs:
     def sends(self, graph: int) -> bool:
         """Whether its replays send anything to peers."""
         found = self._graphs.get(graph)
-        return found is not None and any(isinstance(s, Single) and isinstance(s.command, c.Send) for s in found.steps)
+        steps = [] if found is None else found.steps
+        return any(isinstance(s, Single) and isinstance(s.command, (c.Send, c.Collective)) for s in steps)
 
     # ---- replaying -------------------------------------------------------------------------------------------------
 
@@ -267,7 +270,7 @@ class Graphs:
 
     def _single(self, step: Single, transfer: int) -> None:
         command = step.command
-        if isinstance(command, (c.Send, c.Recv)):
+        if isinstance(command, (c.Send, c.Recv, c.Collective)):
             command = replace(command, transfer=transfer + command.transfer)
         self._ex.at = step.at
         self._ex.one(command)

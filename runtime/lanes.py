@@ -16,7 +16,7 @@ import torch
 
 from . import cuda
 from .channel.base import Transfer
-from .errors import ProtocolError
+from .errors import PoisonedError, ProtocolError
 from .store import Entry, Later, NotReplayed, Pending, Poison, Promise, Unmade, Value, made, memory, wait_quietly
 from .streams import Lane, Mark, Task, Values, when_all
 
@@ -166,6 +166,8 @@ class Lanes:
                     raise ProtocolError(f"{task.name} gave {len(results)} tensors, not the {len(task.outs)} expected")
         except _Closed:
             poison = Poison(self.executor.rank, task.seq)
+        except PoisonedError as e:
+            poison = Poison(e.rank, e.seq)
         except Exception as e:
             poison = tell(e)
         if poison is None:

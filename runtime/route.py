@@ -40,7 +40,9 @@ class Route:
 route: ContextVar[Route] = ContextVar("disttensor_route", default=Route())  # noqa: B039 - it is immutable
 
 #: What has an order on a stream. Other commands (definitions, frees, peers) belong to the node as a whole.
-STREAMED = frozenset({c.Call, c.Ask, c.Send, c.Recv, c.Run, c.Seed, c.Random, c.Keep, c.Storage, c.Replay})
+STREAMED = frozenset(
+    {c.Call, c.Ask, c.Send, c.Recv, c.Run, c.Seed, c.Random, c.Keep, c.Storage, c.Replay, c.Collective}
+)
 
 
 def waits(what: str) -> None:

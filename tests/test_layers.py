@@ -35,6 +35,7 @@ LAYERS = {
     "template": 4,
     "functions": 4,
     "executor": 4,
+    "joint": 4,
     "dealer": 4,
     "events": 4,
     "lanes": 4,

@@ -17,6 +17,15 @@ class Way:
     chunk: int = CHUNK
 
 
+#: The algorithms of each collective that has several.
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("all", "doubling", "halving", "direct", "ring", "tree"),
+    "reduce": ("tree", "scatter"),
+    "broadcast": ("tree",),
+    "all_gather": ("direct", "ring"),
+    "reduce_scatter": ("direct", "ring"),
+}
+
 _ALWAYS = 1 << 62
 
 #: collective -> (at most so many bytes, at most so many ranks, way); the first that fits.

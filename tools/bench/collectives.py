@@ -1,6 +1,6 @@
 """Collectives between processes of this machine, without a master: ours over a data channel, beside gloo's and MPI's.
 
-    python tools/bench/collectives.py [--ranks 2 4] [--sizes 4K 64K 1M 64M] [--channels shm tcp] [--collectives all_reduce]
+    python tools/bench/collectives.py [--ranks 2 4] [--sizes 4K 64K 1M 64M] [--channels shm tcp]
 
 All take turns in the same minutes, in blocks of calls, and the medians are compared: machines are shared and noisy.
 MPI is measured where mpi4py and an mpiexec are there.
@@ -46,7 +46,7 @@ def calls_of(nbytes: int) -> int:
     return max(3, min(200, (16 << 20) // nbytes))
 
 
-# ---- the contestants: each gives functions that make one call ---------------------------------------------------------
+# ---- the contestants: each gives functions that make one call -------------------------------------------------------
 
 
 def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, torch.Tensor], Op]:
@@ -56,9 +56,7 @@ def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, to
     channel = get_channel(name)(ChannelContext(rank, "a benchmark", "127.0.0.1"))
     pipe.send(channel.address())
     addresses, keys = pipe.recv()
-    channel.connect(
-        {r: PeerInfo(r, a, keys[min(r, rank), max(r, rank)]) for r, a in enumerate(addresses) if r != rank}
-    )
+    channel.connect({r: PeerInfo(r, a, keys[min(r, rank), max(r, rank)]) for r, a in enumerate(addresses) if r != rank})
     bases, ranks = itertools.count(0, C.IDS), list(range(size))
     way = None
     if given := os.environ.get("WAY"):
@@ -261,7 +259,10 @@ def main() -> None:
                 for name, median in medians.items():
                     ratio = f"{others / median:.2f}x" if name in options.channels else ""
                     what = f"{collective} of {show_size(nbytes)}, {size} ranks"
-                    print(f"{what:34s} {name:10s} {median * 1e3:9.3f} {nbytes / median / 1e9:6.2f} {ratio:>14s}", flush=True)
+                    print(
+                        f"{what:34s} {name:10s} {median * 1e3:9.3f} {nbytes / median / 1e9:6.2f} {ratio:>14s}",
+                        flush=True,
+                    )
                     rows.append({"collective": collective, "bytes": nbytes, "ranks": size, "who": name, "s": median})
             for team in teams:
                 team.close()

@@ -1,0 +1,247 @@
+"""One collective, from the proxies that a user names to a command for each node that takes part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .groups import Group, new_group
+from .lazy import materialise
+from .placement import one_session
+from .runtime import codec
+from .runtime import command as c
+from .runtime.channel.base import Transfer
+from .runtime.collective import ReduceOp, Way, check
+from .runtime.collective.choice import ALGORITHMS
+from .runtime.route import waits
+from .runtime.streams import when_all
+from .session import Session
+from .site import here
+from .tensor import DistributedTensor
+from .work import Work, _seconds
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass
+class Part:
+    """What one node gives and gets."""
+
+    inputs: Sequence[torch.Tensor] = ()
+    outs: Sequence[torch.Tensor] = ()
+
+
+@dataclass
+class Joint:
+    """One collective. ``root``: the place in the group of whom it is about. ``parts``: in the group's order."""
+
+    kind: str
+    group: Group
+    parts: list[Part]
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    algorithm: str | Way | None = None
+    transport: torch.dtype | None = None
+    dtype: torch.dtype = torch.uint8
+    value: Any = field(default=None)  #: the result of its Work
+
+    def issue(self, session: Session, async_op: bool) -> JointWork | None:
+        """Returns at once. Raises NodeLost, GraphError for an asynchronous one while a graph is recorded."""
+        if async_op:
+            waits("a collective with async_op=True")
+        site = here(3)
+        way, number = self._way(), session.new_transfer()
+        ended: list[tuple[int, Transfer, int]] = []
+        for node in self.group.nodes if async_op else ():
+            session.link.check(session.states[node].outbox)
+            done = session.new_transfer()
+            ended.append((node, session.channel.irecv(torch.empty(0, dtype=torch.uint8), node, done), done))
+        commands = []
+        for i, (node, part) in enumerate(zip(self.group.nodes, self.parts, strict=True)):
+            tensors = (*part.inputs, *part.outs)
+            command = c.Collective(
+                kind=self.kind,
+                transfer=number,
+                ranks=self.group.nodes,
+                inputs=tuple(map(_ref, part.inputs)),
+                outs=tuple(map(_ref, part.outs)),
+                lengths=tuple(tensor.numel() for tensor in tensors),
+                dtype=codec.dtype_id(self.dtype),
+                op=int(self.op),
+                root=self.root,
+                algorithm=way.algorithm,
+                base=way.base,
+                chunk=way.chunk,
+                carry=-1 if self.transport is None else codec.dtype_id(self.transport),
+                hosts=_hosts(session, self.group),
+                done=ended[i][2] if ended else 0,
+            )
+            commands.append((node, command, site))
+        session.link.together(commands)
+        for part in self.parts:
+            for tensor in part.outs:
+                torch.autograd.graph.increment_version(tensor)
+        return JointWork(session, [(node, transfer) for node, transfer, _ in ended], self) if async_op else None
+
+    def _way(self) -> Way:
+        """Raises ValueError for an algorithm that this collective does not have."""
+        way = self.algorithm if isinstance(self.algorithm, Way) else Way(self.algorithm or "")
+        known = ALGORITHMS.get(self.kind, ())
+        if way.algorithm and way.algorithm not in known:
+            raise ValueError(f"{self.kind} has no algorithm {way.algorithm!r}; it has {', '.join(known) or 'one only'}")
+        return way
+
+
+class _All(Transfer):
+    """The end of several transfers."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for transfer in self._transfers:
+            transfer.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        return all([transfer.is_completed() for transfer in self._transfers])
+
+    def add_done_callback(self, fn: Any) -> None:
+        when_all(self._transfers, fn)
+
+
+class JointWork(Work):
+    """A collective under way. ``result()`` gives what the collective's own result would be."""
+
+    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], joint: Joint) -> None:
+        super().__init__(session, ended[0][0], _All([transfer for _, transfer in ended]), joint.value)
+        self._ended = ended
+        self._what = f"{joint.kind} of {joint.group}"
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Returns True when all nodes have done their part.
+
+        Raises TimeoutError after ``timeout`` seconds (it goes on), what made it fail, NodeLost.
+        """
+        seconds = _seconds(timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for node, transfer in self._ended:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._session.end_transfer(transfer, node, left)
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Work {'done' if self.is_completed() else 'under way'}: {self._what}>"
+
+
+def _ref(tensor: Any) -> int:
+    return tensor._h.ref or materialise(tensor._h)
+
+
+def _hosts(session: Session, group: Group) -> tuple[int, ...]:
+    """Which host each node is on, as small numbers; empty if that makes no difference."""
+    names = [session.link.hellos[node].host for node in group.nodes]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names) if 1 < len(numbers) < len(names) else ()
+
+
+# ---- mistakes, at the user's line ----------------------------------------------------------------------------------
+
+
+def named(tensor: Any, what: str) -> DistributedTensor:
+    """Raises TypeError for what is not on a node."""
+    if not isinstance(tensor, DistributedTensor):
+        kind = f"a local tensor of {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{what} has to be a tensor on a node, not {kind}")
+    found: DistributedTensor = tensor
+    return found
+
+
+def group_of(tensors: Tensors, group: Group | None, what: str) -> tuple[Group, Session]:
+    """The group that these tensors, one per node, are of. Raises TypeError, ValueError if they are not."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"{what} takes a list of tensors, one per node, not {type(tensors).__name__}")
+    places = [named(tensor, f"{what}: tensor {i}")._place for i, tensor in enumerate(tensors)]
+    if not places:
+        raise ValueError(f"{what} takes at least one tensor")
+    one_session(*places)
+    nodes = [place.node for place in places]
+    if group is None:
+        if len(set(nodes)) < len(nodes):
+            raise ValueError(f"{what} takes one tensor per node; these are on nodes {nodes}")
+        group = new_group(nodes)
+    elif list(group.nodes) != nodes:
+        raise ValueError(f"{what}: the tensors are on nodes {nodes}, in this order, but the group is {group}")
+    return group, places[0].session
+
+
+def alike(tensors: Tensors, what: str, shapes: bool = True) -> torch.dtype:
+    """The dtype of all. Raises TypeError where they differ, ValueError where their shapes do."""
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"{what}: tensor {i} is {tensor.dtype}, tensor 0 {first.dtype}; all have to be of one")
+        if shapes and tensor.shape != first.shape:
+            raise ValueError(
+                f"{what}: tensor {i} has the shape {tuple(tensor.shape)}, tensor 0 {tuple(first.shape)}; "
+                "all have to have one"
+            )
+    return first.dtype
+
+
+def lists_of(lists: Sequence[Tensors], group: Group, what: str) -> list[Tensors]:
+    """A list of tensors per node, each on that node and as long as the group. Raises TypeError, ValueError."""
+    if len(lists) != len(group):
+        raise ValueError(f"{what} takes one list per node: {len(lists)} lists for {len(group)} nodes")
+    return [
+        list_of(one, node, group, f"{what}: list {i}") for i, (one, node) in enumerate(zip(lists, group, strict=True))
+    ]
+
+
+def list_of(tensors: Any, node: int, group: Group, what: str) -> Tensors:
+    """One such list. Raises TypeError, ValueError."""
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"{what} has to be a list of tensors, not {type(tensors).__name__}")
+    if len(tensors) != len(group):
+        raise ValueError(f"{what} has {len(tensors)} tensors, and the group {len(group)} nodes")
+    for i, tensor in enumerate(tensors):
+        there = named(tensor, f"{what}, tensor {i},")._place.node
+        if there != node:
+            raise ValueError(f"{what}, tensor {i}, is on node {there}, not on node {node}")
+    return tensors
+
+
+def same_shape(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
+    """Raises ValueError or TypeError unless ``one`` can take what ``other`` holds."""
+    if one.shape != other.shape:
+        raise ValueError(f"{what}: shape {tuple(one.shape)}, but {tuple(other.shape)} arrives")
+    if one.dtype != other.dtype:
+        raise TypeError(f"{what}: {one.dtype}, but {other.dtype} arrives")
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Raises RuntimeError for what cannot be written in place."""
+    for tensor in tensors:
+        if tensor.is_conj() or tensor.is_neg():
+            raise RuntimeError("a lazy conjugate or negative cannot be written by a collective; call resolve_conj()")
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """What the node has to send."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
+    """``op`` as one of ours; torch.distributed's mean the same. Raises TypeError, also for a dtype it doesn't take."""
+    if not isinstance(op, ReduceOp):
+        name = getattr(op, "name", None) or str(op).rpartition(".")[2]
+        if name not in ReduceOp.__members__:
+            raise TypeError(f"{op!r} is no reduction; there are {', '.join(ReduceOp.__members__)}")
+        op = ReduceOp[name]
+    check(op, dtype)
+    return op  # type: ignore[no-any-return]

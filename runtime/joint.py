@@ -1,0 +1,121 @@
+"""L4: collectives as commands: what a node gives is in its store, and what it gets is written there.
+
+A node whose operands are poison takes part all the same (collective/wire.py), or the others would wait for it: with
+tensors of the right lengths and anything in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import codec, collective
+from . import command as c
+from .channel.base import MASTER, DataChannel
+from .collective import IDS, ReduceOp, Way, Wire
+from .errors import PoisonedError, ProtocolError
+from .store import Poison, Value
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+#: The transfers of collectives are numbered from here on: each has a block of them, named by its own.
+_FIRST = 1 << 62
+
+Tensors = list[torch.Tensor]
+
+
+def _run(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> None:
+    """Raises what ``Wire.end`` does, ProtocolError."""
+    op, root = ReduceOp(command.op), command.root
+    way = Way(command.algorithm, command.base, command.chunk) if command.algorithm else None
+    match command.kind:
+        case "all_reduce":
+            collective.all_reduce(wire, inputs[0], outs[0], op, way, command.hosts or None)
+        case "reduce":
+            collective.reduce(wire, inputs[0], next(iter(outs), None), root, op, way)
+        case "broadcast":
+            collective.broadcast(wire, (inputs or outs)[0], root, way, command.hosts or None)
+        case "all_gather":
+            collective.all_gather(wire, inputs[0], outs, way)
+        case "gather":
+            collective.gather(wire, inputs[0], outs, root)
+        case "scatter":
+            collective.scatter(wire, inputs, outs[0], root)
+        case "reduce_scatter":
+            collective.reduce_scatter(wire, inputs, outs[0], op, way)
+        case "all_to_all":
+            collective.all_to_all(wire, inputs, outs)
+        case "shift":
+            collective.sendreceive(wire, inputs[0], outs[0], (wire.me + root) % wire.size, (wire.me - root) % wire.size)
+        case "barrier":
+            collective.barrier(wire)
+        case _:
+            raise ProtocolError(f"there is no collective {command.kind!r}")
+
+
+def join(channel: DataChannel, rank: int, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:
+    """Does a rank's part. ``values``: its operands by ref. ``number`` is the command's own, for failures.
+
+    Raises PoisonedError, and what the collectives do; the others have been told.
+    """
+    dtype = codec.dtype_of(command.dtype)
+
+    def tensor(ref: int, length: int) -> torch.Tensor:
+        value = values[ref]
+        return value if isinstance(value, torch.Tensor) else torch.empty(length, dtype=dtype)
+
+    refs = (*command.inputs, *command.outs)
+    tensors = [tensor(ref, length) for ref, length in zip(refs, command.lengths, strict=True)]
+    given = len(command.inputs)
+    poisoned = [value for ref in command.inputs if isinstance(value := values[ref], Poison)]
+    wire = Wire(
+        channel,
+        command.ranks,
+        command.ranks.index(rank),
+        _FIRST + command.transfer * IDS,
+        blame=(rank, number),
+        poison=(poisoned[0].rank, poisoned[0].seq) if poisoned else None,
+        carry=None if command.carry < 0 else codec.dtype_of(command.carry),
+    )
+    try:
+        _run(command, wire, tensors[:given], tensors[given:])
+    except PoisonedError as error:
+        _tell_master(channel, command, Poison(error.rank, error.seq))
+        raise
+    except Exception:
+        _tell_master(channel, command, Poison(rank, number))
+        raise
+    _tell_master(channel, command, None)
+
+
+def _tell_master(channel: DataChannel, command: c.Collective, poison: Poison | None) -> None:
+    if command.done and poison is None:
+        channel.isend(torch.empty(0, dtype=torch.uint8), MASTER, command.done)
+    elif command.done and poison is not None:
+        channel.refuse(MASTER, command.done, poison.rank, poison.seq)
+
+
+def take_part(executor: Executor, command: c.Collective) -> None:
+    """Does a collective at once, in the thread that calls."""
+    values: dict[int, Value] = {}
+    for ref in {*command.inputs, *command.outs}:
+        try:
+            values[ref] = executor.entry(ref)
+        except Exception as error:  # the others wait for us all the same
+            values[ref] = executor.tell(command.kind, error)
+    store = executor.store
+    if store.sending:
+        store.settle([t for ref in command.outs if isinstance(t := values[ref], torch.Tensor)])
+    try:
+        join(executor.channel, executor.rank, executor.number, command, values)
+    except PoisonedError as error:
+        poison = Poison(error.rank, error.seq)
+    except Exception as error:
+        poison = executor.tell(command.kind, error)
+    else:
+        return
+    for ref in command.outs:
+        executor.spoil(ref, poison)

@@ -1,0 +1,401 @@
+"""Collectives as the master calls them, over tensors on four nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import functional as F
+from disttensor import state
+
+N = 4
+
+
+@pytest.fixture(scope="module")
+def four():
+    with dt.init_master_worker(nodes=N, launcher="inproc", simulate_cuda=1) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def nothing_unsaid(four):
+    yield
+    dt.synchronize()
+
+
+def on_nodes(make, device=None):
+    """(local tensors, the same on the nodes)"""
+    local = [make(k) for k in range(N)]
+    return local, [x.to(dt.device(k, device) if device else f"node:{k}") for k, x in enumerate(local)]
+
+
+def random(k, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(k))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_every_collective(device, async_op):
+    local, xs = on_nodes(lambda k: random(k, 3, 5), device)
+
+    def end(work):
+        assert (work is not None) == async_op
+        if work is not None:
+            assert work.wait()
+
+    outs = [torch.empty_like(x) for x in xs]
+    end(dt.all_reduce(xs, out=outs, async_op=async_op))
+    for x, y, out in zip(xs, local, outs, strict=True):
+        torch.testing.assert_close(out.cpu(), sum(local))
+        assert torch.equal(x.cpu(), y), "out of place the input stays"
+        assert out._place == x._place
+    end(dt.all_reduce(outs, dt.ReduceOp.MAX, async_op=async_op))
+    end(dt.reduce(xs, 2, "AVG", async_op=async_op))
+    torch.testing.assert_close(xs[2].cpu(), sum(local) / N)
+    assert torch.equal(xs[1].cpu(), local[1])
+    end(dt.broadcast(xs, 1, async_op=async_op))
+    assert all(torch.equal(x.cpu(), local[1]) for x in xs)
+
+    local, xs = on_nodes(lambda k: random(k, k, 2), device)
+    lists = [[torch.empty(other.shape, device=x.device) for other in local] for x in xs]
+    end(dt.all_gather(lists, xs, async_op=async_op))
+    assert all(torch.equal(out.cpu(), x) for outs in lists for out, x in zip(outs, local, strict=True))
+    at_3 = [torch.empty(other.shape, device=xs[3].device) for other in local]
+    end(dt.gather(xs, at_3, 3, async_op=async_op))
+    assert all(torch.equal(out.cpu(), x) for out, x in zip(at_3, local, strict=True))
+    back = [torch.zeros_like(x) for x in xs]
+    end(dt.scatter(back, at_3, 3, async_op=async_op))
+    assert all(torch.equal(out.cpu(), x) for out, x in zip(back, local, strict=True))
+
+    rows = [[random(10 * i + j, j + 1) for j in range(N)] for i in range(N)]
+    there = [[x.to(dt.device(i, device)) for x in row] for i, row in enumerate(rows)]
+    sums = [torch.empty(j + 1, device=there[j][0].device) for j in range(N)]
+    end(dt.reduce_scatter(sums, there, async_op=async_op))
+    for j, total in enumerate(sums):
+        torch.testing.assert_close(total.cpu(), sum(row[j] for row in rows))
+    turned = [[torch.empty(i + 1, device=there[i][0].device) for _ in range(N)] for i in range(N)]
+    end(dt.all_to_all(turned, there, async_op=async_op))
+    assert all(torch.equal(turned[i][j].cpu(), rows[j][i]) for i in range(N) for j in range(N))
+
+    _, xs = on_nodes(lambda k: torch.tensor([k]), device)
+    end(dt.sendreceive(xs, async_op=async_op))
+    assert [x.item() for x in xs] == [3, 0, 1, 2]
+    end(dt.sendreceive(xs, -2, async_op=async_op))
+    assert [x.item() for x in xs] == [1, 2, 3, 0]
+    end(dt.send(xs[3], xs[1], async_op=async_op))
+    end(dt.recv(xs[0], xs[2], async_op=async_op))
+    assert [x.item() for x in xs] == [3, 0, 3, 0]
+    end(dt.barrier(async_op=async_op))
+
+
+def test_what_the_ancestors_print():
+    """distributed-training-patterns, and the sums of the others' tests."""
+    _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
+    for op, value in (("SUM", 6), ("MAX", 3)):
+        ys = [x.clone() for x in xs]
+        dt.reduce(ys, 0, op)
+        assert ys[0].item() == value
+    for op, value in (("MIN", 1), ("MAX", 4), ("SUM", 10)):
+        ys = [x + 1 for x in xs]
+        dt.all_reduce(ys, op)
+        assert [y.item() for y in ys] == [value] * N
+    two = [(torch.tensor([1.0, 2.0, 3.0]) + k).to(f"node:{k}") for k in range(2)]
+    assert [y.tolist() for y in F.all_reduce(two)] == [[3, 5, 7]] * 2
+    assert [y.tolist() for y in F.all_reduce(two, "AVG")] == [[1.5, 2.5, 3.5]] * 2
+    weights = [torch.tensor([99.0 if k == 0 else 0.0]).to(f"node:{k}") for k in range(N)]
+    dt.broadcast(weights, 0)
+    assert [w.item() for w in weights] == [99] * N
+    rows = F.all_gather([torch.full((3,), k).to(f"node:{k}") for k in range(2)])
+    assert [torch.cat(row).tolist() for row in rows] == [[0, 0, 0, 1, 1, 1]] * 2
+    pieces = torch.arange(40.0, device="node:1").chunk(N)
+    outs = [torch.empty(10, device=f"node:{k}") for k in range(N)]
+    dt.scatter(outs, pieces, 1)
+    assert [out[0].item() for out in outs] == [0, 10, 20, 30]
+    back = [torch.empty(10, device="node:0") for _ in range(N)]
+    dt.gather(outs, back, 0)
+    assert torch.equal(torch.cat(back).cpu(), torch.arange(40.0))
+
+
+def test_nothing_is_waited_for():
+    link = state.session().link
+    _, xs = on_nodes(lambda k: torch.ones(3))
+    dt.synchronize()
+    reports, sent = link.reports, [box.sent for box in link.outboxes]
+    assert dt.all_reduce(xs) is None
+    assert [box.sent for box in link.outboxes] == [n + 1 for n in sent]
+    assert link.reports == reports
+
+
+def test_views_strides_and_bits():
+    _, bases = on_nodes(lambda k: torch.full((4, 6), float(k)))
+    dt.all_reduce([base.t()[::2] for base in bases])
+    for k, base in enumerate(bases):
+        assert base[:, ::2].eq(6).all()
+        assert base[:, 1::2].eq(k).all()
+    _, zs = on_nodes(lambda k: torch.full((2,), complex(k, 1)))
+    assert F.all_reduce([z.conj() for z in zs])[0].tolist() == [6 - 4j] * 2
+    with pytest.raises(RuntimeError, match="resolve_conj"):
+        dt.all_reduce([z.conj() for z in zs])
+
+
+def test_what_was_made_before_sees_it_and_autograd_knows():
+    _, xs = on_nodes(lambda k: torch.ones(2))
+    views = [x[:1] for x in xs]
+    before = [x * 1 for x in xs]
+    w = torch.ones(2, device="node:0", requires_grad=True)
+    loss = (w * xs[0]).sum()
+    dt.all_reduce(xs)
+    assert [v.item() for v in views] == [N] * N
+    assert [b.tolist() for b in before] == [[1, 1]] * N
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_options():
+    local, xs = on_nodes(lambda k: random(k, 1001))
+    for algorithm in (
+        "all",
+        "doubling",
+        "halving",
+        "direct",
+        "ring",
+        "tree",
+        dt.Way("tree", 3),
+        dt.Way("ring", chunk=64),
+    ):
+        outs = [torch.empty_like(x) for x in xs]
+        dt.all_reduce(xs, out=outs, algorithm=algorithm)
+        assert all(torch.equal(out.cpu(), outs[0].cpu()) for out in outs)
+        torch.testing.assert_close(outs[0].cpu(), sum(local))
+    dt.all_reduce(xs, transport=torch.bfloat16)
+    assert torch.equal(xs[0].cpu(), xs[1].cpu())
+    assert torch.equal(xs[0].cpu(), xs[0].cpu().bfloat16().float())
+    torch.testing.assert_close(xs[0].cpu(), sum(local), atol=0.1, rtol=0.1)
+    with pytest.raises(ValueError, match="all_reduce has no algorithm 'rings'; it has all, doubling"):
+        dt.all_reduce(xs, algorithm="rings")
+
+
+def test_torch_distributeds_reductions_mean_the_same():
+    _, xs = on_nodes(lambda k: torch.tensor(k + 1))
+    dt.all_reduce(xs, torch.distributed.ReduceOp.PRODUCT)
+    assert xs[0].item() == 24
+    with pytest.raises(TypeError, match="is no reduction; there are SUM, AVG"):
+        dt.all_reduce(xs, "sum")
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def test_groups():
+    everybody = dt.new_group(name="world")
+    assert everybody.nodes == (0, 1, 2, 3)
+    assert dt.new_group([2, 0]) == dt.new_group((2, 0), "another name") != dt.new_group([0, 2])
+    parity = everybody.split(lambda node: node % 2)
+    assert {key: group.nodes for key, group in parity.items()} == {0: (0, 2), 1: (1, 3)}
+    assert parity.leaders.nodes == (0, 1)
+    assert parity.of(3) is parity[1]
+    assert parity[0].name == "world/0"
+    assert everybody.split("abba")["b"].nodes == (1, 2)
+    assert [group.nodes for group in everybody.by_host().values()] == [(0, 1, 2, 3)]
+    assert 2 in parity[0]
+    assert 1 not in parity[0]
+    with pytest.raises(AttributeError):
+        everybody.nodes = (1,)
+    for wrong, words in (([0, 4], "node 4 does not exist; there are 4"), ([1, 1], "each once"), ([], "at least one")):
+        with pytest.raises(ValueError, match=words):
+            dt.new_group(wrong)
+    with pytest.raises(ValueError, match="3 keys for the 4 nodes"):
+        everybody.split([1, 2, 3])
+
+
+def test_groups_at_once():
+    """Halves, pairs across them, and the leaders, each in the order of issue, without a word between."""
+    _, xs = on_nodes(lambda k: torch.full((50_000,), float(k)))
+    for group in (dt.new_group([0, 1]), dt.new_group([2, 3]), dt.new_group([0, 2]), dt.new_group([3, 1])):
+        dt.all_reduce([xs[k] for k in group], group=group, async_op=True)
+    assert [x[-1].item() for x in xs] == [6] * N
+
+
+def test_new_groups_by_key_add_up_as_in_torchmpi():
+    _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
+    split = dt.new_group().split(lambda node: node // 2)
+    for group in split.values():
+        dt.reduce([xs[k] for k in group], group.nodes[0], group=group)
+    dt.all_reduce([xs[k] for k in split.leaders])
+    for group in split.values():
+        dt.broadcast([xs[k] for k in group], group.nodes[0])
+    assert [x.item() for x in xs] == [6] * N
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+def test_mistakes_raise_here():
+    _, xs = on_nodes(lambda k: torch.ones(3))
+    other = [torch.ones(2, device="node:0"), *xs[1:]]
+    cases = [
+        (ValueError, "tensor 1 has the shape .3,., tensor 0 .2,.", lambda: dt.all_reduce(other)),
+        (TypeError, "tensor 1 is torch.float64", lambda: dt.all_reduce([xs[0], xs[1].double()])),
+        (
+            TypeError,
+            "tensor 1 has to be a tensor on a node, not a local",
+            lambda: dt.all_reduce([xs[0], torch.ones(3)]),
+        ),
+        (ValueError, r"one tensor per node; these are on nodes \[0, 0\]", lambda: dt.all_reduce([xs[0], xs[0]])),
+        (ValueError, "but the group is", lambda: dt.all_reduce(xs, group=dt.new_group([0, 1]))),
+        (TypeError, "takes a list of tensors, one per node, not", lambda: dt.all_reduce(xs[0])),
+        (ValueError, "at least one", lambda: dt.all_reduce([])),
+        (TypeError, "BAND cannot reduce torch.float32", lambda: dt.all_reduce(xs, dt.ReduceOp.BAND)),
+        (TypeError, "AVG cannot reduce torch.int64", lambda: dt.all_reduce([x.long() for x in xs], "AVG")),
+        (ValueError, "node 7 is not in", lambda: dt.broadcast(xs, 7)),
+        (ValueError, "2 lists for 4 nodes", lambda: dt.all_gather([xs, xs], xs)),
+        (ValueError, "list 0, tensor 1, is on node 1, not on node 0", lambda: dt.all_gather([xs] * 4, xs)),
+        (ValueError, "gather_list has 1 tensors, and the group 4", lambda: dt.gather(xs, [xs[0]], 0)),
+        (ValueError, r"arrives", lambda: dt.send(xs[0], torch.ones(2, device="node:1"))),
+        (TypeError, "recv: the target", lambda: dt.recv(torch.ones(3), xs[0])),
+        (RuntimeError, "MAX has no gradient", lambda: F.all_reduce([x.requires_grad_() for x in xs], dt.ReduceOp.MAX)),
+    ]
+    for kind, words, call in cases:
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def here():
+    return inspect.currentframe().f_back.f_lineno
+
+
+def test_poison_reaches_all_and_names_its_line():
+    _, xs = on_nodes(lambda k: torch.ones(3))
+    line = here() + 1
+    xs[2] = xs[2] + torch.ones(3, device="node:2")[torch.tensor([9, 9, 9], device="node:2")]
+    for make in (lambda: dt.all_reduce(xs), lambda: dt.all_reduce(xs, async_op=True).wait()):
+        with pytest.raises(IndexError) as told:
+            make() or xs[0].cpu()
+        assert f"test_joint.py:{line}" in str(told.value)
+    for x in xs:
+        with pytest.raises(IndexError):
+            x.cpu()
+    _, ys = on_nodes(lambda k: torch.ones(3))
+    dt.all_reduce(ys)
+    assert ys[3].tolist() == [4, 4, 4]
+
+
+def test_poison_that_is_overwritten_harms_nobody_else():
+    _, xs = on_nodes(lambda k: torch.full((3,), float(k)))
+    xs[2] = torch.ones(3, device="node:2")[torch.tensor([9, 9, 9], device="node:2")]
+    dt.broadcast(xs, 1, algorithm=dt.Way("tree", 1))
+    assert [xs[k].tolist() for k in (0, 1, 3)] == [[1, 1, 1]] * 3
+    with pytest.raises(IndexError):
+        xs[2].cpu()
+
+
+# ---- asynchronous --------------------------------------------------------------------------------
+
+
+def test_works():
+    _, xs = on_nodes(lambda k: torch.ones(200_000))
+    work = dt.all_reduce(xs, async_op=True)
+    ys = [x + 1 for x in xs]  # waits for it, on the nodes
+    assert work.result() is xs
+    assert work.is_completed()
+    assert "all_reduce" in repr(work)
+    assert [y[0].item() for y in ys] == [5] * N
+
+    async def several():
+        works = [dt.all_reduce(xs, async_op=True) for _ in range(3)]
+        for each in works:
+            assert await each is xs
+
+    asyncio.run(several())
+    assert xs[1][7].item() == 4**4
+
+
+def test_beside_streams():
+    """With streams all is done by lanes: a collective waits for the stream that it is issued to, and that for it."""
+    _, xs = on_nodes(lambda k: torch.ones(1000))
+    streams = [dt.Stream(k) for k in range(N)]
+    with dt.stream(streams[0]), dt.stream(streams[1]):
+        views = [x[:1] for x in xs]
+        for x in xs[:2]:
+            x.mul_(2)
+        dt.all_reduce(xs)
+        assert [v.item() for v in views] == [6] * N
+        bad = torch.ones(3, device="node:1")[torch.tensor([9, 9, 9], device="node:1")]
+        rest = [torch.ones(3, device=f"node:{k}") for k in (0, 2, 3)]
+        dt.all_reduce([rest[0], bad, *rest[1:]])
+        for x in (*rest, bad):
+            with pytest.raises(IndexError):
+                x.cpu()
+        work = dt.all_reduce(xs, async_op=True)
+        work.wait()
+    dt.synchronize()
+    assert [x[0].item() for x in xs] == [24] * N
+
+
+def test_in_a_graph():
+    _, xs = on_nodes(lambda k: torch.full((3,), float(k)))
+    g = dt.Graph()
+    with dt.graph(g):
+        ys = [x * 2 for x in xs]
+        dt.all_reduce(ys)
+        zs = [y + 1 for y in ys]
+        with pytest.raises(dt.GraphError, match="async_op=True"):
+            dt.all_reduce(ys, async_op=True)
+    for turn in range(3):
+        g.replay()
+        assert [z.tolist() for z in zs] == [[13 + 8 * turn] * 3] * N
+        for x in xs:
+            x.add_(1)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_the_whole():
+    def local_all(xs):
+        return [sum(xs) * 1 for _ in xs]
+
+    cases = {
+        "all_reduce": (F.all_reduce, local_all),
+        "average": (lambda xs: F.all_reduce(xs, "AVG"), lambda xs: [y / N for y in local_all(xs)]),
+        "reduce": (lambda xs: [F.reduce(xs, 1)], lambda xs: [sum(xs)]),
+        "mean": (lambda xs: [F.reduce(xs, 1, dt.ReduceOp.AVG)], lambda xs: [sum(xs) / N]),
+        "broadcast": (lambda xs: F.broadcast(xs[2], dt.new_group()), lambda xs: [xs[2] * 1 for _ in xs]),
+        "all_gather": (
+            lambda xs: [torch.cat(row) for row in F.all_gather(xs)],
+            lambda xs: [torch.cat(xs) for _ in xs],
+        ),
+        "gather": (lambda xs: F.gather(xs, 3), lambda xs: [x * 1 for x in xs]),
+        "scatter": (lambda xs: F.scatter(xs[1].split(1), dt.new_group()), lambda xs: list(xs[1].split(1))),
+        "reduce_scatter": (
+            lambda xs: F.reduce_scatter([x.split(1) for x in xs]),
+            lambda xs: list(sum(xs).split(1)),
+        ),
+        "reduce_scatter_average": (
+            lambda xs: F.reduce_scatter([x.split(1) for x in xs], "AVG"),
+            lambda xs: list((sum(xs) / N).split(1)),
+        ),
+        "all_to_all": (
+            lambda xs: [torch.cat(row) for row in F.all_to_all([x.split(1) for x in xs])],
+            lambda xs: [torch.cat([x[i : i + 1] for x in xs]) for i in range(N)],
+        ),
+    }
+    for name, (remote, local) in cases.items():
+        ours, theirs = on_nodes(lambda k: random(k, 4, 3))
+        for x in (*ours, *theirs):
+            x.requires_grad_()
+        outs, expected = remote(theirs), local(ours)
+        weights = [random(100 + i, *y.shape) for i, y in enumerate(expected)]
+        for out, y in zip(outs, expected, strict=True):
+            torch.testing.assert_close(out.detach().cpu(), y.detach(), msg=name)
+        loss = sum((out * w.to(out.device)).sum().cpu() for out, w in zip(outs, weights, strict=True))
+        loss.backward()
+        sum((y * w).sum() for y, w in zip(expected, weights, strict=True)).backward()
+        for x, y in zip(theirs, ours, strict=True):
+            got = torch.zeros_like(y) if x.grad is None else x.grad.cpu()
+            want = torch.zeros_like(y) if y.grad is None else y.grad
+            torch.testing.assert_close(got, want, msg=name)

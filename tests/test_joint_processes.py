@@ -1,0 +1,40 @@
+"""Collectives between nodes that are processes, and the death of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+import torch
+
+import disttensor as dt
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_between_processes_and_when_one_dies(backend):
+    dt.init_master_worker(nodes=3, backend=backend, threads=1)
+    xs = [torch.full((300_001,), float(k), device=f"node:{k}") for k in range(3)]
+    for way in ("ring", "direct", "halving", None):
+        ys = [torch.empty_like(x) for x in xs]
+        dt.all_reduce(xs, out=ys, algorithm=way)
+        assert all(y.eq(3).all() for y in ys)
+    os.kill(dt.nodes()[2]["pid"], signal.SIGKILL)
+
+    def until_it_is_known():
+        while True:
+            dt.all_reduce(xs)
+
+    with pytest.raises(dt.NodeLost, match="node 2"):
+        until_it_is_known()
+    for k in range(2):  # what was under way has ended; whether well depends on when it was
+        with suppress(dt.DisttensorError):
+            xs[k].cpu()
+    with suppress(dt.DisttensorError):
+        dt.synchronize()
+    rest = [torch.ones(1000, device=f"node:{k}") for k in (0, 1)]
+    dt.all_reduce(rest)
+    assert rest[0].sum().item() == 2000
+    with suppress(dt.DisttensorError):
+        dt.shutdown()
