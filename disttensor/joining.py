@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ from .lazy import materialise
 from .placement import one_session
 from .runtime import codec
 from .runtime import command as c
-from .runtime.channel.base import Transfer
+from .runtime.channel.base import Arrival, Transfer
 from .runtime.collective import ReduceOp, Way, check
 from .runtime.collective.choice import ALGORITHMS
 from .runtime.route import waits
@@ -97,11 +97,16 @@ class Joint:
         return way
 
 
-class _All(Transfer):
-    """The end of several transfers."""
+class _All(Arrival):
+    """The end of several transfers. What it has brought is ``value``."""
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers = transfers
+    def __init__(self, transfers: Sequence[Transfer], value: Any) -> None:
+        self._transfers, self._brings = transfers, value
+
+    @property
+    def tensor(self) -> Any:
+        self.wait()
+        return self._brings
 
     def wait(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -111,17 +116,19 @@ class _All(Transfer):
     def is_completed(self) -> bool:
         return all([transfer.is_completed() for transfer in self._transfers])
 
-    def add_done_callback(self, fn: Any) -> None:
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
         when_all(self._transfers, fn)
 
 
 class JointWork(Work):
-    """A collective under way. ``result()`` gives what the collective's own result would be."""
+    """A collective under way. ``result()`` gives what it writes."""
 
     def __init__(self, session: Session, ended: list[tuple[int, Transfer]], joint: Joint) -> None:
-        super().__init__(session, ended[0][0], _All([transfer for _, transfer in ended]), joint.value)
+        self._session = session
+        self._node = ended[0][0]
+        self._text = f"{joint.kind} of {joint.group}"
+        self._transfer = _All([transfer for _, transfer in ended], joint.value)
         self._ended = ended
-        self._what = f"{joint.kind} of {joint.group}"
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Returns True when all nodes have done their part.
@@ -134,9 +141,6 @@ class JointWork(Work):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             self._session.end_transfer(transfer, node, left)
         return True
-
-    def __repr__(self) -> str:
-        return f"<Work {'done' if self.is_completed() else 'under way'}: {self._what}>"
 
 
 def _ref(tensor: Any) -> int:
