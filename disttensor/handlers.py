@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from . import disguise, infer, state
-from .dispatch import run
+from .dispatch import dispatch, run
 from .meta import Lazy, meta_like, meta_of
 from .placement import Place
 from .plan import Entry
@@ -217,8 +217,10 @@ def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
     if source._place.kernels == "cuda" or train is False or not 0 < p < 1:
         return run(entry, args, kwargs, None)
-    noise = torch.empty_like(source).bernoulli_(1 - p).div_(1 - p)
-    return source * noise, noise
+    noise = dispatch(aten.empty_like.default, (), (source,))
+    noise = dispatch(aten.bernoulli_.float, (), (noise, 1 - p))
+    noise = dispatch(aten.div_.Tensor, (), (noise, 1 - p))
+    return dispatch(aten.mul.Tensor, (), (source, noise)), noise
 
 
 handler(aten.native_dropout.default)(dropout)
@@ -227,4 +229,6 @@ handler(aten.native_dropout.default)(dropout)
 @handler(aten.native_dropout_backward.default)
 def _dropout_backward(entry: Entry, args: Any, kwargs: Any) -> Any:
     grad, mask = args[0], args[1]
-    return grad * mask if mask.dtype != torch.bool else run(entry, args, kwargs, None)
+    if mask.dtype == torch.bool:
+        return run(entry, args, kwargs, None)
+    return dispatch(aten.mul.Tensor, (), (grad, mask))
