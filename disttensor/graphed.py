@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import state, verifying
+from .context import current_node
 from .graphs import Graph, graph
 from .lazy import materialise
 from .meta import Handle, Meta, new_ref
@@ -194,7 +195,7 @@ def _is_input(leaf: Any) -> bool:
 
 def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
     """What decides which recording a call can replay; and what it names by identity."""
-    key: list[Hashable] = [spec, id(state.session()), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    key: list[Hashable] = [spec, id(state.session()), _modes()]
     kept: list[Any] = [state.session()]
     seen: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
@@ -215,9 +216,16 @@ def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
         elif leaf is None or type(leaf) in (int, bool, str, torch.dtype, torch.device):
             key.append((type(leaf), leaf))
         else:
-            key.append((type(leaf), id(leaf)))
+            key.append((type(leaf), id(leaf), getattr(leaf, "training", None)))
             kept.append(leaf)
     return tuple(key), kept
+
+
+def _modes() -> Hashable:
+    """What of torch's state decides what operations do."""
+    casts = torch.get_autocast_dtype("node") if torch.is_autocast_enabled("node") else None
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, casts, torch.get_default_dtype(), current_node()
 
 
 @overload
@@ -231,8 +239,9 @@ def graphed(function: Any = None, *, engine: str = "interpreter", verify: bool =
 
     The first call with a signature runs the function as it is, the second records it into a graph, and that and all
     later ones replay it with one small command per node. A signature is the metadata of the tensors among the
-    arguments, the values of integers, texts and the like, and the identity of everything else, parameters included; a
-    change of shapes records again. ``limit`` recordings are kept, the latest used. Floats are declared numbers: they
+    arguments, the values of integers, texts and the like, and the identity of everything else, parameters included (of
+    modules whether they are training, too), the current node, and torch's modes (gradients, casts); a change of shapes
+    records again. ``limit`` recordings are kept, the latest used. Floats are declared numbers: they
     may change from call to call. Results are new tensors at each call, outside of autograd.
 
     ``verify=True`` compares the first replay of each recording with the function itself, which runs once more from the

@@ -144,6 +144,28 @@ def test_a_local_tensor_is_refused() -> None:
         step(torch.ones(2))
 
 
+def test_modes_are_part_of_the_signature() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(1.0)).to("node:0")
+
+    @dt.graphed
+    def forward(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).detach() + torch.zeros(3, device="node")
+
+    x = torch.ones(2, 3, device="node:0")
+    for _ in range(3):
+        model.train()
+        assert forward(model, x).abs().sum().item() == 0
+        model.eval()
+        assert forward(model, x).dtype == torch.float32
+        assert forward(model, x).abs().sum().item() > 0
+        with torch.autocast("node", dtype=torch.bfloat16):
+            assert torch.equal(forward(model, x).cpu(), forward(model, x).cpu().bfloat16().float())
+        with torch.no_grad():
+            assert forward(model, x).abs().sum().item() > 0
+    with pytest.raises(RuntimeError, match="same device"), dt.node(1):
+        forward(model, x)
+
+
 def test_parameters_are_known_by_identity_and_what_has_a_history_is_refused() -> None:
     @dt.graphed
     def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
