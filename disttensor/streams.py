@@ -17,6 +17,7 @@ from .context import current_node
 from .meta import new_ref
 from .placement import Place
 from .runtime import command as c
+from .runtime.interrupts import whole
 from .runtime.route import Route, route, waits
 from .site import here
 
@@ -235,17 +236,21 @@ class stream:
 
     Everything that the block issues to the node goes to the stream: operations, copies, backward passes,
     ``disttensor.run``. None changes nothing. Blocks nest; threads and asyncio tasks have current streams of their own.
+
+    Entering raises NodeLost, DisttensorError for a stream of a session that was shut down.
     """
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
         self._entered: list[tuple[Any, Token[Route], context.node]] = []
 
+    @whole
     def __enter__(self) -> stream:
         if self.stream is not None:
+            outbox, ref = self.stream._place.outbox, self.stream.stream_id
+            self.stream._place.session.link.check(outbox)
             node = context.node(self.stream.node)
             node.__enter__()
-            outbox, ref = self.stream._place.outbox, self.stream.stream_id
             now = route.get()
             streams = _Streams(now.streams)
             streams.held = {**getattr(now.streams, "held", {}), self.stream.node: self.stream}
@@ -254,6 +259,7 @@ class stream:
             self._entered.append((outbox, route.set(Route(streams, now.recorder)), node))
         return self
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -81,6 +81,33 @@ def test_a_node_with_a_busy_stream_is_lost() -> None:
         t.synchronize()
 
 
+def test_a_stream_does_not_outlive_its_session() -> None:
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        s, event = dt.Stream(), dt.Event()
+        event.record(s)
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        with pytest.raises(dt.DisttensorError, match="shut down"), dt.stream(s):
+            pass
+        for use in (s.synchronize, s.query, event.wait, event.synchronize):
+            with pytest.raises(dt.DisttensorError, match="shut down"):
+                use()
+        assert dt.current_stream() == dt.default_stream()
+        with dt.stream(dt.Stream()):
+            assert torch.ones(3, device="node:0").sum().item() == 3
+
+
+def test_every_operation_waits_if_launches_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTTENSOR_LAUNCH_BLOCKING", "1")
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        s = dt.Stream(1)
+        x = torch.arange(3, device="node:1")
+        with dt.stream(s):
+            with pytest.raises(RuntimeError, match="out of bounds"):
+                x.gather(0, x + 2)
+            same((x * 2).to("node:0"), torch.arange(3) * 2)
+        assert s.query()
+
+
 WAITS = ("s.synchronize()", "s.record_event().synchronize()", "y.cpu()", "dt.synchronize(0)", "y.sum().item()")
 
 

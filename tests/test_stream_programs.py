@@ -248,7 +248,7 @@ def test_random_programs_over_streams(program: list[Step]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("session")
-@settings(ordinary, max_examples=300, derandomize=False, print_blob=True)
+@settings(ordinary, max_examples=80, derandomize=False, print_blob=True)
 @given(st.lists(STEPS, min_size=20, max_size=120))
 def test_many_random_programs_over_streams(program: list[Step]) -> None:
     check(program)
