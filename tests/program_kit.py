@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disttensor.runtime.bindings import binding
@@ -151,3 +153,58 @@ def built() -> list[str]:
 def trace_on_nodes() -> None:
     """For dt.run: makes "inductor" the traced form on this node, which needs no C++ compiler, and no time."""
     ENGINES["inductor"] = lambda program, builder: Choice(program, Interpreter(program), "auto", Here())
+
+
+# ---- random programs -------------------------------------------------------------------------------------------------
+
+#: What to do, and indices of the tensors to do it with.
+STEPS = st.tuples(st.integers(0, 15), st.integers(0, 7), st.integers(0, 7))
+
+
+def start() -> list[Tensor]:
+    """Tensors to begin with, some of which share memory."""
+    base = torch.randn(4, 4)
+    return [base, base.t(), base[1:3], torch.randn(4, 4), torch.arange(4.0)]
+
+
+def play(steps: Sequence[tuple[int, int, int]], outside: Sequence[Tensor]) -> list[Tensor]:
+    """A program of these steps, with three numbers; gives what some of them made."""
+    pool = list(outside)
+    a, b, c = SENTINELS
+    for kind, i, j in steps:
+        x, y = pool[i % len(pool)], pool[j % len(pool)]
+        square = torch.zeros(4, 4) + x.sum().tanh()
+        match kind:
+            case 0:
+                pool.append(x.t() if x.dim() == 2 else x)
+            case 1:
+                pool.append(x[0] if x.dim() else x)
+            case 2:
+                pool.append(x[1::2] if x.dim() else x)
+            case 3:
+                x.mul_(a)
+            case 4:
+                x.add_(y.sum().tanh(), alpha=0.5)
+            case 5:
+                pool.append(torch.sin(x))
+            case 6:
+                pool.append(square @ (square + 1))
+            case 7:
+                x.uniform_(0, 1)
+            case 8:
+                pool.append(F.dropout(x, 0.5))
+            case 9:
+                pool.append(x.reshape(-1))
+            case 10:
+                pool.append(x.clone())
+            case 11:
+                x.clamp_(-b, 1)
+            case 12:
+                pool.append(torch.rand_like(x) + torch.randn(()))
+            case 13:
+                pool.append(x.unsqueeze(0).transpose(0, -1))
+            case 14:
+                x.copy_(y.sum().tanh().expand(x.shape))
+            case _:
+                pool.append(torch.where(x > 0, x, x * c))
+    return [t for k, t in enumerate(pool[len(outside) :]) if k % 3] + pool[-2:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import re
 import select
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_kit import SENTINELS, copies, interpret, record
+from program_kit import SENTINELS, copies, interpret, play, record, start
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -118,6 +119,36 @@ def test_a_compiled_program_does_what_the_interpreter_does(
         again.run(copies(inputs), numbers[0])
         assert again.used == "inductor"
     assert not caplog.records
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_random_programs(folder: str, builders: Builder, threads: int) -> None:
+    """Many, side by side in one library, since each takes some ten seconds to compile."""
+    dice = random.Random(threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        plans = [[(dice.randrange(16), dice.randrange(8), dice.randrange(8)) for _ in range(12)] for _ in range(25)]
+        pools = [start() for _ in plans]
+        program, inputs = record(
+            lambda: [t for plan, pool in zip(plans, pools, strict=True) for t in play(plan, pool)], 3
+        )
+        engine = Choice(program, Interpreter(program), "inductor", builders)
+        ours, theirs = copies(inputs), copies(inputs)
+        engine.run(copies(inputs), (0.1, 0.2, 0.3))
+        assert engine.wait()
+        for i, numbers in enumerate(((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (0.9, 1, 0.2))):
+            torch.manual_seed(i)
+            expected = interpret(program, theirs, numbers)
+            torch.manual_seed(i)
+            results = engine.run(ours, numbers)
+            assert engine.used == "inductor", engine.why
+            alike([*results, *ours], [*expected, *theirs])
+    finally:
+        torch.set_num_threads(before)
 
 
 def alike(ours: list[Tensor], theirs: list[Tensor]) -> None:

@@ -13,13 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program_kit import SENTINELS, copies, interpret, record
+from program_kit import SENTINELS, STEPS, copies, interpret, play, record, start
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from disttensor.runtime.engines import fitness, listing, tracing
 from disttensor.runtime.engines.compiled import Compiled
+from disttensor.runtime.engines.numbers import call
 from disttensor.runtime.program import Program
 from disttensor.runtime.store import memory
 
@@ -140,54 +141,11 @@ def test_running_statistics_are_written(x: Tensor) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(range(16)), st.integers(0, 7), st.integers(0, 7)), min_size=3, max_size=14))
+@given(st.lists(STEPS, min_size=3, max_size=14))
 def test_random_programs(steps: list[tuple[int, int, int]]) -> None:
     torch.manual_seed(0)
-    base = torch.randn(4, 4)
-    outside = [base, base.t(), base[1:3], torch.randn(4, 4), torch.arange(4.0)]
-    torch.manual_seed(1)
-
-    def f() -> list[Tensor]:
-        pool = list(outside)
-        for kind, i, j in steps:
-            x, y = pool[i % len(pool)], pool[j % len(pool)]
-            square = torch.zeros(4, 4) + x.sum().tanh()
-            match kind:
-                case 0:
-                    pool.append(x.t() if x.dim() == 2 else x)
-                case 1:
-                    pool.append(x[0] if x.dim() else x)
-                case 2:
-                    pool.append(x[1::2] if x.dim() else x)
-                case 3:
-                    x.mul_(A)
-                case 4:
-                    x.add_(y.sum().tanh(), alpha=0.5)
-                case 5:
-                    pool.append(torch.sin(x))
-                case 6:
-                    pool.append(square @ (square + 1))
-                case 7:
-                    x.uniform_(0, 1)
-                case 8:
-                    pool.append(F.dropout(x, 0.5))
-                case 9:
-                    pool.append(x.reshape(-1))
-                case 10:
-                    pool.append(x.clone())
-                case 11:
-                    x.clamp_(-B, 1)
-                case 12:
-                    pool.append(torch.rand_like(x) + torch.randn(()))
-                case 13:
-                    pool.append(x.unsqueeze(0).transpose(0, -1))
-                case 14:
-                    x.copy_(y.sum().tanh().expand(x.shape))
-                case _:
-                    pool.append(torch.where(x > 0, x, x * C))
-        return [t for t in pool[len(outside) :] if (j + len(pool)) % 3] + pool[-2:]
-
-    replays_alike(f, 3)
+    outside = start()
+    replays_alike(lambda: play(steps, outside), 3)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -250,6 +208,21 @@ def test_numbers_where_no_tensor_can_stand(x: Tensor, function: Callable[[Tensor
     program, inputs = record(lambda: function(x), 1)
     with pytest.raises(listing.Unfit, match=why):
         traced(program, inputs)
+
+
+def test_sums_with_a_factor_are_products_and_sums(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes ``a @ b + alpha * c`` for ``addmm(c, a, b)``."""
+    seen: list[object] = []
+    monkeypatch.setattr(tracing, "call", lambda op, args, kwargs: [seen.append(kwargs), call(op, args, kwargs)][1])
+
+    def f() -> list[Tensor]:
+        y = x @ x.t()
+        y.add_(x[:, :4], alpha=0.5)
+        ys = torch._foreach_add([y, y], [y, y + 1], alpha=2)
+        return [torch.add(y, y, alpha=3), torch.sub(y, y, alpha=3), y, *ys, torch.add(y.int(), y.int(), alpha=2)]
+
+    replays_alike(f)
+    assert not [kwargs for kwargs in seen if isinstance(kwargs, dict) and "alpha" in kwargs]
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------

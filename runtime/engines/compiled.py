@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..bindings import binding
 from ..program import Program, Reg
+from ..store import memory
 from . import listing
 from .draws import draw
 
@@ -33,6 +34,7 @@ class Compiled:
         self._place: dict[int, int] = {}  #: input -> argument
         self._memories: list[int] = []  #: of the inputs
         self._apart = 0  #: how many memories those are
+        self._loose: list[int] | None = None  #: what the library makes that has to be copied; known after a run
         self._draws = [(program.lines[i], geometry) for i, *geometry in self._plan["draws"]]
         self._fence = [program.lines[i] for i in self._plan["fence"]]
         registers = list(listing.counted(program))
@@ -60,6 +62,11 @@ class Compiled:
         if self._vector is not None:
             arguments = [*arguments, self._vector]
         made = self._library(arguments)
+        if self._loose is None:
+            self._loose = _loose(made, arguments, self._plan["made"])
+        for k in self._loose:
+            _, size, stride = self._plan["made"][k]
+            made[k] = torch.empty_strided(size, stride, dtype=made[k].dtype).copy_(made[k])
         return [result(inputs, draws, made) for result in self._results]
 
     def _adopt(self, inputs: Sequence[Tensor]) -> bool:
@@ -99,6 +106,18 @@ class Compiled:
             for register, tensor in zip(line.outs, [result] if line.single else result, strict=True):
                 e[register] = tensor
         return all(_within(e[register], low, high, also) for register, low, high, also in self._checks)
+
+
+def _loose(made: Sequence[Tensor], arguments: Sequence[Tensor], expected: Sequence[Any]) -> list[int]:
+    """What a library gives that is not all of a memory of its own, as in eager: it leaves out copies, for instance."""
+    found: list[int] = []
+    seen = {memory(t) for t in arguments}
+    for k, (tensor, (_, _, stride)) in enumerate(zip(made, expected, strict=True)):
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        if memory(tensor) in seen or not whole or list(tensor.stride()) != stride:
+            found.append(k)
+        seen.add(memory(tensor))
+    return found
 
 
 def _within(index: Tensor, low: int, high: int, also: int | None) -> bool:

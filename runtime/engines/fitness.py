@@ -292,7 +292,18 @@ UNFIT = frozenset(
         *("masked_scatter", "masked_scatter_", "put", "put_", "searchsorted", "lift_fresh_copy", "rename_"),
     }
 )
-UNFIT_FAMILIES = ("linalg_", "_linalg_", "cholesky", "lu_", "_lu_", "_fft", "quantize", "_weight_norm_interface")
+#: The last ones look at whether gradients are recorded, and the node tells them (bindings.py).
+UNFIT_FAMILIES = (
+    "linalg_",
+    "_linalg_",
+    "cholesky",
+    "lu_",
+    "_lu_",
+    "_fft",
+    "quantize",
+    "_weight_norm_interface",
+    "mkldnn_",
+)
 
 DIVISIONS = frozenset({"remainder", "remainder_", "fmod", "fmod_", "floor_divide", "floor_divide_"}) | {
     *("pow", "pow_", "__rshift__", "__lshift__", "gcd", "gcd_", "lcm", "lcm_", "bitwise_left_shift"),

@@ -46,7 +46,7 @@ def call_with_tensors(op: OpOverload, args: tuple[Any, ...], kwargs: Named, numb
 def _prepare(named: Named, numbers: frozenset[int], op: OpOverload) -> None:
     """Checks that tensors may stand where they do; beside an operand without dimensions, they get its dtype."""
     x = named.get("self")
-    if isinstance(x, Tensor) and not x.dtype.is_floating_point:
+    if numbers and isinstance(x, Tensor) and not x.dtype.is_floating_point:
         raise Unfit(f"{op.name()} takes a number that changes beside {x.dtype}")
     for name, value in named.items():
         if id(value) in numbers:

@@ -15,6 +15,11 @@ from .fitness import Plan, inputs_of, tensors_of
 from .listing import Given, Unfit
 from .numbers import call, call_with_tensors
 
+#: Sums with a factor.
+ALPHA = frozenset(
+    f"aten::{base}{tail}" for base in ("add", "sub", "rsub", "_foreach_add", "_foreach_sub") for tail in ("", "_")
+)
+
 
 class Traced(torch.nn.Module):
     """``forward(*arguments)``: the plan's arguments and, if the program has numbers, one float64 vector of those."""
@@ -63,12 +68,18 @@ class Traced(torch.nn.Module):
         args, kwargs = tuple(fill(a) for a in line.args), {k: fill(v) for k, v in line.kwargs.items()}
         if line.op is torch.ops.aten.native_batch_norm.default:
             results = tensors_of(_batch_norm(*args))
-        elif filled:
+        elif filled or _scaled(line):
             results = tensors_of(call_with_tensors(line.op, args, kwargs, frozenset(filled)))
         else:
             results = tensors_of(call(line.op, args, kwargs))
         for register, result in zip(line.outs, results, strict=bool(line.outs)):
             e[register] = result
+
+
+def _scaled(line: Line) -> bool:
+    """Whether it is a sum with a factor. Inductor (2.13) forgets that where the other summand is a matrix product."""
+    alpha = line.kwargs.get("alpha", 1)
+    return alpha != 1 and line.op.name().partition(".")[0] in ALPHA
 
 
 def _use(line: Line, e: dict[int, Tensor], draw: Tensor) -> None:
