@@ -1,9 +1,9 @@
 """``linear``, the operation that training steps are made of, as one operation of autograd's.
 
 Torch's composite is two operations of autograd's (``t`` and ``addmm``), and its backward seven, each with a way through
-torch and back to Python. Here each direction is one. A node is sent the same commands for it, fewer in the forward, and
-computes the same bits. What torch alone knows to handle (transforms, modes, forward derivatives, strange strides) goes
-torch's way; a second derivative, too, but where tensors are used more than once it adds its terms in another order.
+torch and back to Python. Here each direction is one. A node computes the same products and sums for it, and so the same
+bits, with fewer commands. What torch alone knows to handle (transforms, modes, forward derivatives, strange strides)
+goes torch's way; a second derivative, too, but it adds the terms of tensors used more than once in another order.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
                 input = dispatch(_view, (), (input, [-1, shape[-1]]))
             of_weight = dispatch(_mm, (), (dispatch(_t, (), (grad,)), input))
         if wants[0]:
-            of_bias = dispatch(_view, (), (dispatch(_sum, (), (grad, [0], True)), [n]))
+            of_bias = dispatch(_sum, (), (grad, [0]))
         return of_bias, of_input, of_weight
 
 

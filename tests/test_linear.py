@@ -335,7 +335,7 @@ def test_order_of_sums(shape: tuple[int, ...]) -> None:
 
 
 def test_commands() -> None:
-    """A backward sends what torch's sends: two products, the view that one is of, and a sum."""
+    """A backward is two products, the view that one is of, and a sum."""
     box = state.session().link.outboxes[1]
     x, w, b = (t.requires_grad_() for t in operands(NODE) if t is not None)
 
