@@ -134,6 +134,22 @@ def test_the_default_stream_waits_for_another_node() -> None:
     assert waiting.query()
 
 
+def test_a_write_waits_for_what_is_still_to_be_sent() -> None:
+    s, t, u = dt.Stream(0), dt.Stream(1), dt.Stream(0)
+    x = torch.arange(4.0, device="node:0")
+    with busy(s) as let_go:
+        t.wait_event(s.record_event())  # so what is sent from node 0 to node 1 comes after that
+        far = x.to("node:1")
+        x.add_(1)
+        waiting = dt.default_stream(0).record_event()
+        with dt.stream(u):
+            assert torch.ones(3, device="node:0").sum().item() == 3
+        assert not waiting.query()
+        let_go()
+        same(far, torch.arange(4.0))
+    same(x, torch.arange(4.0) + 1)
+
+
 def test_elapsed_time_is_by_the_clock_of_the_node() -> None:
     s = dt.Stream(1)
     first, second = dt.Event(enable_timing=True), dt.Event(enable_timing=True)
