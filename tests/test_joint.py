@@ -220,6 +220,16 @@ def test_groups_at_once():
     assert [x[-1].item() for x in xs] == [6] * N
 
 
+def test_a_group_of_one():
+    x, list_of_one = torch.ones(3, device="node:2"), [[torch.zeros(3, device="node:2")]]
+    for call in (dt.all_reduce, dt.sendreceive):
+        call([x], group=dt.new_group([2]))
+    dt.reduce([x], 2, "AVG")
+    dt.broadcast([x], 2)
+    dt.all_gather(list_of_one, [x])
+    assert x.tolist() == list_of_one[0][0].tolist() == [1, 1, 1]
+
+
 def test_new_groups_by_key_add_up_as_in_torchmpi():
     _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
     split = dt.new_group().split(lambda node: node // 2)

@@ -55,6 +55,12 @@ def test_the_graphs_page(tmp_path: Path) -> None:
     assert python("graphs.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_collectives_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/COLLECTIVES.md").read_text()).groups()
+    (tmp_path / "collective.py").write_text(program)
+    assert python("collective.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README)
     assert len(links) >= 5

@@ -117,13 +117,13 @@ def mpi_op(collective: str, x: torch.Tensor) -> Op:
     raise ValueError(collective)
 
 
-def timed(op: Op, calls: int) -> float:
-    """Seconds of one call, in a block of them."""
+def timed(op: Op, calls: int) -> tuple[float, float]:
+    """Seconds of one call, in a block of them, and those of this process's CPU time."""
     op()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     for _ in range(calls):
         op()
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / calls, (time.process_time() - used) / calls
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -159,9 +159,14 @@ def mpi_main() -> None:
         if not line.strip():
             return
         collective, nbytes = json.loads(line)
-        seconds = timed(mpi_op(collective, torch.zeros(nbytes // 4)), calls_of(nbytes))
+        times = comm.gather(timed(mpi_op(collective, torch.zeros(nbytes // 4)), calls_of(nbytes)))
         if comm.rank == 0:
-            print(seconds, flush=True)
+            print(json.dumps(times), flush=True)
+
+
+def total(times: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of all ranks: the seconds of the slowest, and their CPU time together."""
+    return max(wall for wall, _ in times), sum(cpu for _, cpu in times)
 
 
 class Team:
@@ -187,10 +192,10 @@ class Team:
         for pipe in self._pipes:
             pipe.recv()
 
-    def measure(self, collective: str, nbytes: int) -> float:
+    def measure(self, collective: str, nbytes: int) -> tuple[float, float]:
         for pipe in self._pipes:
             pipe.send((collective, nbytes))
-        return max(pipe.recv() for pipe in self._pipes)
+        return total([pipe.recv() for pipe in self._pipes])
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -215,12 +220,12 @@ class Mpi:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def measure(self, collective: str, nbytes: int) -> float:
+    def measure(self, collective: str, nbytes: int) -> tuple[float, float]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([collective, nbytes]) + "\n")
         self._process.stdin.flush()
-        return float(self._process.stdout.readline())
+        return total(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
         self._process.communicate("\n", timeout=10)
@@ -240,7 +245,7 @@ def main() -> None:
         mpi_main()
         return
     rows = []
-    print(f"{'':34s} {'':10s} {'ms':>9s} {'GB/s':>6s} {'vs. best other':>14s}")
+    print(f"{'':34s} {'':10s} {'ms':>9s} {'CPU ms':>9s} {'GB/s':>6s} {'vs. best other':>14s}")
     for size in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             teams: list[Team | Mpi] = [Team(who, size, folder) for who in ["gloo", *options.channels]]
@@ -250,17 +255,19 @@ def main() -> None:
                 print(f"MPI is not measured: {error}")
             for collective, text in itertools.product(options.collectives, options.sizes):
                 nbytes = parse_size(text)
-                seconds: dict[str, list[float]] = {team.name: [] for team in teams}
+                seconds: dict[str, list[tuple[float, float]]] = {team.name: [] for team in teams}
                 for _ in range(options.rounds):
                     for team in teams:
                         seconds[team.name].append(team.measure(collective, nbytes))
-                medians = {name: statistics.median(times) for name, times in seconds.items()}
+                medians = {name: statistics.median(wall for wall, _ in times) for name, times in seconds.items()}
+                cpus = {name: statistics.median(cpu for _, cpu in times) for name, times in seconds.items()}
                 others = min(median for name, median in medians.items() if name in ("gloo", "mpi"))
                 for name, median in medians.items():
                     ratio = f"{others / median:.2f}x" if name in options.channels else ""
                     what = f"{collective} of {show_size(nbytes)}, {size} ranks"
                     print(
-                        f"{what:34s} {name:10s} {median * 1e3:9.3f} {nbytes / median / 1e9:6.2f} {ratio:>14s}",
+                        f"{what:34s} {name:10s} {median * 1e3:9.3f} {cpus[name] * 1e3:9.3f} "
+                        f"{nbytes / median / 1e9:6.2f} {ratio:>14s}",
                         flush=True,
                     )
                     rows.append({"collective": collective, "bytes": nbytes, "ranks": size, "who": name, "s": median})
