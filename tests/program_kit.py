@@ -157,8 +157,10 @@ def trace_on_nodes() -> None:
 
 # ---- random programs -------------------------------------------------------------------------------------------------
 
+KINDS = 24
+
 #: What to do, and indices of the tensors to do it with.
-STEPS = st.tuples(st.integers(0, 15), st.integers(0, 7), st.integers(0, 7))
+STEPS = st.tuples(st.integers(0, KINDS - 1), st.integers(0, 7), st.integers(0, 7))
 
 
 def start() -> list[Tensor]:
@@ -205,6 +207,24 @@ def play(steps: Sequence[tuple[int, int, int]], outside: Sequence[Tensor]) -> li
                 pool.append(x.unsqueeze(0).transpose(0, -1))
             case 14:
                 x.copy_(y.sum().tanh().expand(x.shape))
-            case _:
+            case 15:
                 pool.append(torch.where(x > 0, x, x * c))
+            case 16:
+                if x.dim():
+                    x[torch.arange(min(2, x.shape[0]))] = y.sum().tanh()
+            case 17:
+                if x.dim():
+                    x[:1].mul_(2)
+            case 18:
+                pool.append(torch.add(square @ square, square + 1, alpha=0.5))
+            case 19:
+                pool.append(torch.cat([x.flatten()[:3], y.flatten()[:4]]))
+            case 20:
+                pool.append(x.cumsum(0) if x.dim() else x)
+            case 21:
+                pool.append(x.clone().unsqueeze(0).transpose(0, -1))
+            case 22:
+                pool.append(x.sort(0)[0] if x.dim() else x * 1)
+            case _:
+                pool.append((x * 1)[..., :2] if x.dim() else x + 0)
     return [t for k, t in enumerate(pool[len(outside) :]) if k % 3] + pool[-2:]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_kit import SENTINELS, copies, interpret, play, record, start
+from program_kit import KINDS, SENTINELS, copies, interpret, play, record, start
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -131,7 +131,7 @@ def test_random_programs(folder: str, builders: Builder, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         torch.manual_seed(0)
-        plans = [[(dice.randrange(16), dice.randrange(8), dice.randrange(8)) for _ in range(12)] for _ in range(25)]
+        plans = [[(dice.randrange(KINDS), dice.randrange(8), dice.randrange(8)) for _ in range(12)] for _ in range(20)]
         pools = [start() for _ in plans]
         program, inputs = record(
             lambda: [t for plan, pool in zip(plans, pools, strict=True) for t in play(plan, pool)], 3
@@ -154,9 +154,14 @@ def test_random_programs(folder: str, builders: Builder, threads: int) -> None:
 def alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
     for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=lambda m, i=i: f"{i}: {m}")
-        assert (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset()), i
+        assert (steps_of(one), one.storage_offset()) == (steps_of(other), other.storage_offset()), i
     kin = [[[memory(a) == memory(b) for b in tensors] for a in tensors] for tensors in (ours, theirs)]
     assert kin[0] == kin[1]
+
+
+def steps_of(x: Tensor) -> list[int]:
+    """Strides, but for dimensions of one element: fake tensors are not always right about those."""
+    return [s for n, s in zip(x.shape, x.stride(), strict=True) if n != 1]
 
 
 def simple(builders: Builder, engine: str = "inductor", **plan: Any) -> tuple[Choice, list[Tensor]]:
@@ -263,7 +268,14 @@ def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytes
         return [torch.ones(3) + 1]
 
     build = Build("", "", 1)
-    build.plan = {"arguments": [], "draws": [], "fence": [], "checks": [], "results": [["made", 0]], "made": []}
+    build.plan = {
+        "arguments": [],
+        "draws": [],
+        "fence": [],
+        "checks": [],
+        "results": [["made", 0]],
+        "made": [[0, [3], [1]]],
+    }
     monkeypatch.setattr(build, "library", lambda: library)
     monkeypatch.setattr(Builder, "build", lambda self, text: build)
     engine = Choice(program, Plain(program), "auto", Builder())

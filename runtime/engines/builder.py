@@ -24,7 +24,7 @@ from .child import NO_COMPILER
 from .compiled import Library
 
 #: Counts what makes old folders useless: the form of a plan, how programs are traced.
-VERSION = 4
+VERSION = 6
 
 NO_COMPILER_TEXT = "no C++ compiler that works was found on this node (torch looks for g++ and clang++, or $CXX)"
 
