@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import random
 import re
@@ -361,3 +362,27 @@ def test_no_folder_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bu
     engine, inputs = simple(builders, "auto")
     assert engine.run(inputs, ())[0].tolist() == [3, 3, 3]
     assert "NotADirectoryError" in engine.why
+
+
+def test_a_session_that_ends_while_its_node_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with dt.init_master_worker(nodes=1, threads=1):
+        x = torch.ones(3, device="node:0")
+        y = (x + 1) * 2 - 1
+        g = dt.Graph()
+        with dt.graph(g, engine="inductor"):
+            y = (x + 1) * 2 - 1
+        g.replay()
+        child = dt.run(compiling, node=0)
+        assert y.tolist() == [3, 3, 3]
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert {path.suffix for path in (tmp_path / "disttensor").iterdir()} <= {".lock", ".draft"}
+
+
+def compiling() -> int:
+    """The process that compiles for this node."""
+    (found,) = (b for b in gc.get_objects() if type(b) is Builder)
+    while found._process is None:
+        pass
+    return found._process.pid

@@ -34,7 +34,8 @@ def main(path: str, folder: str, threads: str) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(folder):
             return 0
-        draft = f"{folder}.{os.getpid()}"
+        draft = f"{folder}.draft"
+        shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
         os.makedirs(draft, mode=0o700)
         try:
             code = _compile(text, draft, int(threads))
