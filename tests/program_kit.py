@@ -121,6 +121,11 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def steps_of(x: Tensor) -> list[int]:
+    """Strides, but for dimensions of one element: fake tensors are not always right about those."""
+    return [s for n, s in zip(x.shape, x.stride(), strict=True) if n != 1]
+
+
 class Here(Builder):
     """Builds at once, and in this process: the library is the traced program itself, run by eager."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_kit import KINDS, SENTINELS, copies, interpret, play, record, start
+from program_kit import KINDS, SENTINELS, copies, interpret, play, record, start, steps_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -158,11 +158,6 @@ def alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert (steps_of(one), one.storage_offset()) == (steps_of(other), other.storage_offset()), i
     kin = [[[memory(a) == memory(b) for b in tensors] for a in tensors] for tensors in (ours, theirs)]
     assert kin[0] == kin[1]
-
-
-def steps_of(x: Tensor) -> list[int]:
-    """Strides, but for dimensions of one element: fake tensors are not always right about those."""
-    return [s for n, s in zip(x.shape, x.stride(), strict=True) if n != 1]
 
 
 def simple(builders: Builder, engine: str = "inductor", **plan: Any) -> tuple[Choice, list[Tensor]]:
