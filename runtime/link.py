@@ -299,6 +299,8 @@ class Link:
         for request in [r for r in self._requests.values() if r.node == rank]:
             del self._requests[request.id]
             request.resolve()
+        if self.launcher is not None:
+            self.launcher.end(rank)  # it may be stopped or cut off, and nodes that wait for its tensors hear of it so
         for other in self.outboxes:
             if other.lost is None and other.rank in self.hellos:
                 other.add(c.Lost(rank, cause))

@@ -38,3 +38,23 @@ def test_between_processes_and_when_one_dies(backend):
     assert rest[0].sum().item() == 2000
     with suppress(dt.DisttensorError):
         dt.shutdown()
+
+
+@pytest.mark.slow
+def test_a_node_that_stops_leaves_nobody_waiting():
+    """Stopped, not dead: its connections stay. The master ends it when it is lost, and so those that wait for it."""
+    dt.init_master_worker(nodes=3, threads=1)
+    xs = [torch.ones(1000, device=f"node:{k}") for k in range(3)]
+    dt.all_reduce(xs)
+    dt.synchronize()
+    os.kill(dt.nodes()[2]["pid"], signal.SIGSTOP)
+    dt.all_reduce(xs)
+    with pytest.raises(dt.DisttensorError, match="rank 2"):
+        xs[0].cpu()
+    with pytest.raises(dt.NodeLost):
+        xs[2].cpu()
+    with suppress(dt.DisttensorError):
+        dt.synchronize()
+    assert (torch.ones(2, device="node:1") + 1).tolist() == [2, 2]
+    with suppress(dt.DisttensorError):
+        dt.shutdown()

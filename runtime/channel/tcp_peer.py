@@ -50,7 +50,9 @@ class Limits:
 
     handshake: float = 2.0  #: for a stranger to prove itself
     connect: float = 10.0  #: to reach a peer at first use
-    announce: float = 60.0  #: for which a transfer that arrived waits for its irecv
+    announce: float = (
+        1800.0  #: for which a transfer that arrived waits for its irecv: a peer may compute for long before
+    )
     flush: float = 2.0  #: for which close waits for sends under way
 
 

@@ -43,6 +43,9 @@ class Launcher(ABC):
     def events(self) -> list[Started | Exited]:
         """What has happened since the last call; never blocks. Raises StartError if the launcher itself died."""
 
+    def end(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
+        """Ends a worker that is lost to the master, at once: its peers may be waiting for what it would have sent."""
+
     @abstractmethod
     def stop(self, grace: float) -> None:
         """Waits ``grace`` seconds for workers to end by themselves, then ends them (TERM, then KILL) and reaps all.

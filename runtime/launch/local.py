@@ -79,6 +79,10 @@ class LocalLauncher(Launcher):
         with self._using():
             self._wire.say(Kill(rank, number))
 
+    def end(self, rank: int) -> None:
+        with contextlib.suppress(StartError):
+            self.kill(rank)
+
     def fileno(self) -> int:
         return self._wire.sock.fileno()
 
