@@ -84,7 +84,7 @@ class Wire:
         transfer = self._number(self._sent, peer)
         if self._trouble is None:
             try:
-                self._sends.append((self._channel.isend(tensor.to(self.carried(tensor.dtype)), peer, transfer), peer))
+                self._sends.append((self._channel.isend(_as(tensor, self.carried(tensor.dtype)), peer, transfer), peer))
                 if len(self._sends) > _MOST_SENDS:
                     self._settle(*self._sends.popleft())
                 return
@@ -110,7 +110,7 @@ class Wire:
 
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the others get of ``tensor`` when it is sent."""
-        return tensor.to(self.carried(tensor.dtype)).to(tensor.dtype)
+        return _as(_as(tensor, self.carried(tensor.dtype)), tensor.dtype)
 
     def _number(self, counter: Counter[int], peer: int) -> int:
         counter[peer] += 1
@@ -181,6 +181,11 @@ class Wire:
             raise self.error
 
 
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor.to(dtype)``, which takes its time even where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 class Incoming:
     """A message that is awaited: announced when it is made."""
 
@@ -209,7 +214,7 @@ class Incoming:
                     return self._like
                 arrived: torch.Tensor = self._transfer.tensor  # type: ignore[attr-defined]
                 if self._target is None:
-                    return arrived.to(self._like.dtype)
+                    return _as(arrived, self._like.dtype)
                 wire.copy(arrived, self._target)
                 return self._target
             except Exception as error:

@@ -1,4 +1,5 @@
-"""Collectives between processes of this machine, without a master: ours over a data channel, beside gloo's and MPI's.
+"""Collectives between processes of this machine: ours over a data channel, beside gloo's and MPI's. "master" is
+``dt.all_reduce`` and its like, called by a script for nodes that are such processes; the others have no master.
 
     python tools/bench/collectives.py [--ranks 2 4] [--sizes 4K 64K 1M 64M] [--channels shm tcp]
 
@@ -231,6 +232,46 @@ class Mpi:
         self._process.communicate("\n", timeout=10)
 
 
+class Master:
+    """Nodes of a session over the channel shm, and this process, which calls once for all of them."""
+
+    name = "master"
+
+    def __init__(self, size: int) -> None:
+        import disttensor as dt
+
+        self._dt, self._size = dt, size
+        dt.init_master_worker(nodes=size, backend="shm", threads=1)
+
+    def _op(self, collective: str, xs: list[torch.Tensor]) -> Op:
+        dt = self._dt
+        if collective == "all_reduce":
+            return lambda: dt.all_reduce(xs)
+        if collective == "broadcast":
+            return lambda: dt.broadcast(xs, 0)
+        if collective == "reduce":
+            return lambda: dt.reduce(xs, 0)
+        if collective == "all_gather":
+            lists = [[torch.empty_like(x) for _ in xs] for x in xs]
+            return lambda: dt.all_gather(lists, xs)
+        raise ValueError(collective)
+
+    def measure(self, collective: str, nbytes: int) -> tuple[float, float]:
+        """Until the last of a block of calls is done. The CPU time is this process's."""
+        dt, calls = self._dt, calls_of(nbytes)
+        op = self._op(collective, [torch.zeros(nbytes // 4, device=f"node:{k}") for k in range(self._size)])
+        op()
+        dt.synchronize()
+        start, used = time.perf_counter(), time.process_time()
+        for _ in range(calls):
+            op()
+        dt.synchronize()
+        return (time.perf_counter() - start) / calls, (time.process_time() - used) / calls
+
+    def close(self) -> None:
+        self._dt.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -248,7 +289,8 @@ def main() -> None:
     print(f"{'':34s} {'':10s} {'ms':>9s} {'CPU ms':>9s} {'GB/s':>6s} {'vs. best other':>14s}")
     for size in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            teams: list[Team | Mpi] = [Team(who, size, folder) for who in ["gloo", *options.channels]]
+            teams: list[Team | Mpi | Master] = [Team(who, size, folder) for who in ["gloo", *options.channels]]
+            teams.append(Master(size))
             try:
                 teams.append(Mpi(size))
             except ImportError as error:
@@ -263,7 +305,7 @@ def main() -> None:
                 cpus = {name: statistics.median(cpu for _, cpu in times) for name, times in seconds.items()}
                 others = min(median for name, median in medians.items() if name in ("gloo", "mpi"))
                 for name, median in medians.items():
-                    ratio = f"{others / median:.2f}x" if name in options.channels else ""
+                    ratio = f"{others / median:.2f}x" if name not in ("gloo", "mpi") else ""
                     what = f"{collective} of {show_size(nbytes)}, {size} ranks"
                     print(
                         f"{what:34s} {name:10s} {median * 1e3:9.3f} {cpus[name] * 1e3:9.3f} "
