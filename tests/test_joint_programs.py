@@ -1,0 +1,107 @@
+"""Random programs of collectives over overlapping groups, beside other operations, against the same done locally."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+
+import disttensor as dt
+
+N = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def four():
+    with dt.init_master_worker(nodes=N, launcher="inproc"):
+        yield
+        dt.synchronize()
+
+
+def step(rng, local, there, works):
+    """One operation on both. Values stay small integers, so that sums are exact."""
+    nodes = rng.sample(range(N), rng.randint(1, N))
+    mine, theirs = [local[k] for k in nodes], [there[k] for k in nodes]
+    async_op, root = rng.random() < 0.4, rng.randrange(len(nodes))
+    work = None
+    match rng.randrange(7):
+        case 0:
+            total = sum(mine) % 97
+            outs = [torch.empty_like(x) for x in theirs]
+            algorithm = rng.choice([None, "ring", "halving", "tree", dt.Way("direct", chunk=64)])
+            work = dt.all_reduce(theirs, out=outs, async_op=async_op, algorithm=algorithm)
+            for k, out in zip(nodes, outs, strict=True):
+                local[k], there[k] = total.clone(), out % 97
+        case 1:
+            work = dt.broadcast(theirs, nodes[root], async_op=async_op)
+            for x in mine:
+                x.copy_(mine[root].clone())
+        case 2:
+            work = dt.reduce(theirs, nodes[root], dt.ReduceOp.MAX, async_op=async_op)
+            mine[root].copy_(torch.stack(mine).amax(0))
+        case 3:
+            work = dt.sendreceive(theirs, async_op=async_op)
+            shifted = [mine[i - 1].clone() for i in range(len(mine))]
+            for x, y in zip(mine, shifted, strict=True):
+                x.copy_(y)
+        case 4:
+            lists = [[torch.empty_like(x) for _ in nodes] for x in theirs]
+            work = dt.all_gather(lists, theirs, async_op=async_op)
+            for k, outs in zip(nodes, lists, strict=True):
+                there[k] = sum(outs) % 89
+                local[k] = sum(mine) % 89
+        case 5:
+            k = nodes[0]
+            local[k] = (local[k] * 2 + 1) % 83
+            there[k] = (there[k] * 2 + 1) % 83
+        case 6:
+            k, other = nodes[0], nodes[-1]
+            local[k] = local[other].clone()
+            there[k] = there[other].to(f"node:{k}") * 1
+    if work is not None:
+        works.append(work)
+
+
+def run(seed, steps=40):
+    rng = random.Random(seed)
+    numel = rng.choice([1, 7, 1001])
+    local = [torch.randint(0, 50, (numel,), generator=torch.Generator().manual_seed(k)) for k in range(N)]
+    there = [x.to(f"node:{k}") for k, x in enumerate(local)]
+    works: list[dt.Work] = []
+    for _ in range(steps):
+        step(rng, local, there, works)
+    for x, y in zip(local, there, strict=True):
+        assert torch.equal(x, y.cpu()), seed
+    assert all(work.wait() for work in works)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs(seed):
+    run(seed)
+
+
+def test_random_programs_of_several_threads():
+    """Their collectives meet on the nodes in one order, whichever that is."""
+    failed = []
+
+    def work(seed):
+        try:
+            run(seed)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(100 + seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_random_programs_with_streams():
+    streams = [dt.Stream(k) for k in range(N)]
+    with dt.stream(streams[0]), dt.stream(streams[2]):
+        for seed in range(50, 54):
+            run(seed)
