@@ -21,6 +21,7 @@ from .runtime.errors import DisttensorError, NodeLost, StartError
 from .runtime.keys import curve_pair, job_id, job_secret
 from .runtime.launch.base import Exited, Launcher
 from .runtime.ops import AllowList
+from .runtime.randomness import guarded
 from .runtime.transport.base import Hub
 from .runtime.transport.inproc import InprocHub
 from .runtime.transport.zmq import ZmqHub
@@ -138,6 +139,7 @@ def init_master_worker(
         session = Session(job, secret, hub, count, channel, starter)
         session.allow = AllowList(allow_ops)
         if isinstance(hub, InprocHub):
+            session.changes.enter_context(guarded())
             for bundle in bundles:
                 worker = Worker(bundle, hub.spoke(bundle.rank))
                 session.threads.append(threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True))

@@ -80,6 +80,7 @@ class Session:
         self.launcher = launcher
         #: nodes that are threads of this process
         self.threads: list[threading.Thread] = []
+        self.changes = contextlib.ExitStack()  #: of this process, undone at the end
         self._secret = secret
         self._default_dtype = torch.float32
         self._transfers = count(1)
@@ -384,6 +385,7 @@ class Session:
         self.callbacks.close()
         if self.launcher is not None:
             self.launcher.stop(grace)
+        self.changes.close()
         for thread in self.threads:
             thread.join(grace)  # one that the end of the process met inside of torch would abort it
         forget_all()

@@ -23,6 +23,7 @@ from .failure import MAX_NAME, MAX_TEXT, attempt, position, replayed
 from .functions import Functions
 from .graphs import Graphs
 from .ops import AllowList
+from .randomness import get_rng_state
 from .store import Later, NotReplayed, Pending, Poison, Store, Unmade, memory
 from .template import Broken, Template
 
@@ -461,7 +462,7 @@ class _PoisonRead(Exception):
 
 def _generator(device: torch.device) -> torch.Tensor:
     """The state of a device's default generator, on the CPU."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else get_rng_state()
 
 
 def _set_generator(device: torch.device, state: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ LAYERS = {
     "launch.base": 2,
     "store": 3,
     "streams": 3,
+    "randomness": 3,
     "cuda": 3,
     "collective": 3,
     "bindings": 4,
