@@ -100,9 +100,8 @@ class Session:
             for peer, address in addresses.items():
                 if peer != rank:
                     self.link.outboxes[rank].add(c.Peer(peer, address, pair_key(self._secret, self.job, rank, peer)))
-        self.channel.connect(
-            {r: PeerInfo(r, addresses[r], pair_key(self._secret, self.job, MASTER, r)) for r in range(n)}
-        )
+        first = {r: addresses[r].partition("\n")[0] for r in range(n)}
+        self.channel.connect({r: PeerInfo(r, first[r], pair_key(self._secret, self.job, MASTER, r)) for r in range(n)})
         self.check_default_dtype()
         self.link.flush_all()
 

@@ -424,7 +424,7 @@ class Hello(Wire, frozen=True, tag=40):
     python: str
     devices: tuple[str, ...]
     simulated: bool  #: its CUDA devices are CPU memory
-    channel: str  #: the address of its data channel
+    channel: str  #: the address of its data channel and, in the next line, of that for collectives
 
 
 class Answer(Wire, frozen=True, tag=41):

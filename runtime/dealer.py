@@ -255,7 +255,7 @@ class Dealer(Lanes):
         def run(values: Values) -> Results:
             nonlocal began
             began = True
-            join(executor.channel, executor.rank, seq, command, values)
+            join(executor, seq, command, values)
             return None
 
         def spoil(poison: Poison) -> None:

@@ -40,6 +40,7 @@ class Executor:
         functions: Functions,
         simulate_cuda: int = 0,
         progress: Callable[[], None] = lambda: None,
+        joint: DataChannel | None = None,
     ) -> None:
         """``emit`` takes what the master has to be told; ``progress`` is called when ``done`` has grown behind the
         back of the thread that calls ``apply``. Both by any thread, once there are streams."""
@@ -49,6 +50,7 @@ class Executor:
         self.emit = emit
         self.progress = progress
         self.channel = channel
+        self.joint = joint or channel  #: what collectives go through
         self.functions = functions
         self.templates: dict[int, Template] = {}
         self._allow = allow
@@ -222,9 +224,11 @@ class Executor:
             case c.Engines():
                 self.emit(c.Answer(command.request, self.graphs.engines(command.graph)))
             case c.Peer():
-                self.channel.connect({command.rank: _peer(command)})
+                for one, peer in zip(dict.fromkeys((self.channel, self.joint)), _peers(command), strict=False):
+                    one.connect({command.rank: peer})
             case c.Lost():
                 self.channel.forget(command.rank, command.why)
+                self.joint.forget(command.rank, command.why)
             case c.Stop():
                 self.stopped = True
                 store.clear()
@@ -477,5 +481,6 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _peer(command: c.Peer) -> PeerInfo:
-    return PeerInfo(command.rank, command.address, command.key)
+def _peers(command: c.Peer) -> list[PeerInfo]:
+    """Of its data channel and, if it is a node, of that for collectives."""
+    return [PeerInfo(command.rank, address, command.key) for address in command.address.split("\n")]

@@ -56,8 +56,8 @@ def _run(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> N
             raise ProtocolError(f"there is no collective {command.kind!r}")
 
 
-def join(channel: DataChannel, rank: int, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:
-    """Does a rank's part. ``values``: its operands by ref. ``number`` is the command's own, for failures.
+def join(executor: Executor, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:
+    """Does a node's part. ``values``: its operands by ref. ``number`` is the command's own, for failures.
 
     Raises PoisonedError, and what the collectives do; the others have been told.
     """
@@ -72,23 +72,23 @@ def join(channel: DataChannel, rank: int, number: int, command: c.Collective, va
     given = len(command.inputs)
     poisoned = [value for ref in command.inputs if isinstance(value := values[ref], Poison)]
     wire = Wire(
-        channel,
+        executor.joint,
         command.ranks,
-        command.ranks.index(rank),
+        command.ranks.index(executor.rank),
         _FIRST + command.transfer * IDS,
-        blame=(rank, number),
+        blame=(executor.rank, number),
         poison=(poisoned[0].rank, poisoned[0].seq) if poisoned else None,
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),
     )
     try:
         _run(command, wire, tensors[:given], tensors[given:])
     except PoisonedError as error:
-        _tell_master(channel, command, Poison(error.rank, error.seq))
+        _tell_master(executor.channel, command, Poison(error.rank, error.seq))
         raise
     except Exception:
-        _tell_master(channel, command, Poison(rank, number))
+        _tell_master(executor.channel, command, Poison(executor.rank, number))
         raise
-    _tell_master(channel, command, None)
+    _tell_master(executor.channel, command, None)
 
 
 def _tell_master(channel: DataChannel, command: c.Collective, poison: Poison | None) -> None:
@@ -110,7 +110,7 @@ def take_part(executor: Executor, command: c.Collective) -> None:
     if store.sending:
         store.settle([t for ref in command.outs if isinstance(t := values[ref], torch.Tensor)])
     try:
-        join(executor.channel, executor.rank, executor.number, command, values)
+        join(executor, executor.number, command, values)
     except PoisonedError as error:
         poison = Poison(error.rank, error.seq)
     except Exception as error:

@@ -15,6 +15,7 @@ import platform
 import socket
 import sys
 import threading
+from dataclasses import replace
 
 import torch
 
@@ -57,6 +58,8 @@ class Worker:
         self._receiver = threading.get_ident()
         context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host)
         self.channel: DataChannel = get_channel(bundle.backend)(context)
+        #: for collectives, which are not in step with other transfers: neither may stand in the other's way
+        self.joint: DataChannel = get_channel(bundle.backend)(replace(context, job=f"{bundle.job}/collectives"))
         self.executor = Executor(
             bundle.rank,
             self._emit,
@@ -65,6 +68,7 @@ class Worker:
             Functions(bundle.functions),
             bundle.simulate_cuda,
             self._progress,
+            self.joint,
         )
 
     def hello(self) -> c.Hello:
@@ -78,7 +82,7 @@ class Worker:
             python=platform.python_version(),
             devices=("cpu", *(f"cuda:{i}" for i in range(cuda))),
             simulated=bool(self.bundle.simulate_cuda),
-            channel=self.channel.address(),
+            channel=f"{self.channel.address()}\n{self.joint.address()}",
         )
 
     def serve(self) -> int:
@@ -105,6 +109,7 @@ class Worker:
         finally:
             self.executor.close()
             self.channel.close()
+            self.joint.close()
             self._spoke.close()
             self.executor.join(JOIN)
         return 0

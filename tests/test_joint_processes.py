@@ -7,6 +7,7 @@ import signal
 from contextlib import suppress
 
 import pytest
+import test_joint_programs as programs
 import torch
 
 import disttensor as dt
@@ -38,6 +39,17 @@ def test_between_processes_and_when_one_dies(backend):
     assert rest[0].sum().item() == 2000
     with suppress(dt.DisttensorError):
         dt.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_other_transfers_do_not_stand_in_the_way(backend):
+    """What a node sends and what its collectives send are in no order that its peers could rely on."""
+    with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):
+        for seed in range(200, 212):
+            programs.run(seed)
+        programs.test_random_programs_of_several_threads()
+        programs.test_random_programs_with_streams()
+        dt.synchronize()
 
 
 @pytest.mark.slow
