@@ -19,7 +19,7 @@ from .channel.base import Arrival, DataChannel, PeerInfo
 from .dealer import Dealer
 from .errors import ProtocolError
 from .events import Events
-from .failure import MAX_NAME, MAX_TEXT, attempt, position, replayed
+from .failure import MAX_NAME, MAX_TEXT, attempt, earliest, replayed
 from .functions import Functions
 from .graphs import Graphs
 from .ops import AllowList
@@ -396,9 +396,8 @@ class Executor:
                 waited, read, error = False, [], e
             except Exception:  # nonsense from the master: told as what the command itself raised
                 waited, read = False, []
-            if read:
-                poison = min(read, key=lambda p: position(p.seq))
-            elif waited:
+            poison = earliest(read)
+            if poison is None and waited:
                 try:
                     if isinstance(command, c.Ask):
                         self._ask(command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
@@ -11,6 +11,7 @@ import torch
 
 from . import command as c
 from .errors import RemoteError
+from .store import Poison
 
 #: Where a command was issued: a code object and the index of the instruction in it. Cheap to take, unlike a line.
 Site = tuple[CodeType, int]
@@ -43,6 +44,11 @@ def replayed(seq: int, at: int) -> int:
 def position(number: int) -> tuple[int, int]:
     """(seq, at) of what ``replayed`` has numbered; ``at`` is -1 for an ordinary command."""
     return number & (1 << 40) - 1, (number >> 40) - 1
+
+
+def earliest(read: Iterable[Poison]) -> Poison | None:
+    """Of several poisons, that of the first failure: which what reads all of them passes on."""
+    return min(read, key=lambda poison: position(poison.seq), default=None)
 
 
 class Replayed(tuple[CodeType, int]):

@@ -16,6 +16,7 @@ from . import command as c
 from .channel.base import MASTER, DataChannel
 from .collective import IDS, ReduceOp, Way, Wire
 from .errors import PoisonedError, ProtocolError
+from .failure import earliest
 from .store import Poison, Value
 
 if TYPE_CHECKING:
@@ -70,14 +71,14 @@ def join(executor: Executor, number: int, command: c.Collective, values: Mapping
     refs = (*command.inputs, *command.outs)
     tensors = [tensor(ref, length) for ref, length in zip(refs, command.lengths, strict=True)]
     given = len(command.inputs)
-    poisoned = [value for ref in command.inputs if isinstance(value := values[ref], Poison)]
+    poison = earliest(value for ref in command.inputs if isinstance(value := values[ref], Poison))
     wire = Wire(
         executor.joint,
         command.ranks,
         command.ranks.index(executor.rank),
         _FIRST + command.transfer * IDS,
         blame=(executor.rank, number),
-        poison=(poisoned[0].rank, poisoned[0].seq) if poisoned else None,
+        poison=None if poison is None else (poison.rank, poison.seq),
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),
     )
     try:

@@ -17,6 +17,7 @@ import torch
 from . import cuda
 from .channel.base import Transfer
 from .errors import PoisonedError, ProtocolError
+from .failure import earliest
 from .store import Entry, Later, NotReplayed, Pending, Poison, Promise, Unmade, Value, made, memory, wait_quietly
 from .streams import Lane, Mark, Task, Values, when_all
 
@@ -191,7 +192,7 @@ class Lanes:
 
     def _gather(self, task: Task, values: Values, tell: Callable[[Exception], Poison]) -> Poison | None:
         """Waits for what a task reads; gives the poison that is among it."""
-        found: Poison | None = None
+        read: list[Poison] = []
         for ref, entry in task.reads.items():
             value: Any = entry
             if isinstance(entry, Later):
@@ -202,10 +203,10 @@ class Lanes:
                 raise NotReplayed
             if self._tainted and isinstance(value, torch.Tensor):
                 value = self._tainted.get(memory(value), (value,))[0]
-            if isinstance(value, Poison) and (found is None or value.seq < found.seq):
-                found = value
+            if isinstance(value, Poison):
+                read.append(value)
             values[ref] = value
-        return found
+        return earliest(read)
 
     @staticmethod
     def settle(entry: Entry, transfer: Transfer, targets: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,19 +15,7 @@ from disttensor.runtime import dealer, outbox
 INDEX = [5]
 
 
-@pytest.fixture(params=["inproc", "local"], scope="module")
-def session(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Either kind of nodes, for all tests of the module."""
-    with dt.init_master_worker(nodes=2, launcher=request.param, threads=1):
-        for node in range(2):  # connections are made at first use
-            torch.ones(1 << 20).to(f"node:{node}").cpu()
-        yield
-
-
-@pytest.fixture(autouse=True)
-def calm(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
+pytestmark = pytest.mark.usefixtures("calm")
 
 
 def out_of_range(x: torch.Tensor) -> torch.Tensor:
@@ -167,3 +155,24 @@ def test_the_default_stream_goes_between_its_thread_and_the_receiving_one(monkey
         x.mul_(0.5).add_(i)
         local.mul_(0.5).add_(i)
     same(x, local)
+
+
+def test_of_two_failures_the_first_is_passed_on_though_it_was_a_replays() -> None:
+    """Failures in a replay have numbers far above those of later commands."""
+    table, index = torch.ones(3, 2).to("node:1"), torch.tensor([2]).to("node:1")
+    later = torch.tensor([9]).to("node:1")
+    F = torch.nn.functional
+    F.embedding(index, table)
+    g = dt.Graph()
+    with dt.graph(g):
+        first = F.embedding(index, table)
+    index.fill_(7)
+    stream = dt.Stream(node=1)
+    g.replay()
+    second = F.embedding(later, table)
+    with dt.stream(stream):
+        both = second + first
+        with pytest.raises(IndexError, match="recorded"):
+            both.sum().item()
+    with pytest.raises(IndexError):  # the other one
+        dt.synchronize()
