@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import channel_kit
 import torch
 
-from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
+from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import DataChannel
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
@@ -25,18 +25,7 @@ _bases = itertools.count(0, IDS)
 
 def connected(name: str, n: int) -> list[DataChannel]:
     """Channels of the ranks 0 to n - 1."""
-    job = f"collectives {next(_jobs)}"
-    channels = [get_channel(name)(ChannelContext(rank, job, "127.0.0.1")) for rank in range(n)]
-    keys = {pair: os.urandom(32) for pair in itertools.combinations(range(n), 2)}
-    for me, one in enumerate(channels):
-        one.connect(
-            {
-                rank: PeerInfo(rank, other.address(), keys[min(me, rank), max(me, rank)])
-                for rank, other in enumerate(channels)
-                if rank != me
-            }
-        )
-    return channels
+    return channel_kit.connected(get_channel(name), range(n), f"collectives {next(_jobs)}")
 
 
 class Ranks:

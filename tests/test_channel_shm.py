@@ -7,10 +7,10 @@ import itertools
 import os
 import threading
 
+import channel_kit
 import pytest
 import torch
 
-from disttensor.runtime.channel import ChannelContext, PeerInfo
 from disttensor.runtime.channel.base import DataChannel
 from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
@@ -23,17 +23,7 @@ LARGE = EAGER  #: elements of float32: four times what goes over the connection
 
 
 def connected(n: int) -> list[ShmChannel]:
-    channels = [ShmChannel(ChannelContext(rank, "a job", "127.0.0.1")) for rank in range(-1, n - 1)]
-    keys = {pair: os.urandom(32) for pair in itertools.combinations(range(-1, n - 1), 2)}
-    for me, one in enumerate(channels, -1):
-        one.connect(
-            {
-                rank: PeerInfo(rank, other.address(), keys[min(me, rank), max(me, rank)])
-                for rank, other in enumerate(channels, -1)
-                if rank != me
-            }
-        )
-    return channels
+    return channel_kit.connected(ShmChannel, range(-1, n - 1))
 
 
 _transfers = itertools.count(10**6)
@@ -161,6 +151,23 @@ def test_a_child_frees_nothing(pair):
     for n in range(1, 4):
         move(pair, torch.full((LARGE,), float(n)))
     assert there.sum() == 0
+
+
+def test_what_a_child_writes_is_not_the_scripts():
+    """As with memory of its own: a DataLoader's workers may write into tensors that the master has fetched."""
+    channels = probed(connected(2))
+    transfer = next(_transfers)
+    arrival = channels[0].iarrive((LARGE,), torch.float32, 0, transfer)
+    channels[1].isend(torch.zeros(LARGE), -1, transfer).wait(LIMIT)
+    here = arrival.tensor
+    pid = os.fork()
+    if pid == 0:
+        here.numpy().fill(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert here.sum() == 0
+    for channel in channels:
+        channel.close()
 
 
 def test_idle_memory_is_bounded(pair, monkeypatch):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import socket
 import threading
 import warnings
 
+import channel_kit
 import pytest
 import torch
 
@@ -34,17 +34,7 @@ def channel(rank: int, **limits: float) -> TcpChannel:
 
 def connected(n: int, **limits: float) -> list[TcpChannel]:
     """Channels of the ranks -1, 0, ... with a key of each pair."""
-    channels = [channel(rank, **limits) for rank in range(-1, n - 1)]
-    keys = {pair: os.urandom(32) for pair in itertools.combinations(range(-1, n - 1), 2)}
-    for me, one in enumerate(channels, -1):
-        one.connect(
-            {
-                rank: PeerInfo(rank, other.address(), keys[min(me, rank), max(me, rank)])
-                for rank, other in enumerate(channels, -1)
-                if rank != me
-            }
-        )
-    return channels
+    return channel_kit.connected(lambda context: channel(context.rank, **limits), range(-1, n - 1))
 
 
 @pytest.fixture(autouse=True)

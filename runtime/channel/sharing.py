@@ -6,7 +6,7 @@ import torch
 
 from ..errors import ProtocolError
 from .payload import plain
-from .segments import Mapping, Mappings, Segments
+from .segments import FREE, Mapping, Mappings, Segments
 
 
 class Sharing:
@@ -28,7 +28,7 @@ class Sharing:
             segment = self._segments.take(1)
         except OSError:  # nothing to be had: the peer is never asked, and payloads go over the socket
             return b""
-        segment.state = 0
+        segment.state = FREE
         return self._segments.describe(segment)
 
     def look(self, descriptor: bytes) -> bool:

@@ -1,8 +1,9 @@
 """The data channel "shm", for processes of one host: as "tcp", but large payloads go through shared memory.
 
 One copy brings a tensor into memory that the other process maps as well (``segments``). There it is used as it is where
-the channel chooses the memory (``iarrive``), else copied once more. Small tensors and all headers take the connection,
-which also tells of a peer's end. Where two processes turn out not to see the same memory (containers), all of it does.
+a node lets the channel choose the memory (``iarrive``), else copied once more. Small tensors and all headers take the
+connection, which also tells of a peer's end. Where two processes turn out not to see the same memory (containers), all
+of it does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Arrival, Capabilities
+from .base import MASTER, Arrival, Capabilities
 from .sharing import Sharing
 from .tcp import TcpChannel
 
@@ -23,7 +24,10 @@ class ShmChannel(TcpChannel):
     capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, same_host=True)
 
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
-        """The tensor is where the sender's copy is, if that is in shared memory."""
+        """The tensor is where the sender's copy is, if that is in shared memory. Not on the master: processes that a
+        script forks (a DataLoader's workers) would write into its tensors."""
+        if self._context.rank == MASTER:
+            return super().iarrive(shape, dtype, peer, transfer)
         ticket = self._peer(peer, transfer).arrive(shape, dtype, transfer)
         return Arrival(ticket, lambda: ticket.tensor)
 
