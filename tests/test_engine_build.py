@@ -238,10 +238,12 @@ def test_the_compiling_process_ends_with_its_parent(script: Callable[..., Any], 
     os.close(waiting)
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["disttensor", "."])
+def test_a_folder_of_somebody_else_is_refused(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, and the one around it: who can write that can put another folder in our folder's place."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert builder.folder() == str(tmp_path / "disttensor")
-    (tmp_path / "disttensor").chmod(0o777)
+    (tmp_path / which).chmod(0o777)
     with pytest.raises(PermissionError, match="alone"):
         builder.folder()
 

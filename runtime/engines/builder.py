@@ -156,17 +156,21 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def folder() -> str:
-    """The cache folder, in torch's own, private to this user. Raises PermissionError if it is somebody else's."""
+    """The cache folder, in torch's own. Raises PermissionError unless nobody else can put code into either: who may
+    write the outer one could put a folder of theirs in the place of ours."""
     try:
         user = getuser()
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
     root = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(gettempdir(), f"torchinductor_{user}")
     path = os.path.join(root, "disttensor")
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(root, mode=0o700)
     os.makedirs(path, mode=0o700, exist_ok=True)
-    status = os.stat(path)
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{path} is not this user's alone: code is loaded from it")
+    for one in (root, path):
+        status = os.stat(one)
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{one} is not this user's alone: code is loaded from it")
     return path
 
 
