@@ -21,14 +21,13 @@ from typing import Any
 from . import state, stepping
 from .recording import Recorder
 from .runtime import command as c
+from .runtime.engines.registry import ENGINES
 from .runtime.errors import GraphError
 from .runtime.failure import Replayed
 from .runtime.interrupts import whole
 from .runtime.route import Route, route
 from .scalars import Number
 from .site import here
-
-ENGINES = ("interpreter", "inductor", "cudagraph", "auto")
 
 
 class Graph:

@@ -141,12 +141,6 @@ def _is_same_size(entry: Entry, args: Any, kwargs: Any) -> bool:
     return bool(args[0].shape == args[1].shape)
 
 
-@handler(aten._pack_padded_sequence.default)
-def _pack_padded_sequence(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Lengths and batch sizes are local on every device; torch's kernel for all devices has it so."""
-    return entry.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-
-
 @handler(aten.record_stream.default)
 def _record_stream(entry: Entry, args: Any, kwargs: Any) -> None:
     """Memory is freed in the order of commands already."""

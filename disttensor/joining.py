@@ -23,7 +23,7 @@ from .runtime.streams import when_all
 from .session import Session
 from .site import here
 from .tensor import DistributedTensor
-from .work import Work, _seconds
+from .work import Work, seconds_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -135,7 +135,7 @@ class JointWork(Work):
 
         Raises TimeoutError after ``timeout`` seconds (it goes on), what made it fail, NodeLost.
         """
-        seconds = _seconds(timeout)
+        seconds = seconds_of(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         for node, transfer in self._ended:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

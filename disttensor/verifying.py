@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .generators import keep, restore
 from .meta import Handle, meta_of, new_ref
 from .placement import Place
 from .recording import Log, Recorder
@@ -31,7 +32,7 @@ def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Reco
         (log, at, given.get(ref, ref)) for log in recorder.logs.values() for ref, at in recorder.writers(log).items()
     ]
     before = [_clone(log, ref) for log, _, ref in touched]
-    states = [(place, _keep(place)) for log in recorder.logs.values() for place in _places(log)]
+    states = [(place, keep(place)) for log in recorder.logs.values() for place in _places(log)]
     replayed = [leaf for leaf in tree_leaves(replay()) if isinstance(leaf, DistributedTensor)]
     # those that the program gives back as they are have the values of the end, so copies are compared
     replayed = [leaf.detach().clone() for leaf in replayed]
@@ -39,7 +40,7 @@ def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Reco
     for (log, _, ref), value in zip(touched, before, strict=True):
         _set(log, ref, value)
     for place, value in states:
-        place.outbox.add(c.Keep(value._h.ref, place.name, True), here())
+        restore(place, value)
     result = eager()
     expected = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, DistributedTensor)]
     exact = recorder.engine == "interpreter"
@@ -64,12 +65,6 @@ def _places(log: Log) -> list[Place]:
 
 def _simulated(log: Log) -> bool:
     return log.state.session.link.hellos[log.state.rank].simulated
-
-
-def _keep(place: Place) -> DistributedTensor:
-    from .generators import keep
-
-    return keep(place)
 
 
 def _clone(log: Log, ref: int) -> DistributedTensor:

@@ -41,7 +41,7 @@ class Work:
         Raises TimeoutError after ``timeout`` seconds (it goes on), what made the tensor fail, NodeLost, DisttensorError
         if the session was shut down before the end.
         """
-        self._session.end_transfer(self._transfer, self._node, _seconds(timeout))
+        self._session.end_transfer(self._transfer, self._node, seconds_of(timeout))
         return True
 
     def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Work:
     def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
         """Waits, and gives what ``wait`` would raise, or None. Raises TimeoutError after ``timeout`` seconds."""
         try:
-            self._session.await_transfer(self._transfer, self._node, _seconds(timeout))
+            self._session.await_transfer(self._transfer, self._node, seconds_of(timeout))
         except DisttensorError as e:  # the node, or the session, is gone
             return e
         try:
@@ -115,5 +115,6 @@ def fetch(tensor: torch.Tensor) -> Work:
     return Work(session, source, session.fetch(source, copy_strides(source), here()))
 
 
-def _seconds(timeout: float | timedelta | None) -> float | None:
+def seconds_of(timeout: float | timedelta | None) -> float | None:
+    """A timeout as torch.distributed takes it, in seconds."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

@@ -53,6 +53,25 @@ def clean(nodes: object) -> Iterator[None]:
     dt.synchronize()
 
 
+@pytest.fixture(scope="module", params=["inproc", "local"])
+def either(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two nodes of either kind, for the module."""
+    with dt.init_master_worker(nodes=2, threads=1, launcher=request.param):
+        # what is made at first use: have it before the tests look for leaks
+        for node in range(2):
+            torch.ones(1 << 20).to(f"node:{node}").to(f"node:{1 - node}").cpu()
+        dt.fetch(torch.ones(1, device="node:0")).add_done_callback(lambda work: None)
+        yield
+
+
+@pytest.fixture
+def calm(either: None) -> Iterator[None]:
+    """They, with no error left over before the test and none after it."""
+    dt.synchronize()
+    yield
+    dt.synchronize()
+
+
 # ---- leaks -----------------------------------------------------------------------------------------------------------
 
 

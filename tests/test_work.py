@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,7 @@ from disttensor.session import STAGE
 SOON = 20
 
 
-@pytest.fixture(scope="module", params=["inproc", "local"])
-def _cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    with dt.init_master_worker(nodes=2, threads=1, launcher=request.param):
-        for node in range(2):  # connections are made at first use: have them before the tests look for leaks
-            torch.ones(1 << 20).to(f"node:{node}").cpu()
-        dt.fetch(torch.ones(1, device="node:0")).add_done_callback(lambda work: None)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def cluster(_cluster: None) -> Iterator[None]:
-    dt.synchronize()
-    yield
-    dt.synchronize()
+pytestmark = pytest.mark.usefixtures("calm")
 
 
 def failing(node: int = 1) -> torch.Tensor:

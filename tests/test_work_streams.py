@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from stream_kit import busy
 
 import disttensor as dt
 
-
-@pytest.fixture(scope="module", params=["inproc", "local"])
-def _cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    with dt.init_master_worker(nodes=2, threads=1, launcher=request.param):
-        torch.ones(1 << 20).to("node:0").to("node:1").cpu()
-        yield
-
-
-@pytest.fixture(autouse=True)
-def cluster(_cluster: None) -> Iterator[None]:
-    dt.synchronize()
-    yield
-    dt.synchronize()
+pytestmark = pytest.mark.usefixtures("calm")
 
 
 @pytest.mark.parametrize("n", [3, 1 << 20])

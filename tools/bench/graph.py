@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from step import timed
 
 import disttensor as dt
 from disttensor import state
@@ -53,18 +53,6 @@ def trainer(model: nn.Module, x: torch.Tensor, device: str, optimizer: str) -> S
         return loss.detach()
 
     return step
-
-
-def timed(step: Step, steps: int) -> float:
-    """Seconds per step; the loss is fetched once in ten steps, as a training loop does."""
-    step().item()
-    start = time.perf_counter()
-    for i in range(steps):
-        loss = step()
-        if i % 10 == 9:
-            loss.item()
-    loss.item()
-    return (time.perf_counter() - start) / steps
 
 
 def ready(g: dt.Graph, replay: Step) -> None:
