@@ -68,11 +68,12 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_every_example_is_in_the_readme_and_says_how_to_run_it() -> None:
-    examples = sorted((ROOT / "examples").glob("*.py"))
+    examples = sorted((ROOT / "examples").rglob("*.py"))
     assert examples
     for path in examples:
-        assert f"examples/{path.name})" in README
-        assert path.read_text().startswith(f'"""python examples/{path.name}')
+        name = path.relative_to(ROOT)
+        assert f"{name})" in README
+        assert path.read_text().startswith(f'"""python {name}')
 
 
 def test_one_line_change(tmp_path: Path) -> None:
@@ -116,3 +117,12 @@ def test_graph_training(tmp_path: Path) -> None:
         "all 60 losses identical: True",
     ]
     assert re.fullmatch(r"a step takes [\d.]+ ms in eager, [\d.]+ ms replayed", lines[-1])
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
+def test_data_parallel(backend: str, tmp_path: Path) -> None:
+    """The same script whatever the backend, and the same losses."""
+    lines = python(str(ROOT / "examples/data_parallel.py"), "--backend", backend, cwd=tmp_path).splitlines()
+    assert len(lines) == 7
+    assert float(re.fullmatch(r"test accuracy (.*)%", lines[5])[1]) >= 90
+    assert lines[6] == "same losses: True"
