@@ -95,7 +95,9 @@ def init_master_worker(
     count = _count(nodes)
     simulated = _number("DISTTENSOR_SIMULATE_CUDA", simulate_cuda, 0)
     name = os.environ.get("DISTTENSOR_BACKEND", backend) if backend == "auto" else backend
-    channel_name = "inproc" if launcher == "inproc" else AUTO if name == "auto" else name
+    if launcher == "inproc":
+        name = "inproc" if backend == "auto" else backend
+    channel_name = AUTO if name == "auto" else name
     channel_class = get_channel(channel_name)
 
     starter: Launcher | None = None

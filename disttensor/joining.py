@@ -16,7 +16,7 @@ from .placement import one_session
 from .runtime import codec
 from .runtime import command as c
 from .runtime.channel.base import Arrival, Transfer
-from .runtime.collective import ReduceOp, Way, check
+from .runtime.collective import NATIVE, ReduceOp, Way, check
 from .runtime.collective.choice import ALGORITHMS
 from .runtime.route import waits
 from .runtime.streams import when_all
@@ -55,7 +55,7 @@ class Joint:
         if async_op:
             waits("a collective with async_op=True")
         site = here(3)
-        way, number = self._way(), session.new_transfer()
+        way, number = self._way(session), session.new_transfer()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
             session.link.check(session.states[node].outbox)
@@ -88,13 +88,34 @@ class Joint:
                 torch.autograd.graph.increment_version(tensor)
         return JointWork(session, [(node, transfer) for node, transfer, _ in ended], self) if async_op else None
 
-    def _way(self) -> Way:
-        """Raises ValueError for an algorithm that this collective does not have."""
+    def _way(self, session: Session) -> Way:
+        """Raises ValueError for an algorithm that this collective, or the channel, does not have."""
         way = self.algorithm if isinstance(self.algorithm, Way) else Way(self.algorithm or "")
+        if way.algorithm in ("", NATIVE) and self._native(session):
+            return Way(NATIVE)
+        if way.algorithm == NATIVE:
+            raise ValueError(
+                f"the channel {session.channel.name!r} has no {self.kind} of its own for {self.dtype} and these "
+                "operands; leave algorithm= out"
+            )
         known = ALGORITHMS.get(self.kind, ())
         if way.algorithm and way.algorithm not in known:
             raise ValueError(f"{self.kind} has no algorithm {way.algorithm!r}; it has {', '.join(known) or 'one only'}")
         return way
+
+    def _native(self, session: Session) -> bool:
+        """Whether the channel does it by itself. That is decided here, as nodes see their own tensors only."""
+        if not session.channel.capabilities.collectives or len(self.group) == 1 or self.transport is not None:
+            return False
+        tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
+        devices = {named(tensor, self.kind)._place.kernels for tensor in tensors} or {"cpu"}
+        return len(devices) == 1 and session.channel.has_collective(
+            self.kind,
+            dtype=self.dtype,
+            op=self.op.name,
+            device=devices.pop(),
+            even=len({tensor.numel() for tensor in tensors}) <= 1,
+        )
 
 
 class _All(Arrival):

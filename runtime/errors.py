@@ -75,7 +75,14 @@ class BusyError(ChannelError):
 
 
 class BrokenError(ChannelError):
-    """The peer is gone or the bytes did not arrive whole. The connection stays broken."""
+    """The peer is gone or the bytes did not arrive whole. The connection stays broken.
+
+    ``rank``: the peer that is lost, where that is known to be the reason.
+    """
+
+    def __init__(self, text: str = "", rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 class PoisonedError(ChannelError):

@@ -14,7 +14,7 @@ import torch
 from . import codec, collective
 from . import command as c
 from .channel.base import MASTER, DataChannel
-from .collective import IDS, ReduceOp, Way, Wire
+from .collective import IDS, NATIVE, ReduceOp, Way, Wire
 from .errors import PoisonedError, ProtocolError
 from .failure import earliest
 from .store import Poison, Value
@@ -31,6 +31,9 @@ Tensors = list[torch.Tensor]
 def _run(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> None:
     """Raises what ``Wire.end`` does, ProtocolError."""
     op, root = ReduceOp(command.op), command.root
+    if command.algorithm == NATIVE:
+        collective.native(wire, command.kind, inputs, outs, op, root, command.transfer)
+        return
     way = Way(command.algorithm, command.base, command.chunk) if command.algorithm else None
     match command.kind:
         case "all_reduce":

@@ -41,8 +41,8 @@ def move(channels: list[ShmChannel], tensor: torch.Tensor) -> torch.Tensor:
 def probed(channels: list[ShmChannel]) -> list[ShmChannel]:
     """Every pair has found that it shares memory."""
     for (a, sender), (b, receiver) in itertools.permutations(enumerate(channels, -1), 2):
-        sharing = sender._peers[b].sharing
-        while not sharing.works:  # the answer to the first large tensor's probe comes before that of the second
+        carrier = sender._peers[b].carrier
+        while not carrier.works:  # the answer to the first large tensor's probe comes before that of the second
             transfer = next(_transfers)
             receive = receiver.irecv(torch.zeros(LARGE), a, transfer)
             sender.isend(torch.ones(LARGE), b, transfer)
@@ -73,7 +73,7 @@ def test_conformance(make):
 
 
 def segments(channel: ShmChannel, peer: int) -> list:
-    return [s for same in channel._peers[peer].sharing._segments._by_size.values() for s in same]
+    return [s for same in channel._peers[peer].carrier._segments._by_size.values() for s in same]
 
 
 def test_a_large_tensor_is_used_where_it_arrived_and_its_memory_used_again(pair):
@@ -121,7 +121,7 @@ def test_without_common_memory_everything_takes_the_connection(monkeypatch):
     channels = connected(2)
     for n in range(3):
         assert torch.equal(move(channels, torch.full((LARGE,), n)), torch.full((LARGE,), n))
-    assert not channels[0]._peers[0].sharing.works
+    assert not channels[0]._peers[0].carrier.works
     for channel in channels:
         channel.close()
 
@@ -176,7 +176,7 @@ def test_idle_memory_is_bounded(pair, monkeypatch):
         move(pair, torch.zeros(n * LARGE))
     held = sum(s.nbytes for s in segments(pair[0], 0))
     assert held <= (1 << 20) + 2 * 12 * LARGE * 4
-    assert len(pair[1]._peers[-1].sharing._mappings._known) <= len(segments(pair[0], 0)) + 2
+    assert len(pair[1]._peers[-1].carrier._mappings._known) <= len(segments(pair[0], 0)) + 2
 
 
 def test_what_is_no_segment_is_refused(tmp_path):

@@ -11,7 +11,7 @@ To write a channel: subclass :class:`DataChannel` in one file, fill in what is a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -171,6 +171,44 @@ class DataChannel(ABC):
         """An uninitialised CPU tensor to receive into. A channel that reuses warm buffers hands out one of those; its
         storage has a fixed size then, so that ``resize_`` to more elements raises RuntimeError."""
         return torch.empty(shape, dtype=dtype)
+
+    def has_collective(
+        self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
+    ) -> bool:
+        """Whether ``collective`` does it. ``kind`` is the function's name in torch.distributed, ``op`` that of the
+        ReduceOp, ``device`` the type of the tensors' devices. Not ``even``: some are of other lengths than others.
+
+        All peers have to answer the same.
+        """
+        return kind in self.capabilities.collectives
+
+    def collective(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        me: int,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        op: str,
+        root: int,
+        number: int,
+    ) -> None:
+        """Our part of a collective of ``ranks``, of which we are ``ranks[me]`` and ``ranks[root]`` is whom it is about.
+
+        All tensors are one-dimensional, contiguous, of one dtype, and on a device of ``capabilities.devices``, or on
+        the CPU where the tensor that should be there could not be made. ``inputs`` stay as they are; one may be one of
+        ``outs``, which are written. So many there are, at the root where the kind has one / at the others:
+
+            all_reduce 1 -> 1    reduce 1 -> 1 / 1 -> 0    broadcast 1 -> 0 / 0 -> 1    all_gather 1 -> n    barrier
+            gather 1 -> n / 1 -> 0    scatter n -> 1 / 0 -> 1    reduce_scatter n -> 1    all_to_all n -> n
+
+        Called for what ``has_collective`` allows, by one thread at a time, on all ``ranks`` in the same order; several
+        sets of ranks overlap in any way. ``number`` is the same on all of them and not used again. Returns when the
+        tensors may be used. When a rank is lost (``forget`` tells of it at last) or fails in it, it raises ChannelError
+        on all that would wait for it (BrokenError(text, rank) if one is known to be lost) and may then be called
+        again; ``outs`` hold anything.
+        """
+        raise NotImplementedError(f"the channel {self.name} has no collectives")
 
     def forget(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do
         """``peer`` is lost: transfers with it fail with BrokenError(why), now and later."""

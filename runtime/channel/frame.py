@@ -20,25 +20,32 @@ from ..errors import ProtocolError
 DATA = 1  #: a tensor; the payload follows
 NACK = 2  #: transfer refused: the receiver's tensor has this dtype and this numel; no payload
 POISON = 3  #: transfer has no tensor: command `numel` of node `nbytes - 1` failed; no payload
-SHARED = 4  #: a tensor in shared memory; a descriptor follows, under the header's MAC
-PROBE = 5  #: can you open this shared memory? A descriptor follows as above
-YES = 6  #: the answer to a probe; no answer means no
+CARRIED = 4  #: a tensor that the carrier brings; the carrier's descriptor follows, under the header's MAC
+WORD = 5  #: from carrier to carrier: `nbytes` bytes follow, under the header's MAC
 
 _FIELDS = struct.Struct("<BB14xQQQQ")
 _MAC = 16
 SIZE = _FIELDS.size + _MAC
 #: A payload of at most so many bytes is small: it is written and read by whoever calls, if nothing stands before it.
 EAGER = 64 << 10
+#: What follows a header under its MAC has at most so many bytes.
+MOST_EXTRA = 8 << 10
 
 
 class Frame(NamedTuple):
-    """A header's fields: ``dtype`` is a wire id, ``numel`` counts elements, ``nbytes`` is DATA's payload."""
+    """A header's fields: ``dtype`` is a wire id, ``numel`` counts elements, ``nbytes`` is the payload's."""
 
     kind: int
     transfer: int
     dtype: int
     numel: int
     nbytes: int
+
+
+def nbytes_of(header: bytes) -> int:
+    """``Frame.nbytes`` of a header that was not checked: not to be trusted."""
+    nbytes: int = _FIELDS.unpack_from(header)[4]
+    return nbytes
 
 
 class Sealer:
@@ -75,7 +82,7 @@ class Opener:
         kind, dtype, transfer, numel, nbytes, sequence = _FIELDS.unpack(fields)
         if sequence != self._sequence:
             raise ProtocolError(f"frame {sequence} arrived where {self._sequence} was due: a replay or a gap")
-        if not DATA <= kind <= YES:
+        if not DATA <= kind <= WORD:
             raise ProtocolError(f"frame {sequence} is of the unknown kind {kind}")
         self._sequence += 1
         return Frame(kind, transfer, dtype, numel, nbytes)

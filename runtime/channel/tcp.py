@@ -13,16 +13,16 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 
 from ..errors import BrokenError, ClosedError
 from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
+from .carrier import Carrier, Say
 from .handshake import Hello, answer
 from .pool import WarmPool
-from .sharing import Sharing
 from .tcp_listen import Listener
 from .tcp_peer import Limits, TcpPeer
 
@@ -72,7 +72,7 @@ class TcpChannel(DataChannel):
                 if old is not None:
                     replaced.append(old)
                 self._peers[rank] = TcpPeer(
-                    self._context.rank, self._context.job, info, self.limits, self.empty, self._sharing()
+                    self._context.rank, self._context.job, info, self.limits, self.empty, self._carrier(rank)
                 )
         self._replaced += replaced
         for old in replaced:
@@ -142,8 +142,8 @@ class TcpChannel(DataChannel):
             known = ", ".join(map(str, sorted(self._peers))) or "none"
             raise ValueError(f"rank {rank} is not a peer of rank {self._context.rank}; known: {known}") from None
 
-    def _sharing(self) -> Sharing | None:
-        """For shm: what carries large payloads beside the socket."""
+    def _carrier(self, peer: int) -> Callable[[Say], Carrier] | None:
+        """For channels made of this one: makes what moves large payloads beside the connection to ``peer``."""
         return None
 
     def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> bool:

@@ -31,10 +31,10 @@ import torch
 
 from ..errors import BrokenError, BusyError, ChannelError, ClosedError
 from .base import PeerInfo
-from .frame import DATA, EAGER, POISON, SHARED, Frame
+from .carrier import Carrier, Say
+from .frame import CARRIED, DATA, EAGER, POISON, WORD, Frame
 from .handshake import CROSSED, TAKEN, WELCOME, Secrets
 from .payload import byte_view, describe, dtype_id, is_plain, plain
-from .sharing import Sharing
 from .tcp_dial import dial, shut_down, tune_after, unacknowledged
 from .tcp_reader import Reader, Receive, ReceiveTicket
 from .tcp_sender import Out, Sender
@@ -66,11 +66,18 @@ class TcpPeer:
     """See above. ``me`` is our rank, ``info`` the peer's; ``empty`` makes what is received into if nobody else does."""
 
     def __init__(
-        self, me: int, job: str, info: PeerInfo, limits: Limits, empty: Empty, sharing: Sharing | None = None
+        self,
+        me: int,
+        job: str,
+        info: PeerInfo,
+        limits: Limits,
+        empty: Empty,
+        carrier: Callable[[Say], Carrier] | None = None,
     ) -> None:
         self.me, self.rank, self.info = me, info.rank, info
         self._job, self._limits = job, limits
-        self.empty, self.sharing = empty, sharing
+        self.empty = empty
+        self.carrier = None if carrier is None else carrier(self._say)
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  #: the state or failure
         self._posted = threading.Condition(self.lock)  #: a receive was added, or a failure
@@ -106,9 +113,7 @@ class TcpPeer:
 
     def poison(self, transfer: int, rank: int, seq: int) -> None:
         """Tells, in the order of sends, that there is no tensor because command ``seq`` of node ``rank`` failed."""
-        with self.lock:
-            if self.failure is None:
-                self._sender.put_with_lock(Out(Frame(POISON, transfer, 0, seq, rank + 1), None, Ticket()))
+        self._put(Out(Frame(POISON, transfer, 0, seq, rank + 1), None, Ticket()))
 
     def receive(self, tensor: torch.Tensor, transfer: int) -> ReceiveTicket:
         """Announces a transfer. Raises BusyError."""
@@ -145,7 +150,7 @@ class TcpPeer:
                 self._users += 1
                 self._lingering = True
             victims = self._fail_with_lock(ClosedError, why)
-        _end(victims, ClosedError, why)
+        self._end(victims, ClosedError, why)
 
     def linger(self, deadline: float) -> None:
         """Waits until the peer's kernel has what was written: ours would drop it if it had to refuse more from them."""
@@ -161,7 +166,7 @@ class TcpPeer:
         """Ends all transfers with ``kind(why)``, now and later. Never blocks; only the first failure counts."""
         with self.lock:
             victims = self._fail_with_lock(kind, why)
-        _end(victims, kind, why)
+        self._end(victims, kind, why)
 
     def _fail_with_lock(self, kind: type[ChannelError], why: str) -> list[Ticket]:
         """Gives the tickets to fail once the lock is released: their callbacks may take others."""
@@ -177,6 +182,13 @@ class TcpPeer:
         if self.reader is not None:
             self.reader.rouse()
         return victims
+
+    def _end(self, victims: list[Ticket], kind: type[ChannelError], why: str) -> None:
+        """What is done about a failure without the lock."""
+        for ticket in victims:
+            ticket.fail(kind, why)
+        if self.carrier is not None and self.failure is not None:
+            self.carrier.fail(self.failure[1])
 
     def lost(self, error: Exception) -> str:
         """Words for a connection that ended by ``error``."""
@@ -198,8 +210,8 @@ class TcpPeer:
             self._users -= 1
             if self._users == 0 and self._sock is not None:
                 self._sock.close()
-                if self.sharing is not None:
-                    self.sharing.close()
+                if self.carrier is not None:
+                    self.carrier.close()
 
     def offer(self, sock: socket.socket, secrets: Secrets) -> None:
         """A connection on which the peer has proved itself: takes or refuses it. Called by the listener."""
@@ -245,7 +257,7 @@ class TcpPeer:
     def _fail_unless_up(self, why: str) -> None:
         with self.lock:
             victims = [] if self._state is _State.UP else self._fail_with_lock(BrokenError, why)
-        _end(victims, BrokenError, why)
+        self._end(victims, BrokenError, why)
 
     def _watch(self, sock: socket.socket | None) -> bool:
         with self.lock:
@@ -298,21 +310,23 @@ class TcpPeer:
 
     def refuse(self, frame: Frame) -> None:
         """Sends a nack, without ever waiting for room to write."""
+        self._put(Out(frame, None, Ticket()))
+
+    def _say(self, word: bytes) -> None:
+        """What our carrier tells the peer's."""
+        self._put(Out(Frame(WORD, 0, 0, 0, len(word)), None, Ticket(), word))
+
+    def _put(self, out: Out) -> None:
         with self.lock:
             if self.failure is None:
-                self._sender.put_with_lock(Out(frame, None, Ticket()))
+                self._sender.put_with_lock(out)
 
     def refused(self, frame: Frame) -> None:
         """The peer's nack: fails the send if it is still under way."""
         out = self._sender.writing()
-        if out is not None and out.frame.kind in (DATA, SHARED) and out.frame.transfer == frame.transfer:
+        if out is not None and out.frame.kind in (DATA, CARRIED) and out.frame.transfer == frame.transfer:
             out.ticket.fail(
                 BrokenError,
                 f"transfer {frame.transfer}: rank {self.me} sends {describe(out.frame.dtype, out.frame.numel)} but "
                 f"rank {self.rank} receives {describe(frame.dtype, frame.numel)}",
             )
-
-
-def _end(tickets: list[Ticket], kind: type[ChannelError], why: str) -> None:
-    for ticket in tickets:
-        ticket.fail(kind, why)

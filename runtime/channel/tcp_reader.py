@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BrokenError, ProtocolError
-from .frame import EAGER, NACK, POISON, PROBE, SHARED, SIZE, YES, Frame, Opener
+from .carrier import Carrier, Parcel
+from .frame import CARRIED, EAGER, MOST_EXTRA, NACK, POISON, SIZE, WORD, Frame, Opener, nbytes_of
 from .payload import byte_view, describe, scratch, store
-from .segments import DESCRIPTOR, Mapping
 from .tcp_inbound import Inbound
 from .ticket import Ticket, poisoned
 
@@ -186,12 +186,12 @@ class Reader:
         frame = self._frame
         if frame is None:
             header = self._inbound.take(SIZE)
-            self._extra = self._inbound.take(DESCRIPTOR) if header[0] in (SHARED, PROBE) else b""
+            self._extra = self._inbound.take(self._extra_size(header)) if header[0] in (CARRIED, WORD) else b""
             frame = self._frame = self._opener.open(header, self._extra)
         if frame.kind == NACK:
             self._peer.refused(frame)
-        elif frame.kind in (PROBE, YES):
-            self._probed(frame)
+        elif frame.kind == WORD:
+            self._carrier().hear(self._extra)
         elif frame.kind == POISON:
             poisoned_entry = self._peer.claim(frame.transfer, patient)
             if poisoned_entry is None:
@@ -214,7 +214,7 @@ class Reader:
         peer, ticket = self._peer, entry.ticket
         what = f"transfer {frame.transfer} from rank {peer.rank} to rank {peer.me}"
         try:
-            shared = self._shared(frame) if frame.kind == SHARED else None
+            parcel = self._carrier().open(self._extra, frame.nbytes) if frame.kind == CARRIED else None
             if (frame.dtype, frame.numel) != (entry.dtype, entry.numel):
                 sends, receives = describe(frame.dtype, frame.numel), describe(entry.dtype, entry.numel)
                 peer.unclaim()
@@ -222,17 +222,13 @@ class Reader:
                     BrokenError, f"{what}: rank {peer.rank} sends {sends} but rank {peer.me} receives {receives}"
                 )
                 peer.refuse(Frame(NACK, frame.transfer, entry.dtype, entry.numel, 0))
-                if shared is not None:
-                    shared.free()
-                else:
-                    self._inbound.skip(frame.nbytes)
+                self._skip(frame, parcel)
                 return
-            if shared is not None:
-                self._take(frame, entry, shared, what)
+            if parcel is not None and self._borrow(entry, parcel, what):
                 return
             target = entry.tensor if entry.tensor is not None else self._make(entry, what)
             if target is None:
-                self._inbound.skip(frame.nbytes)
+                self._skip(frame, parcel)
                 return
             view, arrived = entry.view, target
             if view is None:
@@ -240,7 +236,10 @@ class Reader:
                 view = byte_view(arrived)
             if len(view) != frame.nbytes:
                 raise ProtocolError(f"it has {frame.nbytes} bytes instead of {len(view)}")
-            self._inbound.read_into(view)
+            if parcel is not None:
+                parcel.fill(view)
+            else:
+                self._inbound.read_into(view)
         except BaseException as error:
             # The rest of the payload cannot be told from frames any more, so the connection is over.
             peer.unclaim()
@@ -267,25 +266,32 @@ class Reader:
             return None
         return made
 
-    def _probed(self, frame: Frame) -> None:
-        sharing = self._peer.sharing
-        if sharing is None:
-            return
-        if frame.kind == YES:
-            sharing.works = True
-        elif sharing.look(self._extra):
-            self._peer.refuse(Frame(YES, 0, 0, 0, 0))
+    def _carrier(self) -> Carrier:
+        """Raises ProtocolError."""
+        if self._peer.carrier is None:
+            raise ProtocolError("it is for a carrier, which this channel doesn't have")
+        return self._peer.carrier
 
-    def _shared(self, frame: Frame) -> Mapping:
-        """Raises ProtocolError, OSError."""
-        if self._peer.sharing is None:
-            raise ProtocolError("it is in shared memory, which this channel doesn't use")
-        return self._peer.sharing.open(self._extra, frame.nbytes)
+    def _extra_size(self, header: bytes) -> int:
+        """Of what comes with a header, which is not checked yet. Raises ProtocolError."""
+        size = self._carrier().size if header[0] == CARRIED else nbytes_of(header)
+        if size > MOST_EXTRA:
+            raise ProtocolError(f"a word of {size} bytes")
+        return size
 
-    def _take(self, frame: Frame, entry: Receive, shared: Mapping, what: str) -> None:
-        """Ends ``entry``'s transfer with what is in shared memory: as it is, or copied into the tensor that waits."""
-        dtype = entry.form[1] if entry.tensor is None else entry.tensor.dtype
-        payload = torch.frombuffer(shared.lease(frame.nbytes), dtype=torch.uint8).view(dtype)
+    def _skip(self, frame: Frame, parcel: Parcel | None) -> None:
+        if parcel is not None:
+            parcel.drop()
+        else:
+            self._inbound.skip(frame.nbytes)
+
+    def _borrow(self, entry: Receive, parcel: Parcel, what: str) -> bool:
+        """Ends ``entry``'s transfer with bytes that are lent: as they are, or copied into the tensor that waits. False
+        if they are not."""
+        payload = parcel.lend()
+        if payload is None:
+            return False
+        payload = payload.view(entry.form[1] if entry.tensor is None else entry.tensor.dtype)
         why = ""
         if entry.tensor is None:
             entry.ticket.tensor = payload.view(entry.form[0])
@@ -293,10 +299,11 @@ class Reader:
             try:
                 store(entry.tensor, payload)
             except Exception as error:  # such as a tensor whose elements overlap
-                why = f"{what} arrived, but rank {self._peer.rank} cannot store it: {error}"
+                why = f"{what} arrived, but rank {self._peer.me} cannot store it: {error}"
         del payload
         self._peer.unclaim()
         if why:
             entry.ticket.fail(BrokenError, why)
         else:
             entry.ticket.finish()
+        return True

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BrokenError
-from .frame import EAGER, PROBE, SHARED, Frame, Sealer
+from .frame import CARRIED, EAGER, Frame, Sealer
 from .payload import byte_view, plain
 from .ticket import Ticket
 
@@ -33,6 +33,7 @@ class Out:
     frame: Frame
     tensor: torch.Tensor | None
     ticket: Ticket
+    extra: bytes = b""  #: what goes with the frame, under its MAC
     header: bytes = b""  #: what is to be written before the payload
     rest: bool = False  #: ``header`` holds all that is left to be written
 
@@ -92,7 +93,7 @@ class Sender:
         """Writes what the kernel takes at once. False if some is left, which is in ``out`` then."""
         if self._sock is None or self._sealer is None:
             return False
-        header = self._sealer.seal(out.frame)
+        header = self._sealer.seal(out.frame, out.extra)
         payload = byte_view(out.tensor) if out.tensor is not None else memoryview(b"")
         try:
             sent = self._sock.sendmsg((header, payload), (), socket.MSG_DONTWAIT)
@@ -126,18 +127,14 @@ class Sender:
 
     def _seal(self, out: Out) -> None:
         """Only now that it is its turn: sequence numbers are those of the wire. Large tensors may go another way."""
-        sealer, sharing = self._sealer, self._peer.sharing
+        sealer, carrier = self._sealer, self._peer.carrier
         if sealer is None:
             raise OSError("it was closed")
-        extra = b""
-        if sharing is not None and out.tensor is not None and out.frame.nbytes > EAGER:
-            if sharing.works:
-                extra = sharing.stage(out.tensor)
-            elif probe := sharing.probe():
-                out.header = sealer.seal(Frame(PROBE, 0, 0, 0, 0), probe)
-        if extra:
-            out.frame, out.rest = out.frame._replace(kind=SHARED), True
-        out.header += sealer.seal(out.frame, extra)
+        if carrier is not None and out.tensor is not None and out.frame.nbytes > EAGER:
+            descriptor = carrier.stage(out.tensor)
+            if descriptor is not None:
+                out.frame, out.extra, out.rest = out.frame._replace(kind=CARRIED), descriptor, True
+        out.header = sealer.seal(out.frame, out.extra)
 
     def _write(self, out: Out) -> None:
         try:
@@ -148,6 +145,8 @@ class Sender:
                 self._seal(out)
             if out.rest or out.tensor is None:
                 sock.sendall(out.header)
+                if out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
+                    self._peer.carrier.carry(out.tensor)
             else:
                 tensor = plain(out.tensor)
                 payload = byte_view(tensor)

@@ -15,13 +15,15 @@ from .calls import (
     scatter,
     sendreceive,
 )
-from .choice import TABLE, Way, choose
+from .choice import NATIVE, TABLE, Way, choose
+from .native import native
 from .reduction import ReduceOp, check
 from .wire import IDS, LOST, Wire
 
 __all__ = [
     "IDS",
     "LOST",
+    "NATIVE",
     "TABLE",
     "ReduceOp",
     "Way",
@@ -34,6 +36,7 @@ __all__ = [
     "check",
     "choose",
     "gather",
+    "native",
     "reduce",
     "reduce_scatter",
     "scatter",

@@ -22,6 +22,9 @@ class Way:
     chunk: int = CHUNK
 
 
+#: The algorithm that is the channel's own.
+NATIVE = "native"
+
 #: The algorithms of each collective that has several.
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("all", "doubling", "halving", "direct", "ring", "tree"),

@@ -52,7 +52,7 @@ class Wire:
     ) -> None:
         self.size, self.me = len(ranks), me
         self.contributors = self.size  #: over which an average is taken
-        self._channel, self._ranks, self._base, self._blame = channel, tuple(ranks), base, blame
+        self.channel, self.ranks, self._base, self._blame = channel, tuple(ranks), base, blame
         self._carry = carry
         self._sent: Counter[int] = Counter()  #: messages by peer
         self._received: Counter[int] = Counter()
@@ -64,7 +64,7 @@ class Wire:
         """The same for some of the group, in that order; we have to be one of them. Trouble is not shared until
         ``join``."""
         one = Wire(
-            self._channel, [self._ranks[i] for i in members], members.index(self.me), self._base,
+            self.channel, [self.ranks[i] for i in members], members.index(self.me), self._base,
             blame=self._blame, carry=self._carry,
         )  # fmt: skip
         one._sent, one._received, one._sends = self._sent, self._received, self._sends
@@ -80,18 +80,18 @@ class Wire:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """To ``ranks[to]``. The tensor must not change until something arrived that depends on it, or ``settle``."""
-        peer = self._ranks[to]
+        peer = self.ranks[to]
         transfer = self._number(self._sent, peer)
         if self._trouble is None:
             try:
-                self._sends.append((self._channel.isend(_as(tensor, self.carried(tensor.dtype)), peer, transfer), peer))
+                self._sends.append((self.channel.isend(_as(tensor, self.carried(tensor.dtype)), peer, transfer), peer))
                 if len(self._sends) > _MOST_SENDS:
                     self._settle(*self._sends.popleft())
                 return
             except Exception as error:
                 self.fail(error)
         try:
-            self._channel.refuse(peer, transfer, *(self._trouble or self._blame))
+            self.channel.refuse(peer, transfer, *(self._trouble or self._blame))
         except Exception as error:  # our own end is closed
             self.fail(error)
 
@@ -155,7 +155,7 @@ class Wire:
         if isinstance(error, PoisonedError):
             self._trouble = error.rank, error.seq
             if error.seq == LOST:
-                me = self._ranks[self.me]
+                me = self.ranks[self.me]
                 error = BrokenError(
                     f"rank {error.rank} was lost to a rank of a collective that rank {me} takes part in"
                 )
@@ -191,16 +191,16 @@ class Incoming:
 
     def __init__(self, wire: Wire, like: torch.Tensor, source: int, target: torch.Tensor | None) -> None:
         self._wire, self._like, self._target = wire, like, target
-        self._peer = wire._ranks[source]
+        self._peer = wire.ranks[source]
         transfer = wire._number(wire._received, self._peer)
         dtype = wire.carried(like.dtype)
         self._copied = target is None or dtype != target.dtype
         self._transfer: Transfer | None = None
         try:
             if target is not None and not self._copied:
-                self._transfer = wire._channel.irecv(target, self._peer, transfer)
+                self._transfer = wire.channel.irecv(target, self._peer, transfer)
             else:
-                self._transfer = wire._channel.iarrive(tuple(like.shape), dtype, self._peer, transfer)
+                self._transfer = wire.channel.iarrive(tuple(like.shape), dtype, self._peer, transfer)
         except Exception as error:
             wire.fail(error)
 

@@ -1,0 +1,163 @@
+"""Collectives that a channel does by itself: the same results, errors and ends as ours."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import native_channel
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import state
+from disttensor.runtime.channel.registry import _registered, register_channel
+from disttensor.runtime.command import Collective
+
+N = 3
+
+
+@pytest.fixture(scope="module")
+def three():
+    register_channel("native", native_channel.NativeChannel)
+    with dt.init_master_worker(nodes=N, launcher="inproc", backend="native") as session:
+        yield session
+    del _registered["native"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_unsaid(three):
+    yield
+    dt.synchronize()
+
+
+@pytest.fixture
+def algorithms(monkeypatch):
+    """Those of the collectives that were issued."""
+    link, seen = state.session().link, []
+    together = link.together
+
+    def spy(commands):
+        seen.extend(command.algorithm for _, command, _ in commands if isinstance(command, Collective))
+        together(commands)
+
+    monkeypatch.setattr(link, "together", spy)
+    return seen
+
+
+def random(k, *shape, dtype=torch.float32):
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(k)) * 4
+    return numbers.to(dtype)
+
+
+def on_nodes(tensors):
+    return [x.to(f"node:{k}") for k, x in enumerate(tensors)]
+
+
+def grid(shape, dtype):
+    """A list of tensors per node."""
+    return [[random(10 * i + j, *shape, dtype=dtype).to(f"node:{i}") for j in range(N)] for i in range(N)]
+
+
+def everything(shape, dtype, **own):
+    """What every collective gives."""
+    results = []
+    like = lambda k: [torch.empty(shape, dtype=dtype, device=f"node:{k}") for _ in range(N)]  # noqa: E731
+    ops = ["SUM", "MAX", "PRODUCT", "AVG"] if dtype.is_floating_point else ["SUM", "MIN", "BXOR"]
+    for op in ops:
+        xs = on_nodes([random(k, *shape, dtype=dtype) for k in range(N)])
+        dt.all_reduce(xs, op, **own)
+        results += xs
+        dt.reduce(xs, 1, op, **own)
+        results += xs
+        outs = [torch.empty(shape, dtype=dtype, device=f"node:{k}") for k in range(N)]
+        dt.reduce_scatter(outs, grid(shape, dtype), op, **own)
+        results += outs
+    xs = on_nodes([random(k, *shape, dtype=dtype) for k in range(N)])
+    dt.broadcast(xs, 2, **own)
+    results += xs
+    xs = on_nodes([random(k, *shape, dtype=dtype).mT for k in range(N)])
+    lists = [[torch.empty_like(xs[0]).to(f"node:{k}") for _ in range(N)] for k in range(N)]
+    dt.all_gather(lists, xs, **own)
+    results += itertools.chain(*lists)
+    there = like(1)
+    dt.gather(on_nodes([random(k, *shape, dtype=dtype) for k in range(N)]), there, 1)
+    results += there
+    xs = [like(k)[0] for k in range(N)]
+    dt.scatter(xs, grid(shape, dtype)[2], 2)
+    results += xs
+    lists = [like(k) for k in range(N)]
+    dt.all_to_all(lists, grid(shape, dtype))
+    results += itertools.chain(*lists)
+    dt.barrier()
+    return [x.cpu() for x in results]
+
+
+OURS = {"all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "broadcast": "tree", "all_gather": "ring"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize("shape", [(0, 2), (1, 1), (5, 7), (300, 300)], ids=str)
+def test_it_gives_what_ours_give(shape, dtype, algorithms, monkeypatch):
+    native = everything(shape, dtype)
+    assert set(algorithms) == {"native"}
+    monkeypatch.setattr(type(state.session().channel), "has_collective", lambda *a, **k: False)
+    ours = everything(shape, dtype)
+    assert "native" not in algorithms[len(algorithms) // 2 :]
+    for one, other in zip(native, ours, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_the_channel_has_not_is_done_by_ours(algorithms):
+    xs = on_nodes([torch.full((4,), k, dtype=torch.int8) for k in range(N)])
+    dt.all_reduce(xs)
+    dt.all_reduce(on_nodes([torch.ones(4)] * N), transport=torch.bfloat16)
+    dt.all_reduce(on_nodes([torch.ones(4)] * N), algorithm="ring")
+    dt.sendreceive(xs)
+    dt.all_reduce(xs[:1])
+    assert "native" not in algorithms
+    assert xs[1].tolist() == [3] * 4
+    with pytest.raises(ValueError, match=r"the channel '\w+' has no all_reduce of its own for torch.int8"):
+        dt.all_reduce(xs, algorithm="native")
+    dt.all_reduce(on_nodes([torch.ones(4)] * N), algorithm="native")
+    assert algorithms[-1] == "native"
+
+
+def test_some_of_the_nodes_in_any_order_asynchronously(algorithms):
+    for _ in range(3):
+        xs = [torch.full((1000,), float(k), device=f"node:{k}") for k in (2, 0)]
+        ys = [torch.full((1000,), float(k), device=f"node:{k}") for k in (1, 2)]
+        works = [dt.all_reduce(xs, async_op=True), dt.all_reduce(ys, async_op=True)]
+        assert all(work.wait() for work in works)
+        assert xs[0][0].item() == xs[1][0].item() == 2
+        assert ys[0][0].item() == ys[1][0].item() == 3
+    assert set(algorithms) == {"native"}
+
+
+def test_poison_reaches_everybody_and_the_next_one_works(algorithms):
+    xs = on_nodes([torch.ones(3) for _ in range(N)])
+    line = inspect.currentframe().f_lineno + 1
+    bad = torch.ones(5, device="node:1")[torch.tensor([9], device="node:1")]
+    xs[1] = bad.expand(3).clone()
+    dt.all_reduce(xs)
+    for x in xs:
+        with pytest.raises(IndexError) as caught:
+            x.cpu()
+        assert f"test_native.py:{line}" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    good = on_nodes([torch.ones(3) for _ in range(N)])
+    dt.all_reduce(good)
+    assert all(x.tolist() == [N] * 3 for x in good)
+    assert algorithms[-1] == "native"
+
+
+def test_a_graph_records_it(algorithms):
+    xs = on_nodes([torch.ones(3) for _ in range(N)])
+    graph = dt.Graph()
+    with dt.graph(graph):
+        ys = [x + 1 for x in xs]
+        dt.all_reduce(ys)
+    for k in range(3):
+        for x in xs:
+            x.fill_(k)
+        graph.replay()
+        assert [y[0].item() for y in ys] == [N * (k + 1)] * N
