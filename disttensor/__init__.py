@@ -75,6 +75,7 @@ from .runtime.errors import (
 )
 from .streams import Event, Stream, current_stream, default_stream, stream, synchronize
 from .tensor import DistributedTensor
+from .traffic import reset_stats, stats
 from .work import Work, fetch
 
 __version__ = "0.1.0"
@@ -98,5 +99,6 @@ __all__ = [
     "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty", "eye",
     "fetch", "from_numpy", "full", "graph", "graphed", "init_master_worker", "is_initialized", "linspace",
     "logspace", "node", "node_count", "node_module", "nodes", "ones", "prefetch", "rand", "randint", "randn",
-    "randperm", "register_channel", "run", "shutdown", "stream", "synchronize", "tensor", "zeros", *LEGACY,
+    "randperm", "register_channel", "reset_stats", "run", "shutdown", "stats", "stream", "synchronize", "tensor",
+    "zeros", *LEGACY,
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from . import backend as device_backend
 from .runtime import bundle as b
 from .runtime.channel import get_channel, name_for_nodes
 from .runtime.channel.base import MASTER, ChannelContext
+from .runtime.channel.counted import CountedChannel
 from .runtime.errors import DisttensorError, NodeLost, StartError
 from .runtime.keys import curve_pair, job_id, job_secret
 from .runtime.launch.base import Exited, Launcher
@@ -137,7 +138,8 @@ def init_master_worker(
             starter.start(bundles)
         infer.warm()  # while the nodes start
         device_backend.register()
-        channel = channel_class(ChannelContext(rank=MASTER, job=job, host="127.0.0.1"))
+        context = ChannelContext(rank=MASTER, job=job, host="127.0.0.1")
+        channel = CountedChannel(channel_class(context), "transfers")
         session = Session(job, secret, hub, count, channel, starter)
         session.allow = AllowList(allow_ops)
         if isinstance(hub, InprocHub):

@@ -87,6 +87,7 @@ class Session:
         self._staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
         self._arriving: dict[int, tuple[int, Transfer]] = {}  #: transfer -> (node, itself), of fetches under way
         self.callbacks = Callbacks()
+        self.counted: dict[object, Any] = {}  #: what ``stats`` does not count any more
         self._beginning = threading.RLock()  #: held while a transfer begins at both ends
         self.pieces = threading.RLock()  #: held while the pieces of a function are queued, one after another
 

@@ -12,7 +12,7 @@ import os
 import msgspec
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

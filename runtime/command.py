@@ -202,6 +202,12 @@ class Storage(Wire, frozen=True, tag=28):
     ref: int
 
 
+class Count(Wire, frozen=True, tag=39):
+    """Answers with what the node's data channels have carried so far."""
+
+    request: int
+
+
 class Peer(Wire, frozen=True, tag=24):
     """A peer's data channel: its address, and the key that only the two of them have."""
 
@@ -383,6 +389,7 @@ Command: TypeAlias = (
     | Sync
     | Memory
     | Storage
+    | Count
     | Peer
     | Lost
     | Default
@@ -468,7 +475,18 @@ class Done(Wire, frozen=True, tag=46):
     request: int
 
 
-Reply: TypeAlias = Hello | Answer | Shapes | Result | Failed | Poisoned | Done
+#: Calls, bytes, seconds.
+Figures: TypeAlias = tuple[int, int, float]
+
+
+class Counts(Wire, frozen=True, tag=47):
+    """Of each data channel and peer: the channel's name, what it is used for, the peer, what was sent, and received."""
+
+    request: int
+    rows: tuple[tuple[str, str, int, Figures, Figures], ...]
+
+
+Reply: TypeAlias = Hello | Answer | Shapes | Result | Failed | Poisoned | Done | Counts
 
 
 class Report(Wire, frozen=True, tag=2):

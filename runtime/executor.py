@@ -16,6 +16,7 @@ import torch
 from . import codec, joint
 from . import command as c
 from .channel.base import Arrival, DataChannel, PeerInfo
+from .channel.counted import count
 from .dealer import Dealer
 from .errors import ProtocolError
 from .events import Events
@@ -223,6 +224,8 @@ class Executor:
                 self.graphs.discard(command)
             case c.Engines():
                 self.emit(c.Answer(command.request, self.graphs.engines(command.graph)))
+            case c.Count():
+                self.emit(c.Counts(command.request, count((self.channel, self.joint))))
             case c.Peer():
                 for one, peer in zip(dict.fromkeys((self.channel, self.joint)), _peers(command), strict=False):
                     one.connect({command.rank: peer})

@@ -25,6 +25,7 @@ from .ahead import Ahead
 from .bundle import PROTOCOL, Bundle, read_bundle
 from .channel import get_channel
 from .channel.base import ChannelContext, DataChannel
+from .channel.counted import CountedChannel
 from .errors import ClosedError, ProtocolError
 from .executor import Executor
 from .functions import Functions
@@ -57,9 +58,11 @@ class Worker:
         self._telling = threading.RLock()  #: held by who reports: the thread that receives, or one of a stream
         self._receiver = threading.get_ident()
         context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host)
-        self.channel: DataChannel = get_channel(bundle.backend)(context)
+        self.channel: DataChannel = CountedChannel(get_channel(bundle.backend)(context), "transfers")
         #: for collectives, which are not in step with other transfers: neither may stand in the other's way
-        self.joint: DataChannel = get_channel(bundle.backend)(replace(context, job=f"{bundle.job}/collectives"))
+        self.joint: DataChannel = CountedChannel(
+            get_channel(bundle.backend)(replace(context, job=f"{bundle.job}/collectives")), "collectives"
+        )
         self.executor = Executor(
             bundle.rank,
             self._emit,
@@ -161,7 +164,7 @@ class Worker:
 
 
 #: Somebody waits for these: they leave at once, not at the end of the batch.
-_AWAITED = frozenset({c.Answer, c.Shapes, c.Result, c.Poisoned, c.Done})
+_AWAITED = frozenset({c.Answer, c.Shapes, c.Result, c.Poisoned, c.Done, c.Counts})
 
 
 def main(lifeline: int) -> int:

@@ -74,6 +74,10 @@ class Transfer(ABC):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Calls ``fn`` once when the transfer ended (in any thread; it must not block), or now if it has."""
 
+    def note(self, fn: Callable[[], None]) -> None:
+        """As ``add_done_callback``, for who is not waiting: a channel need not hurry for it."""
+        self.add_done_callback(fn)
+
 
 class Arrival(Transfer):
     """A receive into memory that the channel chooses."""
@@ -98,6 +102,9 @@ class Arrival(Transfer):
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._transfer.add_done_callback(fn)
+
+    def note(self, fn: Callable[[], None]) -> None:
+        self._transfer.note(fn)
 
 
 class DataChannel(ABC):

@@ -75,6 +75,8 @@ class Ticket(Transfer):
         if self._done:
             self._drain()
 
+    note = add_done_callback
+
     def __repr__(self) -> str:
         state = "under way" if not self._done else "done" if self._failure is None else f"failed: {self._failure[1]}"
         return f"<{type(self).__name__} {state}>"
