@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 from . import state
 from .runtime import command as c
 from .runtime.channel.base import MASTER
-from .runtime.channel.counted import count
+from .runtime.channel.counted import GROUP, count
 from .runtime.errors import NodeLost
 from .runtime.route import waits
 
 if TYPE_CHECKING:
     from .session import Session
+
+
+_NAMES = {MASTER: "master", GROUP: "group"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Traffic:
     """What one end has counted of a data channel to one peer."""
 
     at: str  #: whose count it is: "master" or "node:0"
-    peer: str
+    peer: str  #: the same, or "group": collectives of the channel's own, with what was given and got
     channel: str  #: its name, as "shm"
     use: str  #: "transfers" or "collectives"
     sent: Flow
@@ -135,4 +138,4 @@ def _traffic(at: int, channel: str, use: str, peer: int, sent: c.Figures, receiv
 
 
 def _name(rank: int) -> str:
-    return "master" if rank == MASTER else f"node:{rank}"
+    return _NAMES.get(rank) or f"node:{rank}"

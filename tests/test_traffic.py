@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import channel_kit
 import pytest
 import torch
+from native_channel import NativeChannel
 
 import disttensor as dt
-from disttensor.runtime.channel import counted
+from disttensor.runtime.channel import DataChannel, counted
 from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.counted import CountedChannel, Tally
 from disttensor.runtime.channel.inproc import InprocChannel
@@ -29,6 +31,11 @@ def test_a_counted_channel_is_a_data_channel(inner):
         return channel_kit.connected(lambda context: CountedChannel(inner(context)), range(-1, n - 1), job)
 
     check_data_channel(make)
+
+
+def test_it_passes_everything_on():
+    public = {name for name in vars(DataChannel) if not name.startswith("_")} - {"send", "recv"}
+    assert public <= vars(CountedChannel).keys() | {"capabilities"}
 
 
 def test_it_is_what_it_counts():
@@ -183,3 +190,23 @@ def test_streams_count_too(fresh):
         y = x.to("node:2")
     assert flows() == {("master", "node:1"): (1, 400), ("node:1", "node:2"): (1, 400)}
     del s, x, y
+
+
+def test_a_channels_own_collectives():
+    one, other = channel_kit.connected(
+        lambda context: CountedChannel(NativeChannel(context)), [0, 1], "native, counted"
+    )
+    xs, outs = [torch.full((8,), k) for k in (1, 2)], [torch.zeros(8, dtype=torch.int64) for _ in range(2)]
+
+    def take_part(channel, me):
+        channel.collective("all_reduce", [0, 1], me, [xs[me]], [outs[me]], "SUM", 0, 1)
+
+    thread = threading.Thread(target=take_part, args=(other, 1))
+    thread.start()
+    take_part(one, 0)
+    thread.join()
+    assert [out.tolist() for out in outs] == [[3] * 8] * 2
+    for channel in (one, other):
+        [(name, _, peer, sent, received)] = channel.rows()
+        assert (name, peer, sent[:2], received[:2]) == ("native", counted.GROUP, (1, 64), (1, 64))
+        channel.close()

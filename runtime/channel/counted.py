@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TypeAlias
 
 import torch
 
 from .base import Arrival, DataChannel, PeerInfo, Transfer
+
+#: Stands for a peer: collectives that the channel does itself.
+GROUP = -2
 
 #: Calls, bytes, seconds.
 Figures: TypeAlias = tuple[int, int, float]
@@ -127,6 +130,23 @@ class CountedChannel(DataChannel):
         arriving.note(tally.end)
         return arriving
 
+    def collective(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        me: int,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        op: str,
+        root: int,
+        number: int,
+    ) -> None:
+        """How often its bytes travel is the channel's secret: what we give and get is counted once, as of GROUP."""
+        start = perf_counter()
+        self.inner.collective(kind, ranks, me, inputs, outs, op, root, number)
+        self._sent[GROUP].add(sum(x.nbytes for x in inputs), start)
+        self._received[GROUP].add(sum(x.nbytes for x in outs), start)
+
     def rows(self) -> list[Row]:
         """One for each peer that something was sent to or received from."""
         sent, received = dict(self._sent), dict(self._received)
@@ -137,6 +157,11 @@ class CountedChannel(DataChannel):
         ]
 
     # ***** as it is *****
+
+    def has_collective(
+        self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
+    ) -> bool:
+        return self.inner.has_collective(kind, dtype=dtype, op=op, device=device, even=even)
 
     def address(self) -> str:
         return self.inner.address()
