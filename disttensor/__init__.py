@@ -18,7 +18,6 @@ from . import device_module as node_module
 from . import functional
 from .collectives import (
     all_gather,
-    all_reduce,
     all_to_all,
     barrier,
     broadcast,
@@ -31,6 +30,7 @@ from .collectives import (
     sendreceive,
 )
 from .context import current_node, node
+from .custom import Reduced, all_reduce
 from .factories import (
     LEGACY,
     arange,
@@ -92,8 +92,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Group", "ReduceOp", "Way", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "functional",
-    "gather", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "sendreceive",
+    "Group", "ReduceOp", "Reduced", "Way", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast",
+    "functional", "gather", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "sendreceive",
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Event",
     "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream", "Work",
     "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty", "eye",

@@ -1,0 +1,49 @@
+"""What collectives are made of in the script, with nodes that are processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+import pytest
+import torch
+
+import disttensor as dt
+
+N = 4
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def four(request: pytest.FixtureRequest) -> Iterator[None]:
+    with dt.init_master_worker(nodes=N, backend=request.param, threads=1):
+        xs = [torch.ones(1 << 16, device=f"node:{k}") for k in range(N)]
+        dt.all_reduce(xs)  # connections are made at first use: have them before the tests look for leaks
+        for a in range(N):
+            for b in range(N):
+                xs[a].to(f"node:{b}").cpu()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_unsaid(four: None) -> Iterator[None]:
+    yield
+    dt.synchronize()
+
+
+def test_reductions_by_functions() -> None:
+    for way in (None, dt.Way("tree", 3)):
+        values = [{"x": torch.full((100_000,), k + 1.0, device=f"node:{k}"), "n": k} for k in range(N)]
+        sums, contributors = dt.all_reduce(values, lambda a, b: a + b, algorithm=way)
+        assert contributors == N
+        assert all(s["x"].eq(10).all() and s["n"] == 6 and s["x"].get_node() == k for k, s in enumerate(sums))
+
+
+def test_uneven_numbers_of_steps() -> None:
+    steps = [[torch.full((3,), k + 1.0, device=f"node:{k}")] * (k + 1) for k in range(N)]
+    totals = [torch.zeros(3, device=f"node:{k}") for k in range(N)]
+    for values in zip_longest(*steps):
+        sums, _ = dt.all_reduce(values, torch.add)
+        for total, own, value in zip(totals, sums, values, strict=True):
+            if value is not None:
+                total += own
+    assert [t.tolist() for t in totals] == [[10] * 3, [19] * 3, [26] * 3, [30] * 3]
