@@ -27,6 +27,9 @@ from .work import Work, seconds_of
 
 Tensors = Sequence[torch.Tensor]
 
+#: Bytes of a node's part in a collective that leaves with what is issued after it, as an operation does.
+SMALL = 64 << 10
+
 
 @dataclass
 class Part:
@@ -62,6 +65,7 @@ class Joint:
             done = session.new_transfer()
             ended.append((node, session.channel.irecv(torch.empty(0, dtype=torch.uint8), node, done), done))
         commands = []
+        hosts = _hosts(session, self.group)
         for i, (node, part) in enumerate(zip(self.group.nodes, self.parts, strict=True)):
             tensors = (*part.inputs, *part.outs)
             command = c.Collective(
@@ -78,11 +82,12 @@ class Joint:
                 base=way.base,
                 chunk=way.chunk,
                 carry=-1 if self.transport is None else codec.dtype_id(self.transport),
-                hosts=_hosts(session, self.group),
+                hosts=hosts,
                 done=ended[i][2] if ended else 0,
             )
             commands.append((node, command, site))
-        session.link.together(commands)
+        small = not async_op and sum(commands[0][1].lengths) * self.dtype.itemsize <= SMALL
+        session.link.together(commands, hurry=not small)
         for part in self.parts:
             for tensor in part.outs:
                 torch.autograd.graph.increment_version(tensor)
@@ -258,7 +263,8 @@ def written(*tensors: torch.Tensor) -> None:
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
     """What the node has to send."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.detach().resolve_conj().resolve_neg() if lazy else tensor
 
 
 def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:

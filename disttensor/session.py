@@ -60,6 +60,11 @@ def keep_until_done(table: dict[int, T], number: int, value: T, transfer: Transf
     transfer.add_done_callback(partial(_drop, table, number))
 
 
+def _left(deadline: float | None) -> float | None:
+    """Seconds until ``deadline`` (of time.monotonic), at least a moment: what is done already is never too late."""
+    return None if deadline is None else max(0.01, deadline - time.monotonic())
+
+
 def _drop(table: dict[int, Any], number: int) -> None:
     table.pop(number, None)
 
@@ -173,9 +178,21 @@ class Session:
         Raises NodeLost, TimeoutError after ``timeout`` seconds.
         """
         self.link.flush_all()
-        for rank in range(len(self.states)) if node is None else [node]:
-            self._sync(rank, timeout)
-            self._receive_all(rank, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        ranks = range(len(self.states)) if node is None else [node]
+        asked: list[Request] = []
+        try:
+            for rank in ranks:  # all first: their round trips are one
+                asked.append(self._ask_sync(rank))
+            for request in asked:
+                self.link.wait(request, _left(deadline))
+        except TimeoutError:
+            raise TimeoutError(f"node {request.node} has not answered within {timeout} s") from None
+        finally:
+            for request in asked:
+                self.link.drop(request)
+        for rank in ranks:
+            self._receive_all(rank, _left(deadline))
         self.complain(node)
 
     def complain(self, node: int | None = None) -> None:
@@ -188,11 +205,14 @@ class Session:
             raise error
 
     def _sync(self, rank: int, timeout: float | None) -> None:
+        self.link.wait(self._ask_sync(rank), timeout)
+
+    def _ask_sync(self, rank: int) -> Request:
         request = self.link.request(rank)
         outbox = self.link.outboxes[rank]
         outbox.add(c.Sync(request.id))
         self.link.flush(outbox, wait=False)  # what it waits for, for as long as it may, is the reply
-        self.link.wait(request, timeout)
+        return request
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
@@ -333,8 +353,8 @@ class Session:
             link.flush(outbox, wait=False)
 
         def wait(outbox: Outbox) -> None:
-            self._sync(outbox.rank, None if deadline is None else max(0.01, deadline - time.monotonic()))
-            self._receive_all(outbox.rank, None if deadline is None else max(0.01, deadline - time.monotonic()))
+            self._sync(outbox.rank, _left(deadline))
+            self._receive_all(outbox.rank, _left(deadline))
 
         for act in (send, wait):  # to all first: nodes may wait for each other
             for outbox in link.outboxes:

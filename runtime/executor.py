@@ -17,6 +17,7 @@ from . import codec, joint
 from . import command as c
 from .channel.base import Arrival, DataChannel, PeerInfo
 from .channel.counted import count
+from .collective.board import Boards
 from .dealer import Dealer
 from .errors import ProtocolError
 from .events import Events
@@ -52,6 +53,7 @@ class Executor:
         self.progress = progress
         self.channel = channel
         self.joint = joint or channel  #: what collectives go through
+        self.boards = Boards()
         self.functions = functions
         self.templates: dict[int, Template] = {}
         self._allow = allow
@@ -144,6 +146,7 @@ class Executor:
     def close(self) -> None:
         """Ends what runs beside the receiving thread; what waits for a transfer waits until the channel is closed."""
         self.graphs.close()
+        self.boards.close()
         if self._lanes is not None:
             self._lanes.close()
 

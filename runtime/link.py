@@ -156,13 +156,16 @@ class Link:
         """
         self.together([(*first, site), (*second, site)])
 
-    def together(self, commands: Sequence[tuple[int, c.Command, Site | None]]) -> None:
-        """The same for any number of nodes: (rank, command, site) of each."""
+    def together(self, commands: Sequence[tuple[int, c.Command, Site | None]], hurry: bool = True) -> None:
+        """The same for any number of nodes: (rank, command, site) of each. Without ``hurry`` they leave with what is
+        queued after them, but still together."""
         outboxes = [self.outboxes[rank] for rank, _, _ in commands]
         self.interrupts.look()
-        self._push_together(outboxes, commands)
+        self._push_together(outboxes, commands, hurry)
         if self.interrupts.pending:
             self.interrupts.check()
+        if self._parked:
+            self._wake.set()
         for outbox in outboxes:
             if outbox.unsendable is not None:
                 outbox.complain()
@@ -170,15 +173,22 @@ class Link:
                 self._wait_window(outbox)
 
     @whole
-    def _push_together(self, outboxes: list[Outbox], commands: Sequence[tuple[int, c.Command, Site | None]]) -> None:
+    def _push_together(
+        self, outboxes: list[Outbox], commands: Sequence[tuple[int, c.Command, Site | None]], hurry: bool
+    ) -> None:
         with self._lock:
             for outbox in outboxes:
                 self.check(outbox)
             for outbox, (_, command, site) in zip(outboxes, commands, strict=True):
                 outbox.add(command, site)
-            for outbox in outboxes:
-                self._send(outbox)
-            self.drain()
+                hurry = hurry or len(outbox.queue) >= outbox.batch
+            if hurry:
+                for outbox in outboxes:
+                    self._send(outbox)
+                self.drain()
+            else:
+                for outbox in outboxes:
+                    outbox.mates.update(outboxes)
 
     @whole
     def _push(self, outbox: Outbox, drain: bool = True) -> None:
@@ -203,6 +213,10 @@ class Link:
         if outbox.lost is not None or self.closed:  # since `check`, perhaps
             return
         outbox.pack()
+        if outbox.mates:
+            mates, outbox.mates = outbox.mates, set()
+            for mate in mates - {outbox}:
+                self._send(mate)
         ready = outbox.ready
         try:
             while ready:
@@ -314,6 +328,10 @@ class Link:
         request = Request(next(self._ids), node, kind)
         self._requests[request.id] = request
         return request
+
+    def drop(self, request: Request) -> None:
+        """Nobody waits for it any more; a reply that comes is passed over."""
+        self._requests.pop(request.id, None)
 
     def wait(
         self, request: Request, timeout: float | None = None, until: Callable[[], bool] | None = None

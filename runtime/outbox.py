@@ -62,6 +62,8 @@ class Outbox:
         self.batch = 2
         #: re-entrant: the collector may run a finalizer that uses tensors while it is held
         self._taking = threading.RLock()
+        #: nodes with a part in something that is queued here: they will wait for each other, so all are sent to
+        self.mates: set[Outbox] = set()
         self.ready: deque[bytes] = deque()  #: messages that count as sent; the link hands them over, oldest first
         self.sent = 0  #: commands sent; the number of the next one
         self.done = 0  #: commands that the node has reported
@@ -234,6 +236,7 @@ class Outbox:
         self.lost = error
         self.urge(0)
         self.discard()
+        self.mates.clear()
         self.ready.clear()
         self._flight.clear()
         self._flight_bytes = 0

@@ -14,6 +14,7 @@ from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import DataChannel
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
+from disttensor.runtime.collective.board import Boards
 
 #: Nothing here takes as long, seconds.
 LIMIT = 60.0
@@ -31,13 +32,18 @@ def connected(name: str, n: int) -> list[DataChannel]:
 class Ranks:
     """Runs a function as every rank of a group. All connections are there from the start."""
 
-    def __init__(self, name: str, n: int) -> None:
+    def __init__(self, name: str, n: int, boards: bool = False) -> None:
         self.channels = connected(name, n)
+        self.boards: list[Boards] = []  #: what is small goes by these, as on nodes
         self.size = n
         large = [torch.zeros(EAGER) for _ in range(n)]  # what is small is written by its caller, without a thread
         self.results(lambda wire: all_to_all(wire, large, [torch.empty(EAGER) for _ in range(n)]))
+        if boards:
+            self.boards = [Boards() for _ in range(n)]
 
     def close(self) -> None:
+        for board in self.boards:
+            board.close()
         for channel in self.channels:
             channel.close()
 
@@ -59,6 +65,8 @@ class Ranks:
                     self.channels[members[me]], members, me, base,
                     blame=(members[me], 7), poison=(poison or {}).get(members[me]), carry=carry,
                 )  # fmt: skip
+                if self.boards:
+                    wire.board = self.boards[members[me]].of(wire)
                 results[me] = fn(wire)
             except Exception as error:
                 results[me] = error

@@ -122,12 +122,32 @@ def test_what_the_ancestors_print():
 
 def test_nothing_is_waited_for():
     link = state.session().link
+
+    def issued() -> list[int]:
+        return [box.sent + len(box.queue) // 2 for box in link.outboxes]
+
     _, xs = on_nodes(lambda k: torch.ones(3))
     dt.synchronize()
-    reports, sent = link.reports, [box.sent for box in link.outboxes]
+    reports, sent = link.reports, issued()
     assert dt.all_reduce(xs) is None
-    assert [box.sent for box in link.outboxes] == [n + 1 for n in sent]
+    assert issued() == [n + 1 for n in sent]
     assert link.reports == reports
+
+
+def test_small_ones_leave_with_what_follows_and_to_all_nodes_at_once():
+    link = state.session().link
+    _, xs = on_nodes(lambda k: torch.ones(3))
+    dt.synchronize()
+    with link._lock:  # nothing else sends
+        for box in link.outboxes:
+            box.urge(100)
+        sent = [box.messages for box in link.outboxes]
+        dt.all_reduce(xs[1:])
+        dt.all_reduce(xs[:2])
+        assert [box.messages for box in link.outboxes] == sent
+        link.flush(link.outboxes[3])
+        assert [box.messages for box in link.outboxes] == [n + 1 for n in sent]
+    assert [x.tolist() for x in xs] == [[4.0] * 3, [4.0] * 3, [3.0] * 3, [3.0] * 3]
 
 
 def test_views_strides_and_bits():

@@ -37,7 +37,7 @@ def algorithms(monkeypatch):
     link, seen = state.session().link, []
     together = link.together
 
-    def spy(commands):
+    def spy(commands, hurry=True):
         seen.extend(command.algorithm for _, command, _ in commands if isinstance(command, Collective))
         together(commands)
 

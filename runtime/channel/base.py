@@ -36,6 +36,8 @@ class Capabilities:
     encrypted: bool = False
     #: both peers have to be on one host
     same_host: bool = False
+    #: peers on one host may share memory (``segments``): small collectives go through it
+    shared_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,13 @@ class DataChannel(ABC):
 
     def forget(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do
         """``peer`` is lost: transfers with it fail with BrokenError(why), now and later."""
+
+    def failure(self, peer: int) -> str:
+        """Why ``peer`` is lost, or an empty text."""
+        return ""
+
+    def tally(self, sent: int, received: int, start: float) -> None:  # noqa: B027 - for those that count
+        """A collective moved so many bytes without transfers of this channel, since ``start`` (perf_counter)."""
 
     @abstractmethod
     def close(self) -> None:

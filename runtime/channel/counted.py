@@ -147,6 +147,10 @@ class CountedChannel(DataChannel):
         self._sent[GROUP].add(sum(x.nbytes for x in inputs), start)
         self._received[GROUP].add(sum(x.nbytes for x in outs), start)
 
+    def tally(self, sent: int, received: int, start: float) -> None:
+        self._sent[GROUP].add(sent, start)
+        self._received[GROUP].add(received, start)
+
     def rows(self) -> list[Row]:
         """One for each peer that something was sent to or received from."""
         sent, received = dict(self._sent), dict(self._received)
@@ -174,6 +178,9 @@ class CountedChannel(DataChannel):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.inner.empty(shape, dtype)
+
+    def failure(self, peer: int) -> str:
+        return self.inner.failure(peer)
 
     def forget(self, peer: int, why: str) -> None:
         self.inner.forget(peer, why)

@@ -20,6 +20,7 @@ import os
 import struct
 import weakref
 from itertools import count
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -68,6 +69,9 @@ def _mapped(fd: int, nbytes: int, inherited: bool) -> ctypes.Array[ctypes.c_ubyt
 class Segment:
     """The sender's side of one. ``nbytes`` is what fits into it."""
 
+    #: Bytes of a descriptor.
+    DESCRIPTOR: ClassVar[int] = DESCRIPTOR
+
     def __init__(self, id: int, nbytes: int) -> None:
         """Raises OSError when there is no descriptor, mapping or memory left for it."""
         self.id, self.nbytes = id, nbytes
@@ -80,6 +84,15 @@ class Segment:
         except BaseException:
             os.close(self.fd)
             raise
+
+    @property
+    def memory(self) -> ctypes.Array[ctypes.c_ubyte]:
+        """All of it, its first page included."""
+        return self._map
+
+    def describe(self) -> bytes:
+        """Where the receiver finds it."""
+        return _DESCRIPTOR.pack(os.getpid(), max(self.fd, 0), self.id, self.nbytes)
 
     @property
     def state(self) -> int:
@@ -151,7 +164,7 @@ class Segments:
 
     def describe(self, segment: Segment) -> bytes:
         """Where the receiver finds it."""
-        return _DESCRIPTOR.pack(os.getpid(), max(segment.fd, 0), segment.id, segment.nbytes)
+        return segment.describe()
 
     def close(self) -> None:
         for same in self._by_size.values():
@@ -180,6 +193,14 @@ class Mapping:
         self.map[1] = 1  # the sender may close its descriptor now
         self._pid = os.getpid()
         self._lease: weakref.ref[np.ndarray[tuple[int], np.dtype[np.uint8]]] | None = None
+
+    @classmethod
+    def of(cls, descriptor: bytes, nbytes: int) -> Mapping:
+        """The segment that ``descriptor`` names, which has to be of ``nbytes``. Raises as the constructor."""
+        pid, fd, _, size = _DESCRIPTOR.unpack(descriptor)
+        if size != nbytes:
+            raise ProtocolError(f"a segment of {size} bytes where one of {nbytes} was due")
+        return cls(pid, fd, size)
 
     def lease(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """The payload. When it (and every tensor over it) is gone, the segment is free again."""

@@ -21,7 +21,7 @@ class ShmChannel(TcpChannel):
     """See above."""
 
     name: ClassVar[str] = "shm"
-    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, same_host=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, same_host=True, shared_memory=True)
 
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
         """The tensor is where the sender's copy is, if that is in shared memory. Not on the master: processes that a

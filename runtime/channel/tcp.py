@@ -96,6 +96,10 @@ class TcpChannel(DataChannel):
         if found is not None:
             found.fail(BrokenError, f"rank {peer} is lost to rank {self._context.rank}: {why}")
 
+    def failure(self, peer: int) -> str:
+        found = self._peers.get(peer)
+        return "" if found is None or found.failure is None else found.failure[1]
+
     def close(self) -> None:
         """Waits at most ``limits.flush`` seconds until what is being sent has reached the peers' kernels."""
         self._closed = self._closed or "was closed"

@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..channel.base import DataChannel, Transfer
 from ..errors import BrokenError, ChannelError, PoisonedError
 from .reduction import ReduceOp, kernel
+
+if TYPE_CHECKING:
+    from .board import Board
 
 #: A collective uses at most so many transfer ids, from its base on.
 IDS = 1 << 20
@@ -57,6 +61,7 @@ class Wire:
         self._sent: Counter[int] = Counter()  #: messages by peer
         self._received: Counter[int] = Counter()
         self._sends: deque[tuple[Transfer, int]] = deque()  #: under way, and to whom
+        self.board: Board | None = None  #: for what is small
         self._trouble = poison  #: what the others are told
         self.error: Exception | None = PoisonedError(*poison) if poison else None
 
@@ -75,6 +80,15 @@ class Wire:
         """Takes over the trouble of a part."""
         if self._trouble is None:
             self._trouble, self.error = part._trouble, part.error
+
+    @property
+    def trouble(self) -> tuple[int, int] | None:
+        """(rank, seq): what the others are told."""
+        return self._trouble
+
+    def lost(self, source: int) -> str:
+        """Why ``ranks[source]`` is lost, or an empty text."""
+        return self.channel.failure(self.ranks[source])
 
     # ***** messages *****
 
