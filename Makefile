@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo dev check test slow bench clean
+.PHONY: demo dev check test slow netns bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -32,6 +32,9 @@ test: dev
 
 slow: dev
 	$(BIN)/pytest -q -m slow
+
+netns: dev
+	tools/ci/netns.sh $(BIN)/pytest
 
 bench: dev
 	$(BIN)/python tools/bench/all.py

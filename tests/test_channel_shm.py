@@ -15,7 +15,7 @@ from disttensor.runtime.channel.base import DataChannel
 from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
 from disttensor.runtime.channel.frame import EAGER
-from disttensor.runtime.channel.segments import Mappings, Segments
+from disttensor.runtime.channel.segments import _DESCRIPTOR, Mappings, Segments
 from disttensor.runtime.channel.shm import ShmChannel
 from disttensor.runtime.errors import BrokenError, ProtocolError
 
@@ -193,6 +193,21 @@ def test_what_is_no_segment_is_refused(tmp_path):
         mappings.open(segments_descriptor(fd, 1), 2)
     os.close(fd)
     assert victim.read_bytes() == bytes(1 << 16)
+
+
+def test_the_segment_of_somebody_else_is_refused_and_not_touched():
+    """Pids and descriptors come again in other containers: what they name there is another process's."""
+    ours, theirs = Segments(), Segments()
+    segment, other = ours.take(1000), theirs.take(1000)
+    pid, _, id, size = _DESCRIPTOR.unpack(ours.describe(segment))
+    for segments in (Mappings(), Mappings()):
+        with pytest.raises(ProtocolError, match="another one"):
+            segments.open(_DESCRIPTOR.pack(pid, other.fd, id, size), 1000)
+    theirs.take(500)
+    assert other.fd >= 0, "its owner thinks that its receiver has mapped it"
+    assert Mappings().open(theirs.describe(other), 1000).nbytes == size
+    for segments in (ours, theirs):
+        segments.close()
 
 
 def segments_descriptor(fd: int, nbytes: int) -> bytes:

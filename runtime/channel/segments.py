@@ -8,7 +8,8 @@ them, and a tensor over one is the receiver's own for as long as it lives.
 
 A segment is a sealed memfd: it has no name that another user could open, cannot shrink under its reader (SIGBUS), and
 goes away with the two processes, however they end. The receiver opens it through ``/proc/<pid>/fd/<fd>``, which the
-kernel allows to processes of the same user only.
+kernel allows to processes of the same user only. In another container that may be somebody else's, as pids and
+descriptors come again there: so each has a random id, in its first page and in what the sender says of it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import ctypes
 import fcntl
 import mmap
 import os
+import secrets
 import struct
 import weakref
-from itertools import count
 from typing import ClassVar
 
 import numpy as np
@@ -31,6 +32,8 @@ from .payload import store
 #: The first page is the segment's state; the payload starts on a page of its own.
 HEAD = mmap.PAGESIZE
 FREE, USED, RETIRED = 0, 1, 2
+#: There, beside the state and whether the receiver has mapped it: its id.
+_ID, _WORD = slice(8, 16), struct.Struct("<Q")
 _NAME = "disttensor"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Free segments are looked for among so many of their size at most: many are in use where tensors live long.
@@ -72,15 +75,17 @@ class Segment:
     #: Bytes of a descriptor.
     DESCRIPTOR: ClassVar[int] = DESCRIPTOR
 
-    def __init__(self, id: int, nbytes: int) -> None:
+    def __init__(self, nbytes: int) -> None:
         """Raises OSError when there is no descriptor, mapping or memory left for it."""
-        self.id, self.nbytes = id, nbytes
+        self.nbytes = nbytes
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, HEAD + nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             # not inherited: a child would keep the memory, and could write into what is another's by now
             self._map = _mapped(self.fd, HEAD + nbytes, inherited=False)
+            self.id = secrets.randbits(64)
+            self._map[_ID] = list(_WORD.pack(self.id))
         except BaseException:
             os.close(self.fd)
             raise
@@ -126,7 +131,6 @@ class Segments:
     """The segments that one peer is sent. Used by its sender's thread."""
 
     def __init__(self) -> None:
-        self._ids = count(1)
         self._by_size: dict[int, list[Segment]] = {}
         self._fresh: list[Segment] = []  #: not mapped by the receiver yet, as far as we know
 
@@ -145,7 +149,7 @@ class Segments:
                 segment.state = USED
                 return segment
         self._trim()
-        segment = Segment(next(self._ids), size)
+        segment = Segment(size)
         segment.state = USED
         same.append(segment)
         self._fresh.append(segment)
@@ -177,8 +181,8 @@ class Segments:
 class Mapping:
     """The receiver's side of a segment."""
 
-    def __init__(self, pid: int, fd: int, nbytes: int) -> None:
-        """Raises OSError when this process can't open it, ProtocolError for what is no such segment."""
+    def __init__(self, pid: int, fd: int, id: int, nbytes: int) -> None:
+        """Raises OSError when this process can't open it, ProtocolError for what is not this segment."""
         path = f"/proc/{pid}/fd/{fd}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             raise ProtocolError(f"{path} is no shared memory of ours")
@@ -189,6 +193,8 @@ class Mapping:
             self.map = _mapped(mine, HEAD + nbytes, inherited=True)
         finally:
             os.close(mine)
+        if bytes(self.map[_ID]) != _WORD.pack(id):  # before anything is written: it may be in use between others
+            raise ProtocolError(f"{path} is another one than the peer's")
         self.nbytes = nbytes
         self.map[1] = 1  # the sender may close its descriptor now
         self._pid = os.getpid()
@@ -197,10 +203,10 @@ class Mapping:
     @classmethod
     def of(cls, descriptor: bytes, nbytes: int) -> Mapping:
         """The segment that ``descriptor`` names, which has to be of ``nbytes``. Raises as the constructor."""
-        pid, fd, _, size = _DESCRIPTOR.unpack(descriptor)
+        pid, fd, id, size = _DESCRIPTOR.unpack(descriptor)
         if size != nbytes:
             raise ProtocolError(f"a segment of {size} bytes where one of {nbytes} was due")
-        return cls(pid, fd, size)
+        return cls(pid, fd, id, size)
 
     def lease(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """The payload. When it (and every tensor over it) is gone, the segment is free again."""
@@ -229,7 +235,7 @@ class Mappings:
         if found is None:
             for old in [i for i, m in self._known.items() if m.map[0] == RETIRED]:
                 del self._known[old]
-            found = self._known[id] = Mapping(pid, fd, size)
+            found = self._known[id] = Mapping(pid, fd, id, size)
         if found.nbytes != size:
             raise ProtocolError(f"segment {id} has {found.nbytes} bytes, not {size}")
         return found

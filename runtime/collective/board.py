@@ -182,7 +182,7 @@ class Boards:
         descriptor = bytes(Segment.DESCRIPTOR)
         if sum(board is not None for board in self._known.values()) < MOST:
             try:
-                own = Segment(1, _SIZE)
+                own = Segment(_SIZE)
                 descriptor = own.describe()
             except OSError:
                 own = None

@@ -1,0 +1,134 @@
+"""What crosses the link between two hosts, and what happens when it is cut. For root, with iproute2: `make netns`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_hosts import run, why_not
+
+pytestmark = pytest.mark.netns
+
+#: Bytes of each node's tensor.
+N = 8 << 20
+
+COUNTING = """
+import json
+import torch
+import disttensor as dt
+from two_hosts import crossed, hosts
+
+BACKEND, NODES, RIGHT, N = {backend!r}, {nodes}, {right}, {N}
+seen = {{}}
+
+def count(name, call, *args, **kwargs):
+    '''What crosses: the least of some runs, as a segment that the kernel drops is sent again.'''
+    runs = []
+    for _ in range(4):  # the first one makes connections
+        dt.synchronize()
+        before = *crossed(), crossed("lo")[0]
+        call(*args, **kwargs)
+        dt.synchronize()
+        after = *crossed(), crossed("lo")[0]
+        runs.append([b - a for a, b in zip(before, after)])
+    seen[name] = [min(counts) for counts in zip(*runs)]
+
+with hosts(RIGHT), dt.init_master_worker(BACKEND, nodes=NODES, threads=1):
+    xs = [torch.full((N // 4,), float(k), device=f"node:{{k}}") for k in range(NODES)]
+    ys = [torch.empty_like(x) for x in xs]
+    count("all_reduce", dt.all_reduce, xs, out=ys)
+    count("ring", dt.all_reduce, xs, out=ys, algorithm="ring")
+    count("tree", dt.all_reduce, xs, out=ys, algorithm="tree")
+    count("bfloat16", dt.all_reduce, xs, out=ys, transport=torch.bfloat16)
+    total = NODES * (NODES - 1) / 2
+    seen["sums"] = [bool(y.eq(total).all()) for y in ys]
+    count("from the first", dt.broadcast, ys, 0)
+    count("from the last", dt.broadcast, ys, NODES - 1)
+    outs = [[torch.empty_like(x) for _ in xs] for x in xs]
+    count("all_gather", dt.all_gather, outs, xs)
+    hosts_of = dt.new_group().by_host()
+    seen["hosts"] = {{name: list(group) for name, group in hosts_of.items()}}
+    left = hosts_of["left"]
+    count("on the left", dt.all_reduce, [xs[k] for k in left], out=[ys[k] for k in left])
+print(json.dumps(seen))
+"""
+
+CROSSING = ("all_reduce", "ring", "tree", "from the first", "from the last", "all_gather", "on the left")
+
+CUT = """
+import torch
+import disttensor as dt
+from two_hosts import cut, hosts
+
+with hosts({2}):
+    dt.init_master_worker("tcp", nodes=3, threads=1)
+    xs = [torch.ones(1000, device=f"node:{k}") for k in range(3)]
+    dt.all_reduce(xs)
+    dt.synchronize()
+    cut()
+    try:
+        xs[2].sum().item()
+    except dt.NodeLost as error:
+        print(error)
+    dt.all_reduce(xs[:2])
+    print(xs[0].sum().item(), [node["alive"] for node in dt.nodes()])
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def possible() -> None:
+    if missing := why_not():
+        pytest.skip(f"no namespaces here: {missing}")
+
+
+def counted(tmp_path: Path, **case: Any) -> dict[str, Any]:
+    path = tmp_path / "program.py"
+    path.write_text(COUNTING.format(**case, N=N))
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def times(count: int) -> int:
+    """How often N bytes: headers, acknowledgements and commands beside them are less than 2 % of it."""
+    assert count % N < 0.02 * N, f"{count / N} times"
+    return count // N
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+@pytest.mark.parametrize("right", [(2, 3), (3, 4)], ids=["even", "uneven"])
+def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[int, int]) -> None:
+    """Two nodes on the right, two or three on the left: an all_reduce moves as much as if each host were one node."""
+    nodes = max(right) + 1
+    seen = counted(tmp_path, backend=backend, nodes=nodes, right=right)
+    left = nodes - 2
+    assert seen["hosts"] == {"left": list(range(left)), "right": list(right)}
+    assert seen["sums"] == [True] * nodes
+    crossed = {name: tuple(map(times, seen[name][:2])) for name in CROSSING}
+    assert crossed == {
+        "all_reduce": (1, 1),
+        "ring": (1, 1),
+        "tree": (1, 1),
+        "from the first": (1, 0),
+        "from the last": (0, 1),
+        "all_gather": (2 * left, 2 * left),  # not by hosts: every node has every other's from that one itself
+        "on the left": (0, 0),
+    }
+    assert [times(2 * count) for count in seen["bfloat16"][:2]] == [1, 1]
+    within = seen["on the left"][2]
+    assert within < 0.05 * N if backend == "shm" else within >= N
+
+
+def test_the_link_is_cut(tmp_path: Path) -> None:
+    """The node beyond it is lost, and the others go on without it."""
+    path = tmp_path / "program.py"
+    path.write_text(CUT)
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lost, rest = done.stdout.splitlines()
+    assert lost.startswith("node 2 (host right, ")
+    assert rest == "6000.0 [True, True, False]"
