@@ -54,9 +54,10 @@ from .graphed import graphed
 from .graphs import Graph, graph
 from .groups import Group, new_group
 from .init import init_master_worker, is_initialized, node_count, shutdown
+from .objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from .prefetch import prefetch
+from .remote import Each, run
 from .remote import nodes_info as nodes
-from .remote import run
 from .runtime.channel import register_channel
 from .runtime.channel.check import check_data_channel
 from .runtime.collective import ReduceOp, Way
@@ -92,12 +93,13 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Group", "ReduceOp", "Reduced", "Way", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast",
-    "functional", "gather", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "sendreceive",
-    "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Event",
-    "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream", "Work",
-    "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty", "eye",
-    "fetch", "from_numpy", "full", "graph", "graphed", "init_master_worker", "is_initialized", "linspace",
+    "Group", "ReduceOp", "Reduced", "Way", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier",
+    "broadcast", "broadcast_object", "functional", "gather", "gather_object", "new_group", "recv", "reduce",
+    "reduce_scatter", "scatter", "scatter_object", "send", "sendreceive",
+    "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Each",
+    "Event", "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream",
+    "Work", "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty",
+    "eye", "fetch", "from_numpy", "full", "graph", "graphed", "init_master_worker", "is_initialized", "linspace",
     "logspace", "node", "node_count", "node_module", "nodes", "ones", "prefetch", "rand", "randint", "randn",
     "randperm", "register_channel", "reset_stats", "run", "shutdown", "stats", "stream", "synchronize", "tensor",
     "zeros", *LEGACY,

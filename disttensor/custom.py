@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from . import collectives, functional
+from . import collectives
 from .collectives import Algorithm, Tensors
 from .groups import Group, new_group
 from .joining import named
+from .objects import copies
 from .placement import Place, one_session
 from .runtime.collective import ReduceOp, Way
 from .state import session as current_session
@@ -144,22 +145,10 @@ def _spread(total: Any, places: Sequence[Place | None]) -> list[Any]:
         raise ValueError(
             f"all_reduce: value {places.index(None)} has no tensor, so on which node is it? Name the group"
         )
+    there = [place for place in places if place is not None]
     leaves, spec = tree_flatten(total)
-    columns = [_copies(leaf, [place for place in places if place is not None]) for leaf in leaves]
+    columns = [copies(leaf, there) if isinstance(leaf, DistributedTensor) else [leaf] * len(there) for leaf in leaves]
     return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
-
-
-def _copies(leaf: Any, places: Sequence[Place]) -> list[Any]:
-    mine = _place(leaf)
-    if mine is None:
-        return [leaf] * len(places)
-    if len({mine.name, *(place.name for place in places)}) > 1:  # to devices of other names: one by one
-        found = {place: leaf.to(place.device) for place in places}
-    else:
-        nodes = new_group(dict.fromkeys([mine.node, *(place.node for place in places)]))
-        by_node = dict(zip(nodes, functional.broadcast(leaf, nodes), strict=True))
-        found = {place: by_node[place.node] for place in places}
-    return [found[place].clone() if place in places[:i] else found[place] for i, place in enumerate(places)]
 
 
 def _place(leaf: Any) -> Place | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from . import state
 from .context import current_node
+from .groups import Group, new_group
 from .meta import Handle, meta_of, new_ref
 from .placement import Place, one_session
 from .runtime import codec
@@ -20,6 +21,8 @@ from .runtime.errors import DisttensorError
 from .runtime.failure import line_of
 from .runtime.functions import MAX_PICKLE, decode_result, key_of
 from .runtime.interrupts import whole
+from .runtime.route import waits
+from .session import Session
 from .site import here
 from .tensor import DistributedTensor, proxy
 from .transfer import move, upload
@@ -30,51 +33,121 @@ _serial = count()
 PIECE = 512 << 10
 
 
-def run(fn: Callable[..., Any], *args: Any, node: int | None = None, **kwargs: Any) -> Any:
+def run(fn: Callable[..., Any], *args: Any, node: int | Iterable[int] | None = None, **kwargs: Any) -> Any:
     """Runs ``fn(*args, **kwargs)`` on a node (the current one by default) and gives its result.
 
     The function goes there with cloudpickle, once. Tensors among the arguments (at any depth) arrive as ordinary local
     tensors: proxies of that node as they are, others are sent first. Tensors in the result come back as proxies;
     everything else must be plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of it).
 
-    Raises what the function raised, with the node's traceback as a note, TypeError for other results, NodeLost.
+    ``node`` may be several, such as a ``Group``: it runs on all of them at once, and the results come in a list. An
+    argument ``dt.Each(values)`` is another one for each of them.
+
+    Raises what the function raised, with the node's traceback as a note, TypeError for other results, NodeLost. Of
+    several nodes all have ended then, and what else failed is in notes.
     """
     session = state.session()
-    place = session.places.at(current_node() if node is None else node)
-    sent = _known(session)
-    keep: list[DistributedTensor] = []
-    function = _pickled(fn, place, keep)
-    holds_tensors = bool(keep)
-    # what is used once has a name of its own; the unpickler doesn't read so far
-    once = next(_serial).to_bytes(8, "big")
-    function_key = key_of(function := function + once if holds_tensors else function)
-    arguments = _pickled((args, kwargs), place, keep) + once
-    # simulated devices are one memory, so the node can't tell which of them a result is on: where an argument is
-    beside = next((t._place for t in keep), place) if session.link.hellos[place.node].simulated else place
     site = here()
-    arguments_key = key_of(arguments)
-    session.link.interrupts.look()
-    _send(place, None if holds_tensors else sent, (function_key, function), (arguments_key, arguments), site)
-    request_id = 0
-
-    def command(id: int) -> c.Command:
-        nonlocal request_id
-        request_id = id
-        return c.Run(id, function_key, arguments_key, not holds_tensors, line_of(site), tuple(t._h.ref for t in keep))
-
+    if node is not None and not isinstance(node, int):
+        return _run_on_all(session, new_group(node), fn, args, kwargs, site)
+    call = _Call(session, session.places.at(current_node() if node is None else node), fn, args, kwargs, site)
     try:
-        reply = session.ask(place, c.Result, command, site)
+        return call.result(session.ask(call.place, c.Result, call.command, site))
+    finally:
+        call.end()
+
+
+class Each:
+    """An argument of ``run`` on several nodes: ``values[i]`` for the i-th of them."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+
+def _run_on_all(
+    session: Session, nodes: Group, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], site: Any
+) -> list[Any]:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Each) and len(each.values) != len(nodes):
+            raise ValueError(f"Each has {len(each.values)} values for the {len(nodes)} nodes of {nodes}")
+    waits("a function")
+    link, calls, requests, results = session.link, [], [], []
+    failed: list[Exception] = []
+    try:
+        for i, node in enumerate(nodes):
+            mine = [x.values[i] if isinstance(x, Each) else x for x in args]
+            named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
+            calls.append(_Call(session, session.places.at(node), fn, mine, named, site))
+        for call in calls:
+            requests.append(link.request(call.place.node, c.Result))
+            call.place.outbox.add(call.command(requests[-1].id), site)
+        link.flush_all()
+        for call, request in zip(calls, requests, strict=True):
+            try:
+                reply: Any = link.wait(request)
+                if isinstance(reply, c.Poisoned):
+                    raise session.failure(reply.rank, reply.seq)
+                results.append(call.result(reply))
+            except Exception as error:
+                failed.append(error)
+    finally:
+        for call in calls:
+            call.end()
+        for request in requests:
+            link.drop(request)
+    for other in failed[1:]:
+        failed[0].add_note(f"and on another node: {type(other).__name__}: {other}")
+    if failed:
+        raise failed[0]
+    return results
+
+
+class _Call:
+    """A function that is to run on a node. It and its arguments are on their way."""
+
+    def __init__(
+        self, session: Session, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, site: Any
+    ) -> None:
+        self.place = place
+        self._site = site
+        self._sent = _known(session)
+        self._keep: list[DistributedTensor] = []
+        self._request, self._adopted = 0, False
+        function = _pickled(fn, place, self._keep)
+        self._holds_tensors = bool(self._keep)
+        # what is used once has a name of its own; the unpickler doesn't read so far
+        once = next(_serial).to_bytes(8, "big")
+        self._function = key_of(function := function + once if self._holds_tensors else function)
+        arguments = _pickled((tuple(args), kwargs), place, self._keep) + once
+        self._arguments = key_of(arguments)
+        session.link.interrupts.look()
+        known = None if self._holds_tensors else self._sent
+        _send(place, known, (self._function, function), (self._arguments, arguments), site)
+
+    def command(self, id: int) -> c.Command:
+        self._request = id
+        refs = tuple(t._h.ref for t in self._keep)
+        return c.Run(id, self._function, self._arguments, not self._holds_tensors, line_of(self._site), refs)
+
+    def result(self, reply: c.Result) -> Any:
+        """What the function has returned."""
+        # simulated devices are one memory, so the node can't tell which of them a result is on: where an argument is
+        simulated = self.place.session.link.hellos[self.place.node].simulated
+        beside = next((t._place for t in self._keep), self.place) if simulated else self.place
         tensors = [_adopted(g, beside) for g in reply.tensors]
         if tensors:
-            place.outbox.add(c.Adopt(request_id, tuple(t._h.ref for t in tensors)), site)
-    except BaseException:  # Ctrl-C too
-        sent.discard((place.node, function_key))  # it may not have got as far as being kept
-        if request_id and place.outbox.lost is None:
-            place.outbox.add(c.Adopt(request_id, ()), site)  # nobody will adopt what it returns
-        raise
-    finally:
-        keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
-    return decode_result(reply.data, tensors)
+            self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
+        self._adopted = True
+        return decode_result(reply.data, tensors)
+
+    def end(self) -> None:
+        """Whatever happened; Ctrl-C too."""
+        if not self._adopted:
+            self._sent.discard((self.place.node, self._function))  # it may not have got as far as being kept
+            if self._request and self.place.outbox.lost is None:
+                # nobody will adopt what it returns
+                self.place.outbox.add(c.Adopt(self._request, ()), self._site)
+        self._keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
 
 
 def _known(session: Any) -> set[tuple[int, bytes]]:

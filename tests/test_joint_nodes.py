@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import zip_longest
 
@@ -47,3 +48,17 @@ def test_uneven_numbers_of_steps() -> None:
             if value is not None:
                 total += own
     assert [t.tolist() for t in totals] == [[10] * 3, [19] * 3, [26] * 3, [30] * 3]
+
+
+def test_objects() -> None:
+    def shard(k: int) -> dict[str, object]:
+        return {"k": k, "x": torch.full((50_000,), float(k)), "host": {"pid": os.getpid()}}
+
+    shards = dt.run(shard, dt.Each(range(N)), node=range(N))
+    assert [s["host"]["pid"] for s in shards] == [node["pid"] for node in dt.nodes()]
+    for i, row in enumerate(dt.all_gather_object(shards)):
+        assert [s["k"] for s in row] == list(range(N))
+        assert all(s["x"].get_node() == i and s["x"].eq(k).all() for k, s in enumerate(row))
+    assert all(s["x"].eq(k).all() for k, s in enumerate(dt.gather_object(shards, 1)))
+    assert all(s["x"].eq(k).all() for k, s in enumerate(dt.scatter_object(dt.gather_object(shards, 2))))
+    assert all(copy["x"].eq(3).all() for copy in dt.broadcast_object(shards[3]))

@@ -70,3 +70,17 @@ def test_a_node_that_stops_leaves_nobody_waiting():
     assert (torch.ones(2, device="node:1") + 1).tolist() == [2, 2]
     with suppress(dt.DisttensorError):
         dt.shutdown()
+
+
+def test_a_node_that_dies_while_a_function_runs_on_all():
+    def work(k):
+        if k == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return k, torch.ones(k)
+
+    dt.init_master_worker(nodes=3, threads=1)
+    with pytest.raises(dt.NodeLost, match="node 1"):
+        dt.run(work, dt.Each(range(3)), node=range(3))
+    assert dt.run(work, dt.Each([0, 2]), node=[0, 2])[1][1].tolist() == [1, 1]
+    with suppress(dt.DisttensorError):
+        dt.shutdown()
