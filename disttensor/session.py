@@ -241,7 +241,7 @@ class Session:
         tensor = tensor.resolve_conj().resolve_neg()
         staged = not non_blocking and (size <= SMALL or size + sum(list(self._staged.values())) <= STAGE)
         if staged:  # the copy leaves by itself, and the caller goes on
-            tensor = self.channel.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+            tensor = self.channel.staging(tuple(tensor.shape), tensor.dtype, place.node).copy_(tensor)
         tensor = tensor.contiguous()
         shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
         transfer = self.new_transfer()

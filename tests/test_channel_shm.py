@@ -15,7 +15,7 @@ from disttensor.runtime.channel.base import DataChannel
 from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
 from disttensor.runtime.channel.frame import EAGER
-from disttensor.runtime.channel.segments import _DESCRIPTOR, Mappings, Segments
+from disttensor.runtime.channel.segments import _DESCRIPTOR, Mappings, Segment, Segments
 from disttensor.runtime.channel.shm import ShmChannel
 from disttensor.runtime.errors import BrokenError, ProtocolError
 
@@ -199,13 +199,13 @@ def test_the_segment_of_somebody_else_is_refused_and_not_touched():
     """Pids and descriptors come again in other containers: what they name there is another process's."""
     ours, theirs = Segments(), Segments()
     segment, other = ours.take(1000), theirs.take(1000)
-    pid, _, id, size = _DESCRIPTOR.unpack(ours.describe(segment))
+    pid, _, id, size = _DESCRIPTOR.unpack(segment.describe())
     for segments in (Mappings(), Mappings()):
         with pytest.raises(ProtocolError, match="another one"):
             segments.open(_DESCRIPTOR.pack(pid, other.fd, id, size), 1000)
     theirs.take(500)
     assert other.fd >= 0, "its owner thinks that its receiver has mapped it"
-    assert Mappings().open(theirs.describe(other), 1000).nbytes == size
+    assert Mappings().open(other.describe(), 1000).nbytes == size
     for segments in (ours, theirs):
         segments.close()
 
@@ -226,3 +226,34 @@ def test_a_peer_that_dies_breaks_the_transfer(pair):
 def test_it_is_a_data_channel():
     assert issubclass(ShmChannel, DataChannel)
     assert ShmChannel.capabilities.same_host
+
+
+def test_what_was_filled_in_shared_memory_is_not_copied_again(pair, monkeypatch):
+    monkeypatch.setattr(Segment, "fill", lambda self, tensor: pytest.fail("a second copy"))
+    for k in range(3):
+        staged = pair[0].staging((2, LARGE), torch.int32, 0)
+        staged.copy_(torch.arange(2 * LARGE, dtype=torch.int32).view(2, LARGE) + k)
+        arrived = move(pair, staged)
+        assert torch.equal(arrived, staged)
+        del staged
+        assert arrived[1, -1] == 2 * LARGE - 1 + k
+        del arrived
+    assert len([s for s in segments(pair[0], 0) if s.nbytes >= 8 * LARGE]) == 1
+
+
+def test_staging_that_is_not_sent_is_used_again(pair):
+    address = pair[0].staging((LARGE,), torch.float64, 0).data_ptr()
+    again = pair[0].staging((LARGE,), torch.float64, 0)
+    assert again.data_ptr() == address
+    assert pair[0].staging((LARGE,), torch.float64, 0).data_ptr() != address
+
+
+def test_a_staging_tensor_may_be_sent_to_another_peer():
+    channels = probed(connected(3))
+    staged = channels[0].staging((LARGE,), torch.float32, 0).fill_(3)
+    arrival = channels[2].iarrive((LARGE,), torch.float32, -1, 0)
+    channels[0].isend(staged, 1, 0).wait(LIMIT)
+    assert arrival.tensor.eq(3).all()
+    for channel in channels:
+        channel.close()
+    assert arrival.tensor.eq(3).all()

@@ -181,6 +181,11 @@ class DataChannel(ABC):
         storage has a fixed size then, so that ``resize_`` to more elements raises RuntimeError."""
         return torch.empty(shape, dtype=dtype)
 
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> torch.Tensor:
+        """An uninitialised CPU tensor to fill and then ``isend`` to ``peer``, once: a channel may choose memory from
+        which it need not be copied again."""
+        return self.empty(shape, dtype)
+
     def has_collective(
         self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
     ) -> bool:

@@ -49,6 +49,11 @@ class Carrier(ABC):
     def __init__(self, say: Say) -> None:
         self.say = say
 
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        """Memory, as flat bytes, that ``stage`` takes without a copy when it is filled; None if there is no such. May
+        be called by any thread, and what it gives may be dropped."""
+        return None
+
     @abstractmethod
     def stage(self, tensor: torch.Tensor) -> bytes | None:
         """Gets a tensor ready, of any strides and device. None if this one has to go another way; that is no error."""

@@ -182,6 +182,9 @@ class CountedChannel(DataChannel):
     def failure(self, peer: int) -> str:
         return self.inner.failure(peer)
 
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> torch.Tensor:
+        return self.inner.staging(shape, dtype, peer)
+
     def forget(self, peer: int, why: str) -> None:
         self.inner.forget(peer, why)
 

@@ -128,7 +128,7 @@ class Segment:
 
 
 class Segments:
-    """The segments that one peer is sent. Used by its sender's thread."""
+    """The segments that one peer is sent. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, list[Segment]] = {}
@@ -165,10 +165,6 @@ class Segments:
             held -= segment.nbytes
             segment.retire()
             self._by_size[segment.nbytes].remove(segment)
-
-    def describe(self, segment: Segment) -> bytes:
-        """Where the receiver finds it."""
-        return segment.describe()
 
     def close(self) -> None:
         for same in self._by_size.values():

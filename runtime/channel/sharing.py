@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+
+import numpy as np
 import torch
 
 from ..errors import ProtocolError
 from .carrier import Carrier, Parcel, Say
 from .payload import plain
-from .segments import DESCRIPTOR, FREE, Mapping, Mappings, Segments
+from .segments import DESCRIPTOR, FREE, HEAD, Mapping, Mappings, Segment, Segments
 
 #: What the two say to each other: can you open this segment? I can.
 _TRY, _YES = b"?", b"!"
@@ -36,7 +40,32 @@ class Sharing(Carrier):
         self.works = False  #: the peer has opened our probe
         self._asked = False
         self._segments = Segments()
+        self._lock = threading.Lock()  #: guards the segments
+        self._reserved: dict[int, Segment] = {}  #: by address
         self._mappings = Mappings()
+
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        segment = self._take(nbytes) if self.works else None
+        if segment is None:
+            return None
+        memory = np.frombuffer(memoryview(segment.memory), dtype=np.uint8, count=nbytes, offset=HEAD)
+        address = memory.ctypes.data
+        self._reserved[address] = segment
+        weakref.finalize(memory, self._drop, address, segment).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _drop(self, address: int, segment: Segment) -> None:
+        """The tensor over it is gone: nobody uses it, unless it was sent."""
+        if self._reserved.get(address) is segment:
+            del self._reserved[address]
+            segment.state = FREE
+
+    def _take(self, nbytes: int) -> Segment | None:
+        try:
+            with self._lock:
+                return self._segments.take(nbytes)
+        except OSError:
+            return None
 
     def stage(self, tensor: torch.Tensor) -> bytes | None:
         """Copies a tensor to where the peer can see it. None if there is no memory, or not yet an answer."""
@@ -45,24 +74,23 @@ class Sharing(Carrier):
             return None
         if tensor.device.type != "cpu" or tensor._is_zerotensor():
             tensor = plain(tensor)
-        try:
-            segment = self._segments.take(tensor.numel() * tensor.element_size())
-        except OSError:
+        filled = self._reserved.pop(tensor.data_ptr(), None) if tensor.is_contiguous() else None
+        segment = filled or self._take(tensor.numel() * tensor.element_size())
+        if segment is None:
             return None
-        segment.fill(tensor)
-        return self._segments.describe(segment)
+        if filled is None:
+            segment.fill(tensor)
+        return segment.describe()
 
     def _probe(self) -> None:
         """Gives the peer a segment to try, once."""
         if self._asked:
             return
         self._asked = True
-        try:
-            segment = self._segments.take(1)
-        except OSError:  # nothing to be had: the peer is never asked, and payloads go over the connection
-            return
-        segment.state = FREE
-        self.say(_TRY + self._segments.describe(segment))
+        segment = self._take(1)
+        if segment is not None:  # else the peer is never asked, and payloads go over the connection
+            segment.state = FREE
+            self.say(_TRY + segment.describe())
 
     def hear(self, word: bytes) -> None:
         if word == _YES:

@@ -8,6 +8,7 @@ Threads: one that listens; per peer in use one that reads and, once something ha
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ import torch
 from ..errors import BrokenError, ClosedError
 from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from .carrier import Carrier, Say
+from .frame import EAGER
 from .handshake import Hello, answer
 from .pool import WarmPool
 from .tcp_listen import Listener
@@ -90,6 +92,12 @@ class TcpChannel(DataChannel):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a warm buffer, if it is large: receiving into fresh pages costs half of the speed."""
         return self._pool.empty(shape, dtype)
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        carrier = self._peer(peer, 0).carrier if nbytes > EAGER else None
+        memory = None if carrier is None else carrier.reserve(nbytes)
+        return self.empty(shape, dtype) if memory is None else memory.view(dtype).view(shape)
 
     def forget(self, peer: int, why: str) -> None:
         found = self._peers.get(peer)
