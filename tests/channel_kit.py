@@ -7,9 +7,20 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from disttensor.runtime.channel import ChannelContext, DataChannel, PeerInfo
+from disttensor.runtime.channel import ChannelContext, DataChannel, PeerInfo, get_channel
 
 C = TypeVar("C", bound=DataChannel)
+
+#: The channels that the tests of all channels take, by name; a new one is one more line.
+CHANNELS = (
+    "inproc",
+    "tcp",
+    "shm",
+)
+#: Those that also go between processes.
+BETWEEN_PROCESSES = tuple(name for name in CHANNELS if name != "inproc")
+
+_jobs = itertools.count()
 
 
 def connected(make: Callable[[ChannelContext], C], ranks: Sequence[int], job: str = "a job") -> list[C]:
@@ -20,3 +31,8 @@ def connected(make: Callable[[ChannelContext], C], ranks: Sequence[int], job: st
         others = {rank: other for rank, other in channels.items() if rank != me}
         one.connect({r: PeerInfo(r, other.address(), keys[frozenset((me, r))]) for r, other in others.items()})
     return list(channels.values())
+
+
+def ranked(name: str, ranks: Sequence[int]) -> list[DataChannel]:
+    """Channels by name, in a job of their own."""
+    return connected(get_channel(name), ranks, f"{name} {next(_jobs)}")

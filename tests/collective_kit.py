@@ -7,33 +7,26 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import channel_kit
 import torch
+from channel_kit import CHANNELS, ranked
 
-from disttensor.runtime.channel import get_channel
-from disttensor.runtime.channel.base import DataChannel
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
 from disttensor.runtime.collective.board import Boards
 
+__all__ = ["CHANNELS", "LIMIT", "Ranks", "contribution", "reduced"]
+
 #: Nothing here takes as long, seconds.
 LIMIT = 60.0
 
-CHANNELS = ("inproc", "tcp", "shm")
-_jobs = itertools.count()
 _bases = itertools.count(0, IDS)
-
-
-def connected(name: str, n: int) -> list[DataChannel]:
-    """Channels of the ranks 0 to n - 1."""
-    return channel_kit.connected(get_channel(name), range(n), f"collectives {next(_jobs)}")
 
 
 class Ranks:
     """Runs a function as every rank of a group. All connections are there from the start."""
 
     def __init__(self, name: str, n: int, boards: bool = False) -> None:
-        self.channels = connected(name, n)
+        self.channels = ranked(name, range(n))
         self.boards: list[Boards] = []  #: what is small goes by these, as on nodes
         self.size = n
         large = [torch.zeros(EAGER) for _ in range(n)]  # what is small is written by its caller, without a thread

@@ -9,11 +9,12 @@ from contextlib import suppress
 import pytest
 import test_joint_programs as programs
 import torch
+from channel_kit import BETWEEN_PROCESSES
 
 import disttensor as dt
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", BETWEEN_PROCESSES)
 def test_between_processes_and_when_one_dies(backend):
     dt.init_master_worker(nodes=3, backend=backend, threads=1)
     xs = [torch.full((300_001,), float(k), device=f"node:{k}") for k in range(3)]
@@ -41,7 +42,7 @@ def test_between_processes_and_when_one_dies(backend):
         dt.shutdown()
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", BETWEEN_PROCESSES)
 def test_other_transfers_do_not_stand_in_the_way(backend):
     """What a node sends and what its collectives send are in no order that its peers could rely on."""
     with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):

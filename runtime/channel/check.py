@@ -6,7 +6,8 @@ A channel of your own is tested in three lines:
         return [...]
     check_data_channel(make)
 
-Each check makes its own channels and closes them. It raises ConformanceError at the first thing that is wrong.
+Each check makes its own channels, 2 to 8 of them, and closes them. It raises ConformanceError at the first thing that
+is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..errors import BrokenError, BusyError
-from .base import DataChannel, Transfer
+from .base import DataChannel
 from .check_ends import (
     check_callbacks,
     check_close_delivers,
@@ -29,9 +30,10 @@ from .check_ends import (
     check_refusal,
 )
 from .check_kit import LIMIT, ConformanceError, bits, move, need, raises, random, same
+from .check_peers import check_interlaced, check_many_at_once, check_peer_dies, check_ring, check_sums
 from .payload import DTYPES
 
-__all__ = ["CHECKS", "ConformanceError", "Make", "check_data_channel"]
+__all__ = ["CHECKS", "CHECKS_OF_GROUPS", "ConformanceError", "Make", "check_data_channel"]
 
 #: Makes that many connected channels, of the ranks -1, 0, 1, ...
 Make = Callable[[int], Sequence[DataChannel]]
@@ -40,19 +42,30 @@ Make = Callable[[int], Sequence[DataChannel]]
 _MOMENT = 0.02
 
 
-def check_data_channel(make: Make) -> None:
-    """Runs all checks. Raises ConformanceError, which names the check and what was wrong."""
+def check_data_channel(make: Make, peers: Sequence[int] = (2, 3, 4, 8)) -> None:
+    """Runs all checks, those that are about groups with each of these numbers of ``peers``, at least 2.
+
+    Raises ConformanceError, which names the check and what was wrong.
+    """
     for check in CHECKS:
-        channels = make(3)
-        try:
-            check(channels)
-        except ConformanceError as error:
-            raise ConformanceError(f"{check.__name__}: {error}") from error
-        except Exception as error:
-            raise ConformanceError(f"{check.__name__}: unexpected {type(error).__name__}: {error}") from error
-        finally:
-            for channel in channels:
-                channel.close()
+        _run(check, make, 3)
+    for n in peers:
+        for check in CHECKS_OF_GROUPS:
+            _run(check, make, n)
+
+
+def _run(check: Callable[[Sequence[DataChannel]], None], make: Make, n: int) -> None:
+    channels = make(n)
+    what = f"{check.__name__}, {n} peers"
+    try:
+        check(channels)
+    except ConformanceError as error:
+        raise ConformanceError(f"{what}: {error}") from error
+    except Exception as error:
+        raise ConformanceError(f"{what}: unexpected {type(error).__name__}: {error}") from error
+    finally:
+        for channel in channels:
+            channel.close()
 
 
 def check_every_dtype(channels: Sequence[DataChannel]) -> None:
@@ -124,23 +137,6 @@ def check_big(channels: Sequence[DataChannel]) -> None:
         need(target.shape == source.shape and target.dtype == source.dtype, "empty() gave another shape or dtype")
         move(channels, source, target, transfer)
         need(torch.equal(source.view(torch.int32), target.view(torch.int32)), "a big tensor arrived changed")
-
-
-def check_many_at_once(channels: Sequence[DataChannel]) -> None:
-    """Small and big ones of all pairs, in both directions, started before any is waited for."""
-    started: list[Transfer] = []
-    expected = []
-    sizes = [1, 100, 300_000, 0, 17, 70_000, 3]
-    for transfer in range(21):
-        for a, b in itertools.permutations(range(len(channels)), 2):
-            source = torch.full((sizes[transfer % len(sizes)],), float(100 * transfer + 10 * a + b))
-            target = torch.empty_like(source)
-            started.append(channels[a].isend(source, b - 1, transfer))
-            started.append(channels[b].irecv(target, a - 1, transfer))
-            expected.append((source, target))
-    for one in started:
-        one.wait(LIMIT)
-    need(all(torch.equal(source, target) for source, target in expected), "of many at once, some arrived changed")
 
 
 def check_early_and_late(channels: Sequence[DataChannel]) -> None:
@@ -217,7 +213,6 @@ CHECKS: tuple[Callable[[Sequence[DataChannel]], None], ...] = (
     check_strides,
     check_autograd_and_inference,
     check_big,
-    check_many_at_once,
     check_early_and_late,
     check_late_send_completes,
     check_mismatch,
@@ -229,3 +224,6 @@ CHECKS: tuple[Callable[[Sequence[DataChannel]], None], ...] = (
     check_close_delivers,
     check_closed,
 )
+
+#: With any number of peers.
+CHECKS_OF_GROUPS = (check_many_at_once, check_sums, check_ring, check_interlaced, check_peer_dies)
