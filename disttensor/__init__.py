@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from . import channels, functional
 from . import device_module as node_module
-from . import functional
 from .collectives import (
     all_gather,
     all_to_all,
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Group", "ReduceOp", "Reduced", "Way", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier",
-    "broadcast", "broadcast_object", "functional", "gather", "gather_object", "new_group", "recv", "reduce",
+    "broadcast", "broadcast_object", "channels", "functional", "gather", "gather_object", "new_group", "recv", "reduce",
     "reduce_scatter", "scatter", "scatter_object", "send", "sendreceive",
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Each",
     "Event", "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream",

@@ -15,9 +15,10 @@ import torch
 from . import autocast, infer, registry, state
 from . import backend as device_backend
 from .runtime import bundle as b
-from .runtime.channel import get_channel, name_for_nodes
+from .runtime.channel import name_for_nodes
 from .runtime.channel.base import MASTER, ChannelContext
-from .runtime.channel.counted import CountedChannel
+from .runtime.channel.opened import Channels, maker
+from .runtime.channel.registry import usable_channel
 from .runtime.errors import DisttensorError, NodeLost, StartError
 from .runtime.keys import curve_pair, job_id, job_secret
 from .runtime.launch.base import Exited, Launcher
@@ -29,8 +30,6 @@ from .runtime.transport.zmq import ZmqHub
 from .runtime.worker import Worker
 from .session import Session
 
-#: What "auto" stands for. (With one channel there is nothing to choose yet.)
-AUTO = "tcp"
 #: Seconds for which the end of a script waits for what its nodes still do.
 AT_EXIT = 2.0
 
@@ -65,11 +64,13 @@ def init_master_worker(
     security: str = "curve",
     launcher: str = "local",
     timeout: float = 60.0,
+    trusted_network: bool | None = None,
 ) -> SessionContext:
     """Makes this process the master and gives it nodes; starts local ones unless ``dtrun`` has.
 
     Args:
-        backend: the data channel that carries tensors: "tcp", a registered name, or "auto".
+        backend: the data channel that carries tensors: "tcp", another name (docs/CHANNELS.md), or "auto", which takes
+            shared memory between processes that share it and TCP between others.
         nodes: how many local nodes to start. Default: what dtrun says, else one per GPU, at least 2.
         init_method: reserved for joining nodes that were started elsewhere; None or "local://".
         simulate_cuda: give each node this many simulated CUDA devices (CPU memory with a placement of its own).
@@ -79,11 +80,14 @@ def init_master_worker(
         security: "curve" (encrypted and authenticated), or "none", on loopback only.
         launcher: "local" processes, or "inproc": nodes are threads of this process, for tests.
         timeout: seconds until nodes that have not answered are an error.
+        trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
+            nobody (gloo, mpi, nccl) may be used between them. Default: what dtrun says, else no.
 
     Returns: a context manager whose end calls ``shutdown``; it need not be used.
 
     Raises: RuntimeError when a session is running already, StartError when nodes could not be started (names the rank
-    and its last output), ValueError for arguments out of range.
+    and its last output), ValueError for arguments out of range or a backend that these nodes must not use, ImportError
+    for one whose library is missing, DisttensorError for one that does not work here.
     """
     if state.current() is not None:
         raise RuntimeError("init_master_worker was called already in this process; call disttensor.shutdown() first")
@@ -96,10 +100,9 @@ def init_master_worker(
     count = _count(nodes)
     simulated = _number("DISTTENSOR_SIMULATE_CUDA", simulate_cuda, 0)
     name = os.environ.get("DISTTENSOR_BACKEND", backend) if backend == "auto" else backend
-    if launcher == "inproc":
-        name = "inproc" if backend == "auto" else backend
-    channel_name = AUTO if name == "auto" else name
-    channel_class = get_channel(channel_name)
+    channel_name = ("inproc" if backend == "auto" else backend) if launcher == "inproc" else name
+    usable_channel(channel_name, MASTER)
+    trusted = bool(_number("DISTTENSOR_TRUSTED_NETWORK", trusted_network, 0))
 
     starter: Launcher | None = None
     if launcher == "local":
@@ -139,8 +142,8 @@ def init_master_worker(
         infer.warm()  # while the nodes start
         device_backend.register()
         context = ChannelContext(rank=MASTER, job=job, host="127.0.0.1")
-        channel = CountedChannel(channel_class(context), "transfers")
-        session = Session(job, secret, hub, count, channel, starter)
+        channels = Channels(maker(context), channel_name, joint=False)
+        session = Session(job, secret, hub, count, channels, starter, channel_name, trusted)
         session.allow = AllowList(allow_ops)
         if isinstance(hub, InprocHub):
             session.changes.enter_context(guarded())

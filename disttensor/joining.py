@@ -15,7 +15,7 @@ from .lazy import materialise
 from .placement import one_session
 from .runtime import codec
 from .runtime import command as c
-from .runtime.channel.base import Arrival, Transfer
+from .runtime.channel.base import Arrival, DataChannel, Transfer
 from .runtime.collective import NATIVE, ReduceOp, Way, check
 from .runtime.collective.choice import ALGORITHMS
 from .runtime.route import waits
@@ -58,7 +58,8 @@ class Joint:
         if async_op:
             waits("a collective with async_op=True")
         site = here(3)
-        way, number = self._way(session), session.new_transfer()
+        channel = self._channel(session) if session.board.rules else 0
+        way, number = self._way(session.board[channel]), session.new_transfer()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
             session.link.check(session.states[node].outbox)
@@ -84,6 +85,7 @@ class Joint:
                 carry=-1 if self.transport is None else codec.dtype_id(self.transport),
                 hosts=hosts,
                 done=ended[i][2] if ended else 0,
+                channel=channel,
             )
             commands.append((node, command, site))
         small = not async_op and sum(commands[0][1].lengths) * self.dtype.itemsize <= SMALL
@@ -93,14 +95,24 @@ class Joint:
                 torch.autograd.graph.increment_version(tensor)
         return JointWork(session, [(node, transfer) for node, transfer, _ in ended], self) if async_op else None
 
-    def _way(self, session: Session) -> Way:
+    def _channel(self, session: Session) -> int:
+        """The number of the data channel that was selected; and the algorithm that was, if the call names none."""
+        tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
+        cuda = tensors and all([named(tensor, self.kind)._place.is_cuda() for tensor in tensors])
+        numel = max(max(_numel(part.inputs), _numel(part.outs)) for part in self.parts)
+        what = ("sendreceive" if self.kind == "shift" else self.kind, "cuda" if cuda else "cpu")
+        if self.algorithm is None:
+            self.algorithm = session.board.way(*what, numel * self.dtype.itemsize)
+        return session.board.choose(*what, numel * self.dtype.itemsize)
+
+    def _way(self, channel: DataChannel) -> Way:
         """Raises ValueError for an algorithm that this collective, or the channel, does not have."""
         way = self.algorithm if isinstance(self.algorithm, Way) else Way(self.algorithm or "")
-        if way.algorithm in ("", NATIVE) and self._native(session):
+        if way.algorithm in ("", NATIVE) and self._native(channel):
             return Way(NATIVE)
         if way.algorithm == NATIVE:
             raise ValueError(
-                f"the channel {session.channel.name!r} has no {self.kind} of its own for {self.dtype} and these "
+                f"the channel {channel.name!r} has no {self.kind} of its own for {self.dtype} and these "
                 "operands; leave algorithm= out"
             )
         known = ALGORITHMS.get(self.kind, ())
@@ -108,13 +120,13 @@ class Joint:
             raise ValueError(f"{self.kind} has no algorithm {way.algorithm!r}; it has {', '.join(known) or 'one only'}")
         return way
 
-    def _native(self, session: Session) -> bool:
+    def _native(self, channel: DataChannel) -> bool:
         """Whether the channel does it by itself. That is decided here, as nodes see their own tensors only."""
-        if not session.channel.capabilities.collectives or len(self.group) == 1 or self.transport is not None:
+        if not channel.capabilities.collectives or len(self.group) == 1 or self.transport is not None:
             return False
         tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
         devices = {named(tensor, self.kind)._place.kernels for tensor in tensors} or {"cpu"}
-        return len(devices) == 1 and session.channel.has_collective(
+        return len(devices) == 1 and channel.has_collective(
             self.kind,
             dtype=self.dtype,
             op=self.op.name,
@@ -167,6 +179,10 @@ class JointWork(Work):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             self._session.end_transfer(transfer, node, left)
         return True
+
+
+def _numel(tensors: Tensors) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _ref(tensor: Any) -> int:

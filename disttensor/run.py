@@ -73,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         help="give each node K simulated CUDA devices (CPU memory)",
     )  # fmt: skip
     parser.add_argument("--backend", metavar="NAME", help="the data channel that carries tensors, such as tcp")
+    parser.add_argument(
+        "--trusted-network", "--trusted_network", action="store_const", const=1,
+        help="nobody else can use the network between the hosts: gloo, mpi and nccl may be used there",
+    )  # fmt: skip
     parser.add_argument("-m", "--module", action="store_true", help="script is a module's name, as with python -m")
     parser.add_argument("script", nargs="?", help="the program that drives the nodes")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -98,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("DISTTENSOR_NODES", options.nodes),
         ("DISTTENSOR_SIMULATE_CUDA", options.simulate_cuda),
         ("DISTTENSOR_BACKEND", options.backend),
+        ("DISTTENSOR_TRUSTED_NETWORK", options.trusted_network),
     ):
         if value is not None:
             environment[name] = str(value)

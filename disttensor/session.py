@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from .placement import NodeState, Place, Places
 from .registry import drop_plans
 from .runtime import codec
 from .runtime import command as c
-from .runtime.channel.base import MASTER, Arrival, DataChannel, PeerInfo, Transfer
+from .runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
+from .runtime.channel.opened import Channels
 from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedError
 from .runtime.failure import Failure, Site, line_of
 from .runtime.interrupts import whole
@@ -32,6 +34,7 @@ from .runtime.ops import AllowList
 from .runtime.outbox import Outbox
 from .runtime.route import waits
 from .runtime.transport.base import Hub
+from .switchboard import Switchboard
 
 #: Uploads up to this many bytes are copied whatever is on its way.
 SMALL = 64 << 10
@@ -69,14 +72,28 @@ def _drop(table: dict[int, Any], number: int) -> None:
     table.pop(number, None)
 
 
+def _arrive(channel: DataChannel, tensor: torch.Tensor, node: int, transfer: int) -> Arrival:
+    return Arrival(channel.irecv(tensor, node, transfer), lambda: tensor)
+
+
 class Session:
     """One master with its nodes, ready for commands. Made by init.py."""
 
     def __init__(
-        self, job: str, secret: bytes, hub: Hub, nodes: int, channel: DataChannel, launcher: Launcher | None
+        self,
+        job: str,
+        secret: bytes,
+        hub: Hub,
+        nodes: int,
+        channels: Channels,
+        launcher: Launcher | None,
+        backend: str = "",
+        trusted: bool = False,
     ) -> None:
+        """``backend`` names the channel that is open. ``trusted``: the user has said so of the network."""
         self.job = job
-        self.channel = channel
+        self.board = Switchboard(self, channels, secret, backend, trusted)
+        self.channel = channels.data[0]
         self.link = Link(hub, nodes, launcher, self._lost)
         self.states = [NodeState(self, rank, self.link.outboxes[rank]) for rank in range(nodes)]
         self.places: Places
@@ -100,19 +117,20 @@ class Session:
         """After all hellos: places, and everybody learns where everybody's data channel is."""
         hellos = self.link.hellos
         n = len(self.states)
+        self.board.check_first()
         self.places = Places(self, [hellos[r].devices for r in range(n)])
         addresses = {MASTER: self.channel.address()} | {r: hellos[r].channel for r in range(n)}
         for rank in range(n):
             for peer, address in addresses.items():
                 if peer != rank:
                     self.link.outboxes[rank].add(c.Peer(peer, address, pair_key(self._secret, self.job, rank, peer)))
-        first = {r: addresses[r].partition("\n")[0] for r in range(n)}
-        self.channel.connect({r: PeerInfo(r, first[r], pair_key(self._secret, self.job, MASTER, r)) for r in range(n)})
+        for rank in range(n):
+            self.board.connect(0, rank, addresses[rank])
         self.check_default_dtype()
         self.link.flush_all()
 
     def _lost(self, error: NodeLost) -> None:
-        self.channel.forget(error.rank, error.cause)
+        self.board.forget(error.rank, error.cause)
 
     def check_default_dtype(self) -> None:
         """Tells the nodes when the default dtype is another than they know; every plan may depend on it."""
@@ -239,16 +257,18 @@ class Session:
             tensor = tensor.cpu()
         size = tensor.numel() * tensor.element_size()
         tensor = tensor.resolve_conj().resolve_neg()
+        number = self._number("upload", place, size)
+        channel = self.board[number]
         staged = not non_blocking and (size <= SMALL or size + sum(list(self._staged.values())) <= STAGE)
         if staged:  # the copy leaves by itself, and the caller goes on
-            tensor = self.channel.staging(tuple(tensor.shape), tensor.dtype, place.node).copy_(tensor)
+            tensor = channel.staging(tuple(tensor.shape), tensor.dtype, place.node).copy_(tensor)
         tensor = tensor.contiguous()
         shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
         transfer = self.new_transfer()
         sending = self._begin(
-            partial(self.channel.isend, tensor, place.node, transfer),
+            partial(channel.isend, tensor, place.node, transfer),
             place.outbox,
-            c.Recv(transfer, ref, MASTER, shape, dtype, place.name),
+            c.Recv(transfer, ref, MASTER, shape, dtype, place.name, number),
             site,
         )
         self.link.flush(place.outbox)
@@ -258,6 +278,10 @@ class Session:
             self.end_transfer(sending, place.node)
         elif (taker := lent.get()) is not None:
             taker.append((place.node, sending))
+
+    def _number(self, op: str, place: Place, nbytes: int) -> int:
+        """Of the channel for a copy between the master and a place."""
+        return self.board.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes) if self.board.rules else 0
 
     def _begin(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
         """Begins a transfer at both ends: neither without the other, which would wait for it, and in one order."""
@@ -274,7 +298,7 @@ class Session:
     def download(self, tensor: Any, site: Site | None) -> torch.Tensor:
         """A local, contiguous copy of a remote tensor."""
         place: Place = tensor._place
-        receiving, _ = self._receive(tensor, partial(self.channel.iarrive, tuple(tensor.shape), tensor.dtype), site)
+        receiving, _ = self._receive(tensor, None, site)
         self.link.flush_all()
         self.end_transfer(receiving, place.node)
         place.outbox.restart()
@@ -282,29 +306,28 @@ class Session:
 
     def fetch(self, tensor: Any, strides: tuple[int, ...], site: Site | None) -> Arrival:
         """Begins to copy a remote tensor into a local one with these strides."""
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        if strides == contiguous(shape):
-            receiving, transfer = self._receive(tensor, partial(self.channel.iarrive, shape, dtype), site)
-        else:
-            receiving, transfer = self._receive(tensor, partial(self._strided, shape, strides, dtype), site)
+        receiving, transfer = self._receive(
+            tensor, None if strides == contiguous(tuple(tensor.shape)) else strides, site
+        )
         keep_until_done(self._arriving, transfer, (tensor._place.node, receiving), receiving)
         return receiving
 
-    def _strided(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, node: int, transfer: int
-    ) -> Arrival:
-        local = torch.empty_strided(shape, strides, dtype=dtype)
-        return Arrival(self.channel.irecv(local, node, transfer), lambda: local)
-
-    def _receive(self, tensor: Any, begin: Callable[[int, int], Arrival], site: Site | None) -> tuple[Arrival, int]:
+    def _receive(self, tensor: Any, strides: tuple[int, ...] | None, site: Site | None) -> tuple[Arrival, int]:
+        """``strides``: of the local tensor, None for a contiguous one."""
         from .lazy import materialise
 
         waits("a copy to the master")
         place: Place = tensor._place
         self.link.check(place.outbox)
         ref = tensor._h.ref or materialise(tensor._h)
-        transfer = self.new_transfer()
-        receiving = self._begin(partial(begin, place.node, transfer), place.outbox, c.Send(transfer, ref, MASTER), site)
+        transfer, shape = self.new_transfer(), tuple(tensor.shape)
+        number = self._number("download", place, math.prod(shape) * tensor.dtype.itemsize)
+        if strides is None:
+            begin = partial(self.board[number].iarrive, shape, tensor.dtype, place.node, transfer)
+        else:
+            local = torch.empty_strided(shape, strides, dtype=tensor.dtype)
+            begin = partial(_arrive, self.board[number], local, place.node, transfer)
+        receiving = self._begin(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
         self.link.flush(place.outbox)
         return receiving, transfer
 
@@ -383,6 +406,7 @@ class Session:
         """In a forked child: nothing works any more, and nothing waits for a thread that held a lock and isn't here."""
         self._beginning = threading.RLock()
         self.pieces = threading.RLock()
+        self.board.forked()
         self.places.lock = threading.RLock()
         for node in self.states:
             node.lock = threading.RLock()
@@ -401,7 +425,7 @@ class Session:
                     except DisttensorError:
                         continue
         link.close()
-        self.channel.close()
+        self.board.close()
         self.callbacks.close()
         if self.launcher is not None:
             self.launcher.stop(grace)

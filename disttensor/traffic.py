@@ -124,7 +124,7 @@ def _count(session: Session) -> list[Traffic]:
                 outbox.add(c.Count(request.id))
                 requests.append(request)
     link.flush_all()
-    rows = [_traffic(MASTER, *row) for row in count([session.channel])]
+    rows = [_traffic(MASTER, *row) for row in count(session.board.data.values())]
     for request in requests:
         with suppress(NodeLost):
             reply = link.wait(request)

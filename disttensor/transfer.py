@@ -59,12 +59,15 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     ref = tensor._h.ref or materialise(tensor._h)
     handle = Handle(new_ref(), meta)
     session = place.session
-    transfer = session.new_transfer()
+    transfer, channel = session.new_transfer(), 0
+    if session.board.rules:
+        device = "cuda" if source.is_cuda() and place.is_cuda() else "cpu"
+        channel = session.board.choose("send", device, tensor.numel() * meta.dtype.itemsize)
     session.link.pair(
-        (source.node, c.Send(transfer, ref, place.node)),
+        (source.node, c.Send(transfer, ref, place.node, channel)),
         (
             place.node,
-            c.Recv(transfer, handle.ref, source.node, meta.shape, codec.dtype_id(meta.dtype), place.name),
+            c.Recv(transfer, handle.ref, source.node, meta.shape, codec.dtype_id(meta.dtype), place.name, channel),
         ),
         here(),
     )

@@ -11,67 +11,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import msgspec
-
-
-class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of all structs that cross the wire: an array of the fields, led by an integer tag."""
-
-
-# ---- arguments -----------------------------------------------------------------------------------------------------
-
-
-class Hole(Wire, frozen=True, tag=1):
-    """In a template: a tensor (``tensor=True``) or a number, taken from the Call's next argument."""
-
-    tensor: bool
-
-
-class Complex(Wire, frozen=True, tag=2):
-    real: float
-    imag: float
-
-
-class DType(Wire, frozen=True, tag=3):
-    """A torch dtype, by its index in codec.DTYPES."""
-
-    id: int
-
-
-class Device(Wire, frozen=True, tag=4):
-    """A device of the node: "cpu" or "cuda:1"."""
-
-    name: str
-
-
-class Layout(Wire, frozen=True, tag=5):
-    id: int
-
-
-class MemoryFormat(Wire, frozen=True, tag=6):
-    id: int
-
-
-class Items(Wire, frozen=True, tag=7):
-    """A list argument."""
-
-    items: tuple[Spec, ...]
-
-
-Plain: TypeAlias = bool | int | float | str | None
-Spec: TypeAlias = bool | int | float | str | Hole | Complex | DType | Device | Layout | MemoryFormat | Items | None
-Value: TypeAlias = bool | int | float | str | Complex | None
-
-
-class Geometry(Wire, frozen=True, tag=8):
-    """The metadata of one tensor on a node."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: int
-    device: str
-
+from .argument import *  # noqa: F403 - whoever needs commands needs these
+from .argument import Geometry, Plain, Spec, Value, Wire
 
 # ---- commands: master -> node --------------------------------------------------------------------------------------
 
@@ -116,11 +57,12 @@ class Ask(Wire, frozen=True, tag=14):
 
 
 class Send(Wire, frozen=True, tag=15):
-    """Sends the tensor to a peer through the data channel."""
+    """Sends the tensor to a peer through a data channel: its number is 0 for the session's own."""
 
     transfer: int
     ref: int
     peer: int
+    channel: int = 0
 
 
 class Recv(Wire, frozen=True, tag=16):
@@ -132,6 +74,7 @@ class Recv(Wire, frozen=True, tag=16):
     shape: tuple[int, ...]
     dtype: int
     device: str
+    channel: int = 0
 
 
 class Piece(Wire, frozen=True, tag=17):
@@ -208,12 +151,28 @@ class Count(Wire, frozen=True, tag=39):
     request: int
 
 
+class Open(Wire, frozen=True, tag=56):
+    """Opens one more data channel; answers with its address and, in the next line, that for collectives."""
+
+    request: int
+    channel: int
+    name: str
+
+
+class Usable(Wire, frozen=True, tag=57):
+    """Answers why these data channels can't be used here, a line for each: an empty one if it can."""
+
+    request: int
+    names: tuple[str, ...]
+
+
 class Peer(Wire, frozen=True, tag=24):
-    """A peer's data channel: its address, and the key that only the two of them have."""
+    """A peer's data channel: its address (as in a Hello), and the key that only the two of them have."""
 
     rank: int
     address: str
     key: bytes
+    channel: int = 0
 
 
 class Lost(Wire, frozen=True, tag=25):
@@ -296,7 +255,7 @@ class Collective(Wire, frozen=True, tag=60):
     ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the place in ``ranks`` of
     whom it is about; of a shift, by how many. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``:
     which host each rank is on, if that matters. ``done``: a transfer to the master that tells of the end, 0 for none;
-    with one, what comes after need not wait.
+    with one, what comes after need not wait. ``channel``: the number of the data channel.
     """
 
     kind: str
@@ -314,6 +273,7 @@ class Collective(Wire, frozen=True, tag=60):
     carry: int
     hosts: tuple[int, ...]
     done: int
+    channel: int = 0
 
 
 class Part(Wire, frozen=True, tag=50):
@@ -390,6 +350,8 @@ Command: TypeAlias = (
     | Memory
     | Storage
     | Count
+    | Open
+    | Usable
     | Peer
     | Lost
     | Default

@@ -295,9 +295,7 @@ class Dealer(Lanes):
         self._task(lane, "Wait", _nothing, waits=[self.executor.events.arrival(command)])
 
     def _signal(self, command: c.Signal) -> None:
-        self._to_peer(
-            command.peer, command.transfer, torch.empty(0, dtype=torch.uint8), [self.executor.events[command.ref]]
-        )
+        self._to_peer(command, torch.empty(0, dtype=torch.uint8), [self.executor.events[command.ref]])
 
     def _join(self, command: c.Join) -> None:
         mark, done = self.executor.events[command.ref], partial(self.executor.emit, c.Done(command.request))
@@ -318,27 +316,29 @@ class Dealer(Lanes):
         if entry is None or not (lane.order or waiting or self.cuda or (peer is not None and peer.order)):
             self.executor.other(command)
         elif not lane.order:
-            self._to_peer(command.peer, command.transfer, entry)
+            self._to_peer(command, entry)
         else:
             reached = Promise()
             task = Task(self.executor.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
             self.put(lane, task)
-            self._to_peer(command.peer, command.transfer, reached)
+            self._to_peer(command, reached)
 
-    def _to_peer(self, peer: int, transfer: int, entry: Entry, waits: Sequence[Transfer] = ()) -> None:
-        """Sends ``entry`` once it is there and all that was to be sent to ``peer`` before it is on its way."""
+    def _to_peer(self, command: c.Send | c.Signal, entry: Entry, waits: Sequence[Transfer] = ()) -> None:
+        """Sends ``entry`` once it is there and all that was to be sent to its peer before it is on its way."""
         executor, seq, sent = self.executor, self.executor.seq, Ticket()
+        peer, transfer = command.peer, command.transfer
+        channel = executor.channels.data[command.channel if isinstance(command, c.Send) else 0]
         lane = self._peers.get(peer)
         if lane is None:
             lane = self._peers[peer] = self.lane(f"to-{peer}")
 
         def run(values: Values) -> Results:
-            executor.channel.isend(values[0], peer, transfer).add_done_callback(sent.finish)
+            channel.isend(values[0], peer, transfer).add_done_callback(sent.finish)
             return None
 
         def spoil(poison: Poison) -> None:
             try:
-                executor.channel.refuse(peer, transfer, poison.rank, poison.seq)
+                channel.refuse(peer, transfer, poison.rank, poison.seq)
             finally:
                 sent.finish()
 

@@ -15,8 +15,10 @@ import torch
 
 from . import codec, joint
 from . import command as c
-from .channel.base import Arrival, DataChannel, PeerInfo
+from .channel.base import Arrival
 from .channel.counted import count
+from .channel.opened import Channels
+from .channel.registry import why_unusable
 from .collective.board import Boards
 from .dealer import Dealer
 from .errors import ProtocolError
@@ -37,12 +39,11 @@ class Executor:
         self,
         rank: int,
         emit: Callable[[c.Reply], None],
-        channel: DataChannel,
+        channels: Channels,
         allow: AllowList,
         functions: Functions,
         simulate_cuda: int = 0,
         progress: Callable[[], None] = lambda: None,
-        joint: DataChannel | None = None,
     ) -> None:
         """``emit`` takes what the master has to be told; ``progress`` is called when ``done`` has grown behind the
         back of the thread that calls ``apply``. Both by any thread, once there are streams."""
@@ -51,8 +52,8 @@ class Executor:
         self.stopped = False
         self.emit = emit
         self.progress = progress
-        self.channel = channel
-        self.joint = joint or channel  #: what collectives go through
+        self.channels = channels
+        self.channel = channels.data[0]  #: the session's own
         self.boards = Boards()
         self.functions = functions
         self.templates: dict[int, Template] = {}
@@ -228,13 +229,15 @@ class Executor:
             case c.Engines():
                 self.emit(c.Answer(command.request, self.graphs.engines(command.graph)))
             case c.Count():
-                self.emit(c.Counts(command.request, count((self.channel, self.joint))))
+                self.emit(c.Counts(command.request, count(self.channels)))
             case c.Peer():
-                for one, peer in zip(dict.fromkeys((self.channel, self.joint)), _peers(command), strict=False):
-                    one.connect({command.rank: peer})
+                self.channels.connect(command.channel, command.rank, command.address, command.key)
+            case c.Open():
+                self.emit(c.Answer(command.request, self.channels.open(command.channel, command.name)))
+            case c.Usable():
+                self.emit(c.Answer(command.request, "\n".join(why_unusable(name, self.rank) for name in command.names)))
             case c.Lost():
-                self.channel.forget(command.rank, command.why)
-                self.joint.forget(command.rank, command.why)
+                self.channels.forget(command.rank, command.why)
             case c.Stop():
                 self.stopped = True
                 store.clear()
@@ -280,18 +283,19 @@ class Executor:
         )
 
     def _send(self, command: c.Send) -> None:
+        channel = self.channels.data[command.channel]
         try:
             entry = self.entry(command.ref)
         except KeyError:
-            self.channel.refuse(command.peer, command.transfer, self.rank, self.number)
+            channel.refuse(command.peer, command.transfer, self.rank, self.number)
             raise
         if isinstance(entry, Poison):
-            self.channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
+            channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
             return
         try:
-            transfer = self.channel.isend(entry, command.peer, command.transfer)
+            transfer = channel.isend(entry, command.peer, command.transfer)
         except Exception:  # a layout or dtype that the channel doesn't carry, or no memory: nobody must wait for it
-            self.channel.refuse(command.peer, command.transfer, self.rank, self.number)
+            channel.refuse(command.peer, command.transfer, self.rank, self.number)
             raise
         if not transfer.is_completed():
             self.store.sending.append((entry, transfer))
@@ -308,16 +312,17 @@ class Executor:
         dtype = codec.dtype_of(command.dtype)
         codec.check_shape(command.shape, dtype.itemsize)
         shape, peer, transfer = command.shape, command.peer, command.transfer
+        channel = self.channels.data[command.channel]
         try:
             device = self.device(command.device)
             if device.type == "cpu":
-                arrival = self.channel.iarrive(shape, dtype, peer, transfer)
+                arrival = channel.iarrive(shape, dtype, peer, transfer)
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
-                arrival = Arrival(self.channel.irecv(tensor, peer, transfer), lambda: tensor)
+                arrival = Arrival(channel.irecv(tensor, peer, transfer), lambda: tensor)
         except Exception:
             # the bytes come all the same: into a tensor that they don't fit, so that they are dropped
-            self.channel.irecv(torch.empty(0, dtype=torch.uint8), peer, transfer)
+            channel.irecv(torch.empty(0, dtype=torch.uint8), peer, transfer)
             raise
         return Pending(arrival, peer, math.prod(shape) * dtype.itemsize, str(device))
 
@@ -484,8 +489,3 @@ def _set_generator(device: torch.device, state: torch.Tensor) -> None:
 def _clean(text: str) -> str:
     """Without what UTF-8 can't carry (lone surrogates)."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _peers(command: c.Peer) -> list[PeerInfo]:
-    """Of its data channel and, if it is a node, of that for collectives."""
-    return [PeerInfo(command.rank, address, command.key) for address in command.address.split("\n")]

@@ -79,7 +79,7 @@ def join(executor: Executor, number: int, command: c.Collective, values: Mapping
     given = len(command.inputs)
     poison = earliest(value for ref in command.inputs if isinstance(value := values[ref], Poison))
     wire = Wire(
-        executor.joint,
+        executor.channels.joint[command.channel],
         command.ranks,
         command.ranks.index(executor.rank),
         _FIRST + command.transfer * IDS,

@@ -15,7 +15,6 @@ import platform
 import socket
 import sys
 import threading
-from dataclasses import replace
 
 import torch
 
@@ -23,9 +22,8 @@ from . import codec
 from . import command as c
 from .ahead import Ahead
 from .bundle import PROTOCOL, Bundle, read_bundle
-from .channel import get_channel
-from .channel.base import ChannelContext, DataChannel
-from .channel.counted import CountedChannel
+from .channel.base import ChannelContext
+from .channel.opened import Channels, maker
 from .errors import ClosedError, ProtocolError
 from .executor import Executor
 from .functions import Functions
@@ -58,20 +56,15 @@ class Worker:
         self._telling = threading.RLock()  #: held by who reports: the thread that receives, or one of a stream
         self._receiver = threading.get_ident()
         context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host)
-        self.channel: DataChannel = CountedChannel(get_channel(bundle.backend)(context), "transfers")
-        #: for collectives, which are not in step with other transfers: neither may stand in the other's way
-        self.joint: DataChannel = CountedChannel(
-            get_channel(bundle.backend)(replace(context, job=f"{bundle.job}/collectives")), "collectives"
-        )
+        self.channels = Channels(maker(context), bundle.backend)
         self.executor = Executor(
             bundle.rank,
             self._emit,
-            self.channel,
+            self.channels,
             AllowList(bundle.allow_ops),
             Functions(bundle.functions),
             bundle.simulate_cuda,
             self._progress,
-            self.joint,
         )
 
     def hello(self) -> c.Hello:
@@ -85,7 +78,7 @@ class Worker:
             python=platform.python_version(),
             devices=("cpu", *(f"cuda:{i}" for i in range(cuda))),
             simulated=bool(self.bundle.simulate_cuda),
-            channel=f"{self.channel.address()}\n{self.joint.address()}",
+            channel=self.channels.open(0, self.bundle.backend),
         )
 
     def serve(self) -> int:
@@ -111,8 +104,7 @@ class Worker:
             return 70
         finally:
             self.executor.close()
-            self.channel.close()
-            self.joint.close()
+            self.channels.close()
             self._spoke.close()
             self.executor.join(JOIN)
         return 0

@@ -80,7 +80,7 @@ def test_bytes_come_while_the_node_is_busy() -> None:
         )
     )
     worker = Worker(Bundle(job=job, rank=0, address="", backend="inproc"), script)
-    channel.connect({0: PeerInfo(0, worker.channel.address(), key)})
+    channel.connect({0: PeerInfo(0, worker.executor.channel.address(), key)})
     thread = threading.Thread(target=worker.serve)
     try:
         sends = [channel.isend(torch.full((4,), float(i)), 0, i) for i in (1, 2)]

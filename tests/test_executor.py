@@ -17,6 +17,7 @@ from disttensor.runtime import codec
 from disttensor.runtime import command as c
 from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Transfer
+from disttensor.runtime.channel.opened import Channels
 from disttensor.runtime.errors import PoisonedError, ProtocolError
 from disttensor.runtime.executor import Executor
 from disttensor.runtime.functions import Functions, decode_result, key_of
@@ -35,8 +36,9 @@ class Node:
         self.master = make(ChannelContext(-1, job, "127.0.0.1"))
         self.channel.connect({-1: PeerInfo(-1, self.master.address(), bytes(32))})
         self.master.connect({0: PeerInfo(0, self.channel.address(), bytes(32))})
+        channels = Channels(lambda name, number, joint: self.channel, "inproc")
         self.executor = Executor(
-            0, self.replies.append, self.channel, AllowList(allow), Functions(functions), simulate_cuda
+            0, self.replies.append, channels, AllowList(allow), Functions(functions), simulate_cuda
         )
 
     def do(self, *commands: c.Command) -> list[c.Reply]:

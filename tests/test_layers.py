@@ -16,6 +16,7 @@ OTHERS = sorted(p for folder in ("tests", "tools", "examples") for p in (ROOT / 
 
 #: Layers of the engine, by module or package; an interface stands lower than what implements it.
 LAYERS = {
+    "argument": 0,
     "command": 0,
     "errors": 0,
     "generated": 0,

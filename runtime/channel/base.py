@@ -38,6 +38,8 @@ class Capabilities:
     same_host: bool = False
     #: peers on one host may share memory (``segments``): small collectives go through it
     shared_memory: bool = False
+    #: both peers have to be threads of one process
+    same_process: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,12 @@ class DataChannel(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @classmethod
+    def unavailable(cls, rank: int) -> str:
+        """Why it can't be used in this process, by ``rank`` (or MASTER): an empty text if it can. To be asked before a
+        channel is made; it imports nothing large and makes no connection."""
+        return ""
 
     @abstractmethod
     def __init__(self, context: ChannelContext) -> None: ...

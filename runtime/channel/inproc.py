@@ -52,7 +52,9 @@ class InprocChannel(DataChannel):
     """See above. A rank that ends stays broken for those who were there, even if a new channel takes the rank."""
 
     name: ClassVar[str] = "inproc"
-    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, encrypted=True, same_host=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        authenticated=True, encrypted=True, same_host=True, same_process=True
+    )
 
     def __init__(self, context: ChannelContext) -> None:
         self._rank, self._job = context.rank, context.job

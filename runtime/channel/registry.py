@@ -10,16 +10,21 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from ..errors import DisttensorError
 from .base import DataChannel
 
 ENTRY_POINTS = "disttensor.channels"
 
 #: name -> "module:class", the module relative to this package
 _BUILTIN = {
+    "auto": ".auto:AutoChannel",
     "inproc": ".inproc:InprocChannel",
     "shm": ".shm:ShmChannel",
     "tcp": ".tcp:TcpChannel",
 }
+
+#: What a package whose import failed comes with: `pip install 'disttensor[NAME]'`.
+_EXTRAS = {"mpi4py": "mpi"}
 
 _registered: dict[str, type[DataChannel]] = {}
 
@@ -57,8 +62,35 @@ def get_channel(name: str) -> type[DataChannel]:
     """The class of the channel ``name``, or "module:class".
 
     Raises ValueError for an unknown name (it lists the known ones), TypeError for an entry point that isn't a
-    DataChannel, ImportError when the channel's library is missing.
+    DataChannel, ImportError when the channel's library is missing (it says which).
     """
+    try:
+        return _load(name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or str(error)).partition(".")[0]
+        package = f"disttensor[{_EXTRAS[missing]}]" if missing in _EXTRAS else missing
+        raise ImportError(
+            f"the data channel {name!r} needs {missing}, which is not installed: pip install '{package}'"
+        ) from error
+
+
+def usable_channel(name: str, rank: int) -> type[DataChannel]:
+    """The same, for one that can be used in this process. Raises DisttensorError too, which says why it can't."""
+    cls = get_channel(name)
+    if why := cls.unavailable(rank):
+        raise DisttensorError(f"the data channel {cls.name!r} can't be used here: {why}")
+    return cls
+
+
+def why_unusable(name: str, rank: int) -> str:
+    """Why a channel can't be used in this process, by ``rank``; one line, empty if it can."""
+    try:
+        return " ".join(get_channel(name).unavailable(rank).split())
+    except Exception as error:
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def _load(name: str) -> type[DataChannel]:
     if name in _registered:
         return _registered[name]
     if name in _BUILTIN:

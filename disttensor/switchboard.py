@@ -1,0 +1,220 @@
+"""Which data channel carries what: a session's channels, and the rules by which one of them is chosen.
+
+The master chooses, as it knows both ends and the size, and names the number of the channel in the commands for both: so
+they can't disagree. Channel 0 is the session's own; another is opened, on all nodes, when it is needed first.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .runtime import command as c
+from .runtime.channel import get_channel, name_for_nodes
+from .runtime.channel.base import MASTER, Capabilities, DataChannel
+from .runtime.channel.opened import Channels
+from .runtime.channel.registry import why_unusable
+from .runtime.collective import Way
+from .runtime.errors import NodeLost
+from .runtime.failure import Site
+from .runtime.keys import pair_key
+from .runtime.link import Request
+
+if TYPE_CHECKING:
+    from .session import Session
+
+#: From master to node, back, and between nodes.
+COPIES = ("upload", "download", "send")
+#: The collectives, as users call them.
+COLLECTIVES = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+    "sendreceive", "barrier",
+)  # fmt: skip
+OPS = (*COPIES, *COLLECTIVES)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What ``select`` has said. ``channel``: a number, None for whichever it would be. Bytes from ``least`` on, and
+    below ``most`` if that is not None. ``way``: of collectives that name no algorithm."""
+
+    op: str
+    device: str | None
+    least: int
+    most: int | None
+    channel: int | None
+    name: str
+    way: Way | None
+
+    def fits(self, op: str, device: str, nbytes: int) -> bool:
+        return (
+            self.op in ("*", op)
+            and self.device in (None, device)
+            and self.least <= nbytes
+            and (self.most is None or nbytes < self.most)
+        )
+
+
+class Switchboard:
+    """Of one session."""
+
+    def __init__(self, session: Session, channels: Channels, secret: bytes, name: str, trusted: bool) -> None:
+        self.rules: tuple[Rule, ...] = ()  #: the latest first
+        self.trusted = trusted  #: whether the user has said that of the network
+        self.data = channels.data
+        self.numbers: dict[str, int] = {name: 0}
+        self._session, self._channels, self._secret = session, channels, secret
+        self._attempts: dict[str, int] = {}
+        self._lock = threading.RLock()
+        self._unusable: dict[str, str] = {}
+
+    # ---- choosing --------------------------------------------------------------------------------------------------
+
+    def choose(self, op: str, device: str, nbytes: int) -> int:
+        """The number of the channel for an ``op`` (of OPS) of so many bytes between devices of a type."""
+        for rule in self.rules:
+            if rule.channel is not None and rule.fits(op, device, nbytes):
+                return rule.channel
+        return 0
+
+    def way(self, op: str, device: str, nbytes: int) -> Way | None:
+        """The algorithm that was selected for a collective, if one was."""
+        for rule in self.rules:
+            if rule.way is not None and rule.fits(op, device, nbytes):
+                return rule.way
+        return None
+
+    # ---- opening ---------------------------------------------------------------------------------------------------
+
+    def open(self, name: str, site: Site | None) -> int:
+        """The number of the channel ``name``, which all nodes have opened by now. Waits for them.
+
+        Raises ValueError for an unknown name or a channel that these nodes must not use, ImportError without its
+        library, DisttensorError (or what a node raised) where it doesn't work. Nothing has changed then.
+        """
+        with self._lock:
+            number = self.numbers.get(name)
+            if number is None:
+                self.check(name)
+                number = self._attempts.setdefault(name, len(self._attempts) + 1)
+                self._open_everywhere(number, name, site)
+                self.numbers[name] = number
+            return number
+
+    def check_first(self) -> None:
+        """The same as ``check`` for the session's own channel."""
+        self.check(next(iter(self.numbers)))
+
+    def connect(self, number: int, rank: int, addresses: str) -> None:
+        """Tells the master's end of a channel where a node's is."""
+        self._channels.connect(number, rank, addresses, pair_key(self._secret, self._session.job, MASTER, rank))
+
+    def check(self, name: str) -> None:
+        """Raises ValueError for a channel that must not be used between the nodes that there are."""
+        why = self.forbidden(get_channel(name).capabilities)
+        if why:
+            raise ValueError(f"the data channel {name!r} {why}")
+
+    def forbidden(self, capabilities: Capabilities) -> str:
+        """Why such a channel must not be used between the nodes that there are; empty if it may."""
+        hellos = self._session.link.hellos.values()
+        hosts = sorted({socket.gethostname(), *(hello.host for hello in hellos)})
+        if capabilities.same_process and not self._session.shares_process:
+            return "is for nodes that are threads of one process (launcher='inproc')"
+        if len(hosts) == 1:
+            return ""
+        there = f"{', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}"
+        if capabilities.same_host:
+            return f"is for processes of one host, and these are on {there}; 'auto' uses it within each"
+        if not capabilities.authenticated and not self.trusted:
+            return (
+                f"authenticates nobody, and the nodes are on {there}. If nobody else can use the network between them, "
+                "say so: init_master_worker(trusted_network=True), or dtrun --trusted-network"
+            )
+        return ""
+
+    def _open_everywhere(self, number: int, name: str, site: Site | None) -> None:
+        session, channels = self._session, self._channels
+        mine = channels.open(number, name)
+        replies = self._ask(lambda request: c.Open(request, number, name_for_nodes(name)), site)
+        addresses = {rank: str(reply.value) for rank, reply in replies.items()}
+        told: list[tuple[int, c.Command]] = []
+        for rank in addresses:
+            for peer, address in (addresses | {MASTER: mine}).items():
+                if peer != rank:
+                    key = pair_key(self._secret, session.job, rank, peer)
+                    told.append((rank, c.Peer(peer, address, key, number)))
+        for rank, address in addresses.items():
+            self.connect(number, rank, address)
+        for rank, command in told:
+            session.link.outboxes[rank].add(command)
+
+    def _ask(self, command: object, site: Site | None) -> dict[int, c.Answer]:
+        """Asks all nodes that there are; gives what they answer. Raises what the first has failed with."""
+        session = self._session
+        link = session.link
+        asked: dict[int, Request] = {}
+        for outbox in link.outboxes:
+            if outbox.lost is None:
+                request = asked[outbox.rank] = link.request(outbox.rank, c.Answer)
+                outbox.add(command(request.id), site)  # type: ignore[operator]
+        link.flush_all()
+        replies: dict[int, c.Answer] = {}
+        errors: list[Exception] = []
+        for rank, request in asked.items():
+            try:
+                reply = link.wait(request)
+            except NodeLost:  # whoever uses it hears of it
+                continue
+            if isinstance(reply, c.Poisoned):
+                errors.append(session.failure(reply.rank, reply.seq))
+            elif isinstance(reply, c.Answer):
+                replies[rank] = reply
+        if errors:
+            raise errors[0]
+        return replies
+
+    def unusable(self, name: str) -> str:
+        """Why a channel can't be used here, or an empty text. Asks the nodes."""
+        known = self._unusable.get(name)
+        if known is None:
+            self.look([name])
+            known = self._unusable[name]
+        return known
+
+    def look(self, names: list[str]) -> None:
+        """Finds out ``unusable`` of many at once."""
+        wanted = [name for name in names if name not in self._unusable]
+        texts: dict[str, str] = {}
+        for name in wanted:
+            try:
+                texts[name] = name_for_nodes(name)
+            except ValueError as error:
+                self._unusable[name] = str(error)
+        if not texts:
+            return
+        replies = self._ask(lambda request: c.Usable(request, tuple(texts.values())), None)
+        said = {rank: str(reply.value).split("\n") for rank, reply in replies.items()}
+        for i, name in enumerate(texts):
+            why = why_unusable(name, MASTER)
+            if not why:
+                why = next((f"node {rank}: {lines[i]}" for rank, lines in said.items() if lines[i]), "")
+            if not why:
+                why = self.forbidden(get_channel(name).capabilities)
+            self._unusable[name] = why
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def forget(self, rank: int, why: str) -> None:
+        self._channels.forget(rank, why)
+
+    def forked(self) -> None:
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        self._channels.close()
+
+    def __getitem__(self, number: int) -> DataChannel:
+        return self.data[number]

@@ -1,0 +1,269 @@
+"""Several data channels in one session: ``dt.channels``, what is chosen, and that both ends follow."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+import torch
+from conftest import same
+
+import disttensor as dt
+from disttensor import state
+from disttensor.runtime.channel.base import Capabilities
+from disttensor.runtime.channel.inproc import InprocChannel
+
+N = 3
+
+
+class Watched(InprocChannel):
+    """Notes what is sent by it."""
+
+    name: ClassVar[str] = "watched"
+    sent: ClassVar[list[tuple[int, int, int]]] = []
+
+    def isend(self, tensor: torch.Tensor, peer: int, transfer: int):  # type: ignore[no-untyped-def]
+        Watched.sent.append((self._rank, peer, tensor.numel()))
+        return super().isend(tensor, peer, transfer)
+
+
+class OnlyOnTheMaster(InprocChannel):
+    """Nodes can't open it."""
+
+    name: ClassVar[str] = "master-only"
+    works: ClassVar[bool] = False
+
+    @classmethod
+    def unavailable(cls, rank: int) -> str:
+        return "" if rank < 0 or cls.works else "nodes have no luck"
+
+
+class Trusting(InprocChannel):
+    """Authenticates nobody."""
+
+    name: ClassVar[str] = "trusting"
+    capabilities: ClassVar[Capabilities] = Capabilities(same_process=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    for cls in (Watched, OnlyOnTheMaster, Trusting):
+        dt.register_channel(cls.name, cls)
+    with dt.init_master_worker(nodes=N, launcher="inproc", simulate_cuda=1):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def afresh(session: None) -> Iterator[None]:
+    Watched.sent.clear()
+    yield
+    dt.channels.reset()
+    dt.synchronize()
+
+
+def settled() -> list[tuple[int, int, int]]:
+    dt.synchronize()
+    found = sorted(Watched.sent)
+    Watched.sent.clear()
+    return found
+
+
+def test_copies_go_by_what_was_selected() -> None:
+    local = torch.arange(6.0)
+    dt.channels.select("send", "watched")
+    x = local.to("node:0")
+    y = x.to("node:1")
+    same(y, local)
+    assert settled() == [(0, 1, 6)]
+    dt.channels.select(["upload", "download"], "watched")
+    x = local.to("node:2")
+    assert settled() == [(-1, 2, 6)]
+    same(x, local)
+    assert torch.equal(dt.fetch(x.reshape(2, 3).t()).result(), local.reshape(2, 3).t())
+    assert settled() == [(2, -1, 6)] * 2
+    dt.channels.reset()
+    same(local.to("node:0").to("node:1"), local)
+    assert settled() == []
+
+
+def test_by_size_and_device() -> None:
+    dt.channels.select("send", "watched", min_bytes=32, max_bytes=64)
+    for n in (7, 8, 15, 16):
+        torch.ones(n, device="node:0").to("node:1")
+    assert settled() == [(0, 1, 8), (0, 1, 15)]
+    dt.channels.reset()
+    dt.channels.select("send", "watched", device="cpu")
+    for a, b in (("cpu", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0", "cuda:0")):
+        torch.ones(len(a) + len(b), device=dt.device(0, a)).to(dt.device(1, b))
+    assert settled() == [(0, 1, 6), (0, 1, 9), (0, 1, 9)]
+
+
+def test_what_is_selected_later_counts_more() -> None:
+    dt.channels.select("*", "watched")
+    dt.channels.select("send", "inproc")
+    same(torch.ones(3).to("node:0").to("node:1"), torch.ones(3))
+    assert settled() == [(-1, 0, 3), (1, -1, 3)]
+
+
+def test_collectives_and_their_algorithms() -> None:
+    xs = [torch.full((1000,), float(k), device=f"node:{k}") for k in range(N)]
+    dt.channels.select("all_reduce", "watched", min_bytes=1000)
+    dt.all_reduce(xs)
+    assert settled()
+    small = [torch.ones(2, device=x.device) for x in xs]
+    dt.all_reduce(small)
+    dt.broadcast(xs, src=0)
+    assert settled() == []
+    assert xs[1].tolist() == [3.0] * 1000
+    dt.channels.select("all_reduce", algorithm="ring")
+    dt.all_reduce(xs)
+    ring = settled()
+    assert {(a, b) for a, b, _ in ring} == {(0, 1), (1, 2), (2, 0)}
+    dt.all_reduce(xs, algorithm="tree")
+    assert settled() != ring
+    dt.channels.select("sendreceive", "watched")
+    dt.sendreceive(xs, async_op=True).wait()  # its end is told by the session's own channel
+    assert settled() == [(k, (k + 1) % N, 1000) for k in range(N)]
+
+
+def test_on_streams_and_in_order() -> None:
+    """One peer, two channels, two streams: each transfer meets its own."""
+    dt.channels.select("send", "watched", min_bytes=4096)
+    streams = [dt.Stream(node=0), dt.Stream(node=0)]
+    made = []
+    for i in range(40):
+        with dt.stream(streams[i % 2]):
+            x = torch.full((2000 if i % 3 else 3,), float(i), device="node:0")
+            made.append((x + 1).to(f"node:{1 + i % 2}"))
+    for i, y in enumerate(made):
+        assert y.eq(i + 1).all(), i
+    assert len(settled()) == sum(1 for i in range(40) if i % 3)
+
+
+def test_graphs_keep_what_was_chosen_at_the_recording() -> None:
+    x = torch.ones(4, device="node:0")
+    xs = [torch.full((5,), float(k), device=f"node:{k}") for k in range(N)]
+    dt.channels.select("send", "watched")
+    g = dt.Graph()
+    with dt.graph(g):
+        dt.channels.select("reduce", "watched")
+        y = (x + 1).to("node:1") * 2
+        dt.reduce(xs, dst=0)
+    dt.channels.reset()
+    for _ in range(3):
+        g.replay()
+    same(y, torch.full((4,), 4.0))
+    assert xs[0].tolist() == [9.0] * 5
+    found = settled()
+    assert found.count((0, 1, 4)) == 3
+    assert len(found) > 3
+    dt.channels.select("send", "watched")  # and one that was recorded without stays without
+    with dt.graph(h := dt.Graph()):
+        z = y + 1
+    h.replay()
+    same(z, torch.full((4,), 5.0))
+
+
+def test_poison_goes_by_any_channel() -> None:
+    dt.channels.select("*", "watched")
+    table = torch.ones(3, 2, device="node:0")
+    bad = torch.nn.functional.embedding(torch.tensor([7]).to("node:0"), table)
+    away = bad.to("node:1")
+    with pytest.raises(IndexError):
+        away.cpu()
+    xs = [bad[0], *(torch.ones(2, device=f"node:{k}") for k in (1, 2))]
+    ys = [torch.empty(2, device=f"node:{k}") for k in range(N)]
+    dt.all_reduce(xs, out=ys)
+    with pytest.raises(IndexError):
+        ys[2].cpu()
+
+
+def test_mistakes_are_raised_here() -> None:
+    select = dt.channels.select
+    for wrong, text in (
+        (lambda: select("sned", "watched"), "no operation 'sned'; there are upload"),
+        (lambda: select("send", "watched", device="tpu"), "'cpu', 'cuda'"),
+        (lambda: select("send", "nonsense"), "unknown data channel 'nonsense'; known channels: auto, inproc"),
+        (lambda: select("send", "watched", min_bytes=5, max_bytes=5), "no size"),
+        (lambda: select("send"), "name a channel"),
+        (lambda: select("send", algorithm="ring"), "send has no algorithm 'ring'"),
+        (lambda: select("all_reduce", algorithm="rign"), "all_reduce has no algorithm 'rign'; it has all, doubling"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            wrong()
+    assert len(dt.channels.selected()) == 0
+
+
+def test_a_channel_that_nodes_cannot_open() -> None:
+    for _ in range(2):
+        with pytest.raises(dt.DisttensorError, match=r"'master-only' can't be used here: nodes have no luck") as error:
+            dt.channels.select("send", "master-only")
+        assert f"issued: {__file__}" in str(error.value)
+        dt.synchronize()  # it is not told again
+    assert not dt.channels.selected()
+    OnlyOnTheMaster.works = True
+    try:
+        dt.channels.select("send", "master-only")
+        same(torch.ones(3).to("node:0").to("node:1"), torch.ones(3))
+    finally:
+        OnlyOnTheMaster.works = False
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from disttensor.runtime.channel import registry
+
+    monkeypatch.setitem(registry._BUILTIN, "mympi", "absent_library.channel:Channel")
+    monkeypatch.setitem(registry._EXTRAS, "absent_library", "mpi")
+    with pytest.raises(ImportError, match=r"'mympi' needs absent_library.*pip install 'disttensor\[mpi\]'"):
+        dt.channels.select("send", "mympi")
+    entry = dt.channels.available()["send", "cpu", "mympi"]
+    assert entry.state == "unavailable"
+    assert "absent_library" in entry.why
+    state.session().board._unusable.pop("mympi")
+
+
+def test_available() -> None:
+    table = dt.channels.available()
+    assert table["send", "cpu", "inproc"] == ("native", "")
+    assert table["all_reduce", "cuda", "tcp"] == ("available", "")
+    bad = table["barrier", "cpu", "master-only"]
+    assert not bad
+    assert bad == ("unavailable", "node 0: nodes have no luck")
+    text = repr(table)
+    assert text.splitlines()[0].split()[:3] == ["op", "device", "auto"]
+    assert "master-only, cpu: node 0: nodes have no luck" in text
+
+
+def test_selected_prints_as_a_table() -> None:
+    dt.channels.select("send", "watched", device="cuda", min_bytes=1024)
+    dt.channels.select("all_reduce", algorithm=dt.Way("tree", base=4), max_bytes=4096)
+    assert repr(dt.channels.selected()).splitlines() == [
+        "op          device  bytes       channel   algorithm",
+        "all_reduce  any     0 to 4,096  as below  tree",
+        "send        cuda    1,024 to    watched   by size",
+        "*           any     any         inproc    by size",
+    ]
+
+
+def test_between_hosts_only_what_authenticates(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = state.session().board
+    assert board.forbidden(Capabilities()) == ""
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    assert "trusted_network=True" in board.forbidden(Capabilities())
+    assert "one host" in board.forbidden(Capabilities(same_host=True, authenticated=True))
+    assert board.forbidden(Capabilities(authenticated=True)) == ""
+    with pytest.raises(ValueError, match=r"'trusting' authenticates nobody, and the nodes are on .*another-host"):
+        dt.channels.select("send", "trusting")
+    monkeypatch.setattr(board, "trusted", True)
+    assert board.forbidden(Capabilities()) == ""
+
+
+def test_without_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_session", None)
+    table = dt.channels.available()
+    assert table["send", "cpu", "tcp"]
+    for call in (lambda: dt.channels.select("send", "tcp"), dt.channels.reset, dt.channels.selected):
+        with pytest.raises(dt.DisttensorError, match="init_master_worker"):
+            call()

@@ -1,0 +1,59 @@
+"""Several data channels in one session, between processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+import test_joint_programs as programs
+import torch
+from conftest import bits
+
+import disttensor as dt
+
+
+@pytest.mark.parametrize("backend", ["auto", "tcp"])
+def test_channels_side_by_side(backend):
+    with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):
+        dt.channels.select("*", "tcp", min_bytes=256)
+        dt.channels.select(["all_reduce", "send", "download"], "shm", min_bytes=64)
+        dt.channels.select("upload", "auto", max_bytes=128)
+        for seed in range(300, 312):
+            programs.run(seed)
+        programs.test_random_programs_of_several_threads()
+        programs.test_random_programs_with_streams()
+        for n in (1, 33, 300_001):
+            x = torch.randn(n)
+            ys = [x.to(f"node:{k}") for k in range(programs.N)]
+            dt.sendreceive(ys)
+            assert all(bits(y.to("node:0").cpu()) == bits(x) for y in ys)
+        dt.synchronize()
+
+
+def test_a_node_that_dies_is_lost_to_all_channels():
+    dt.init_master_worker(nodes=3, threads=1)
+    xs = [torch.full((300_001,), float(k), device=f"node:{k}") for k in range(3)]
+    dt.channels.select("*", "tcp")
+    dt.all_reduce(xs)
+    dt.synchronize()
+    os.kill(dt.nodes()[2]["pid"], signal.SIGKILL)
+
+    def until_it_is_known():
+        while True:
+            dt.all_reduce(xs)
+
+    with pytest.raises(dt.NodeLost, match="node 2"):
+        until_it_is_known()
+    with suppress(dt.DisttensorError):
+        dt.synchronize()
+    rest = [torch.ones(1000, device=f"node:{k}") for k in (0, 1)]
+    dt.all_reduce(rest)
+    dt.channels.select("*", "shm")  # is opened among those that are left
+    dt.all_reduce(rest)
+    assert rest[0].to("node:1").sum().item() == 4000
+    with pytest.raises(dt.NodeLost):
+        rest[0].to("node:2")
+    with suppress(dt.DisttensorError):
+        dt.shutdown()
