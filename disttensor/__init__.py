@@ -16,6 +16,7 @@ import torch
 
 from . import channels, functional
 from . import device_module as node_module
+from .bundles import all_gather_into_tensor
 from .collectives import (
     all_gather,
     all_to_all,
@@ -93,9 +94,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Group", "ReduceOp", "Reduced", "Way", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier",
-    "broadcast", "broadcast_object", "channels", "functional", "gather", "gather_object", "new_group", "recv", "reduce",
-    "reduce_scatter", "scatter", "scatter_object", "send", "sendreceive",
+    "Group", "ReduceOp", "Reduced", "Way", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_to_all", "barrier", "broadcast", "broadcast_object", "channels", "functional", "gather", "gather_object",
+    "new_group", "recv", "reduce", "reduce_scatter", "scatter", "scatter_object", "send", "sendreceive",
     "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Each",
     "Event", "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream",
     "Work", "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty",

@@ -8,6 +8,7 @@
 
 All return at once, as every operation does; what uses the tensors later waits on its node. ``src`` and ``dst`` are
 numbers of nodes. ``group`` (default: the nodes that the tensors are on) checks that they are where one thinks they are.
+``all_reduce``, ``reduce``, ``broadcast`` and ``all_gather`` take any number of tensors per node, on any of its devices.
 
 With ``async_op=True`` they give a Work, and later operations on the nodes don't wait for the collective unless they
 use what it writes, by the same tensor (not by a view of it, before ``wait``). A node does one collective at a time.
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from .bundles import bundles_of, rows_of, same_nodes
 from .groups import Group, new_group
 from .joining import Joint, Part, alike, group_of, list_of, lists_of, named, op_of, read, same_shape, written
 from .runtime.collective import ReduceOp, Way
@@ -53,18 +55,18 @@ def all_reduce(
     ``result()`` of the Work is the list that was written.
     """
     what = "all_reduce"
-    group, session = group_of(tensors, group, what)
+    all_of = bundles_of(tensors, group, what)
     dtype = alike(tensors, what)
     op = op_of(op, dtype)
-    written(*(tensors if out is None else list(out)))
+    targets = tensors if out is None else out
+    written(*targets)
     if out is not None:
-        group_of(out, group, f"{what}: out")
+        same_nodes(out, tensors, f"{what}: out")
         for one in out:
             same_shape(one, tensors[0], f"{what}: out")
-    targets = tensors if out is None else out
-    parts = [Part([read(x)], [y]) for x, y in zip(tensors, targets, strict=True)]
-    joint = Joint(what, group, parts, op, 0, algorithm, transport, dtype, targets)
-    return joint.issue(session, async_op)
+    parts = [Part([read(tensors[i]) for i in its], [targets[i] for i in its]) for its in all_of.members]
+    joint = Joint(what, all_of.group, parts, op, 0, algorithm, transport, dtype, targets, all_of.shares)
+    return joint.issue(all_of.session, async_op)
 
 
 def reduce(
@@ -77,27 +79,33 @@ def reduce(
     algorithm: Algorithm = None,
     transport: torch.dtype | None = None,
 ) -> Work | None:
-    """The tensor on node ``dst`` becomes the reduction of all; the others stay as they are."""
+    """The tensor on node ``dst`` (the first there) becomes the reduction of all; the others stay as they are."""
     what = "reduce"
-    group, session = group_of(tensors, group, what)
-    dtype, root = alike(tensors, what), group.rank(dst)
+    all_of = bundles_of(tensors, group, what)
+    dtype, root = alike(tensors, what), all_of.group.rank(dst)
     op = op_of(op, dtype)
-    written(tensors[root])
-    parts = [Part([read(x)], [x] if i == root else []) for i, x in enumerate(tensors)]
-    return Joint(what, group, parts, op, root, algorithm, transport, dtype, tensors[root]).issue(session, async_op)
+    target = tensors[all_of.members[root][0]]
+    written(target)
+    parts = [
+        Part([read(tensors[k]) for k in its], [target] if i == root else []) for i, its in enumerate(all_of.members)
+    ]
+    joint = Joint(what, all_of.group, parts, op, root, algorithm, transport, dtype, target, all_of.shares)
+    return joint.issue(all_of.session, async_op)
 
 
 def broadcast(
     tensors: Tensors, src: int, group: Group | None = None, async_op: bool = False, *, algorithm: Algorithm = None
 ) -> Work | None:
-    """Every tensor becomes that on node ``src``."""
+    """Every tensor becomes that on node ``src`` (the first there)."""
     what = "broadcast"
-    group, session = group_of(tensors, group, what)
-    dtype, root = alike(tensors, what), group.rank(src)
-    written(*(x for i, x in enumerate(tensors) if i != root))
-    parts = [Part([read(x)], []) if i == root else Part([], [x]) for i, x in enumerate(tensors)]
-    joint = Joint(what, group, parts, root=root, algorithm=algorithm, dtype=dtype, value=tensors)
-    return joint.issue(session, async_op)
+    all_of = bundles_of(tensors, group, what)
+    dtype, root = alike(tensors, what), all_of.group.rank(src)
+    source = all_of.members[root][0]
+    parts = [Part([], [tensors[i] for i in its if i != source]) for its in all_of.members]
+    parts[root].inputs = [read(tensors[source])]
+    written(*(x for part in parts for x in part.outs))
+    joint = Joint(what, all_of.group, parts, ReduceOp.SUM, root, algorithm, None, dtype, tensors, all_of.shares)
+    return joint.issue(all_of.session, async_op)
 
 
 def all_gather(
@@ -110,15 +118,19 @@ def all_gather(
 ) -> Work | None:
     """``tensor_lists[i][j]``, on the node of ``tensors[i]``, becomes ``tensors[j]``. These may differ in shape."""
     what = "all_gather"
-    group, session = group_of(tensors, group, what)
+    all_of = bundles_of(tensors, group, what)
     dtype = alike(tensors, what, shapes=False)
-    for outs in lists_of(tensor_lists, group, what):
+    rows_of(tensor_lists, tensors, what)
+    for outs in tensor_lists:
         written(*outs)
         for j, (one, other) in enumerate(zip(outs, tensors, strict=True)):
             same_shape(one, other, f"{what}: tensor {j} of a list")
-    parts = [Part([read(x)], outs) for x, outs in zip(tensors, tensor_lists, strict=True)]
-    joint = Joint(what, group, parts, algorithm=algorithm, dtype=dtype, value=tensor_lists)
-    return joint.issue(session, async_op)
+    parts = [
+        Part([read(tensors[i]) for i in its], [tensor_lists[i][j] for i in its for j in all_of.order])
+        for its in all_of.members
+    ]
+    joint = Joint(what, all_of.group, parts, ReduceOp.SUM, 0, algorithm, None, dtype, tensor_lists, all_of.shares)
+    return joint.issue(all_of.session, async_op)
 
 
 def gather(

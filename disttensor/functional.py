@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import collectives
+from .bundles import bundles_of
 from .groups import Group
 from .joining import group_of, list_of, lists_of, named, op_of
 from .runtime.collective import ReduceOp
@@ -23,7 +24,7 @@ Tensors = Sequence[torch.Tensor]
 
 def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: Group | None = None) -> list[torch.Tensor]:
     """The reduction of all, on every node."""
-    group, _ = group_of(tensors, group, "all_reduce")
+    group = bundles_of(tensors, group, "all_reduce").group
     return list(_apply(_AllReduce, _linear(op, tensors), group, *tensors))
 
 

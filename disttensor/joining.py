@@ -52,6 +52,7 @@ class Joint:
     transport: torch.dtype | None = None
     dtype: torch.dtype = torch.uint8
     value: Any = field(default=None)  #: the result of its Work
+    shares: tuple[int, ...] = ()  #: where nodes have others than one tensor each: as the command says
 
     def issue(self, session: Session, async_op: bool) -> JointWork | None:
         """Returns at once. Raises NodeLost, GraphError for an asynchronous one while a graph is recorded."""
@@ -86,6 +87,7 @@ class Joint:
                 hosts=hosts,
                 done=ended[i][2] if ended else 0,
                 channel=channel,
+                shares=self.shares,
             )
             commands.append((node, command, site))
         small = not async_op and sum(commands[0][1].lengths) * self.dtype.itemsize <= SMALL
@@ -123,6 +125,8 @@ class Joint:
     def _native(self, channel: DataChannel) -> bool:
         """Whether the channel does it by itself. That is decided here, as nodes see their own tensors only."""
         if not channel.capabilities.collectives or len(self.group) == 1 or self.transport is not None:
+            return False
+        if self.shares:
             return False
         tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
         devices = {named(tensor, self.kind)._place.kernels for tensor in tensors} or {"cpu"}
@@ -210,20 +214,30 @@ def named(tensor: Any, what: str) -> DistributedTensor:
 
 def group_of(tensors: Tensors, group: Group | None, what: str) -> tuple[Group, Session]:
     """The group that these tensors, one per node, are of. Raises TypeError, ValueError if they are not."""
+    nodes = nodes_of(tensors, what)
+    if len(set(nodes)) < len(nodes):
+        raise ValueError(f"{what} takes one tensor per node; these are on nodes {nodes}")
+    return group_at(nodes, group, what), named(tensors[0], what)._place.session
+
+
+def group_at(nodes: list[int], group: Group | None, what: str) -> Group:
+    """The group of these nodes. Raises ValueError if it is not that."""
+    if group is None:
+        return new_group(nodes)
+    if list(group.nodes) != nodes:
+        raise ValueError(f"{what}: the tensors are on nodes {nodes}, in this order, but the group is {group}")
+    return group
+
+
+def nodes_of(tensors: Tensors, what: str) -> list[int]:
+    """Where these tensors are. Raises TypeError, ValueError."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"{what} takes a list of tensors, one per node, not {type(tensors).__name__}")
     places = [named(tensor, f"{what}: tensor {i}")._place for i, tensor in enumerate(tensors)]
     if not places:
         raise ValueError(f"{what} takes at least one tensor")
     one_session(*places)
-    nodes = [place.node for place in places]
-    if group is None:
-        if len(set(nodes)) < len(nodes):
-            raise ValueError(f"{what} takes one tensor per node; these are on nodes {nodes}")
-        group = new_group(nodes)
-    elif list(group.nodes) != nodes:
-        raise ValueError(f"{what}: the tensors are on nodes {nodes}, in this order, but the group is {group}")
-    return group, places[0].session
+    return [place.node for place in places]
 
 
 def alike(tensors: Tensors, what: str, shapes: bool = True) -> torch.dtype:

@@ -255,7 +255,8 @@ class Collective(Wire, frozen=True, tag=60):
     ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the place in ``ranks`` of
     whom it is about; of a shift, by how many. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``:
     which host each rank is on, if that matters. ``done``: a transfer to the master that tells of the end, 0 for none;
-    with one, what comes after need not wait. ``channel``: the number of the data channel.
+    with one, what comes after need not wait. ``channel``: the number of the data channel. ``shares``, where ranks have
+    others than one tensor: how many tensors each has; of an all_gather into one tensor, how many elements.
     """
 
     kind: str
@@ -274,6 +275,7 @@ class Collective(Wire, frozen=True, tag=60):
     hosts: tuple[int, ...]
     done: int
     channel: int = 0
+    shares: tuple[int, ...] = ()
 
 
 class Part(Wire, frozen=True, tag=50):

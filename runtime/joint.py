@@ -7,6 +7,7 @@ tensors of the right lengths and anything in them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from . import codec, collective
 from . import command as c
 from .channel.base import MASTER, DataChannel
-from .collective import IDS, NATIVE, ReduceOp, Way, Wire
+from .collective import IDS, NATIVE, ReduceOp, Way, Wire, shares
 from .errors import PoisonedError, ProtocolError
 from .failure import earliest
 from .store import Poison, Value
@@ -33,6 +34,21 @@ Tensors = list[torch.Tensor]
 
 def _run(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> None:
     """Raises what ``Wire.end`` does, ProtocolError."""
+    between = partial(_run_one_each, command, wire)
+    match command.kind if command.shares else "":
+        case "all_reduce" | "reduce":
+            shares.reduced(wire, ReduceOp(command.op), inputs, outs, sum(command.shares), between)
+        case "broadcast":
+            shares.broadcast(inputs, outs, between)
+        case "all_gather" if len(outs) == 1:
+            shares.gathered_into(inputs, outs[0], command.shares, between)
+        case "all_gather":
+            shares.gathered(wire, inputs, outs, command.shares, between)
+        case _:
+            between(inputs, outs)
+
+
+def _run_one_each(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> None:
     op, root = ReduceOp(command.op), command.root
     if command.algorithm == NATIVE:
         collective.native(wire, command.kind, inputs, outs, op, root, command.transfer)

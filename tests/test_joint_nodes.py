@@ -62,3 +62,13 @@ def test_objects() -> None:
     assert all(s["x"].eq(k).all() for k, s in enumerate(dt.gather_object(shards, 1)))
     assert all(s["x"].eq(k).all() for k, s in enumerate(dt.scatter_object(dt.gather_object(shards, 2))))
     assert all(copy["x"].eq(3).all() for copy in dt.broadcast_object(shards[3]))
+
+
+def test_several_tensors_per_node_and_outs_that_grow() -> None:
+    xs = [torch.full((100_000,), float(k), device=f"node:{k // 2}") for k in range(2 * N)]
+    dt.all_reduce(xs, async_op=True)
+    assert all(x.eq(28).all() for x in xs)
+    rows = [torch.full((k, 5000), float(k), device=f"node:{k}") for k in range(N)]
+    outs = [torch.empty(0, device=f"node:{k}") for k in range(N)]
+    dt.all_gather_into_tensor(outs, rows, async_op=True)
+    assert all(out[:, 0].tolist() == [1, 2, 2, 3, 3, 3] for out in outs)

@@ -65,7 +65,7 @@ def all_reduce(
 
 def _between(wire: Wire, ranks: Sequence[int], target: torch.Tensor, op: ReduceOp, between: AllReduce) -> None:
     across = wire.part(ranks)
-    across.contributors = wire.size
+    across.contributors = wire.contributors
     between(across, target, target, op)
     wire.join(across)
 
