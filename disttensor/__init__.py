@@ -53,7 +53,7 @@ from .factories import (
 )
 from .graphed import graphed
 from .graphs import Graph, graph
-from .groups import Group, new_group
+from .groups import Group, Levels, Split, host_of, new_group
 from .init import init_master_worker, is_initialized, node_count, shutdown
 from .objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from .prefetch import prefetch
@@ -94,14 +94,14 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Group", "ReduceOp", "Reduced", "Way", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
-    "all_to_all", "barrier", "broadcast", "broadcast_object", "channels", "functional", "gather", "gather_object",
-    "new_group", "recv", "reduce", "reduce_scatter", "scatter", "scatter_object", "send", "sendreceive",
-    "BrokenError", "BusyError", "ChannelError", "ClosedError", "DistributedTensor", "DisttensorError", "Each",
-    "Event", "ForkError", "Graph", "GraphError", "NodeLost", "ProtocolError", "RemoteError", "StartError", "Stream",
-    "Work", "arange", "check_data_channel", "current_node", "current_stream", "default_stream", "device", "empty",
-    "eye", "fetch", "from_numpy", "full", "graph", "graphed", "init_master_worker", "is_initialized", "linspace",
-    "logspace", "node", "node_count", "node_module", "nodes", "ones", "prefetch", "rand", "randint", "randn",
-    "randperm", "register_channel", "reset_stats", "run", "shutdown", "stats", "stream", "synchronize", "tensor",
-    "zeros", *LEGACY,
+    "Group", "Levels", "ReduceOp", "Reduced", "Split", "Way", "all_gather", "all_gather_into_tensor",
+    "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object", "channels",
+    "functional", "gather", "gather_object", "host_of", "new_group", "recv", "reduce", "reduce_scatter", "scatter",
+    "scatter_object", "send", "sendreceive", "BrokenError", "BusyError", "ChannelError", "ClosedError",
+    "DistributedTensor", "DisttensorError", "Each", "Event", "ForkError", "Graph", "GraphError", "NodeLost",
+    "ProtocolError", "RemoteError", "StartError", "Stream", "Work", "arange", "check_data_channel", "current_node",
+    "current_stream", "default_stream", "device", "empty", "eye", "fetch", "from_numpy", "full", "graph", "graphed",
+    "init_master_worker", "is_initialized", "linspace", "logspace", "node", "node_count", "node_module", "nodes",
+    "ones", "prefetch", "rand", "randint", "randn", "randperm", "register_channel", "reset_stats", "run",
+    "shutdown", "stats", "stream", "synchronize", "tensor", "zeros", *LEGACY,
 ]  # fmt: skip

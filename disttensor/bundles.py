@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .groups import Group
+from .groups import Group, Split
 from .joining import Joint, Part, Tensors, alike, group_at, group_of, named, nodes_of, read, written
 from .session import Session
 from .work import Work
@@ -34,7 +34,7 @@ class Bundles:
         return [i for its in self.members for i in its]
 
 
-def bundles_of(tensors: Tensors, group: Group | None, what: str) -> Bundles:
+def bundles_of(tensors: Tensors, group: Group | Split | None, what: str) -> Bundles:
     """The nodes of ``tensors``, in the order in which they come first. Raises TypeError, ValueError."""
     nodes = nodes_of(tensors, what)
     distinct = list(dict.fromkeys(nodes))

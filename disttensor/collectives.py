@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from .bundles import bundles_of, rows_of, same_nodes
-from .groups import Group, new_group
+from .groups import Group, Split, new_group
 from .joining import Joint, Part, alike, group_of, list_of, lists_of, named, op_of, read, same_shape, written
 from .runtime.collective import ReduceOp, Way
 from .state import session as current_session
@@ -43,7 +43,7 @@ Algorithm = str | Way | None
 def all_reduce(
     tensors: Tensors,
     op: Any = ReduceOp.SUM,
-    group: Group | None = None,
+    group: Group | Split | None = None,
     async_op: bool = False,
     *,
     out: Tensors | None = None,
@@ -94,7 +94,12 @@ def reduce(
 
 
 def broadcast(
-    tensors: Tensors, src: int, group: Group | None = None, async_op: bool = False, *, algorithm: Algorithm = None
+    tensors: Tensors,
+    src: int,
+    group: Group | Split | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: Algorithm = None,
 ) -> Work | None:
     """Every tensor becomes that on node ``src`` (the first there)."""
     what = "broadcast"

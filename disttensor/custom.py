@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from . import collectives
 from .collectives import Algorithm, Tensors
-from .groups import Group, new_group
+from .groups import Group, Split, new_group
 from .joining import named
 from .objects import copies
 from .placement import Place, one_session
@@ -56,7 +56,7 @@ def all_reduce(
 def all_reduce(
     tensors: Tensors,
     op: Any = ReduceOp.SUM,
-    group: Group | None = None,
+    group: Group | Split | None = None,
     async_op: bool = False,
     *,
     out: Tensors | None = None,
@@ -68,7 +68,7 @@ def all_reduce(
 def all_reduce(
     tensors: Sequence[Any],
     op: Any = ReduceOp.SUM,
-    group: Group | None = None,
+    group: Group | Split | None = None,
     async_op: bool = False,
     *,
     is_leaf: IsLeaf | None = None,
@@ -77,7 +77,8 @@ def all_reduce(
 ) -> Work | Reduced | None:
     """Each of ``tensors`` (or of ``out``, then those stay as they are) becomes the reduction of all; to the same bits.
 
-    ``result()`` of the Work is the list that was written.
+    ``result()`` of the Work is the list that was written. With a split as ``group`` (``group.split(key)``) it goes
+    within its groups first, then between them; without one, so for hosts.
 
     With a function in place of ``op`` the values may be nested (lists, dicts, ... of tensors, numbers, anything), all
     in the same way. They stay as they are; new ones are returned, and how many values contributed. A value that is None
@@ -99,7 +100,7 @@ def all_reduce(
     if spec is None:
         return Reduced(list(tensors), 0)
     rows = [[None] * spec.num_leaves if tree is None else tree[0] for tree in trees]
-    homes = _homes(rows, group)
+    homes = _homes(rows, group.whole if isinstance(group, Split) else group)
     columns = [_reduce([row[k] for row in rows], homes, op, base) for k in range(spec.num_leaves)]
     reduced = [tree_unflatten([column[i] for column in columns], spec) for i in range(len(rows))]
     return Reduced(reduced, sum(tree is not None for tree in trees))

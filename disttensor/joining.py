@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .groups import Group, new_group
+from .groups import Group, Split, new_group
 from .lazy import materialise
 from .placement import one_session
 from .runtime import codec
@@ -126,7 +126,7 @@ class Joint:
         """Whether the channel does it by itself. That is decided here, as nodes see their own tensors only."""
         if not channel.capabilities.collectives or len(self.group) == 1 or self.transport is not None:
             return False
-        if self.shares:
+        if self.shares or self.group.parts:
             return False
         tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
         devices = {named(tensor, self.kind)._place.kernels for tensor in tensors} or {"cpu"}
@@ -194,8 +194,8 @@ def _ref(tensor: Any) -> int:
 
 
 def _hosts(session: Session, group: Group) -> tuple[int, ...]:
-    """Which host each node is on, as small numbers; empty if that makes no difference."""
-    names = [session.link.hellos[node].host for node in group.nodes]
+    """Which host (or part, of a split) each node is on, as small numbers; empty if that makes no difference."""
+    names: Sequence[object] = group.parts or [session.link.hellos[node].host for node in group.nodes]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names) if 1 < len(numbers) < len(names) else ()
 
@@ -212,7 +212,7 @@ def named(tensor: Any, what: str) -> DistributedTensor:
     return found
 
 
-def group_of(tensors: Tensors, group: Group | None, what: str) -> tuple[Group, Session]:
+def group_of(tensors: Tensors, group: Group | Split | None, what: str) -> tuple[Group, Session]:
     """The group that these tensors, one per node, are of. Raises TypeError, ValueError if they are not."""
     nodes = nodes_of(tensors, what)
     if len(set(nodes)) < len(nodes):
@@ -220,10 +220,12 @@ def group_of(tensors: Tensors, group: Group | None, what: str) -> tuple[Group, S
     return group_at(nodes, group, what), named(tensors[0], what)._place.session
 
 
-def group_at(nodes: list[int], group: Group | None, what: str) -> Group:
+def group_at(nodes: list[int], group: Group | Split | None, what: str) -> Group:
     """The group of these nodes. Raises ValueError if it is not that."""
     if group is None:
         return new_group(nodes)
+    if isinstance(group, Split):
+        group = group.whole
     if list(group.nodes) != nodes:
         raise ValueError(f"{what}: the tensors are on nodes {nodes}, in this order, but the group is {group}")
     return group
