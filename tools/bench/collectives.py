@@ -2,9 +2,10 @@
 ``dt.all_reduce`` and its like, called by a script for nodes that are such processes; the others have no master.
 
     python tools/bench/collectives.py [--ranks 2 4] [--sizes 4K 64K 1M 64M] [--channels shm tcp]
+    python tools/bench/collectives.py --sizes 1K-256M --plot collectives.png
 
 All take turns in the same minutes, in blocks of calls, and the medians are compared: machines are shared and noisy.
-MPI is measured where mpi4py and an mpiexec are there.
+MPI is measured where mpi4py and an mpiexec are there. About two minutes; over all sizes eight.
 """
 
 from __future__ import annotations
@@ -12,39 +13,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import os
-import shutil
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from contest import Mpi, Team, calls_of, mpi_ranks, parse_size, parse_sizes, plot, show_size
 
 Op = Callable[[], object]
-
-
-def parse_size(text: str) -> int:
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
-
-
-def show_size(nbytes: int) -> str:
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes // size} {unit}"
-    return f"{nbytes} B"
-
-
-def calls_of(nbytes: int) -> int:
-    """Calls in a block: enough to measure, about as long for each size."""
-    return max(3, min(200, (16 << 20) // nbytes))
 
 
 # ---- the contestants: each gives functions that make one call -------------------------------------------------------
@@ -80,11 +60,11 @@ def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, to
     return op
 
 
-def gloo(rank: int, size: int, store: str) -> Callable[[str, torch.Tensor], Op]:
+def gloo(rank: int, size: int, folder: str) -> Callable[[str, torch.Tensor], Op]:
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
 
     def op(collective: str, x: torch.Tensor) -> Op:
         if collective == "all_reduce":
@@ -130,10 +110,10 @@ def timed(op: Op, calls: int) -> tuple[float, float]:
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def rank_main(who: str, rank: int, size: int, pipe: Connection, store: str) -> None:
+def rank_main(who: str, rank: int, size: int, pipe: Connection, folder: str) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    make = gloo(rank, size, store) if who == "gloo" else ours(who, rank, size, pipe)
+    make = gloo(rank, size, folder) if who == "gloo" else ours(who, rank, size, pipe)
     pipe.send("ready")
     while (task := pipe.recv()) is not None:
         collective, nbytes = task
@@ -141,28 +121,8 @@ def rank_main(who: str, rank: int, size: int, pipe: Connection, store: str) -> N
         pipe.send(timed(make(collective, x), calls_of(nbytes)))
 
 
-def mpi_main() -> None:
-    """A rank that mpiexec has started: rank 0 reads tasks and tells the others. They must not wait by spinning, as MPI
-    does: the other contestants would have a core less."""
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
-    while True:
-        if comm.rank == 0:
-            line = sys.stdin.readline()
-            for rank in range(1, comm.size):
-                comm.send(line, rank)
-        else:
-            while not comm.Iprobe(0):
-                time.sleep(0.001)
-            line = comm.recv(source=0)
-        if not line.strip():
-            return
-        collective, nbytes = json.loads(line)
-        times = comm.gather(timed(mpi_op(collective, torch.zeros(nbytes // 4)), calls_of(nbytes)))
-        if comm.rank == 0:
-            print(json.dumps(times), flush=True)
+def mpi_do(collective: str, nbytes: int) -> tuple[float, float]:
+    return timed(mpi_op(collective, torch.zeros(nbytes // 4)), calls_of(nbytes))
 
 
 def total(times: list[tuple[float, float]]) -> tuple[float, float]:
@@ -170,66 +130,9 @@ def total(times: list[tuple[float, float]]) -> tuple[float, float]:
     return max(wall for wall, _ in times), sum(cpu for _, cpu in times)
 
 
-class Team:
-    """The ranks of one contestant."""
-
-    def __init__(self, who: str, size: int, folder: str) -> None:
-        self.name = who
-        context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(size)]
-        self._pipes = [ours for ours, _ in pairs]
-        store = f"{folder}/{who}-{size}"
-        self._processes = [
-            context.Process(target=rank_main, args=(who, rank, size, theirs, store))
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self._processes:
-            process.start()
-        if who != "gloo":
-            addresses = [pipe.recv() for pipe in self._pipes]
-            keys = {pair: os.urandom(32) for pair in itertools.combinations(range(size), 2)}
-            for pipe in self._pipes:
-                pipe.send((addresses, keys))
-        for pipe in self._pipes:
-            pipe.recv()
-
-    def measure(self, collective: str, nbytes: int) -> tuple[float, float]:
-        for pipe in self._pipes:
-            pipe.send((collective, nbytes))
-        return total([pipe.recv() for pipe in self._pipes])
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(10)
-            process.kill()
-
-
-class Mpi:
-    """The ranks that mpiexec starts."""
-
-    name = "mpi"
-
-    def __init__(self, size: int) -> None:
-        mpiexec = shutil.which("mpiexec")
-        if mpiexec is None:
-            raise ImportError("no mpiexec on the PATH")
-        __import__("mpi4py")
-        self._process = subprocess.Popen(
-            [mpiexec, "-n", str(size), sys.executable, str(Path(__file__)), "--mpi-rank"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def measure(self, collective: str, nbytes: int) -> tuple[float, float]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([collective, nbytes]) + "\n")
-        self._process.stdin.flush()
-        return total(json.loads(self._process.stdout.readline()))
-
-    def close(self) -> None:
-        self._process.communicate("\n", timeout=10)
+def introduce(addresses: list[str]) -> tuple[list[str], dict[tuple[int, int], bytes]]:
+    """What the ranks of a data channel are told."""
+    return addresses, {pair: os.urandom(32) for pair in itertools.combinations(range(len(addresses)), 2)}
 
 
 class Master:
@@ -256,7 +159,7 @@ class Master:
             return lambda: dt.all_gather(lists, xs)
         raise ValueError(collective)
 
-    def measure(self, collective: str, nbytes: int) -> tuple[float, float]:
+    def measure(self, collective: str, nbytes: int) -> list[tuple[float, float]]:
         """Until the last of a block of calls is done. The CPU time is this process's."""
         dt, calls = self._dt, calls_of(nbytes)
         op = self._op(collective, [torch.zeros(nbytes // 4, device=f"node:{k}") for k in range(self._size)])
@@ -266,41 +169,43 @@ class Master:
         for _ in range(calls):
             op()
         dt.synchronize()
-        return (time.perf_counter() - start) / calls, (time.process_time() - used) / calls
+        return [((time.perf_counter() - start) / calls, (time.process_time() - used) / calls)]
 
     def close(self) -> None:
         self._dt.shutdown()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sizes", nargs="+", default=["4K", "64K", "1M", "8M", "64M"])
+    parser.add_argument("--sizes", nargs="+", default=["4K", "64K", "1M", "8M", "64M"], help='or "1K-256M"')
     parser.add_argument("--channels", nargs="+", default=["shm", "tcp"])
     parser.add_argument("--collectives", nargs="+", default=["all_reduce"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="PNGs: FILE-all_reduce-2.png and so on")
     parser.add_argument("--mpi-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.mpi_rank:
-        mpi_main()
+        mpi_ranks(mpi_do)
         return
     rows = []
     print(f"{'':34s} {'':10s} {'ms':>9s} {'CPU ms':>9s} {'GB/s':>6s} {'vs. best other':>14s}")
     for size in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            teams: list[Team | Mpi | Master] = [Team(who, size, folder) for who in ["gloo", *options.channels]]
-            teams.append(Master(size))
-            try:
-                teams.append(Mpi(size))
-            except ImportError as error:
-                print(f"MPI is not measured: {error}")
-            for collective, text in itertools.product(options.collectives, options.sizes):
-                nbytes = parse_size(text)
+        teams: list[Team | Mpi | Master] = [Team("gloo", size, rank_main)]
+        teams += [Team(who, size, rank_main, introduce) for who in options.channels]
+        teams.append(Master(size))
+        try:
+            teams.append(Mpi(size))
+        except ImportError as error:
+            print(f"MPI is not measured: {error}")
+        for collective in options.collectives:
+            curves: dict[str, list[tuple[int, float]]] = {team.name: [] for team in teams}
+            for nbytes in parse_sizes(options.sizes):
                 seconds: dict[str, list[tuple[float, float]]] = {team.name: [] for team in teams}
                 for _ in range(options.rounds):
                     for team in teams:
-                        seconds[team.name].append(team.measure(collective, nbytes))
+                        seconds[team.name].append(total(team.measure(collective, nbytes)))
                 medians = {name: statistics.median(wall for wall, _ in times) for name, times in seconds.items()}
                 cpus = {name: statistics.median(cpu for _, cpu in times) for name, times in seconds.items()}
                 others = min(median for name, median in medians.items() if name in ("gloo", "mpi"))
@@ -313,8 +218,12 @@ def main() -> None:
                         flush=True,
                     )
                     rows.append({"collective": collective, "bytes": nbytes, "ranks": size, "who": name, "s": median})
-            for team in teams:
-                team.close()
+                    curves[name].append((nbytes, nbytes / median / 1e9))
+            if options.plot:
+                file = f"{options.plot.removesuffix('.png')}-{collective}-{size}.png"
+                plot(file, f"{collective}, {size} ranks of one host", curves)
+        for team in teams:
+            team.close()
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
 
