@@ -78,7 +78,7 @@ from .runtime.errors import (
 from .streams import Event, Stream, current_stream, default_stream, stream, synchronize
 from .tensor import DistributedTensor
 from .traffic import reset_stats, stats
-from .work import Work, fetch
+from .work import Work, as_completed, fetch
 
 __version__ = "0.1.0"
 
@@ -99,9 +99,9 @@ __all__ = [
     "functional", "gather", "gather_object", "host_of", "new_group", "recv", "reduce", "reduce_scatter", "scatter",
     "scatter_object", "send", "sendreceive", "BrokenError", "BusyError", "ChannelError", "ClosedError",
     "DistributedTensor", "DisttensorError", "Each", "Event", "ForkError", "Graph", "GraphError", "NodeLost",
-    "ProtocolError", "RemoteError", "StartError", "Stream", "Work", "arange", "check_data_channel", "current_node",
-    "current_stream", "default_stream", "device", "empty", "eye", "fetch", "from_numpy", "full", "graph", "graphed",
-    "init_master_worker", "is_initialized", "linspace", "logspace", "node", "node_count", "node_module", "nodes",
-    "ones", "prefetch", "rand", "randint", "randn", "randperm", "register_channel", "reset_stats", "run",
-    "shutdown", "stats", "stream", "synchronize", "tensor", "zeros", *LEGACY,
+    "ProtocolError", "RemoteError", "StartError", "Stream", "Work", "arange", "as_completed", "check_data_channel",
+    "current_node", "current_stream", "default_stream", "device", "empty", "eye", "fetch", "from_numpy", "full",
+    "graph", "graphed", "init_master_worker", "is_initialized", "linspace", "logspace", "node", "node_count",
+    "node_module", "nodes", "ones", "prefetch", "rand", "randint", "randn", "randperm", "register_channel",
+    "reset_stats", "run", "shutdown", "stats", "stream", "synchronize", "tensor", "zeros", *LEGACY,
 ]  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -12,7 +14,8 @@ from typing import Any
 import torch
 
 from .runtime.channel.base import Arrival
-from .runtime.errors import ChannelError, DisttensorError
+from .runtime.errors import ChannelError, DisttensorError, NodeLost
+from .runtime.link import Request
 from .session import Session, when_done
 from .site import here
 from .tensor import DistributedTensor
@@ -118,3 +121,41 @@ def fetch(tensor: torch.Tensor) -> Work:
 def seconds_of(timeout: float | timedelta | None) -> float | None:
     """A timeout as torch.distributed takes it, in seconds."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+
+def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None) -> Iterator[Work]:
+    """The works in the order in which they end, well or not: what comes first, from whichever node.
+
+    Raises TimeoutError when some have not ended ``timeout`` seconds after the first is asked for (they go on).
+    """
+    seconds = seconds_of(timeout)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    left, ended = dict.fromkeys(works), deque[Work]()
+    waiting: list[Request] = []
+
+    def end(work: Work) -> None:  # called in any thread
+        ended.append(work)
+        for request in waiting:
+            request.resolve()
+
+    for work in left:
+        when_done(work._transfer, partial(end, work))
+    while left:
+        if not ended:
+            _wait_for_any(left, ended, waiting, deadline)
+        work = ended.popleft()
+        if work in left:
+            del left[work]
+            yield work
+
+
+def _wait_for_any(works: Iterable[Work], ended: deque[Work], waiting: list[Request], deadline: float | None) -> None:
+    """Until ``ended`` is not empty. ``waiting``: what is resolved when something is put there."""
+    for work in works:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        work._session.link.flush_all()
+        waiting[:] = [Request(-1, work._node)]
+        with suppress(NodeLost):  # then another node's
+            work._session.link.wait(waiting[0], left, until=lambda: bool(ended))
+            return
+    ended.extend(works)  # all nodes are lost, and with them what they had to send

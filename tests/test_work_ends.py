@@ -52,6 +52,23 @@ def test_a_lost_node_ends_the_waiting() -> None:
         assert state.session()._arriving == {}
 
 
+@pytest.mark.parametrize("killed", [[0], [0, 1]])
+def test_lost_nodes_end_what_is_awaited_in_any_order(killed: list[int]) -> None:
+    with dt.init_master_worker(nodes=2, threads=1):
+        xs = [torch.ones(1 << 20, device=f"node:{k}") for k in range(2)]
+        dt.synchronize()
+        pids = [int(dt.nodes()[k]["pid"]) for k in range(2)]
+        for k in killed:
+            os.kill(pids[k], signal.SIGSTOP)  # it has no chance to send them
+        works = [dt.fetch(xs[k % 2]) for k in range(6)]
+        for k in killed:
+            os.kill(pids[k], signal.SIGKILL)
+        ended = list(dt.as_completed(works))
+        assert len(ended) == 6
+        for k, work in enumerate(works):
+            assert type(work.exception()) is (dt.NodeLost if k % 2 in killed else type(None))
+
+
 def test_callbacks_at_the_end_and_after_it() -> None:
     seen = []
     with dt.init_master_worker(nodes=1, launcher="inproc"):
