@@ -15,6 +15,7 @@ from collective_kit import Ranks
 import disttensor as dt
 from disttensor.runtime import collective as C
 from disttensor.runtime.channel.check import check_data_channel
+from disttensor.runtime.channel.registry import _BUILTIN
 from disttensor.runtime.collective import ReduceOp, Way
 
 PEERS = (2, 3, 4, 8)
@@ -23,7 +24,16 @@ SIZES = (0, 1, 1021, 2**8, 2**13, 2**16, 2**18)
 ALL_SIZES = (0, 1, 1021, *(2**k for k in range(8, 24)))
 
 
-@pytest.mark.parametrize("name", CHANNELS)
+#: Not among them: what is "shm" under another name; what moves nothing; what needs a GPU, or mpiexec, and has tests of
+#: its own.
+APART = {"auto", "null", "nccl", "mpi"}
+
+
+def test_no_channel_is_left_out():
+    assert set(_BUILTIN) - APART == set(CHANNELS) - APART, "every channel stands in channel_kit"
+
+
+@pytest.mark.parametrize("name", [*CHANNELS, "auto"])
 def test_conformance(name):
     check_data_channel(lambda n: ranked(name, range(-1, n - 1)), PEERS)
 
