@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,22 @@ import torch
 import disttensor as dt
 from two_hosts import cut, hosts
 
-with hosts({2}):
+with hosts({{2}}):
     dt.init_master_worker("tcp", nodes=3, threads=1)
-    xs = [torch.ones(1000, device=f"node:{k}") for k in range(3)]
+    xs = [torch.ones(1000, device=f"node:{{k}}") for k in range(3)]
     dt.all_reduce(xs)
     dt.synchronize()
-    cut()
-    try:
-        xs[2].sum().item()
-    except dt.NodeLost as error:
-        print(error)
-    dt.all_reduce(xs[:2])
-    print(xs[0].sum().item(), [node["alive"] for node in dt.nodes()])
+    cut("{end}")
+    if {busy}:
+        dt.all_reduce(xs)
+    for k in (2, 0, 1):
+        try:
+            print(k, xs[k].sum().item())
+        except dt.DisttensorError as error:
+            print(k, type(error).__name__, str(error).splitlines()[0])
+    rest = [torch.ones(1000, device=f"node:{{k}}") for k in (0, 1)]
+    dt.all_reduce(rest)
+    print(rest[0].sum().item(), [node["alive"] for node in dt.nodes()])
 """
 
 
@@ -122,13 +127,19 @@ def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[i
     assert within < 0.05 * N if backend == "shm" else within >= N
 
 
-def test_the_link_is_cut(tmp_path: Path) -> None:
-    """The node beyond it is lost, and the others go on without it."""
+@pytest.mark.parametrize("end", ["left", "right"])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in the middle"])
+def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
+    """The node beyond it is lost; who waits for it gets an error, though no connection ends; the others go on."""
     path = tmp_path / "program.py"
-    path.write_text(CUT)
+    path.write_text(CUT.format(busy=busy, end=end))
     done = run(path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    lost, rest = done.stdout.splitlines()
-    assert lost.startswith("node 2 (host right, ")
-    assert rest == "6000.0 [True, True, False]"
+    lost, *results, rest = done.stdout.splitlines()
+    assert lost.startswith("2 NodeLost node 2 (host right, ")
+    for k, line in enumerate(results):
+        if busy:
+            assert re.match(rf"{k} RemoteError .*BrokenError: .*rank 2", line), line
+        else:
+            assert line == f"{k} 3000.0"
+    assert rest == "2000.0 [True, True, False]"

@@ -57,9 +57,10 @@ def crossed(interface: str = "left") -> tuple[int, int]:
     return int((statistics / "tx_bytes").read_text()), int((statistics / "rx_bytes").read_text())
 
 
-def cut() -> None:
-    """Nothing crosses the link any more, and nobody is told."""
-    _shell("ip link set left down")
+def cut(end: str) -> None:
+    """Nothing crosses the link any more, and nobody is told: an end of it ("left" or "right") is down."""
+    where = f"nsenter --target {os.environ[_OTHER]} --net " if end == "right" else ""
+    _shell(f"{where}ip link set {end} down")
 
 
 @contextlib.contextmanager

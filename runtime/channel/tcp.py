@@ -44,7 +44,7 @@ class TcpChannel(DataChannel):
         self._closed = ""  #: why nothing can be started any more
         self._pool = WarmPool()
         self._listener = Listener(
-            context.host, self.limits.handshake, self._admit, f"disttensor-tcp-{context.rank}-listen"
+            context.host, self.limits.handshake, self._admit, f"disttensor-tcp-{context.rank}-listen", self._look
         )
         _channels.add(self)
 
@@ -170,6 +170,10 @@ class TcpChannel(DataChannel):
         else:
             peer.offer(sock, secrets)
         return True
+
+    def _look(self) -> None:
+        for peer in list(self._peers.values()):
+            peer.look()
 
     def _disown(self) -> None:
         """In a forked child, whose copies of our sockets would keep the peers from seeing our end."""

@@ -18,6 +18,10 @@ from .handshake import CROSSED, WELCOME, Secrets, call
 #: On loopback a socket buffer that stays in the CPU's cache beats a large one by a third; between hosts the kernel's
 #: own tuning knows better, since there the buffer has to hold a round trip's worth of bytes.
 _LOOPBACK_BUFFER = 256 << 10
+#: With nothing under way the peer's kernel is asked after so many seconds, then so often, before it counts as gone.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
+#: The kernel has tried so often for nothing: 6 to 14 seconds, as the time between two tries doubles from 0.2 on.
+_TRIES = 6
 #: A hang-up before the verdict may be a flood of strangers on their side, or news of us that did not reach them yet.
 _ATTEMPTS = 3
 
@@ -36,7 +40,7 @@ def join_address(host: str, port: int) -> str:
 
 def tune_before(sock: socket.socket, ip: str) -> None:
     """Options that have to be set before connect or listen; accepted sockets inherit them."""
-    if ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
+    if is_loopback(ip):
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _LOOPBACK_BUFFER)
 
@@ -46,6 +50,19 @@ def tune_after(sock: socket.socket) -> None:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def is_loopback(ip: str) -> bool:
+    return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+
+
+def is_deaf(sock: socket.socket) -> bool:
+    """Whether the peer's kernel has not answered to what we send for long: its host, or the network, is gone. (Ours
+    would go on for a quarter of an hour. That of a process which doesn't read answers.)"""
+    _, _, retransmits, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
+    return max(retransmits, probes) >= _TRIES
 
 
 def shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:

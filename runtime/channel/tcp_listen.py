@@ -12,12 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .handshake import HELLO, NONCE, Hello
-from .tcp_dial import join_address, tune_before
+from .tcp_dial import is_loopback, join_address, tune_before
 
 #: Handshakes under way at once. One more pushes the oldest out: a peer needs milliseconds, a silent stranger the limit.
 _PENDING = 64
 #: How often a hello from a rank that isn't known yet is looked at again, seconds.
 _RETRY = 0.02
+#: How often the peers are looked after, seconds.
+_ROUND = 2.0
 
 
 class _Guest:
@@ -34,13 +36,19 @@ class Listener:
     """Accepts on ``host`` at a random port and hands whoever said hello to ``admit``.
 
     ``admit(sock, hello, nonce)`` returns True when it took or closed the socket, False when it doesn't know the rank
-    (yet); it is called in the listener's thread and must not block.
+    (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a word. Both are
+    called in the listener's thread and must not block.
     """
 
     def __init__(
-        self, host: str, limit: float, admit: Callable[[socket.socket, Hello, bytes], bool], name: str
+        self,
+        host: str,
+        limit: float,
+        admit: Callable[[socket.socket, Hello, bytes], bool],
+        name: str,
+        look: Callable[[], None],
     ) -> None:
-        self._limit, self._admit = limit, admit
+        self._limit, self._admit, self._look = limit, admit, look
         self._guests: list[_Guest] = []  #: oldest first
         self._stopping = threading.Event()
         if not host:
@@ -59,6 +67,7 @@ class Listener:
             self._sock.close()
             raise
         self.address = join_address(ip, self._sock.getsockname()[1])
+        self._round = None if is_loopback(ip) else _ROUND
         self._poll = selectors.PollSelector()  # poll, not epoll: a forked child shares no kernel object with us
         self._poll.register(self._sock, selectors.EVENT_READ)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -85,6 +94,8 @@ class Listener:
                     else:
                         self._hear(key.data)
                 self._look_again()
+                if self._round is not None:
+                    self._look()
         finally:
             for guest in list(self._guests):
                 self._drop(guest)
@@ -93,7 +104,7 @@ class Listener:
 
     def _next_timeout(self) -> float | None:
         if not self._guests:
-            return None
+            return self._round
         until = max(0.0, self._guests[0].deadline - time.monotonic())
         return min(until, _RETRY) if any(guest.hello for guest in self._guests) else until
 

@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,7 +36,7 @@ from .carrier import Carrier, Say
 from .frame import CARRIED, DATA, EAGER, POISON, WORD, Frame
 from .handshake import CROSSED, TAKEN, WELCOME, Secrets
 from .payload import byte_view, describe, dtype_id, is_plain, plain
-from .tcp_dial import dial, shut_down, tune_after, unacknowledged
+from .tcp_dial import dial, is_deaf, shut_down, tune_after, unacknowledged
 from .tcp_reader import Reader, Receive, ReceiveTicket
 from .tcp_sender import Out, Sender
 from .ticket import Ticket, failed
@@ -161,6 +162,13 @@ class TcpPeer:
                 time.sleep(0.0005)
             shut_down(self._sock)
             self.leave()
+
+    def look(self) -> None:
+        """Fails the peer if its host, or the network to it, is gone; then no end of the connection tells."""
+        sock = self._sock
+        with suppress(OSError):  # closed meanwhile
+            if sock is not None and self.failure is None and is_deaf(sock):
+                self.fail(BrokenError, self.lost(TimeoutError("its host has not answered for some time")))
 
     def fail(self, kind: type[ChannelError], why: str) -> None:
         """Ends all transfers with ``kind(why)``, now and later. Never blocks; only the first failure counts."""
