@@ -103,7 +103,7 @@ def times(count: int) -> int:
     return count // N
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shm"])
+@pytest.mark.parametrize("backend", ["tcp", "auto"])
 @pytest.mark.parametrize("right", [(2, 3), (3, 4)], ids=["even", "uneven"])
 def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[int, int]) -> None:
     """Two nodes on the right, two or three on the left: an all_reduce moves as much as if each host were one node."""
@@ -124,7 +124,7 @@ def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[i
     }
     assert [times(2 * count) for count in seen["bfloat16"][:2]] == [1, 1]
     within = seen["on the left"][2]
-    assert within < 0.05 * N if backend == "shm" else within >= N
+    assert within < 0.05 * N if backend == "auto" else within >= N
 
 
 @pytest.mark.parametrize("end", ["left", "right"])
