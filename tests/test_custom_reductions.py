@@ -241,3 +241,14 @@ def test_what_fails_on_a_node_names_its_line():
     results, _ = dt.all_reduce(xs, lambda a, b: a[b])
     with pytest.raises(IndexError, match=r"test_custom_reductions\.py"):
         results[1].cpu()
+
+
+def test_what_torch_has_not_runs_on_the_node():
+    def merged(a, b):
+        import numpy
+
+        return torch.from_numpy(numpy.union1d(a.numpy(), b.numpy()))
+
+    xs = [torch.tensor([k, 10 * k, 7]).to(f"node:{k}") for k in range(4)]
+    unions, _ = dt.all_reduce(xs, lambda a, b: dt.run(merged, a, b, node=a.get_node()))
+    assert [u.tolist() for u in unions] == [[0, 1, 2, 3, 7, 10, 20, 30]] * 4

@@ -26,7 +26,7 @@ def step(rng, local, there, works):
     mine, theirs = [local[k] for k in nodes], [there[k] for k in nodes]
     async_op, root = rng.random() < 0.4, rng.randrange(len(nodes))
     work = None
-    match rng.randrange(7):
+    match rng.randrange(11):
         case 0:
             total = sum(mine) % 97
             outs = [torch.empty_like(x) for x in theirs]
@@ -60,6 +60,28 @@ def step(rng, local, there, works):
             k, other = nodes[0], nodes[-1]
             local[k] = local[other].clone()
             there[k] = there[other].to(f"node:{k}") * 1
+        case 7:  # two of each node
+            pairs = [y for x in theirs for y in (x, x + 1)]
+            work = dt.all_reduce(pairs, async_op=async_op, algorithm=rng.choice([None, "tree", "ring"]))
+            for k, y in zip(nodes, pairs[1::2], strict=True):
+                local[k], there[k] = (2 * sum(mine) + len(mine)) % 97, y % 97
+        case 8:  # one that grows
+            outs = [x.new_empty(0) for x in theirs]
+            work = dt.all_gather_into_tensor(outs, theirs, async_op=async_op)
+            for k, out in zip(nodes, outs, strict=True):
+                local[k], there[k] = sum(mine) % 79, (out * 1).view(len(nodes), -1).sum(0) % 79
+        case 9:  # some have nothing
+            values = [None if i != root and rng.random() < 0.3 else x for i, x in enumerate(theirs)]
+            sums, _ = dt.all_reduce(values, torch.add, dt.new_group(nodes), algorithm=dt.Way("tree", 3))
+            total = sum(x for x, value in zip(mine, values, strict=True) if value is not None) % 73
+            for k, y in zip(nodes, sums, strict=True):
+                local[k], there[k] = total.clone(), y % 73
+        case 10:  # by parts
+            split = dt.new_group(nodes).split(lambda k: k % 2)
+            work = dt.all_reduce(theirs, group=split, async_op=async_op)
+            total = sum(mine)
+            for k, x in zip(nodes, theirs, strict=True):
+                local[k], there[k] = total % 71, x % 71
     if work is not None:
         works.append(work)
 
