@@ -16,6 +16,7 @@ CHANNELS = (
     "inproc",
     "tcp",
     "shm",
+    "gloo",
 )
 #: Those that also go between processes.
 BETWEEN_PROCESSES = tuple(name for name in CHANNELS if name != "inproc")

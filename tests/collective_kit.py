@@ -11,6 +11,7 @@ import torch
 from channel_kit import CHANNELS, ranked
 
 from disttensor.runtime.channel.frame import EAGER
+from disttensor.runtime.channel.gloo import GlooChannel
 from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
 from disttensor.runtime.collective.board import Boards
 
@@ -31,6 +32,9 @@ class Ranks:
         self.size = n
         large = [torch.zeros(EAGER) for _ in range(n)]  # what is small is written by its caller, without a thread
         self.results(lambda wire: all_to_all(wire, large, [torch.empty(EAGER) for _ in range(n)]))
+        for channel in self.channels:
+            for carrier in channel._carriers() if isinstance(channel, GlooChannel) else ():
+                carrier.join(LIMIT)  # it connects beside all else
         if boards:
             self.boards = [Boards() for _ in range(n)]
 

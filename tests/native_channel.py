@@ -43,7 +43,7 @@ class NativeChannel(InprocChannel):
     def has_collective(
         self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
     ) -> bool:
-        return super().has_collective(kind, dtype=dtype, op=op, device=device, even=even) and dtype != torch.int8
+        return super().has_collective(kind, dtype=dtype, op=op, device=device, even=even) and dtype != torch.int16
 
     def collective(
         self,

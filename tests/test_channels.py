@@ -185,7 +185,7 @@ def test_mistakes_are_raised_here() -> None:
     for wrong, text in (
         (lambda: select("sned", "watched"), "no operation 'sned'; there are upload"),
         (lambda: select("send", "watched", device="tpu"), "'cpu', 'cuda'"),
-        (lambda: select("send", "nonsense"), "unknown data channel 'nonsense'; known channels: auto, inproc"),
+        (lambda: select("send", "nonsense"), "unknown data channel 'nonsense'; known channels: auto, gloo, inproc"),
         (lambda: select("send", "watched", min_bytes=5, max_bytes=5), "no size"),
         (lambda: select("send"), "name a channel"),
         (lambda: select("send", algorithm="ring"), "send has no algorithm 'ring'"),

@@ -17,22 +17,17 @@ from disttensor.runtime.command import Collective
 N = 3
 
 
-@pytest.fixture(scope="module")
-def three():
+@pytest.fixture(params=["native", "gloo"])
+def three(request):
     register_channel("native", native_channel.NativeChannel)
-    with dt.init_master_worker(nodes=N, launcher="inproc", backend="native") as session:
-        yield session
+    with dt.init_master_worker(nodes=N, launcher="inproc", backend=request.param):
+        yield request.param
+        dt.synchronize()
     del _registered["native"]
 
 
-@pytest.fixture(autouse=True)
-def nothing_unsaid(three):
-    yield
-    dt.synchronize()
-
-
 @pytest.fixture
-def algorithms(monkeypatch):
+def algorithms(three, monkeypatch):
     """Those of the collectives that were issued."""
     link, seen = state.session().link, []
     together = link.together
@@ -97,10 +92,12 @@ OURS = {"all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "broad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.uint8], ids=str)
-@pytest.mark.parametrize("shape", [(0, 2), (1, 1), (5, 7), (300, 300)], ids=str)
-def test_it_gives_what_ours_give(shape, dtype, algorithms, monkeypatch):
+@pytest.mark.parametrize("shape", [(0, 2), (5, 7), (300, 300)], ids=str)
+def test_it_gives_what_ours_give(shape, dtype, three, algorithms, monkeypatch):
     native = everything(shape, dtype)
-    assert set(algorithms) == {"native"}
+    # Gloo has another opinion about NaN in a maximum, and a barrier that costs more than ours.
+    assert set(algorithms) == ({"native"} if three == "native" else {"native", ""})
+    assert algorithms.count("") <= 4 * N
     monkeypatch.setattr(type(state.session().channel), "has_collective", lambda *a, **k: False)
     ours = everything(shape, dtype)
     assert "native" not in algorithms[len(algorithms) // 2 :]
@@ -109,7 +106,7 @@ def test_it_gives_what_ours_give(shape, dtype, algorithms, monkeypatch):
 
 
 def test_what_the_channel_has_not_is_done_by_ours(algorithms):
-    xs = on_nodes([torch.full((4,), k, dtype=torch.int8) for k in range(N)])
+    xs = on_nodes([torch.full((4,), k, dtype=torch.int16) for k in range(N)])
     dt.all_reduce(xs)
     dt.all_reduce(on_nodes([torch.ones(4)] * N), transport=torch.bfloat16)
     dt.all_reduce(on_nodes([torch.ones(4)] * N), algorithm="ring")
@@ -117,7 +114,7 @@ def test_what_the_channel_has_not_is_done_by_ours(algorithms):
     dt.all_reduce(xs[:1])
     assert "native" not in algorithms
     assert xs[1].tolist() == [3] * 4
-    with pytest.raises(ValueError, match=r"the channel '\w+' has no all_reduce of its own for torch.int8"):
+    with pytest.raises(ValueError, match=r"the channel '\w+' has no all_reduce of its own for torch.int16"):
         dt.all_reduce(xs, algorithm="native")
     dt.all_reduce(on_nodes([torch.ones(4)] * N), algorithm="native")
     assert algorithms[-1] == "native"

@@ -232,6 +232,10 @@ class DataChannel(ABC):
         """
         raise NotImplementedError(f"the channel {self.name} has no collectives")
 
+    def regroup(self, ranks: Sequence[int]) -> None:  # noqa: B027 - most keep nothing
+        """Called on all ``ranks`` after a collective in which one of them was in trouble, before their next one: what
+        is kept for this group may be out of step."""
+
     def forget(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do
         """``peer`` is lost: transfers with it fail with BrokenError(why), now and later."""
 

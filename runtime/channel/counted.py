@@ -151,6 +151,9 @@ class CountedChannel(DataChannel):
         self._sent[GROUP].add(sent, start)
         self._received[GROUP].add(received, start)
 
+    def regroup(self, ranks: Sequence[int]) -> None:
+        self.inner.regroup(ranks)
+
     def rows(self) -> list[Row]:
         """One for each peer that something was sent to or received from."""
         sent, received = dict(self._sent), dict(self._received)

@@ -18,6 +18,7 @@ ENTRY_POINTS = "disttensor.channels"
 #: name -> "module:class", the module relative to this package
 _BUILTIN = {
     "auto": ".auto:AutoChannel",
+    "gloo": ".gloo:GlooChannel",
     "inproc": ".inproc:InprocChannel",
     "shm": ".shm:ShmChannel",
     "tcp": ".tcp:TcpChannel",

@@ -36,7 +36,11 @@ def native(
             channel.collective(kind, wire.ranks, wire.me, ours, theirs, op.name, root, number)
         except Exception as error:
             wire.fail(error, error.rank if isinstance(error, BrokenError) else None)
-        barrier(wire)
+        try:
+            barrier(wire)
+        except Exception:
+            channel.regroup(wire.ranks)
+            raise
     for target, out in zip(outs, theirs, strict=True):
         if target.device != out.device or target.data_ptr() != out.data_ptr():
             store(target, out)

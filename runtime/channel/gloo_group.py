@@ -1,0 +1,141 @@
+"""One process group of torch's gloo: two peers that send each other large tensors, or the ranks of collectives.
+
+It owns a thread or two, and a listening socket, of gloo's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d
+
+from .gloo_store import Board, BoardStore, addresses_in, cut
+
+c10d: Any = torch.distributed.distributed_c10d  # half of it is not in torch's stubs
+
+#: For gloo's own patience. Whoever waits for a peer that computes for long waits for long; one that is lost is cut off.
+_FOREVER = timedelta(days=7)
+
+Tensors = Sequence[torch.Tensor]
+
+
+class GlooGroup:
+    """``hosts``: the IP address of each member, in the group's order; we are number ``me``.
+
+    ``over`` says why it has no sense any more, or None: asked while the others are looked for, when the board wakes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hosts: Sequence[str],
+        me: int,
+        board: Board,
+        tell: Callable[[str, bytes], None],
+        over: Callable[[], Exception | None],
+        limit: float,
+    ) -> None:
+        """Returns when all members have come, however long they compute before. Raises what ``over`` gives, and
+        RuntimeError of gloo's: when one has not connected within ``limit`` seconds since we know where all are."""
+        self.size, self.me = len(hosts), me
+        self._listeners: set[tuple[str, int]] = set()
+        self._cut = False
+        self._lock = threading.RLock()
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=hosts[me])]
+        options._timeout = timedelta(seconds=limit)
+        options._threads = 1
+        store = BoardStore(name, board, tell, over)
+        try:
+            self._group: Any = c10d.ProcessGroupGloo(store, me, self.size, options)
+        finally:
+            board.clear(f"{name}/")
+        self._listeners = addresses_in(store.blobs, list(dict.fromkeys(hosts)))
+
+    def cut(self) -> None:
+        """Everybody who waits in it comes out with an error. In any thread, any number of times."""
+        with self._lock:
+            first, self._cut = not self._cut, True
+        if first:
+            cut(self._listeners)
+
+    def leave_alone(self) -> None:
+        """In a forked child: it is never destroyed."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    # The calls below block, and raise RuntimeError of gloo's when a connection ended.
+
+    def send(self, payload: torch.Tensor, to: int) -> None:
+        self._group.send([payload], to, 0).wait(_FOREVER)
+
+    def recv(self, payload: torch.Tensor, source: int) -> None:
+        self._group.recv([payload], source, 0).wait(_FOREVER)
+
+    def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
+        """As ``DataChannel.collective``, of tensors of one length that is not 0."""
+        group = self._group
+        if kind == "all_reduce":
+            outs[0].copy_(inputs[0])
+            group.allreduce([outs[0]], _with(c10d.AllreduceOptions(), reduceOp=_reduction(op))).wait()
+            self._average(op, outs[0])
+        elif kind == "reduce":
+            total = outs[0].copy_(inputs[0]) if outs else inputs[0].clone()
+            group.reduce([total], _with(c10d.ReduceOptions(), reduceOp=_reduction(op), rootRank=root)).wait()
+            if outs:
+                self._average(op, total)
+        elif kind == "reduce_scatter":
+            result = torch.empty_like(outs[0])  # the output may be one of the inputs
+            options = _with(c10d.ReduceScatterOptions(), reduceOp=_reduction(op))
+            group.reduce_scatter([result], [list(inputs)], options).wait()
+            self._average(op, result)
+            outs[0].copy_(result)
+        else:
+            self._move(kind, [_raw(x) for x in inputs], [_raw(x) for x in outs], root)
+
+    def _move(self, kind: str, inputs: list[torch.Tensor], outs: list[torch.Tensor], root: int) -> None:
+        """Bytes: gloo does not know all dtypes."""
+        group = self._group
+        if kind == "broadcast":
+            group.broadcast((inputs or outs)[:1], _with(c10d.BroadcastOptions(), rootRank=root)).wait()
+        elif kind == "all_gather":
+            given = inputs[0].clone()
+            group.allgather([outs], [given], _with(c10d.AllgatherOptions())).wait()
+        elif kind == "gather":
+            given = inputs[0].clone()
+            group.gather([outs] if outs else [], [given], _with(c10d.GatherOptions(), rootRank=root)).wait()
+        elif kind == "scatter":
+            result = torch.empty_like(outs[0])
+            group.scatter([result], [inputs] if inputs else [], _with(c10d.ScatterOptions(), rootRank=root)).wait()
+            outs[0].copy_(result)
+        elif kind == "all_to_all":
+            given = torch.cat(inputs)
+            result, sizes = torch.empty_like(given), [x.numel() for x in inputs]
+            group.alltoall_base(result, given, sizes, sizes, _with(c10d.AllToAllOptions())).wait()
+            for out, part in zip(outs, result.split(sizes), strict=True):
+                out.copy_(part)
+        else:
+            raise NotImplementedError(f"gloo has no {kind}")
+
+    def _average(self, op: str, total: torch.Tensor) -> None:
+        if op == "AVG":
+            total.div_(self.size)
+
+
+def _with(options: Any, **fields: Any) -> Any:
+    options.timeout = _FOREVER
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+def _reduction(op: str) -> Any:
+    return getattr(c10d.ReduceOp, "SUM" if op == "AVG" else op)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

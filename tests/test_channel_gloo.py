@@ -1,0 +1,183 @@
+"""The gloo channel: what differs from tcp."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import channel_kit
+import pytest
+import torch
+
+from disttensor.runtime.channel.check import check_data_channel
+from disttensor.runtime.channel.check_kit import LIMIT
+from disttensor.runtime.channel.frame import EAGER
+from disttensor.runtime.channel.gloo import GlooChannel
+from disttensor.runtime.errors import BrokenError
+
+LARGE = EAGER
+
+
+def connected(n: int) -> list[GlooChannel]:
+    return channel_kit.connected(GlooChannel, range(-1, n - 1))
+
+
+def met(n: int) -> list[GlooChannel]:
+    """Every pair has its group."""
+    channels = connected(n)
+    for channel in channels:
+        for carrier in channel._carriers():
+            carrier._begin()
+    for channel in channels:
+        for carrier in channel._carriers():
+            carrier.join(LIMIT)
+            assert carrier.group is not None
+            while not carrier._met:
+                time.sleep(0.001)
+    return channels
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert set(threading.enumerate()) <= threads
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.parametrize("make", [connected, met], ids=["from the start", "met"])
+def test_conformance(make):
+    check_data_channel(make)
+
+
+def test_large_tensors_go_by_gloo():
+    channels = met(2)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("disttensor.runtime.channel.tcp_inbound.Inbound.read_into", None)  # the connection has none
+            for tensor in (torch.arange(LARGE), torch.randn(300, 300).t(), torch.zeros(LARGE, dtype=torch.complex32)):
+                arrival = channels[1].iarrive(tuple(tensor.shape), tensor.dtype, -1, tensor.numel())
+                channels[0].send(tensor, 0, tensor.numel())
+                arrival.wait(LIMIT)
+                assert torch.equal(arrival.tensor.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def test_who_sends_comes_out_when_the_peer_is_forgotten():
+    """A peer that was cut off or stopped says nothing: the master does, after its time limit."""
+    channels = met(2)
+    send = channels[0].isend(torch.zeros(LARGE), 0, 1)  # nobody receives it
+    with pytest.raises(TimeoutError):
+        send.wait(0.1)
+    channels[0].forget(0, "cut off")
+    with pytest.raises(BrokenError, match="cut off"):
+        send.wait(LIMIT)
+    for channel in channels:
+        channel.close()
+
+
+def test_who_receives_comes_out_when_the_peer_is_forgotten(monkeypatch):
+    channels = met(2)
+    monkeypatch.setattr(channels[0]._peers[0].carrier, "carry", lambda tensor: None)  # the bytes never come
+    receive = channels[1].irecv(torch.zeros(LARGE), -1, 1)
+    channels[0].isend(torch.zeros(LARGE), 0, 1)
+    with pytest.raises(TimeoutError):
+        receive.wait(0.1)
+    channels[1].forget(-1, "cut off")
+    with pytest.raises(BrokenError, match="cut off"):
+        receive.wait(LIMIT)
+    for channel in channels:
+        channel.close()
+
+
+def joint(n: int) -> list[GlooChannel]:
+    return channel_kit.connected(GlooChannel, range(n))
+
+
+def all_reduce(channel: GlooChannel, ranks: list[int], number: int, numel: int = LARGE) -> torch.Tensor:
+    x = torch.full((numel,), float(channel.rank))
+    channel.collective("all_reduce", ranks, ranks.index(channel.rank), [x], [x], "SUM", 0, number)
+    return x
+
+
+def outcomes(channels: list[GlooChannel], ranks: list[int], number: int) -> list[object]:
+    found: list[object] = [None] * len(channels)
+
+    def rank(me: int) -> None:
+        try:
+            found[me] = all_reduce(channels[me], ranks, number)
+        except Exception as error:
+            found[me] = error
+
+    threads = [threading.Thread(target=rank, args=(me,)) for me in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive(), "a rank hangs"
+    return found
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at the first", "later"])
+def test_a_rank_that_is_forgotten_breaks_the_collective_of_the_others(known):
+    """It is stopped: its connections stay, and say nothing."""
+    channels = joint(3)
+    if known:
+        outcomes(channels, [0, 1, 2], 1)
+    timer = threading.Timer(0.1, lambda: [channel.forget(2, "stopped") for channel in channels[:2]])
+    timer.start()
+    found = []
+
+    def rank(me: int) -> None:
+        with pytest.raises(BrokenError, match=r"rank 2 is lost to rank .: stopped") as caught:
+            all_reduce(channels[me], [0, 1, 2], 2)
+        found.append(caught.value.rank)
+
+    threads = [threading.Thread(target=rank, args=(me,)) for me in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in [*threads, timer]:
+        thread.join(LIMIT)
+    assert found == [2, 2]
+    first, second, _ = outcomes(channels, [0, 1], 3)  # the others go on
+    assert first[0] == second[0] == 1
+    for channel in channels:
+        channel.close()
+
+
+def test_a_rank_that_fails_by_itself_lets_the_others_out():
+    channels = joint(3)
+    outcomes(channels, [0, 1, 2], 1)
+    channels[2]._groups[0, 1, 2].run = None  # type: ignore[method-assign]
+    found = outcomes(channels, [0, 1, 2], 2)
+    assert all(isinstance(one, BrokenError) for one in found)
+    for channel in channels:
+        channel.regroup([0, 1, 2])
+    assert all(one[0] == 3 for one in outcomes(channels, [0, 1, 2], 3))
+    for channel in channels:
+        channel.close()
+
+
+def test_a_forked_child_ends():
+    """Gloo's threads are not there: to destroy what they belong to would wait for them."""
+    channels = joint(2)
+    outcomes(channels, [0, 1], 1)
+    child = os.fork()
+    if not child:
+        channels[0]._groups.clear()
+        os._exit(0)
+    deadline = time.monotonic() + LIMIT
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    for channel in channels:
+        channel.close()
