@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import ClassVar
 
+import channel_kit
 import pytest
 import torch
 
 from disttensor.runtime.channel import ChannelContext, DataChannel, PeerInfo, get_channel, register_channel
 from disttensor.runtime.channel import registry as registry_module
-from disttensor.runtime.channel.check import CHECKS, ConformanceError, check_data_channel
+from disttensor.runtime.channel.check import CHECKS, CHECKS_OF_GROUPS, ConformanceError, check_data_channel
 from disttensor.runtime.channel.inproc import InprocChannel, _rooms
 
 _jobs = (f"test-{n}" for n in itertools.count())
@@ -66,6 +67,23 @@ def test_the_suite_finds_what_is_wrong(monkeypatch):
             check_data_channel(maker(cls))
         assert any(check.__name__ in str(caught.value) for check in CHECKS)
     _rooms.clear()  # of the unending
+
+
+class Lossy(InprocChannel):
+    """Says that things have arrived which have not."""
+
+    def irecv(self, tensor, peer, transfer):
+        return super().irecv(torch.full_like(tensor, 77), peer, transfer)
+
+
+@pytest.mark.parametrize("check", CHECKS_OF_GROUPS)
+@pytest.mark.parametrize("n", [2, 5])
+def test_every_check_of_groups_sees_what_arrives(check, n):
+    channels = channel_kit.connected(Lossy, range(-1, n - 1), next(_jobs))
+    with pytest.raises(ConformanceError):
+        check(channels)
+    for channel in channels:
+        channel.close()
 
 
 def test_one_channel_a_rank():
