@@ -91,12 +91,16 @@ class Selected(tuple[Rule, ...]):
     def __repr__(self) -> str:
         lines = [("op", "device", "bytes", "channel", "algorithm")]
         for rule in self:
-            most = "" if rule.most is None else f"{rule.most:,}"
-            size = f"{rule.least:,} to {most}" if rule.least or most else "any"
             way = "" if rule.way is None else rule.way.algorithm
-            lines.append((rule.op, rule.device or "any", size.strip(), rule.name or "as below", way or "by size"))
+            lines.append((rule.op, rule.device or "any", _size(rule), rule.name or "as below", way or "by size"))
         lines.append(("*", "any", "any", self.backend, "by size"))
         return _columns(lines)
+
+
+def _size(rule: Rule) -> str:
+    if rule.most is None:
+        return f"from {rule.least:,}" if rule.least else "any"
+    return f"{rule.least:,} to {rule.most:,}" if rule.least else f"below {rule.most:,}"
 
 
 def selected() -> Selected:

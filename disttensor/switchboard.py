@@ -115,23 +115,23 @@ class Switchboard:
         """Raises ValueError for a channel that must not be used between the nodes that there are."""
         why = self.forbidden(get_channel(name).capabilities)
         if why:
-            raise ValueError(f"the data channel {name!r} {why}")
+            raise ValueError(f"the data channel {name!r} must not be used here: {why}")
 
     def forbidden(self, capabilities: Capabilities) -> str:
         """Why such a channel must not be used between the nodes that there are; empty if it may."""
         hellos = self._session.link.hellos.values()
         hosts = sorted({socket.gethostname(), *(hello.host for hello in hellos)})
         if capabilities.same_process and not self._session.shares_process:
-            return "is for nodes that are threads of one process (launcher='inproc')"
+            return "it is for nodes that are threads of one process (launcher='inproc')"
         if len(hosts) == 1:
             return ""
         there = f"{', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}"
         if capabilities.same_host:
-            return f"is for processes of one host, and these are on {there}; 'auto' uses it within each"
+            return f"it is for processes of one host, and these are on {there}; 'auto' uses it within each"
         if not capabilities.authenticated and not self.trusted:
             return (
-                f"authenticates nobody, and the nodes are on {there}. If nobody else can use the network between them, "
-                "say so: init_master_worker(trusted_network=True), or dtrun --trusted-network"
+                f"it authenticates nobody, and the nodes are on {there}. If nobody else can use the network between "
+                "them, say so: init_master_worker(trusted_network=True), or dtrun --trusted-network"
             )
         return ""
 

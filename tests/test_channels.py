@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -240,10 +241,10 @@ def test_selected_prints_as_a_table() -> None:
     dt.channels.select("send", "watched", device="cuda", min_bytes=1024)
     dt.channels.select("all_reduce", algorithm=dt.Way("tree", base=4), max_bytes=4096)
     assert repr(dt.channels.selected()).splitlines() == [
-        "op          device  bytes       channel   algorithm",
-        "all_reduce  any     0 to 4,096  as below  tree",
-        "send        cuda    1,024 to    watched   by size",
-        "*           any     any         inproc    by size",
+        "op          device  bytes        channel   algorithm",
+        "all_reduce  any     below 4,096  as below  tree",
+        "send        cuda    from 1,024   watched   by size",
+        "*           any     any          inproc    by size",
     ]
 
 
@@ -254,10 +255,43 @@ def test_between_hosts_only_what_authenticates(monkeypatch: pytest.MonkeyPatch) 
     assert "trusted_network=True" in board.forbidden(Capabilities())
     assert "one host" in board.forbidden(Capabilities(same_host=True, authenticated=True))
     assert board.forbidden(Capabilities(authenticated=True)) == ""
-    with pytest.raises(ValueError, match=r"'trusting' authenticates nobody, and the nodes are on .*another-host"):
+    with pytest.raises(
+        ValueError,
+        match=r"'trusting' must not be used here: it authenticates nobody, and the nodes are on .*another-host",
+    ):
         dt.channels.select("send", "trusting")
     monkeypatch.setattr(board, "trusted", True)
     assert board.forbidden(Capabilities()) == ""
+
+
+def test_on_several_hosts_a_session_begins_with_trust_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_session", None)
+    monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name.replace("MainThread", "node 0"))
+
+    def start(trusted: bool | None = None) -> None:
+        with dt.init_master_worker("trusting", nodes=2, launcher="inproc", trusted_network=trusted):
+            same(torch.ones(3).to("node:0").to("node:1"), torch.ones(3))
+
+    for trusted in (None, False):
+        with pytest.raises(
+            ValueError,
+            match=r"'trusting' must not be used here: it authenticates nobody.* node 0, node 1.*trusted_network=True",
+        ):
+            start(trusted)
+    start(True)
+    monkeypatch.setenv("DISTTENSOR_TRUSTED_NETWORK", "1")
+    start()
+    with pytest.raises(ValueError, match="trusted_network"):
+        start(False)
+
+
+def test_a_backend_that_does_not_work_is_refused_before_nodes_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_session", None)
+    monkeypatch.setattr(Trusting, "unavailable", classmethod(lambda cls, rank: "it was not started by mpiexec"))
+    with pytest.raises(dt.DisttensorError, match="'trusting' can't be used here: it was not started by mpiexec"):
+        dt.init_master_worker("trusting", nodes=2)
+    with pytest.raises(ValueError, match="'inproc' must not be used here: it is for nodes that are threads"):
+        dt.init_master_worker("inproc", nodes=1)
 
 
 def test_without_a_session(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,16 +107,17 @@ def test_exit_code(dtrun: Dtrun, text: str, code: int) -> None:
 
 SHOW = """
 import json, os, sys
-names = "NODES", "SIMULATE_CUDA", "BACKEND"
+names = "NODES", "SIMULATE_CUDA", "BACKEND", "TRUSTED_NETWORK"
 print(json.dumps([sys.argv[1:], [os.environ.get("DISTTENSOR_" + n) for n in names], sys.stdin.read(), __name__]))
 """
 
 
 @pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node"])
 def test_what_the_script_gets(dtrun: Dtrun, spelling: str) -> None:
-    with dtrun(SHOW, "-n", "9", "--help", options=(spelling, "3", "--simulate-cuda=2", "--backend", "tcp")) as process:
+    options = (spelling, "3", "--simulate-cuda=2", "--backend", "tcp", "--trusted-network")
+    with dtrun(SHOW, "-n", "9", "--help", options=options) as process:
         out, _ = process.communicate("typed", timeout=20)
-    assert json.loads(out) == [["-n", "9", "--help"], ["3", "2", "tcp"], "typed", "__main__"]
+    assert json.loads(out) == [["-n", "9", "--help"], ["3", "2", "tcp", "1"], "typed", "__main__"]
 
 
 def test_module(tmp_path: Path, dtrun: Dtrun) -> None:
@@ -124,7 +125,7 @@ def test_module(tmp_path: Path, dtrun: Dtrun) -> None:
     (tmp_path / "package" / "train.py").write_text(SHOW)
     with dtrun("", options=("-m", "package.train", "--x")) as process:
         out, _ = process.communicate("", timeout=20)
-    assert json.loads(out)[:2] == [["--x", str(tmp_path / "script.py")], [None, None, None]]
+    assert json.loads(out)[:2] == [["--x", str(tmp_path / "script.py")], [None] * 4]
 
 
 WAIT_FOR_SIGNALS = """

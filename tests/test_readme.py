@@ -61,6 +61,12 @@ def test_the_collectives_page(tmp_path: Path) -> None:
     assert python("collective.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_channels_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/CHANNELS.md").read_text()).groups()
+    (tmp_path / "channels.py").write_text(program)
+    assert python("channels.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README)
     assert len(links) >= 5
