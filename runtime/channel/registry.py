@@ -20,6 +20,7 @@ _BUILTIN = {
     "auto": ".auto:AutoChannel",
     "gloo": ".gloo:GlooChannel",
     "inproc": ".inproc:InprocChannel",
+    "null": ".null:NullChannel",
     "shm": ".shm:ShmChannel",
     "tcp": ".tcp:TcpChannel",
 }

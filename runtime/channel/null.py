@@ -1,0 +1,61 @@
+"""The data channel "null", for measuring: all that "tcp" does but move payloads. What is received into stays as it is.
+
+With it, a script takes as long as it would if bytes cost nothing; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from .base import Capabilities, Transfer
+from .carrier import Carrier, Parcel, Say
+from .frame import CARRIED, Frame
+from .payload import dtype_id, is_plain, scratch
+from .tcp import TcpChannel
+from .tcp_sender import Out
+from .ticket import Ticket, failed
+
+
+class NullChannel(TcpChannel):
+    """See above."""
+
+    name: ClassVar[str] = "null"
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=frozenset({"cpu", "cuda"}), authenticated=True)
+
+    def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
+        """Sends the header, which says that the carrier brings the rest."""
+        frame = Frame(CARRIED, transfer, dtype_id(tensor), tensor.numel(), tensor.numel() * tensor.element_size())
+        there, out = self._peer(peer, transfer), Out(frame, None, Ticket())
+        with there.lock:
+            if there.failure is not None:
+                return failed(*there.failure)
+            there._sender.put_with_lock(out)
+        return out.ticket
+
+    def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
+        dtype_id(tensor)
+        return super().irecv(tensor if is_plain(tensor) else scratch(tensor), peer, transfer)
+
+    def _carrier(self, peer: int) -> Callable[[Say], Carrier]:
+        return NullCarrier
+
+
+class NullCarrier(Carrier):
+    """Brings nothing."""
+
+    def stage(self, tensor: torch.Tensor) -> bytes:
+        return b""
+
+    def open(self, descriptor: bytes, nbytes: int) -> Parcel:
+        return _Nothing()
+
+
+class _Nothing(Parcel):
+    def drop(self) -> None:
+        pass
+
+    def fill(self, memory: memoryview) -> None:
+        pass
