@@ -14,7 +14,7 @@ from .session import Session
 from .work import Work
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bundles:
     """Which tensors of a list are on which node."""
 

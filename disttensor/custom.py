@@ -1,9 +1,9 @@
-"""``dt.all_reduce(values, fn)``: a reduction of nested values, some of which may be missing, by a user's function.
+r"""``dt.all_reduce(values, fn)``: a reduction of nested values, some of which may be missing, by a user's function.
 
     v0     v1     v2     v3
-     \\_____/       \\_____/
+     \_____/       \_____/
     f(v0, v1)    f(v2, v3)        each where its first operand is; the second is sent there
-         \\____________/
+         \____________/
     f(f(v0, v1), f(v2, v3))       a broadcast of this is the result
 
 The function is called here, with proxies: what it does is done on the nodes, with gradients and in graphs as ever, and

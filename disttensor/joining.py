@@ -235,7 +235,10 @@ def nodes_of(tensors: Tensors, what: str) -> list[int]:
     """Where these tensors are. Raises TypeError, ValueError."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"{what} takes a list of tensors, one per node, not {type(tensors).__name__}")
-    places = [named(tensor, f"{what}: tensor {i}")._place for i, tensor in enumerate(tensors)]
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, DistributedTensor):
+            named(tensor, f"{what}: tensor {i}")  # says what it is
+    places = [tensor._place for tensor in tensors]  # type: ignore[attr-defined]
     if not places:
         raise ValueError(f"{what} takes at least one tensor")
     one_session(*places)

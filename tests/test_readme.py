@@ -55,10 +55,14 @@ def test_the_graphs_page(tmp_path: Path) -> None:
     assert python("graphs.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
-def test_the_collectives_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/COLLECTIVES.md").read_text()).groups()
-    (tmp_path / "collective.py").write_text(program)
-    assert python("collective.py", cwd=tmp_path) == textwrap.dedent(shown)
+COLLECTIVES = re.split(r"^## ", (ROOT / "docs/COLLECTIVES.md").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("section", COLLECTIVES, ids=lambda section: section.splitlines()[0])
+def test_the_collectives_page(section: str, tmp_path: Path) -> None:
+    program, shown = SHOWN.search(section).groups()
+    (tmp_path / "program.py").write_text(program)
+    assert python("program.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
 def test_the_channels_page(tmp_path: Path) -> None:
