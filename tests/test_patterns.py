@@ -25,7 +25,7 @@ def test_prints_what_it_says(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize("path", PATTERNS, ids=lambda path: path.stem)
 def test_with_every_channel(path: Path, backend: str, tmp_path: Path) -> None:
     assert python(str(path), "--backend", backend, cwd=tmp_path) == told(path)

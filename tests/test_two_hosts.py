@@ -82,6 +82,25 @@ with hosts({{2}}):
 """
 
 
+TRUST = """
+import torch
+import disttensor as dt
+from two_hosts import hosts
+
+with hosts({1, 3}):
+    for backend in ("gloo", "shm"):
+        try:
+            dt.init_master_worker(backend, nodes=4, threads=1)
+        except ValueError as error:
+            print(error)
+    with dt.init_master_worker("gloo", nodes=4, threads=1, trusted_network=True):
+        xs = [torch.full((100_000,), float(k)).to(f"node:{k}") for k in range(4)]
+        dt.all_reduce(xs)
+        dt.all_reduce(xs[1:3], algorithm="native")
+        print([x.to("node:2").mean().item() for x in xs], xs[3].cpu().mean().item())
+"""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def possible() -> None:
     if missing := why_not():
@@ -143,3 +162,15 @@ def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
         else:
             assert line == f"{k} 3000.0"
     assert rest == "2000.0 [True, True, False]"
+
+
+def test_what_authenticates_nobody_needs_a_network_that_is_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(TRUST)
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    gloo, shm, results = done.stdout.splitlines()
+    assert "'gloo' authenticates nobody, and the nodes are on left, right" in gloo
+    assert "init_master_worker(trusted_network=True)" in gloo
+    assert "'shm' is for processes of one host" in shm
+    assert results == "[6.0, 12.0, 12.0, 6.0] 6.0"
