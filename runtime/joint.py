@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 #: The transfers of collectives are numbered from here on: each has a block of them, named by its own.
 _FIRST = 1 << 62
 
-#: What boards are for, where it is small.
-_ON_BOARDS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "barrier"})
-
 Tensors = list[torch.Tensor]
 
 
@@ -104,8 +101,8 @@ def join(executor: Executor, number: int, command: c.Collective, values: Mapping
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),
     )
     try:
-        if command.kind in _ON_BOARDS and command.carry < 0 and not command.hosts and not command.algorithm:
-            wire.board = executor.boards.of(wire)
+        if command.carry < 0 and not command.hosts and not command.algorithm:
+            wire.boards = executor.boards
         _run(command, wire, tensors[:given], tensors[given:])
     except PoisonedError as error:
         _tell_master(executor.channel, command, Poison(error.rank, error.seq))

@@ -63,7 +63,7 @@ class Ranks:
                     blame=(members[me], 7), poison=(poison or {}).get(members[me]), carry=carry,
                 )  # fmt: skip
                 if self.boards:
-                    wire.board = self.boards[members[me]].of(wire)
+                    wire.boards = self.boards[members[me]]
                 results[me] = fn(wire)
             except Exception as error:
                 results[me] = error

@@ -221,8 +221,9 @@ def barrier(wire: Wire) -> None:
 
 def _board(wire: Wire, way: Way | None, *tensors: torch.Tensor) -> Board | None:
     """What small tensors go by, where nobody has named another way. All ranks answer alike."""
-    fits = wire.board is not None and way is None and all(_nbytes(tensor) <= SLOT for tensor in tensors)
-    return wire.board if fits else None
+    if wire.boards is None or way is not None or any(_nbytes(tensor) > SLOT for tensor in tensors):
+        return None
+    return wire.boards.of(wire)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

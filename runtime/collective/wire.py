@@ -24,7 +24,7 @@ from ..errors import BrokenError, ChannelError, PoisonedError
 from .reduction import ReduceOp, kernel
 
 if TYPE_CHECKING:
-    from .board import Board
+    from .board import Boards
 
 #: A collective uses at most so many transfer ids, from its base on.
 IDS = 1 << 20
@@ -61,7 +61,7 @@ class Wire:
         self._sent: Counter[int] = Counter()  #: messages by peer
         self._received: Counter[int] = Counter()
         self._sends: deque[tuple[Transfer, int]] = deque()  #: under way, and to whom
-        self.board: Board | None = None  #: for what is small
+        self.boards: Boards | None = None  #: for what is small
         self._trouble = poison  #: what the others are told
         self.error: Exception | None = PoisonedError(*poison) if poison else None
 
