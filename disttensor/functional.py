@@ -15,15 +15,15 @@ import torch
 
 from . import collectives
 from .bundles import bundles_of
-from .groups import Group
+from .groups import Group, Split
 from .joining import group_of, list_of, lists_of, named, op_of
 from .runtime.collective import ReduceOp
 
 Tensors = Sequence[torch.Tensor]
 
 
-def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: Group | None = None) -> list[torch.Tensor]:
-    """The reduction of all, on every node."""
+def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: Group | Split | None = None) -> list[torch.Tensor]:
+    """The reduction of all, for every tensor, of which a node may have several."""
     group = bundles_of(tensors, group, "all_reduce").group
     return list(_apply(_AllReduce, _linear(op, tensors), group, *tensors))
 

@@ -65,9 +65,16 @@ def test_objects() -> None:
 
 
 def test_several_tensors_per_node_and_outs_that_grow() -> None:
-    xs = [torch.full((100_000,), float(k), device=f"node:{k // 2}") for k in range(2 * N)]
-    dt.all_reduce(xs, async_op=True)
-    assert all(x.eq(28).all() for x in xs)
+    for numel in (3, 100_000):
+        xs = [torch.full((numel,), float(k), device=f"node:{k // 2}") for k in range(2 * N - 1)]
+        dt.all_reduce(xs, "AVG", async_op=True)
+        assert all(x.eq(3).all() for x in xs)
+        dt.reduce(xs, 2)
+        assert [x[-1].item() for x in xs] == [3, 3, 3, 3, 21, 3, 3]
+        split = dt.new_group(range(N)).split(lambda k: k // 2)
+        dt.broadcast(xs, 2, split)
+        dt.all_reduce(xs, "MAX", split)
+        assert all(x.eq(21).all() for x in xs)
     rows = [torch.full((k, 5000), float(k), device=f"node:{k}") for k in range(N)]
     outs = [torch.empty(0, device=f"node:{k}") for k in range(N)]
     dt.all_gather_into_tensor(outs, rows, async_op=True)
