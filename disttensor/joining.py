@@ -59,7 +59,7 @@ class Joint:
         if async_op:
             waits("a collective with async_op=True")
         site = here(3)
-        channel = self._channel(session) if session.board.rules else 0
+        channel = self._channel(session) if session.board.rules or session.board.automatic else 0
         way, number = self._way(session.board[channel]), session.new_transfer()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
@@ -100,12 +100,17 @@ class Joint:
     def _channel(self, session: Session) -> int:
         """The number of the data channel that was selected; and the algorithm that was, if the call names none."""
         tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
-        cuda = tensors and all([named(tensor, self.kind)._place.is_cuda() for tensor in tensors])
+        places = [named(tensor, self.kind)._place for tensor in tensors]
+        cuda = places and all([place.is_cuda() for place in places])
         numel = max(max(_numel(part.inputs), _numel(part.outs)) for part in self.parts)
         what = ("sendreceive" if self.kind == "shift" else self.kind, "cuda" if cuda else "cpu")
         if self.algorithm is None:
             self.algorithm = session.board.way(*what, numel * self.dtype.itemsize)
-        return session.board.choose(*what, numel * self.dtype.itemsize)
+        selected = session.board.selected(*what, numel * self.dtype.itemsize)
+        if selected is None and cuda and session.board.automatic and self.algorithm is None:
+            best = session.board.best(set(places))
+            return best if self._native(session.board[best]) else 0
+        return selected or 0
 
     def _way(self, channel: DataChannel) -> Way:
         """Raises ValueError for an algorithm that this collective, or the channel, does not have."""

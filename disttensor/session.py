@@ -117,7 +117,7 @@ class Session:
         """After all hellos: places, and everybody learns where everybody's data channel is."""
         hellos = self.link.hellos
         n = len(self.states)
-        self.board.check_first()
+        self.board.begin()
         self.places = Places(self, [hellos[r].devices for r in range(n)])
         addresses = {MASTER: self.channel.address()} | {r: hellos[r].channel for r in range(n)}
         for rank in range(n):

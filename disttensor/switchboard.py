@@ -6,8 +6,10 @@ they can't disagree. Channel 0 is the session's own; another is opened, on all n
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,13 +19,16 @@ from .runtime.channel.base import MASTER, Capabilities, DataChannel
 from .runtime.channel.opened import Channels
 from .runtime.channel.registry import why_unusable
 from .runtime.collective import Way
-from .runtime.errors import NodeLost
+from .runtime.errors import DisttensorError, NodeLost
 from .runtime.failure import Site
 from .runtime.keys import pair_key
 from .runtime.link import Request
 
 if TYPE_CHECKING:
+    from .placement import Place
     from .session import Session
+
+_log = logging.getLogger("disttensor")
 
 #: From master to node, back, and between nodes.
 COPIES = ("upload", "download", "send")
@@ -32,6 +37,8 @@ COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
     "sendreceive", "barrier",
 )  # fmt: skip
+#: What "auto" takes for collectives of GPUs, where it can be used.
+BEST = "nccl"
 OPS = (*COPIES, *COLLECTIVES)
 
 
@@ -64,20 +71,27 @@ class Switchboard:
         self.rules: tuple[Rule, ...] = ()  #: the latest first
         self.trusted = trusted  #: whether the user has said that of the network
         self.data = channels.data
+        self.automatic = False  #: "auto" has a choice for collectives
         self.numbers: dict[str, int] = {name: 0}
         self._session, self._channels, self._secret = session, channels, secret
         self._attempts: dict[str, int] = {}
         self._lock = threading.RLock()
         self._unusable: dict[str, str] = {}
+        self._best: int | None = None  #: of the channel BEST, 0 if it can't be used
 
     # ---- choosing --------------------------------------------------------------------------------------------------
 
-    def choose(self, op: str, device: str, nbytes: int) -> int:
-        """The number of the channel for an ``op`` (of OPS) of so many bytes between devices of a type."""
+    def selected(self, op: str, device: str, nbytes: int) -> int | None:
+        """The number of the channel that was selected for an ``op`` (of OPS) of so many bytes between devices of a
+        type; None if none was."""
         for rule in self.rules:
             if rule.channel is not None and rule.fits(op, device, nbytes):
                 return rule.channel
-        return 0
+        return None
+
+    def choose(self, op: str, device: str, nbytes: int) -> int:
+        """The number of the channel for a copy."""
+        return self.selected(op, device, nbytes) or 0
 
     def way(self, op: str, device: str, nbytes: int) -> Way | None:
         """The algorithm that was selected for a collective, if one was."""
@@ -85,6 +99,26 @@ class Switchboard:
             if rule.way is not None and rule.fits(op, device, nbytes):
                 return rule.way
         return None
+
+    def best(self, places: Iterable[Place]) -> int:
+        """What "auto" takes for a collective between these places: NCCL where each is a GPU of its own."""
+        hellos, places = self._session.link.hellos, list(places)
+        gpus = {(hellos[place.node].host, place.name) for place in places if place.kernels == "cuda"}
+        if len(gpus) < max(2, len(places)):
+            return 0
+        if self._best is None:
+            self._best = self._try(BEST)
+        return self._best
+
+    def _try(self, name: str) -> int:
+        """Its number, or 0 if it can't be used."""
+        if self.unusable(name):
+            return 0
+        try:
+            return self.open(name, None)
+        except (DisttensorError, ValueError, ImportError) as error:
+            _log.warning("the data channel %r can't be used, and 'auto' does without: %s", name, error)
+            return 0
 
     # ---- opening ---------------------------------------------------------------------------------------------------
 
@@ -103,9 +137,12 @@ class Switchboard:
                 self.numbers[name] = number
             return number
 
-    def check_first(self) -> None:
-        """The same as ``check`` for the session's own channel."""
-        self.check(next(iter(self.numbers)))
+    def begin(self) -> None:
+        """After all hellos. Raises as ``check``, for the session's own channel."""
+        name = next(iter(self.numbers))
+        self.check(name)
+        hellos = self._session.link.hellos.values()
+        self.automatic = name == "auto" and any(len(hello.devices) > 1 and not hello.simulated for hello in hellos)
 
     def connect(self, number: int, rank: int, addresses: str) -> None:
         """Tells the master's end of a channel where a node's is."""

@@ -10,9 +10,10 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import same
+from native_channel import NativeChannel
 
 import disttensor as dt
-from disttensor import state
+from disttensor import state, switchboard
 from disttensor.runtime.channel.base import Capabilities
 from disttensor.runtime.channel.inproc import InprocChannel
 
@@ -50,9 +51,9 @@ class Trusting(InprocChannel):
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    for cls in (Watched, OnlyOnTheMaster, Trusting):
+    for cls in (Watched, OnlyOnTheMaster, Trusting, NativeChannel):
         dt.register_channel(cls.name, cls)
-    with dt.init_master_worker(nodes=N, launcher="inproc", simulate_cuda=1):
+    with dt.init_master_worker(nodes=N, launcher="inproc", simulate_cuda=2):
         yield
 
 
@@ -127,6 +128,31 @@ def test_collectives_and_their_algorithms() -> None:
     dt.channels.select("sendreceive", "watched")
     dt.sendreceive(xs, async_op=True).wait()  # its end is told by the session's own channel
     assert settled() == [(k, (k + 1) % N, 1000) for k in range(N)]
+
+
+def test_auto_takes_the_collectives_of_gpus_where_each_tensor_has_one_of_its_own(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    board = state.session().board
+    monkeypatch.setattr(switchboard, "BEST", "native")
+    monkeypatch.setattr(board, "automatic", True)
+    xs = {(node, gpu): torch.ones(3, device=dt.device(node, gpu)) for node in range(2) for gpu in ("cuda:0", "cpu")}
+    other = torch.ones(3, device=dt.device(1, "cuda:1"))
+    for x in (*xs.values(), other):
+        monkeypatch.setattr(x._place, "kernels", x._place.name.partition(":")[0])
+
+    def native(*tensors: torch.Tensor, **more: object) -> bool:
+        NativeChannel.calls.clear()
+        dt.all_reduce(tensors, **more)
+        dt.synchronize()
+        return bool(NativeChannel.calls)
+
+    assert native(xs[0, "cuda:0"], other)
+    assert not native(xs[0, "cuda:0"], xs[1, "cuda:0"])  # of one host: they are one GPU
+    assert not native(xs[0, "cpu"], other)
+    assert not native(xs[0, "cpu"], xs[1, "cpu"])
+    assert not native(xs[0, "cuda:0"], other, algorithm="ring")
+    assert not native(xs[0, "cuda:0"].to(torch.int16), other.to(torch.int16))  # which that channel doesn't have
+    dt.channels.select("all_reduce", "inproc")
+    assert not native(xs[0, "cuda:0"], other)
 
 
 def test_on_streams_and_in_order() -> None:
