@@ -177,6 +177,8 @@ def _entry(name: str, op: str, device: str, why: str) -> Entry:
     if why:
         return Entry("unavailable", why)
     can = get_channel(name).capabilities
+    if not {device, "cpu"} & can.devices:
+        return Entry("not implemented")
     if op in COPIES:
         if device in can.devices:
             return Entry("native")

@@ -327,3 +327,12 @@ def test_without_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (lambda: dt.channels.select("send", "tcp"), dt.channels.reset, dt.channels.selected):
         with pytest.raises(dt.DisttensorError, match="init_master_worker"):
             call()
+
+
+def test_what_a_channel_of_gpus_only_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trusting, "capabilities", Capabilities(frozenset({"cuda"}), frozenset({"reduce"})))
+    table = dt.channels.available()
+    assert table["send", "cpu", "trusting"] == ("not implemented", "")
+    assert not table["send", "cpu", "trusting"]
+    assert table["reduce", "cuda", "trusting"].state == table["upload", "cuda", "trusting"].state == "native"
+    assert table["all_reduce", "cuda", "trusting"].state == "available"

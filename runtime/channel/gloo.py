@@ -56,6 +56,11 @@ class GlooChannel(TcpChannel):
         )
     )
 
+    @classmethod
+    def unavailable(cls, rank: int) -> str:
+        there = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        return "" if there else "this torch was built without gloo"
+
     def __init__(self, context: ChannelContext) -> None:
         self.board = Board()
         self.rank = context.rank
