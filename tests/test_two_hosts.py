@@ -82,6 +82,34 @@ with hosts({{2}}):
 """
 
 
+MENDED = """
+import time
+import torch
+import disttensor as dt
+from two_hosts import cut, hosts, mend
+
+with hosts({1}), dt.init_master_worker("tcp", nodes=2, threads=1):
+    xs = [torch.ones(1 << 20, device=f"node:{k}") for k in range(2)]
+    dt.all_reduce(xs)
+    dt.synchronize()
+    cut("right")
+    for _ in range(3):
+        dt.all_reduce(xs)
+        xs[0].copy_(xs[1].to("node:0") - 1)
+    time.sleep(2)
+    mend("right")
+    print([x.mean().item() for x in xs], [node["alive"] for node in dt.nodes()])
+"""
+
+TRAINING = """
+import runpy, sys
+from two_hosts import hosts
+
+sys.argv = [%r, "--nodes", "4"]
+with hosts({2, 3}):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 TRUST = """
 import torch
 import disttensor as dt
@@ -162,6 +190,22 @@ def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
         else:
             assert line == f"{k} 3000.0"
     assert rest == "2000.0 [True, True, False]"
+
+
+def test_a_short_cut_harms_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(MENDED)
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[12.0, 13.0] [True, True]\n"
+
+
+def test_an_example_trains_on_both(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(TRAINING % str(Path(__file__).parent.parent / "examples" / "data_parallel.py"))
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "same losses: True"
 
 
 def test_what_authenticates_nobody_needs_a_network_that_is_trusted(tmp_path: Path) -> None:

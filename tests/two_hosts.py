@@ -59,8 +59,17 @@ def crossed(interface: str = "left") -> tuple[int, int]:
 
 def cut(end: str) -> None:
     """Nothing crosses the link any more, and nobody is told: an end of it ("left" or "right") is down."""
+    _turn(end, "down")
+
+
+def mend(end: str) -> None:
+    """It does again."""
+    _turn(end, "up")
+
+
+def _turn(end: str, how: str) -> None:
     where = f"nsenter --target {os.environ[_OTHER]} --net " if end == "right" else ""
-    _shell(f"{where}ip link set {end} down")
+    _shell(f"{where}ip link set {end} {how}")
 
 
 @contextlib.contextmanager
