@@ -76,6 +76,39 @@ def test_poison_reaches_everybody(ranks, call, bad):
     works(ranks)
 
 
+def staged(call):
+    """A collective of which rank 1 gives what can't be copied to the CPU."""
+
+    def run(wire):
+        x = torch.ones(40, device="meta" if wire.me == 1 else "cpu")
+        outs = [torch.zeros(40) for _ in range(4)]
+        match call:
+            case "all_reduce":
+                C.all_reduce(wire, x, outs[0])
+            case "all_gather":
+                C.all_gather(wire, x, outs)
+            case "reduce_scatter":
+                C.reduce_scatter(wire, [x] * 4, outs[0])
+            case "all_to_all":
+                C.all_to_all(wire, [x] * 4, outs)
+            case "broadcast":
+                C.broadcast(wire, x if wire.me == 1 else outs[0], 1)
+            case "scatter":
+                C.scatter(wire, [x] * 4 if wire.me == 1 else None, outs[0], 1)
+
+    return run
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"])
+def test_what_cannot_be_staged_on_one_rank(ranks, call):
+    outcomes = ranks.outcomes(staged(call))
+    assert isinstance(outcomes[1], NotImplementedError)
+    for outcome in (outcomes[0], *outcomes[2:]):
+        assert isinstance(outcome, PoisonedError), outcome
+        assert (outcome.rank, outcome.seq) == (1, 7)
+    works(ranks)
+
+
 def test_poison_reaches_only_what_depends_on_it(ranks):
     def tell(wire):
         x = torch.full((NUMEL,), float(wire.me))

@@ -37,7 +37,7 @@ def all_reduce(
     """
     check(op, source.dtype)
     with _flat(wire, [target]) as (out,), torch.inference_mode():
-        ours = _plain(source)
+        ours = _plain(wire, source)
         if (board := _board(wire, way, ours)) is not None:
             board.all_reduce(wire, ours, out, op)
         elif hosts is not None and (who := hierarchical.Hosts(hosts, wire.me)).helps:
@@ -74,7 +74,7 @@ def reduce(
     """The root's ``target`` becomes the reduction of all ranks' ``source``. The others' is not used."""
     check(op, source.dtype)
     with _flat(wire, [target] if target is not None and wire.me == root else []) as outs, torch.inference_mode():
-        ours = _plain(source)
+        ours = _plain(wire, source)
         if (board := _board(wire, way, ours)) is not None:
             board.reduce(wire, ours, next(iter(outs), None), op)
             return
@@ -122,7 +122,7 @@ def broadcast(
 def all_gather(wire: Wire, source: torch.Tensor, targets: Sequence[torch.Tensor], way: Way | None = None) -> None:
     """``targets[i]`` of every rank becomes rank i's ``source``. They may differ in length."""
     with _flat(wire, targets) as outs, torch.inference_mode():
-        wire.copy(_plain(source), outs[wire.me])
+        wire.copy(_plain(wire, source), outs[wire.me])
         if (board := _board(wire, way, *outs)) is not None:
             board.all_gather(wire, outs[wire.me], outs)
             return
@@ -134,7 +134,7 @@ def all_gather(wire: Wire, source: torch.Tensor, targets: Sequence[torch.Tensor]
 def gather(wire: Wire, source: torch.Tensor, targets: Sequence[torch.Tensor] | None, root: int) -> None:
     """The root's ``targets[i]`` becomes rank i's ``source``; they may differ in length. The others' are not used."""
     with _flat(wire, targets if targets is not None and wire.me == root else []) as outs, torch.inference_mode():
-        ours, chunk = _plain(source), choose("gather", 0, wire.size).chunk
+        ours, chunk = _plain(wire, source), choose("gather", 0, wire.size).chunk
         if outs:
             wire.copy(ours, outs[root])
         pipeline(
@@ -146,7 +146,7 @@ def gather(wire: Wire, source: torch.Tensor, targets: Sequence[torch.Tensor] | N
 def scatter(wire: Wire, sources: Sequence[torch.Tensor] | None, target: torch.Tensor, root: int) -> None:
     """Rank i's ``target`` becomes the root's ``sources[i]``; they may differ in length. The others' are not used."""
     with _flat(wire, [target]) as (out,), torch.inference_mode():
-        ours = [_plain(source) for source in sources or ()] if wire.me == root else []
+        ours = [_plain(wire, source) for source in sources or ()] if wire.me == root else []
         chunk = choose("scatter", 0, wire.size).chunk
         pipeline(
             direct.scatter(wire, cut_apart(ours, k, chunk), cut_apart([out], k, chunk)[0], root)
@@ -167,7 +167,7 @@ def reduce_scatter(
     """Rank i's ``target`` becomes the reduction of all ranks' ``sources[i]``; these may differ in length."""
     check(op, target.dtype)
     with _flat(wire, [target]) as (out,), torch.inference_mode():
-        ours = list(map(_plain, sources))
+        ours = [_plain(wire, source) for source in sources]
         way = way or choose("reduce_scatter", sum(map(_nbytes, ours)), wire.size)
         steps = ring.reduce_scatter if way.algorithm == "ring" else direct.reduce_scatter
         count = slabs(ours, way.chunk)
@@ -178,7 +178,8 @@ def all_to_all(wire: Wire, sources: Sequence[torch.Tensor], targets: Sequence[to
     """``targets[i]`` becomes rank i's ``sources[me]``; they may differ in length."""
     with _flat(wire, targets) as outs, torch.inference_mode():
         used = {out.untyped_storage().data_ptr() for out in outs}
-        ours = [s.clone() if s.untyped_storage().data_ptr() in used else s for s in map(_plain, sources)]
+        ours = [_plain(wire, source) for source in sources]
+        ours = [s.clone() if s.untyped_storage().data_ptr() in used else s for s in ours]
         chunk = choose("all_to_all", 0, wire.size).chunk
         wire.copy(ours[wire.me], outs[wire.me])
         pipeline(
@@ -191,7 +192,7 @@ def sendreceive(wire: Wire, source: torch.Tensor, target: torch.Tensor, to: int,
     """``source`` goes to rank ``to``, ``target`` comes from rank ``origin``: a shift, if all pass as many on. Both may
     be one tensor."""
     with _flat(wire, [target]) as (out,), torch.inference_mode():
-        ours, chunk = _plain(source), choose("sendreceive", 0, wire.size).chunk
+        ours, chunk = _plain(wire, source), choose("sendreceive", 0, wire.size).chunk
         if ours.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
             ours = ours.clone()
         if to == wire.me:
@@ -230,16 +231,20 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements, flat, in CPU memory: its own where they lie so."""
-    return plain(tensor.detach()).view(-1)
+def _plain(wire: Wire, tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements, flat, in CPU memory: its own where they lie so. Anything, if that fails: the others are told."""
+    try:
+        return plain(tensor.detach()).view(-1)
+    except Exception as error:
+        wire.fail(error)
+        return scratch(tensor)
 
 
 @contextmanager
 def _flat(wire: Wire, targets: Sequence[torch.Tensor], reads: bool = False) -> Iterator[list[torch.Tensor]]:
     """The memory of ``targets`` to write to, flat, or what stands for it until the wire's end. ``reads``: with what is
     in it."""
-    outs = [t.detach().view(-1) if is_plain(t) else _plain(t) if reads else scratch(t) for t in targets]
+    outs = [t.detach().view(-1) if is_plain(t) else _plain(wire, t) if reads else scratch(t) for t in targets]
     yield outs
     wire.end()
     for target, out in zip(targets, outs, strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..channel.payload import is_plain, plain, store
+from ..channel.payload import is_plain, plain, scratch, store
 from ..errors import BrokenError
 from .calls import barrier
 from .reduction import ReduceOp
@@ -29,9 +29,8 @@ def native(
 ) -> None:
     """As the collective ``kind`` of ``calls``, with all its tensors in two lists. ``number``: as the channel's."""
     channel = wire.channel
-    devices = channel.capabilities.devices
     with torch.inference_mode():
-        ours, theirs = [_flat(tensor, devices) for tensor in inputs], [_flat(tensor, devices) for tensor in outs]
+        ours, theirs = [_flat(wire, x) for x in inputs], [_flat(wire, x) for x in outs]
         try:
             channel.collective(kind, wire.ranks, wire.me, ours, theirs, op.name, root, number)
         except Exception as error:
@@ -46,8 +45,12 @@ def native(
             store(target, out)
 
 
-def _flat(tensor: torch.Tensor, devices: frozenset[str]) -> torch.Tensor:
-    """Its elements, flat, in its own memory if the channel can use that."""
-    if is_plain(tensor) or tensor.device.type not in devices:
-        return plain(tensor.detach()).view(-1)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+def _flat(wire: Wire, tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements, flat, in its own memory if the channel can use that. Anything, if a copy fails."""
+    try:
+        if is_plain(tensor) or tensor.device.type not in wire.channel.capabilities.devices:
+            return plain(tensor.detach()).view(-1)
+        return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    except Exception as error:
+        wire.fail(error)
+        return scratch(tensor)
