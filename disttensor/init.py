@@ -21,6 +21,8 @@ from .runtime.channel.opened import Channels, maker
 from .runtime.channel.registry import usable_channel
 from .runtime.errors import DisttensorError, NodeLost, StartError
 from .runtime.keys import curve_pair, job_id, job_secret
+from .runtime.launch import get_launcher, launcher_names
+from .runtime.launch import registry as registry_of_launchers
 from .runtime.launch.base import Exited, Launcher
 from .runtime.ops import AllowList
 from .runtime.randomness import guarded
@@ -62,7 +64,7 @@ def init_master_worker(
     allow_ops: Sequence[str] = (),
     functions: str = "any",
     security: str = "curve",
-    launcher: str = "local",
+    launcher: str = "auto",
     timeout: float = 60.0,
     trusted_network: bool | None = None,
 ) -> SessionContext:
@@ -71,14 +73,15 @@ def init_master_worker(
     Args:
         backend: the data channel that carries tensors: "tcp", another name (docs/CHANNELS.md), or "auto", which takes
             shared memory between processes that share it and TCP between others.
-        nodes: how many local nodes to start. Default: what dtrun says, else one per GPU, at least 2.
+        nodes: how many nodes to start. Default: what dtrun says, else one per GPU, at least 2; all of mpiexec's.
         init_method: reserved for joining nodes that were started elsewhere; None or "local://".
         simulate_cuda: give each node this many simulated CUDA devices (CPU memory with a placement of its own).
         threads: torch's intra-op threads per node. Default: the machine's cores divided by the nodes, at least 1.
         allow_ops: operators beyond torch's own that nodes may run, such as "torchvision::*".
         functions: which user functions nodes run: "any" or "none".
         security: "curve" (encrypted and authenticated), or "none", on loopback only.
-        launcher: "local" processes, or "inproc": nodes are threads of this process, for tests.
+        launcher: "local" processes; "mpi": the processes of `mpiexec -n 5 dtrun script.py`; "inproc": threads of this
+            process, for tests; "auto": "mpi" when dtrun says so, else "local".
         timeout: seconds until nodes that have not answered are an error.
         trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
             nobody (gloo, mpi, nccl) may be used between them. Default: what dtrun says, else no.
@@ -93,28 +96,28 @@ def init_master_worker(
         raise RuntimeError("init_master_worker was called already in this process; call disttensor.shutdown() first")
     if init_method not in (None, "local://"):
         raise ValueError(f"init_method {init_method!r} is not supported; nodes are started locally (None)")
-    if launcher not in ("local", "inproc"):
-        raise ValueError(f"launcher {launcher!r} is unknown (known: 'local', 'inproc')")
+    if launcher == "auto":
+        launcher = registry_of_launchers.automatic
+    if launcher not in (known := ["inproc", *launcher_names()]):
+        raise ValueError(f"launcher {launcher!r} is unknown (known: {', '.join(map(repr, known))})")
     if security not in ("curve", "none"):
         raise ValueError(f"security {security!r} is unknown (known: 'curve', 'none')")
-    count = _count(nodes)
     simulated = _number("DISTTENSOR_SIMULATE_CUDA", simulate_cuda, 0)
     name = os.environ.get("DISTTENSOR_BACKEND", backend) if backend == "auto" else backend
     channel_name = ("inproc" if backend == "auto" else backend) if launcher == "inproc" else name
     usable_channel(channel_name, MASTER)
     trusted = bool(_number("DISTTENSOR_TRUSTED_NETWORK", trusted_network, 0))
 
-    starter: Launcher | None = None
-    if launcher == "local":
-        from .runtime.launch.local import LocalLauncher
-
-        starter = LocalLauncher()
+    starter: Launcher | None = None if launcher == "inproc" else get_launcher(launcher)()
     hub: Hub | None = None
     session: Session | None = None
     try:
+        count = _count(nodes, starter.capacity if starter else None)
         job, secret = job_id(), job_secret()
         server = curve_pair() if security == "curve" and starter else ("", "")
-        keys = [curve_pair() if server[0] else ("", "") for _ in range(count)]
+        keys = starter.key_pairs(count) if starter else []
+        if not server[0]:
+            keys = [("", "")] * count
         if starter:
             hub = ZmqHub(server_keys=server if server[0] else None, node_keys={i: k[0] for i, k in enumerate(keys)})
         else:
@@ -172,10 +175,12 @@ def init_master_worker(
     return SessionContext()
 
 
-def _count(nodes: int | None) -> int:
-    count = _number("DISTTENSOR_NODES", nodes, max(2, torch.cuda.device_count()))
+def _count(nodes: int | None, capacity: int | None) -> int:
+    count = _number("DISTTENSOR_NODES", nodes, capacity or max(2, torch.cuda.device_count()))
     if count < 1:
         raise ValueError(f"nodes={count}: at least one node is needed")
+    if capacity is not None and count > capacity:
+        raise ValueError(f"nodes={count}: mpiexec has started {capacity} beside the master (it needs -n {count + 1})")
     return count
 
 
@@ -255,6 +260,7 @@ def _register_once() -> None:
 
 def _at_exit() -> None:
     """At the end of the script: an error or a loss that nobody noticed is printed and makes the exit code non-zero."""
+    session = state.current()
     try:
         _end(report=True, timeout=AT_EXIT)
     except Exception as e:
@@ -265,6 +271,8 @@ def _at_exit() -> None:
         print(f"disttensor: {what} and nothing in the script asked for its result:", file=sys.stderr)
         traceback.print_exception(e.with_traceback(None))
         sys.stderr.flush()
+        if session is not None and session.launcher is not None:
+            session.launcher.leave(1)
         os._exit(1)
 
 

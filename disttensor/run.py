@@ -4,6 +4,8 @@
       |              ^ control socket
       +----> python script.py args   (DISTTENSOR_LAUNCHER_FD, DISTTENSOR_NODES, ...)
 
+    mpiexec -n 3 dtrun script.py: rank 0 runs the script, ranks 1 and 2 become nodes 0 and 1 (see launch/mpi.py)
+
 A script works without dtrun too. With it, the server imports torch while the script does, several settings can be
 given from outside, and whatever the script leaves behind is ended with it.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,7 +22,9 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .runtime import mpi
 from .runtime.errors import StartError
+from .runtime.launch import registry
 from .runtime.launch.process import adopt_orphans, die_with_parent, end_children
 from .runtime.launch.spawn import LAUNCHER_FD, spawn_server
 
@@ -28,6 +33,7 @@ examples:
   dtrun -n 4 train.py --epochs 3             four nodes on this machine
   dtrun -n 2 --simulate-cuda 2 train.py      two nodes with two simulated CUDA devices each
   dtrun -n 2 --backend tcp -m package.train  a module, as with python -m
+  mpiexec -n 5 dtrun train.py                a master and four nodes, started by MPI's mpiexec
 
 The exit code is the script's, or 128 + the signal that killed it.
 """
@@ -77,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
         "--trusted-network", "--trusted_network", action="store_const", const=1,
         help="nobody else can use the network between the hosts: gloo, mpi and nccl may be used there",
     )  # fmt: skip
+    parser.add_argument(
+        "--launcher", choices=["auto", "local", "mpi"], default="auto",
+        help="where nodes come from: processes on this machine, or those that mpiexec has started (default: mpi where "
+        "mpiexec has started dtrun itself)",
+    )  # fmt: skip
     parser.add_argument("-m", "--module", action="store_true", help="script is a module's name, as with python -m")
     parser.add_argument("script", nargs="?", help="the program that drives the nodes")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -95,23 +106,76 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"script {options.script!r} {what}")
     except SystemExit as e:
         return int(e.code or 0)
+    if options.launcher != "local" and ((mpi.place() or (0, 1))[1] > 1 or options.launcher == "mpi"):
+        return _run_by_mpi(options)
     program = ["-m", options.script] if options.module else [options.script]
-    environment = dict(os.environ)
+    environment = os.environ | _settings(options)
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
-    for name, value in (
-        ("DISTTENSOR_NODES", options.nodes),
-        ("DISTTENSOR_SIMULATE_CUDA", options.simulate_cuda),
-        ("DISTTENSOR_BACKEND", options.backend),
-        ("DISTTENSOR_TRUSTED_NETWORK", options.trusted_network),
-    ):
-        if value is not None:
-            environment[name] = str(value)
     try:
         code = _run([*program, *options.arguments], environment)
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """What the script is told, as environment variables."""
+    told = {
+        "DISTTENSOR_NODES": options.nodes,
+        "DISTTENSOR_SIMULATE_CUDA": options.simulate_cuda,
+        "DISTTENSOR_BACKEND": options.backend,
+        "DISTTENSOR_TRUSTED_NETWORK": options.trusted_network,
+    }
+    return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def _run_by_mpi(options: argparse.Namespace) -> int:
+    """One of mpiexec's processes: rank 0 runs the script itself, the others do not return."""
+    die_with_parent(os.getppid())  # mpiexec, or its helper on this host
+    first = (mpi.place() or (0, 1))[0] == 0
+    try:
+        world = mpi.world()
+        if world.comm.size < 2:
+            raise StartError("mpiexec has to start at least 2 processes, the master and a node: mpiexec -n 2 dtrun ...")
+    except StartError as e:
+        if first:
+            print(f"dtrun: error: {e}", file=sys.stderr)
+        return 1
+    if not first:
+        from .runtime.launch.mpi_node import serve
+
+        serve(world)
+    from .runtime.launch.mpi import lead
+
+    os.environ.update(_settings(options))
+    registry.automatic = "mpi"
+    return lead(lambda: _run_here(options))
+
+
+def _run_here(options: argparse.Namespace) -> int:
+    """Runs the script in this process, as python itself would; gives its exit code."""
+    script = options.script
+    sys.argv = [script, *options.arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if options.module else os.path.dirname(os.path.abspath(script))
+    try:
+        if options.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as e:
+        if e.code is None or isinstance(e.code, int):
+            return (e.code or 0) & 0xFF
+        print(e.code, file=sys.stderr)
+        return 1
+    except BaseException as e:
+        trace = e.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            trace = trace.tb_next  # nothing of the script's
+        sys.excepthook(type(e), e.with_traceback(trace), trace)
+        return 128 + signal.SIGINT if isinstance(e, KeyboardInterrupt) else 1
+    return 0
 
 
 def _run(program: list[str], environment: dict[str, str]) -> int:

@@ -163,6 +163,11 @@ def main(lifeline: int) -> int:
     """A worker process: reads its bundle from the life-line, serves, and returns the exit code."""
     bundle = read_bundle(lifeline)
     threading.Thread(target=_watch, args=(lifeline,), name="life-line", daemon=True).start()
+    return start(bundle)
+
+
+def start(bundle: Bundle) -> int:
+    """Makes this process the node that the bundle says; returns the exit code when its session has ended."""
     for path in reversed(bundle.sys_path):
         if path not in sys.path:
             sys.path.insert(0, path)

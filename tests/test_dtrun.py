@@ -24,7 +24,8 @@ from disttensor.runtime.launch.spawn import LAUNCHER_FD, inherited_server
 
 # The import would put the module in the place of the function disttensor.run, for all tests of this process.
 _function = disttensor.run
-main = import_module("disttensor.run").main
+_module = import_module("disttensor.run")
+main, _parser, _run_here = _module.main, _module._parser, _module._run_here
 disttensor.run = _function
 
 #: dtrun without what it doesn't need: seconds less for each test.
@@ -294,3 +295,39 @@ def test_a_socket_of_somebody_else_is_no_launcher(monkeypatch: pytest.MonkeyPatc
             assert inherited_server() is None
             assert LAUNCHER_FD not in os.environ
         first.send(b"still open")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("import sys; assert sys.argv[1:] == ['a', '-b'] and __name__ == '__main__'", 0, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(7)", 7, ""),
+        ("raise SystemExit('enough')", 1, "enough\n"),
+        ("x = (", 1, "SyntaxError: '(' was never closed\n"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+        ("def f():\n    1 / 0\nf()", 1, "ZeroDivisionError: division by zero\n"),
+        ("import beside", 0, ""),
+    ],
+)
+def test_in_its_own_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    code: int,
+    says: str,
+) -> None:
+    """As under mpiexec, where dtrun itself is the process that has to run the script."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert _run_here(_parser().parse_args([str(script), "a", "-b"])) == code
+    err = capsys.readouterr().err
+    assert err.endswith(says)
+    assert "runpy" not in err
+    if "def f" in text:
+        lines = err.splitlines()
+        assert lines[1:5:2] == [f'  File "{script}", line 3, in <module>', f'  File "{script}", line 2, in f']

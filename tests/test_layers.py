@@ -22,6 +22,7 @@ LAYERS = {
     "generated": 0,
     "bundle": 0,
     "keys": 0,
+    "mpi": 1,
     "codec": 1,
     "ops": 1,
     "transport": 2,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..bundle import Bundle
+from ..keys import curve_pair
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Exited:
 class Launcher(ABC):
     """Starts and ends workers. Used by one session; ``events`` and ``stop`` under the session's care."""
 
+    capacity: int | None = None  #: how many nodes there can be; None: as many as are asked for
+
+    def key_pairs(self, count: int) -> list[tuple[str, str]]:
+        """The key pair of each node, public key first. The secret one is empty where the node itself has made it.
+
+        Raises StartError when that many nodes cannot be started.
+        """
+        return [curve_pair() for _ in range(count)]
+
     @abstractmethod
     def start(self, bundles: Sequence[Bundle]) -> None:
         """Asks for one worker per bundle and returns at once. Raises StartError when that is impossible."""
@@ -52,3 +62,6 @@ class Launcher(ABC):
 
         After it returned no process that it started is alive. Calling it twice is fine.
         """
+
+    def leave(self, code: int) -> None:  # noqa: B027 - most have nothing beyond their sessions
+        """This process is about to end by ``os._exit(code)``, without what it has registered for its end."""

@@ -9,7 +9,11 @@ from .base import Launcher
 #: name -> "module:class", the module relative to this package; imported when it is asked for
 _BUILTIN = {
     "local": ".local:LocalLauncher",
+    "mpi": ".mpi:MpiLauncher",
 }
+
+#: What "auto" stands for in this process: dtrun, when mpiexec has started it, runs the script where "mpi" is meant.
+automatic = "local"
 
 
 def launcher_names() -> list[str]:

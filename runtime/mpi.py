@@ -1,0 +1,128 @@
+"""L1: MPI as processes that mpiexec has started see it: who they are, before MPI is asked and after.
+
+Needs mpi4py (the extra ``mpi``), which is imported when somebody asks for the world. The library that mpi4py loads has
+to be that of the mpiexec in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from .errors import StartError
+
+#: What mpiexec tells its processes: MPICH and its relatives, Open MPI.
+_RANK_AND_SIZE = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+#: Bytes for what a process says of itself.
+_CARD = 512
+
+
+class Card(msgspec.Struct, frozen=True):
+    """A process of the world."""
+
+    host: str
+    machine: str  #: the same for two processes that can see each other's pids
+    pid: int
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of this mpiexec. Rank 0 is the master, rank k + 1 node k."""
+
+    mpi: Any  #: the module mpi4py.MPI
+    comm: Any  #: a communicator of disttensor's own, over all of them
+    cards: tuple[Card, ...]
+
+    @property
+    def rank(self) -> int:
+        return int(self.comm.rank)
+
+    @property
+    def me(self) -> Card:
+        return self.cards[self.rank]
+
+    @property
+    def is_open_mpi(self) -> bool:
+        return str(self.mpi.get_vendor()[0]) == "Open MPI"
+
+    def near(self, rank: int) -> bool:
+        """Whether that process and this one are on one machine."""
+        return self.cards[rank].machine == self.me.machine
+
+
+@cache
+def place() -> tuple[int, int] | None:
+    """(rank, size) as the environment has it; None for a process that no mpiexec has started."""
+    for rank, size in _RANK_AND_SIZE:
+        with contextlib.suppress(KeyError, ValueError):
+            return int(os.environ[rank]), int(os.environ[size])
+    return None
+
+
+@cache
+def world() -> World:
+    """Joins all processes of this mpiexec, and waits for them to do the same. The first call takes part in MPI_Init.
+
+    Raises StartError without mpiexec, without mpi4py, or when the two are of different MPIs.
+    """
+    told = place()
+    if told is None:
+        raise StartError("this needs MPI processes: start the script by `mpiexec -n 5 dtrun script.py`")
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as e:  # RuntimeError: there is no library of MPI's
+        raise StartError(f"MPI needs mpi4py and an MPI library (pip install mpi4py mpich): {e}") from e
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.COMM_WORLD.size != told[1]:
+        library, size = MPI.Get_library_version().partition("\n")[0].strip(), MPI.COMM_WORLD.size
+        _forget_names()
+        MPI.Finalize()
+        raise StartError(
+            f"mpiexec has started {told[1]} processes, of which mpi4py sees {size}: its library "
+            f"({library}) is not that of this mpiexec; use the mpiexec that belongs to it"
+        )
+    for name in (name for names in _RANK_AND_SIZE for name in names):
+        os.environ.pop(name, None)  # this process's children are none of mpiexec's
+    comm = MPI.COMM_WORLD.Dup()
+    card = Card(socket.gethostname()[:200], _machine(), os.getpid())
+    all_cards = bytearray(_CARD * comm.size)
+    comm.Allgather([msgspec.json.encode(card).ljust(_CARD), MPI.BYTE], [all_cards, MPI.BYTE])
+    cards = (all_cards[i : i + _CARD] for i in range(0, len(all_cards), _CARD))
+    found = World(MPI, comm, tuple(msgspec.json.decode(c.rstrip(), type=Card) for c in cards))
+    _meet_all(comm)
+    _forget_names()
+    return found
+
+
+def _machine() -> str:
+    """The kernel that runs, and which pids it shows us."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _meet_all(comm: Any) -> None:
+    """Everybody talks with everybody: Open MPI maps the memory of others when it first does."""
+    byte = bytearray(1)
+    for shift in range(1, comm.size):
+        comm.Sendrecv(b"\0", (comm.rank + shift) % comm.size, recvbuf=byte, source=(comm.rank - shift) % comm.size)
+    comm.Barrier()
+
+
+def _forget_names() -> None:
+    """MPI unlinks its shared memory at the end only, and leaves it for ever where a process was killed."""
+    with open("/proc/self/maps") as maps:
+        lines = [line for line in maps if "/dev/shm/mpich_shm_" in line or "/dev/shm/sm_segment." in line]
+    for name in {line.split(maxsplit=5)[5].strip() for line in lines}:
+        with contextlib.suppress(OSError):  # another process of this machine was faster
+            os.unlink(name)
