@@ -6,7 +6,7 @@ talk, and a peer's end: all this is the connection's. A payload of more than ``E
     sender's thread                                              reader's thread at the other end
     stage(tensor) -> descriptor, or None: take the connection
     header and descriptor over the connection               ->   open(descriptor, nbytes) -> Parcel
-    carry(tensor): returns when its memory may change            parcel: lend, fill or drop, one of them once
+    carry(tensor): returns when its memory may change            parcel: into, lend, fill, drop, one of them once
 
 Carriers of a pair may talk to each other: what one ``say``s the other ``hear``s, in order with the headers. This way
 they find out whether they can work (while they have not, ``stage`` gives None), and exchange addresses.
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+
+from .payload import plain
 
 #: Tells the peer's carrier something, in at most 8 KiB. Never blocks.
 Say = Callable[[bytes], None]
@@ -34,6 +36,12 @@ class Parcel(ABC):
     def lend(self) -> torch.Tensor | None:
         """The payload as flat bytes on some device, the receiver's own while it lives. None: ``fill`` it is."""
         return None
+
+    def into(self, tensor: torch.Tensor) -> bool:
+        """Brings it straight into the tensor that waits, of the sender's dtype and number of elements, any strides and
+        any device. False, and nothing was done: lend or fill it. What it raises is that tensor's fault, and ends the
+        transfer only."""
+        return False
 
     def fill(self, memory: memoryview) -> None:
         """Brings it to where the receiver wants it."""
@@ -53,6 +61,11 @@ class Carrier(ABC):
         """Memory, as flat bytes, that ``stage`` takes without a copy when it is filled; None if there is no such. May
         be called by any thread, and what it gives may be dropped."""
         return None
+
+    def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is given to ``stage`` of a tensor that is not on the CPU. In the thread that sends, whose streams know
+        when its contents are there."""
+        return plain(tensor)
 
     @abstractmethod
     def stage(self, tensor: torch.Tensor) -> bytes | None:

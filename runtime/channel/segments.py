@@ -191,7 +191,7 @@ class Mapping:
             os.close(mine)
         if bytes(self.map[_ID]) != _WORD.pack(id):  # before anything is written: it may be in use between others
             raise ProtocolError(f"{path} is another one than the peer's")
-        self.nbytes = nbytes
+        self.id, self.nbytes = id, nbytes
         self.map[1] = 1  # the sender may close its descriptor now
         self._pid = os.getpid()
         self._lease: weakref.ref[np.ndarray[tuple[int], np.dtype[np.uint8]]] | None = None

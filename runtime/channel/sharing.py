@@ -96,13 +96,15 @@ class Sharing(Carrier):
         if word == _YES:
             self.works = True
             return
+        if not word.startswith(_TRY):  # from a peer that has more ways than this one
+            return
         try:
             self._mappings.open(word.removeprefix(_TRY), 1)
         except (OSError, ProtocolError):  # in another container, say: no answer means no
             return
         self.say(_YES)
 
-    def open(self, descriptor: bytes, nbytes: int) -> Loan:
+    def open(self, descriptor: bytes, nbytes: int) -> Parcel:
         """Raises OSError, ProtocolError."""
         return Loan(self._mappings.open(descriptor, nbytes), nbytes)
 

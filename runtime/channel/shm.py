@@ -3,7 +3,7 @@
 One copy brings a tensor into memory that the other process maps as well (``segments``). There it is used as it is where
 a node lets the channel choose the memory (``iarrive``), else copied once more. Small tensors and all headers take the
 connection, which also tells of a peer's end. Where two processes turn out not to see the same memory (containers), all
-of it does.
+of it does. CUDA tensors go between nodes by buffers on their devices (``cuda_ipc``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 
 from .base import MASTER, Arrival, Capabilities
+from .cuda_ipc import CudaSharing
 from .sharing import Sharing
 from .tcp import TcpChannel
 
@@ -32,4 +33,5 @@ class ShmChannel(TcpChannel):
         return Arrival(ticket, lambda: ticket.tensor)
 
     def _carrier(self, peer: int) -> type[Sharing]:
-        return Sharing
+        # What the master sends and gets is on the CPU, and it should not open a device for it.
+        return Sharing if MASTER in (peer, self._context.rank) else CudaSharing

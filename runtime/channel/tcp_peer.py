@@ -103,8 +103,10 @@ class TcpPeer:
     def send(self, tensor: torch.Tensor, transfer: int) -> Ticket:
         """Writes or queues the tensor."""
         frame = Frame(DATA, transfer, dtype_id(tensor), tensor.numel(), tensor.numel() * tensor.element_size())
-        if frame.nbytes <= EAGER or tensor.device.type != "cpu":  # a device's copy belongs on the caller's stream
+        if frame.nbytes <= EAGER:
             tensor = plain(tensor)
+        elif tensor.device.type != "cpu":  # a device's copy belongs on the caller's stream
+            tensor = plain(tensor) if self.carrier is None else self.carrier.prepare(tensor)
         out = Out(frame, tensor, Ticket())
         with self.lock:
             if self.failure is not None:

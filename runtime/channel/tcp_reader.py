@@ -224,7 +224,7 @@ class Reader:
                 peer.refuse(Frame(NACK, frame.transfer, entry.dtype, entry.numel, 0))
                 self._skip(frame, parcel)
                 return
-            if parcel is not None and self._borrow(entry, parcel, what):
+            if parcel is not None and (self._put(entry, parcel, what) or self._borrow(entry, parcel, what)):
                 return
             target = entry.tensor if entry.tensor is not None else self._make(entry, what)
             if target is None:
@@ -284,6 +284,21 @@ class Reader:
             parcel.drop()
         else:
             self._inbound.skip(frame.nbytes)
+
+    def _put(self, entry: Receive, parcel: Parcel, what: str) -> bool:
+        """Ends ``entry``'s transfer if the parcel finds its way into the tensor by itself."""
+        if entry.tensor is None:
+            return False
+        try:
+            if not parcel.into(entry.tensor):
+                return False
+        except Exception as error:  # such as a tensor whose elements overlap
+            self._peer.unclaim()
+            entry.ticket.fail(BrokenError, f"{what} arrived, but rank {self._peer.me} cannot store it: {error}")
+            return True
+        self._peer.unclaim()
+        entry.ticket.finish()
+        return True
 
     def _borrow(self, entry: Receive, parcel: Parcel, what: str) -> bool:
         """Ends ``entry``'s transfer with bytes that are lent: as they are, or copied into the tensor that waits. False

@@ -1,0 +1,129 @@
+"""CUDA tensors between processes of one host. Without a device, another CPU tensor stands for the device's memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import channel_kit
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor.runtime.channel import cuda_ipc
+from disttensor.runtime.channel.check import check_data_channel
+from disttensor.runtime.channel.check_kit import LIMIT
+from disttensor.runtime.channel.cuda_ipc import CudaSharing
+from disttensor.runtime.channel.frame import EAGER
+from disttensor.runtime.channel.segments import FREE
+from disttensor.runtime.channel.shm import ShmChannel
+
+LARGE = EAGER
+
+
+class IpcChannel(ShmChannel):
+    def isend(self, tensor, peer, transfer):
+        if peer in self._peers and tensor.numel() * tensor.element_size() > EAGER:
+            self._peers[peer].carrier.prepare(tensor)  # what the connection does for what is on a device
+        return super().isend(tensor, peer, transfer)
+
+    def _carrier(self, peer):
+        return CudaSharing
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """All CPU tensors are on the device. Gives what was exported."""
+    exported = {}
+
+    def export(buffer):
+        exported[str(len(exported)).encode()] = buffer
+        return str(len(exported) - 1).encode()
+
+    monkeypatch.setattr(cuda_ipc, "is_cuda", lambda tensor: True)
+    monkeypatch.setattr(cuda_ipc, "export", export)
+    monkeypatch.setattr(cuda_ipc, "imported", lambda name: exported[name])
+    return exported
+
+
+def connected(n):
+    return channel_kit.connected(IpcChannel, range(-1, n - 1))
+
+
+def warm(n):
+    """Every pair has a buffer."""
+    channels = connected(n)
+    serial = itertools.count(1 << 40)
+    for (a, sender), (b, receiver) in itertools.permutations(enumerate(channels, -1), 2):
+        carrier = sender._peers[b].carrier
+        while not any(buffer.mapped() for buffer in carrier._buffers):
+            number = next(serial)
+            receive = receiver.irecv(torch.zeros(LARGE), a, number)
+            sender.isend(torch.zeros(LARGE), b, number)
+            receive.wait(LIMIT)
+    return channels
+
+
+@pytest.mark.parametrize("make", [connected, warm])
+def test_conformance(make, stand_in):
+    check_data_channel(make)
+    assert stand_in
+
+
+@pytest.fixture
+def pair(stand_in):
+    channels = warm(2)
+    yield channels
+    for channel in channels:
+        channel.close()
+
+
+def test_a_tensor_goes_by_a_buffer_which_is_free_then(pair, stand_in, monkeypatch):
+    monkeypatch.setattr("disttensor.runtime.channel.segments.Segment.fill", None)  # nothing by the CPU's memory
+    for k in range(5):
+        for target in (torch.zeros(LARGE), torch.zeros(2 * LARGE)[::2]):
+            receive = pair[1].irecv(target, -1, 10 * k + target.stride(0))
+            pair[0].isend(torch.full((LARGE,), float(k)), 0, 10 * k + target.stride(0))
+            receive.wait(LIMIT)
+            assert (target == k).all()
+    assert len(stand_in) == 2, "one of each direction"
+    assert all(buffer.page.state == FREE for buffer in pair[0]._peers[0].carrier._buffers)
+
+
+def test_who_cannot_map_it_gets_it_by_the_cpu(stand_in, monkeypatch):
+    def imported(name):
+        raise ValueError("a device that is not visible here")
+
+    monkeypatch.setattr(cuda_ipc, "imported", imported)
+    channels = connected(2)
+    for k in range(4):
+        target = torch.zeros(LARGE)
+        receive = channels[1].irecv(target, -1, k)
+        channels[0].isend(torch.full((LARGE,), float(k)), 0, k)
+        receive.wait(LIMIT)
+        assert (target == k).all()
+    assert len(stand_in) == 1, "offered once"
+    for channel in channels:
+        channel.close()
+
+
+def test_buffers_are_bounded(pair, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "MOST", 8 << 20)
+    carrier = pair[0]._peers[0].carrier
+    for k, numel in enumerate([1 << 19, 1 << 20, 1 << 20, 1 << 20, 1 << 22, 1 << 19]):
+        target = torch.zeros(numel)
+        receive = pair[1].irecv(target, -1, k)
+        pair[0].isend(torch.full((numel,), float(k)), 0, k)
+        receive.wait(LIMIT)
+        assert (target == k).all()
+        assert sum(buffer.nbytes for buffer in carrier._buffers) <= 8 << 20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_between_two_nodes_on_one_device():
+    with dt.init_master_worker(nodes=2, backend="shm"):
+        local = torch.randn(1 << 22)
+        x = local.to(dt.device(0, "cuda:0"))
+        for _ in range(4):  # from the second or third on by a buffer
+            y = (x * 2).to(dt.device(1, "cuda:0"))
+            assert torch.equal(y.cpu(), local * 2)
+            assert torch.equal((y + 1).to(dt.device(0, "cuda:0")).cpu(), local * 2 + 1)
