@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -16,6 +17,7 @@ from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.gloo import GlooChannel
+from disttensor.runtime.channel.gloo_store import cut
 from disttensor.runtime.errors import BrokenError
 
 LARGE = EAGER
@@ -44,6 +46,8 @@ def met(n: int) -> list[GlooChannel]:
 def nothing_left():
     threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(LIMIT)  # gloo looks for a peer that has closed for some seconds
     gc.collect()
     assert set(threading.enumerate()) <= threads
     assert set(os.listdir("/proc/self/fd")) <= descriptors
@@ -181,3 +185,18 @@ def test_a_forked_child_ends():
     assert ended == (child, 0)
     for channel in channels:
         channel.close()
+
+
+def test_a_cut_leaves_the_other_ends_alone():
+    """They may be in this process, with bytes on their way to them that have been sent."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()
+        with socket.create_connection(where) as dialled, listener.accept()[0] as accepted:
+            assert cut({where}, set()) == 1
+            assert accepted.recv(1) == b""
+            dialled.send(b"x")
+        with socket.create_connection(where) as dialled, listener.accept()[0] as accepted:
+            accepted.sendall(b"sent")
+            assert cut(set(), {where}) == 1
+            accepted.send(b"x")
+            assert dialled.recv(9) == b"sent"

@@ -43,7 +43,8 @@ class GlooGroup:
         """Returns when all members have come, however long they compute before. Raises what ``over`` gives, and
         RuntimeError of gloo's: when one has not connected within ``limit`` seconds since we know where all are."""
         self.size, self.me = len(hosts), me
-        self._listeners: set[tuple[str, int]] = set()
+        self._ours: set[tuple[str, int]] = set()  #: where we listen
+        self._theirs: set[tuple[str, int]] = set()
         self._cut = False
         self._lock = threading.RLock()
         options = c10d.ProcessGroupGloo._Options()
@@ -55,14 +56,15 @@ class GlooGroup:
             self._group: Any = c10d.ProcessGroupGloo(store, me, self.size, options)
         finally:
             board.clear(f"{name}/")
-        self._listeners = addresses_in(store.blobs, list(dict.fromkeys(hosts)))
+        self._ours = addresses_in(store.told, [hosts[me]])
+        self._theirs = addresses_in(store.heard, list(dict.fromkeys(hosts))) - self._ours
 
     def cut(self) -> None:
         """Everybody who waits in it comes out with an error. In any thread, any number of times."""
         with self._lock:
             first, self._cut = not self._cut, True
         if first:
-            cut(self._listeners)
+            cut(self._ours, self._theirs)
 
     def leave_alone(self) -> None:
         """In a forked child: it is never destroyed."""

@@ -64,17 +64,18 @@ class BoardStore(Store):
     ) -> None:
         super().__init__()
         self._name, self._board, self._tell, self._over = name, board, tell, over
-        self.blobs: list[bytes] = []  #: what was set and got
+        self.told: list[bytes] = []  #: what was set
+        self.heard: list[bytes] = []  #: and got
 
     def set(self, key: str, value: str | bytes) -> None:
         blob = value.encode() if isinstance(value, str) else bytes(value)
-        self.blobs.append(blob)
+        self.told.append(blob)
         self._board.put(f"{self._name}/{key}", blob)
         self._tell(f"{self._name}/{key}", blob)
 
     def get(self, key: str) -> bytes:
         blob = self._board.get(f"{self._name}/{key}", self._over)
-        self.blobs.append(blob)
+        self.heard.append(blob)
         return blob
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -95,8 +96,9 @@ def addresses_in(blobs: Sequence[bytes], hosts: Sequence[str]) -> set[tuple[str,
     return found
 
 
-def cut(listeners: set[tuple[str, int]]) -> int:
-    """Shuts down this process's connections to and from these addresses, and says how many there were.
+def cut(ours: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> int:
+    """Shuts down the connections that came to our listeners or go to theirs, and says how many there were. Not the
+    other ends of these, which may be in this process: what is on its way to them is to arrive.
 
     Gloo cannot be told to give up what it waits for (its abort does nothing), but it does when a connection ends.
     """
@@ -106,7 +108,8 @@ def cut(listeners: set[tuple[str, int]]) -> int:
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:  # by now it may be another's, and then does not fit
-                if {sock.getsockname()[:2], sock.getpeername()[:2]} & listeners:
+                here, there = sock.getsockname()[:2], sock.getpeername()[:2]  # a listener has no peer, and stays
+                if here in ours or there in theirs:
                     sock.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
