@@ -17,7 +17,7 @@ from .runtime import command as c
 from .runtime.channel import get_channel, name_for_nodes
 from .runtime.channel.base import MASTER, Capabilities, DataChannel
 from .runtime.channel.opened import Channels
-from .runtime.channel.registry import why_unusable
+from .runtime.channel.registry import usable_channel, why_unusable
 from .runtime.collective import Way
 from .runtime.errors import DisttensorError, NodeLost
 from .runtime.failure import Site
@@ -132,6 +132,7 @@ class Switchboard:
             number = self.numbers.get(name)
             if number is None:
                 self.check(name)
+                usable_channel(name, MASTER)
                 number = self._attempts.setdefault(name, len(self._attempts) + 1)
                 self._open_everywhere(number, name, site)
                 self.numbers[name] = number
@@ -174,8 +175,8 @@ class Switchboard:
 
     def _open_everywhere(self, number: int, name: str, site: Site | None) -> None:
         session, channels = self._session, self._channels
-        mine = channels.open(number, name)
         replies = self._ask(lambda request: c.Open(request, number, name_for_nodes(name)), site)
+        mine = channels.open(number, name)
         addresses = {rank: str(reply.value) for rank, reply in replies.items()}
         told: list[tuple[int, c.Command]] = []
         for rank in addresses:

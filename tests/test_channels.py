@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
@@ -318,6 +320,22 @@ def test_a_backend_that_does_not_work_is_refused_before_nodes_are_started(monkey
         dt.init_master_worker("trusting", nodes=2)
     with pytest.raises(ValueError, match="'inproc' must not be used here: it is for nodes that are threads"):
         dt.init_master_worker("inproc", nodes=1)
+
+
+def test_a_forked_child_opens_nothing() -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            threads = threading.active_count()
+            with pytest.raises(dt.ForkError):
+                dt.channels.select("send", "tcp")
+            os.write(write, b"fine" if threading.active_count() == threads else b"a thread")
+        os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    assert os.read(read, 9) == b"fine"
+    os.close(read)
 
 
 def test_without_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
