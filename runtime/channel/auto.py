@@ -1,6 +1,6 @@
 """The data channel "auto": the best there is for each pair of peers.
 
-Shared memory where both see the same (a probe shows it), of CUDA devices too, and TCP between others: as "shm" does, but
+Shared memory where both see the same (a probe shows it), of CUDA devices too, and TCP between others: as "shm", but
 this one is for peers on several hosts. For collectives of GPUs the master may choose another channel
 (``disttensor/switchboard.py``).
 """
