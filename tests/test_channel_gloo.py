@@ -17,7 +17,7 @@ from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.gloo import GlooChannel
-from disttensor.runtime.channel.gloo_store import cut
+from disttensor.runtime.channel.gloo_store import BoardStore, cut
 from disttensor.runtime.errors import BrokenError
 
 LARGE = EAGER
@@ -98,6 +98,27 @@ def test_who_receives_comes_out_when_the_peer_is_forgotten(monkeypatch):
         receive.wait(LIMIT)
     for channel in channels:
         channel.close()
+
+
+def test_an_end_that_gives_up_does_not_keep_the_other(monkeypatch):
+    """Gloo goes on calling where nobody listens any more: that has to end while the channel is being closed."""
+    get = BoardStore.get
+
+    def fail(self, key):
+        if threading.current_thread().name.startswith("disttensor-gloo-0-"):
+            raise RuntimeError("no")
+        return get(self, key)
+
+    monkeypatch.setattr(BoardStore, "get", fail)
+    channels = connected(2)
+    target = torch.empty(LARGE)
+    receive = channels[1].irecv(target, -1, 1)
+    channels[0].isend(torch.ones(LARGE), 0, 1)
+    receive.wait(LIMIT)
+    assert target.all()
+    channels[1].abort()
+    channels[0].close()
+    assert not [thread for thread in threading.enumerate() if "meet" in thread.name]
 
 
 def joint(n: int) -> list[GlooChannel]:

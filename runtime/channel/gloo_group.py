@@ -21,6 +21,9 @@ c10d: Any = torch.distributed.distributed_c10d  # half of it is not in torch's s
 #: For gloo's own patience. Whoever waits for a peer that computes for long waits for long; one that is lost is cut off.
 _FOREVER = timedelta(days=7)
 
+#: How often gloo tries to connect, each time for all of its timeout, even to where nobody listens any more.
+_TRIES = 5
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -49,7 +52,7 @@ class GlooGroup:
         self._lock = threading.RLock()
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=hosts[me])]
-        options._timeout = timedelta(seconds=limit)
+        options._timeout = timedelta(seconds=limit / _TRIES)
         options._threads = 1
         store = BoardStore(name, board, tell, over)
         try:
