@@ -104,6 +104,17 @@ def test_a_lost_node_is_missing():
         assert dt.stats() == ()
 
 
+def test_each_channel_of_a_session():
+    with dt.init_master_worker(nodes=2, backend="tcp", threads=1):
+        dt.channels.select("send", "shm", min_bytes=1 << 16)
+        x = torch.ones(1 << 14).to("node:0")
+        x.to("node:1")
+        x[:8].to("node:1")
+        dt.synchronize()
+        sent = {row.channel: row.sent.bytes for row in dt.stats() if row.at == "node:0" and row.sent.calls}
+    assert sent == {"shm": 1 << 16, "tcp": 32}
+
+
 @pytest.fixture(scope="module")
 def three():
     with dt.init_master_worker(nodes=3, launcher="inproc"):
@@ -210,14 +221,3 @@ def test_a_channels_own_collectives():
         [(name, _, peer, sent, received)] = channel.rows()
         assert (name, peer, sent[:2], received[:2]) == ("native", counted.GROUP, (1, 64), (1, 64))
         channel.close()
-
-
-def test_each_channel_of_a_session():
-    with dt.init_master_worker(nodes=2, backend="tcp", threads=1):
-        dt.channels.select("send", "shm", min_bytes=1 << 16)
-        x = torch.ones(1 << 14).to("node:0")
-        x.to("node:1")
-        x[:8].to("node:1")
-        dt.synchronize()
-        sent = {row.channel: row.sent.bytes for row in dt.stats() if row.at == "node:0" and row.sent.calls}
-    assert sent == {"shm": 1 << 16, "tcp": 32}
