@@ -60,7 +60,7 @@ class Joint:
             waits("a collective with async_op=True")
         site = here(3)
         channel = self._channel(session) if session.board.rules or session.board.automatic else 0
-        way, number = self._way(session.board[channel]), session.new_transfer()
+        way, number = self._way(session.board.data[channel]), session.new_transfer()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
             session.link.check(session.states[node].outbox)
@@ -109,7 +109,7 @@ class Joint:
         selected = session.board.selected(*what, numel * self.dtype.itemsize)
         if selected is None and cuda and session.board.automatic and self.algorithm is None:
             best = session.board.best(set(places))
-            return best if self._native(session.board[best]) else 0
+            return best if self._native(session.board.data[best]) else 0
         return selected or 0
 
     def _way(self, channel: DataChannel) -> Way:

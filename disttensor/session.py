@@ -257,8 +257,8 @@ class Session:
             tensor = tensor.cpu()
         size = tensor.numel() * tensor.element_size()
         tensor = tensor.resolve_conj().resolve_neg()
-        number = self._number("upload", place, size)
-        channel = self.board[number]
+        number = self._number("upload", place, size) if self.board.rules else 0
+        channel = self.board.data[number]
         staged = not non_blocking and (size <= SMALL or size + sum(list(self._staged.values())) <= STAGE)
         if staged:  # the copy leaves by itself, and the caller goes on
             tensor = channel.staging(tuple(tensor.shape), tensor.dtype, place.node).copy_(tensor)
@@ -281,7 +281,7 @@ class Session:
 
     def _number(self, op: str, place: Place, nbytes: int) -> int:
         """Of the channel for a copy between the master and a place."""
-        return self.board.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes) if self.board.rules else 0
+        return self.board.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes)
 
     def _begin(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
         """Begins a transfer at both ends: neither without the other, which would wait for it, and in one order."""
@@ -321,12 +321,14 @@ class Session:
         self.link.check(place.outbox)
         ref = tensor._h.ref or materialise(tensor._h)
         transfer, shape = self.new_transfer(), tuple(tensor.shape)
-        number = self._number("download", place, math.prod(shape) * tensor.dtype.itemsize)
+        nbytes = math.prod(shape) * tensor.dtype.itemsize
+        number = self._number("download", place, nbytes) if self.board.rules else 0
+        channel = self.board.data[number]
         if strides is None:
-            begin = partial(self.board[number].iarrive, shape, tensor.dtype, place.node, transfer)
+            begin = partial(channel.iarrive, shape, tensor.dtype, place.node, transfer)
         else:
             local = torch.empty_strided(shape, strides, dtype=tensor.dtype)
-            begin = partial(_arrive, self.board[number], local, place.node, transfer)
+            begin = partial(_arrive, channel, local, place.node, transfer)
         receiving = self._begin(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
         self.link.flush(place.outbox)
         return receiving, transfer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ class Switchboard:
     def __init__(self, session: Session, channels: Channels, secret: bytes, name: str, trusted: bool) -> None:
         self.rules: tuple[Rule, ...] = ()  #: the latest first
         self.trusted = trusted  #: whether the user has said that of the network
-        self.data = channels.data
+        self.data: dict[int, DataChannel] = channels.data  #: by number
         self.automatic = False  #: "auto" has a choice for collectives
         self.numbers: dict[str, int] = {name: 0}
         self._session, self._channels, self._secret = session, channels, secret
@@ -189,7 +189,7 @@ class Switchboard:
         for rank, command in told:
             session.link.outboxes[rank].add(command)
 
-    def _ask(self, command: object, site: Site | None) -> dict[int, c.Answer]:
+    def _ask(self, command: Callable[[int], c.Command], site: Site | None) -> dict[int, c.Answer]:
         """Asks all nodes that there are; gives what they answer. Raises what the first has failed with."""
         session = self._session
         link = session.link
@@ -197,7 +197,7 @@ class Switchboard:
         for outbox in link.outboxes:
             if outbox.lost is None:
                 request = asked[outbox.rank] = link.request(outbox.rank, c.Answer)
-                outbox.add(command(request.id), site)  # type: ignore[operator]
+                outbox.add(command(request.id), site)
         link.flush_all()
         replies: dict[int, c.Answer] = {}
         errors: list[Exception] = []
@@ -223,7 +223,7 @@ class Switchboard:
         return known
 
     def look(self, names: list[str]) -> None:
-        """Finds out ``unusable`` of many at once."""
+        """Finds out ``unusable`` of many at once: one round trip, which waits for the nodes."""
         wanted = [name for name in names if name not in self._unusable]
         texts: dict[str, str] = {}
         for name in wanted:
@@ -246,13 +246,13 @@ class Switchboard:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self, rank: int, why: str) -> None:
+        """A node is lost."""
         self._channels.forget(rank, why)
 
     def forked(self) -> None:
+        """In a forked child: a thread that isn't here may have held the lock."""
         self._lock = threading.RLock()
 
     def close(self) -> None:
+        """Closes all channels."""
         self._channels.close()
-
-    def __getitem__(self, number: int) -> DataChannel:
-        return self.data[number]
