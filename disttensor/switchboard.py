@@ -234,11 +234,11 @@ class Switchboard:
         if not texts:
             return
         replies = self._ask(lambda request: c.Usable(request, tuple(texts.values())), None)
-        said = {rank: str(reply.value).split("\n") for rank, reply in replies.items()}
-        for i, name in enumerate(texts):
+        said = {rank: dict(zip(texts, str(reply.value).split("\n"), strict=False)) for rank, reply in replies.items()}
+        for name in texts:
             why = why_unusable(name, MASTER)
             if not why:
-                why = next((f"node {rank}: {lines[i]}" for rank, lines in said.items() if lines[i]), "")
+                why = next((f"node {rank}: {whys[name]}" for rank, whys in said.items() if whys.get(name)), "")
             if not why:
                 why = self.forbidden(get_channel(name).capabilities)
             self._unusable[name] = why
