@@ -1,0 +1,40 @@
+"""The examples under mpiexec, with MPICH and Open MPI: what they print when MPI carries their tensors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from mpi_kit import KINDS, Mpi
+from test_patterns import told
+from test_readme import ROOT
+
+from disttensor.runtime.channel.registry import channel_names
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+
+BACKEND = "mpi" if "mpi" in channel_names() else "tcp"
+
+
+@pytest.fixture(params=KINDS)
+def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> Mpi:
+    return Mpi(request.param, tmp_path)
+
+
+def test_data_parallel(mpi: Mpi) -> None:
+    text = (ROOT / "examples" / "data_parallel.py").read_text()
+    done = mpi.run(text, "--backend", BACKEND, n=5)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert float(re.fullmatch(r"test accuracy (.*)%", lines[5])[1]) >= 90
+    assert lines[6] == "same losses: True"
+
+
+@pytest.mark.parametrize(("name", "n"), [("point_to_point", 3), ("all_reduce", 5)])
+def test_patterns(mpi: Mpi, name: str, n: int) -> None:
+    """One of mpiexec's processes is the master."""
+    path = ROOT / "examples" / "patterns" / f"{name}.py"
+    done = mpi.run(path.read_text(), "--backend", BACKEND, n=n)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == told(path)
