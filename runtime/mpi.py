@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,9 @@ from .errors import StartError
 
 #: What mpiexec tells its processes: MPICH and its relatives, Open MPI.
 _RANK_AND_SIZE = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+#: The longest pause between two looks at a request (seconds).
+_PAUSE = 0.002
 
 #: Bytes for what a process says of itself.
 _CARD = 512
@@ -38,7 +43,11 @@ class World:
 
     mpi: Any  #: the module mpi4py.MPI
     comm: Any  #: a communicator of disttensor's own, over all of them
+    data: Any  #: another one, for the data channel
     cards: tuple[Card, ...]
+    tags: int  #: messages may have tags below this, and once as many from there on
+    #: requests that were given up, and what they use: MPI_Finalize would wait for them
+    abandoned: list[tuple[Any, object]] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -51,6 +60,22 @@ class World:
     @property
     def is_open_mpi(self) -> bool:
         return str(self.mpi.get_vendor()[0]) == "Open MPI"
+
+    def finish(self, request: Any, memory: object, check: Callable[[], None], busy: bool = True) -> None:
+        """Waits for a request, and keeps the memory that it uses. Not ``busy``: others may take their time.
+
+        Raises what ``check`` does, which is called while there is nothing to do; the request is given up then.
+        """
+        pause = 0.0
+        while not request.Test():
+            try:
+                check()
+            except BaseException:
+                self.abandoned.append((request, memory))
+                raise
+            time.sleep(pause)
+            if not busy:
+                pause = min(pause + _PAUSE / 100, _PAUSE)
 
     def near(self, rank: int) -> bool:
         """Whether that process and this one are on one machine."""
@@ -99,10 +124,16 @@ def world() -> World:
     all_cards = bytearray(_CARD * comm.size)
     comm.Allgather([msgspec.json.encode(card).ljust(_CARD), MPI.BYTE], [all_cards, MPI.BYTE])
     cards = (all_cards[i : i + _CARD] for i in range(0, len(all_cards), _CARD))
-    found = World(MPI, comm, tuple(msgspec.json.decode(c.rstrip(), type=Card) for c in cards))
+    tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) // 2
+    found = World(MPI, comm, comm.Dup(), tuple(msgspec.json.decode(c.rstrip(), type=Card) for c in cards), tags)
     _meet_all(comm)
     _forget_names()
     return found
+
+
+def joined() -> World | None:
+    """The world, if this process has joined it already."""
+    return world() if world.cache_info().currsize else None
 
 
 def _machine() -> str:

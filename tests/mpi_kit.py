@@ -45,16 +45,20 @@ class Mpi:
 
     @contextlib.contextmanager
     def start(
-        self, text: str, *arguments: str, n: int = 3, options: tuple[str, ...] = ()
+        self, text: str, *arguments: str, n: int = 3, options: tuple[str, ...] = (), dtrun: bool = True
     ) -> Iterator[subprocess.Popen[str]]:
-        """`mpiexec -n N dtrun OPTIONS script ARGUMENTS` in a session of its own; nothing of it may be left."""
+        """`mpiexec -n N dtrun OPTIONS script ARGUMENTS` in a session of its own; nothing of it may be left.
+
+        Not ``dtrun``: python runs the script.
+        """
         script = self.folder / "script.py"
         script.write_text(text)
         mark = uuid.uuid4().hex
+        program = ["-m", "disttensor.run"] if dtrun else []
         with subprocess.Popen(
             [
                 *self.mpiexec, "-n", str(n),
-                str(self.bin / "python"), "-m", "disttensor.run", *options, str(script), *arguments,
+                str(self.bin / "python"), *program, *options, str(script), *arguments,
             ],
             env={**self.environment, MARK: mark},
             cwd=self.folder,
@@ -95,3 +99,8 @@ def running(mark: str) -> list[psutil.Process]:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def dedented(text: str) -> str:
+    """Without the indentation of a test's body."""
+    return "\n".join(line.removeprefix("    ") for line in text.splitlines())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mpi_kit import KINDS, Mpi
+from mpi_kit import KINDS, Mpi, dedented
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
@@ -65,10 +65,6 @@ def test_a_script(mpi: Mpi) -> None:
         "again 1 True",
     ]
     assert sorted(set(lines) - set(ours)) == ["[node 1] and a child", "[node 1] good morning"]
-
-
-def dedented(text: str) -> str:
-    return "\n".join(line.removeprefix("    ") for line in text.splitlines())
 
 
 @pytest.mark.parametrize(

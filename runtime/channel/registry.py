@@ -20,6 +20,7 @@ _BUILTIN = {
     "auto": ".auto:AutoChannel",
     "gloo": ".gloo:GlooChannel",
     "inproc": ".inproc:InprocChannel",
+    "mpi": ".mpi:MpiChannel",
     "null": ".null:NullChannel",
     "shm": ".shm:ShmChannel",
     "tcp": ".tcp:TcpChannel",

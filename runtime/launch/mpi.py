@@ -47,6 +47,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process is ready to be a node, for one session."""
 
     public_key: str
+    untidy: bool = False  #: it has given up a transfer: MPI_Finalize would wait for that
 
 
 def await_true(look: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -194,10 +195,10 @@ class Crew:
         if not stuck:
             for rank in nodes:
                 self.order(rank, b"")
-            stuck = self.gather(nodes, _PATIENCE)
+            stuck = self.gather(nodes, _PATIENCE) or [rank for rank, offer in self.offers.items() if offer.untidy]
         if self.adopts:
             end_children(_PATIENCE)
-        if stuck:
+        if stuck or self.world.abandoned:
             self._abort(code)
         for rank in nodes:
             self.order(rank, b"")

@@ -53,7 +53,7 @@ def serve(world: mpi.World) -> NoReturn:
 def _order(world: mpi.World, public: str) -> bytes:
     """Offers to be a node with this key, and waits for what the master says to it."""
     comm, status = world.comm, world.mpi.Status()
-    comm.Send([msgspec.json.encode(Offer(public)), world.mpi.BYTE], 0, OFFER)
+    comm.Send([msgspec.json.encode(Offer(public, bool(world.abandoned))), world.mpi.BYTE], 0, OFFER)
     await_true(lambda: bool(comm.Iprobe(0, ORDER, status)))
     return take(world, status)
 
