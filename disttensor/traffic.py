@@ -47,7 +47,7 @@ class Traffic:
     """What one end has counted of a data channel to one peer."""
 
     at: str  #: whose count it is: "master" or "node:0"
-    peer: str  #: the same, or "group": collectives of the channel's own, with what was given and got
+    peer: str  #: the same, or "group": collectives without transfers, with what was given and got
     channel: str  #: its name, as "shm"
     use: str  #: "transfers" or "collectives"
     sent: Flow

@@ -91,6 +91,17 @@ def test_without_a_session():
             ask()
 
 
+def test_small_collectives_in_shared_memory_count_what_is_given_and_got():
+    with dt.init_master_worker("shm", nodes=2, threads=1):
+        xs = [torch.ones(100, device=f"node:{k}") for k in range(2)]
+        for _ in range(3):
+            dt.all_reduce(xs)
+        dt.broadcast(xs, 1)
+        rows = {row.at: row for row in dt.stats() if row.peer == "group"}
+        assert (rows["node:0"].sent.calls, rows["node:0"].sent.bytes, rows["node:0"].received.bytes) == (4, 1200, 1600)
+        assert (rows["node:1"].sent.calls, rows["node:1"].sent.bytes, rows["node:1"].received.bytes) == (4, 1600, 1200)
+
+
 def test_a_lost_node_is_missing():
     with dt.init_master_worker(nodes=2, threads=1):
         x = torch.ones(4).to("node:0").to("node:1")
