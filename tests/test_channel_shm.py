@@ -16,6 +16,7 @@ from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.segments import _DESCRIPTOR, Mappings, Segment, Segments
+from disttensor.runtime.channel.sharing import AHEAD
 from disttensor.runtime.channel.shm import ShmChannel
 from disttensor.runtime.errors import BrokenError, ProtocolError
 
@@ -257,3 +258,28 @@ def test_a_staging_tensor_may_be_sent_to_another_peer():
     for channel in channels:
         channel.close()
     assert arrival.tensor.eq(3).all()
+
+
+def test_who_sends_to_a_peer_that_does_not_receive_is_held_back(pair):
+    """As by a socket without room: a script that runs ahead of a busy node would fill the memory."""
+    n = AHEAD // 8  # of float32: half of what may lie about
+    sends = [pair[0].isend(torch.full((n,), float(i)), 0, i) for i in range(6)]
+    for send in sends[:2]:
+        send.wait(LIMIT)
+    with pytest.raises(TimeoutError):
+        sends[2].wait(0.05)
+    assert not any(send.is_completed() for send in sends[2:])
+    for i, send in enumerate(sends):
+        target = torch.zeros(n)
+        pair[1].irecv(target, -1, i).wait(LIMIT)
+        assert target.eq(i).all()
+        send.wait(LIMIT)
+
+
+def test_who_is_held_back_comes_out_when_the_peer_is_lost(pair):
+    sends = [pair[0].isend(torch.zeros(AHEAD // 4), 0, i) for i in range(3)]
+    sends[0].wait(LIMIT)
+    pair[0].forget(0, "as we say")
+    for send in sends[1:]:
+        with pytest.raises(BrokenError, match="as we say"):
+            send.wait(LIMIT)

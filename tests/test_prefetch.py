@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import disttensor as dt
 from disttensor import state
 from disttensor.device_module import usage
+from disttensor.runtime.channel.sharing import AHEAD
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -172,9 +173,11 @@ def test_the_script_does_not_run_ahead_of_the_node(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(session, "await_transfer", noted)
     thread = threading.Thread(target=consume)
     with Busy(1, tmp_path):
+        room = torch.zeros(AHEAD // 4).to("node:1", non_blocking=True)  # which the channel has for what leaves early
         thread.start()
         assert waits.wait(SOON)
         assert (len(taken), len(seen)) == (3, 0)
+    assert not room.any()
     thread.join(SOON)
     assert [x.item() for x in seen] == list(range(30))
 

@@ -32,7 +32,7 @@ from .payload import store
 #: The first page is the segment's state; the payload starts on a page of its own.
 HEAD = mmap.PAGESIZE
 FREE, USED, RETIRED = 0, 1, 2
-#: There, beside the state and whether the receiver has mapped it: its id.
+#: There, beside the state, whether the receiver has mapped it, and whether it has taken the payload: its id.
 _ID, _WORD = slice(8, 16), struct.Struct("<Q")
 _NAME = "disttensor"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -106,6 +106,15 @@ class Segment:
     @state.setter
     def state(self, value: int) -> None:
         self._map[0] = value
+
+    @property
+    def taken(self) -> bool:
+        """Whether what was announced last is in the receiver's hands."""
+        return bool(self._map[2])
+
+    def announce(self) -> None:
+        """Its payload is about to be told of."""
+        self._map[2] = 0
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copies a CPU tensor's elements in, in row-major order."""
@@ -203,6 +212,10 @@ class Mapping:
         if size != nbytes:
             raise ProtocolError(f"a segment of {size} bytes where one of {nbytes} was due")
         return cls(pid, fd, id, size)
+
+    def take(self) -> None:
+        """The payload that is in it now was wanted: the sender may announce more."""
+        self.map[2] = 1
 
     def lease(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """The payload. When it (and every tensor over it) is gone, the segment is free again."""

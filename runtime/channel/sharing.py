@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
+from collections import deque
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from .carrier import Carrier, Parcel, Say
 from .payload import plain
 from .segments import DESCRIPTOR, FREE, HEAD, Mapping, Mappings, Segment, Segments
 
+#: Bytes that the peer has not asked for, at most, but for one payload of any size.
+AHEAD = 16 << 20
 #: What the two say to each other: can you open this segment? I can.
 _TRY, _YES = b"?", b"!"
 
@@ -43,6 +47,8 @@ class Sharing(Carrier):
         self._lock = threading.Lock()  #: guards the segments
         self._reserved: dict[int, Segment] = {}  #: by address
         self._mappings = Mappings()
+        self._announced: deque[tuple[Segment, int]] = deque()  #: what the peer may not have taken yet, with its bytes
+        self._over = False
 
     def reserve(self, nbytes: int) -> torch.Tensor | None:
         segment = self._take(nbytes) if self.works else None
@@ -72,6 +78,7 @@ class Sharing(Carrier):
         if not self.works:
             self._probe()
             return None
+        self._hold_back(tensor.numel() * tensor.element_size())
         if tensor.device.type != "cpu" or tensor._is_zerotensor():
             tensor = plain(tensor)
         filled = self._reserved.pop(tensor.data_ptr(), None) if tensor.is_contiguous() else None
@@ -80,7 +87,21 @@ class Sharing(Carrier):
             return None
         if filled is None:
             segment.fill(tensor)
+        segment.announce()
+        self._announced.append((segment, tensor.numel() * tensor.element_size()))
         return segment.describe()
+
+    def _hold_back(self, nbytes: int) -> None:
+        """Waits until the peer has taken enough, as a socket without room would make us: who sends to a peer that
+        computes for long must not fill the memory."""
+        announced, pause = self._announced, 1e-4
+        while not self._over:
+            while announced and announced[0][0].taken:
+                announced.popleft()
+            if not announced or nbytes + sum(size for _, size in announced) <= AHEAD:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
 
     def _probe(self) -> None:
         """Gives the peer a segment to try, once."""
@@ -106,7 +127,12 @@ class Sharing(Carrier):
 
     def open(self, descriptor: bytes, nbytes: int) -> Parcel:
         """Raises OSError, ProtocolError."""
-        return Loan(self._mappings.open(descriptor, nbytes), nbytes)
+        mapping = self._mappings.open(descriptor, nbytes)
+        mapping.take()
+        return Loan(mapping, nbytes)
+
+    def fail(self, why: str) -> None:
+        self._over = True
 
     def close(self) -> None:
         self._segments.close()
