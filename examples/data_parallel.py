@@ -1,4 +1,5 @@
 """python examples/data_parallel.py [--backend shm|tcp|gloo|auto] [--nodes 4]
+mpiexec -n 5 dtrun examples/data_parallel.py --backend mpi        (MPI starts the master and four nodes)
 
 Digits, data parallel: every node has a copy of the model and a part of each batch, and gradients are averaged over the
 nodes. The name of the backend is all that changes when the bytes are to take another way. At the end one process trains

@@ -10,11 +10,7 @@ from mpi_kit import KINDS, Mpi
 from test_patterns import told
 from test_readme import ROOT
 
-from disttensor.runtime.channel.registry import channel_names
-
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
-
-BACKEND = "mpi" if "mpi" in channel_names() else "tcp"
 
 
 @pytest.fixture(params=KINDS)
@@ -24,7 +20,7 @@ def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> Mpi:
 
 def test_data_parallel(mpi: Mpi) -> None:
     text = (ROOT / "examples" / "data_parallel.py").read_text()
-    done = mpi.run(text, "--backend", BACKEND, n=5)
+    done = mpi.run(text, "--backend", "mpi", n=5)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert float(re.fullmatch(r"test accuracy (.*)%", lines[5])[1]) >= 90
@@ -35,6 +31,6 @@ def test_data_parallel(mpi: Mpi) -> None:
 def test_patterns(mpi: Mpi, name: str, n: int) -> None:
     """One of mpiexec's processes is the master."""
     path = ROOT / "examples" / "patterns" / f"{name}.py"
-    done = mpi.run(path.read_text(), "--backend", BACKEND, n=n)
+    done = mpi.run(path.read_text(), "--backend", "mpi", n=n)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == told(path)
