@@ -17,6 +17,7 @@ from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.gloo import GlooChannel
+from disttensor.runtime.channel.gloo_group import GlooGroup
 from disttensor.runtime.channel.gloo_store import BoardStore, cut
 from disttensor.runtime.errors import BrokenError
 
@@ -119,6 +120,24 @@ def test_an_end_that_gives_up_does_not_keep_the_other(monkeypatch):
     channels[1].abort()
     channels[0].close()
     assert not [thread for thread in threading.enumerate() if "meet" in thread.name]
+
+
+def test_who_receives_sees_that_the_peer_hangs_up(monkeypatch):
+    """Its reader waits for gloo, which does not see every end."""
+    channels = met(2)
+    monkeypatch.setattr(channels[0]._peers[0].carrier, "carry", lambda tensor: None)
+    monkeypatch.setattr(GlooGroup, "cut", lambda group: None)
+    group = channels[0]._peers[0].carrier.group
+    receive = channels[1].irecv(torch.zeros(LARGE), -1, 1)
+    channels[0].isend(torch.zeros(LARGE), 0, 1).wait(LIMIT)
+    channels[0]._peers[0]._sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(BrokenError, match="hung up"):
+        receive.wait(LIMIT)
+    monkeypatch.undo()
+    group.cut()
+    del group
+    for channel in channels:
+        channel.close()
 
 
 def joint(n: int) -> list[GlooChannel]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -20,19 +19,16 @@ from typing import ClassVar
 import torch
 
 from ..errors import BrokenError
-from .base import Capabilities, ChannelContext
+from .base import Capabilities
 from .carrier import Carrier, Parcel, Say
 from .gloo_group import GlooGroup
-from .gloo_store import Board
+from .grouped import GroupedChannel
 from .payload import plain
-from .tcp import TcpChannel
 from .tcp_dial import split_address
 
 #: Seconds in which members connect once they are known. A pair that fails has the connection; and gloo's wait cannot be
 #: broken off where a peer is lost in the meantime.
 _CONNECT, _CONNECT_PAIR = 60.0, 3.0
-#: Seconds after a failure for news of who it was.
-_NEWS = 1.0
 #: What gloo reduces as we do; of floats, its minimum and maximum are of another opinion about NaN.
 _REDUCES = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), ("SUM", "AVG", "PRODUCT")),
@@ -46,10 +42,11 @@ _MET = b"met"
 _log = logging.getLogger("disttensor.channel")
 
 
-class GlooChannel(TcpChannel):
+class GlooChannel(GroupedChannel):
     """See above."""
 
     name: ClassVar[str] = "gloo"
+    library: ClassVar[str] = "gloo"
     capabilities: ClassVar[Capabilities] = Capabilities(
         collectives=frozenset(
             ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
@@ -61,12 +58,6 @@ class GlooChannel(TcpChannel):
         there = torch.distributed.is_available() and torch.distributed.is_gloo_available()
         return "" if there else "this torch was built without gloo"
 
-    def __init__(self, context: ChannelContext) -> None:
-        self.board = Board()
-        self.rank = context.rank
-        self._groups: dict[tuple[int, ...], GlooGroup] = {}
-        super().__init__(context)
-
     def has_collective(
         self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
     ) -> bool:
@@ -74,70 +65,26 @@ class GlooChannel(TcpChannel):
         fits = "reduce" not in kind or op in _REDUCES.get(dtype, ())
         return kind in self.capabilities.collectives and device == "cpu" and even and fits
 
-    def collective(
-        self,
-        kind: str,
-        ranks: Sequence[int],
-        me: int,
-        inputs: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-        op: str,
-        root: int,
-        number: int,
-    ) -> None:
-        ranks = tuple(ranks)
-        if not (*inputs, *outs)[0].numel():
-            return
-        try:
-            group = self._groups.get(ranks)
-            if group is None:
-                group = self._groups[ranks] = self.meet(f"ranks {ranks} {number}", ranks, _CONNECT)
-            if (lost := self.lost(ranks)) is not None:  # perhaps before there was a group to cut
-                raise lost
-            group.run(kind, inputs, outs, op, root)
-        except Exception as error:
-            self.regroup(ranks)
-            deadline = time.monotonic() + _NEWS
-            while (lost := self.lost(ranks)) is None and time.monotonic() < deadline:
-                time.sleep(0.01)  # gloo may know before the connection does that somebody is gone, but not who
-            raise lost or BrokenError(f"{kind} of ranks {list(ranks)} by gloo broke off: {error}") from error
-
-    def regroup(self, ranks: Sequence[int]) -> None:
-        """Whoever waits for us in the old group comes out, as our connections end."""
-        group = self._groups.pop(tuple(ranks), None)
-        if group is not None:
-            group.cut()
+    def _group(self, name: str, ranks: Sequence[int]) -> GlooGroup:
+        return self.meet(name, ranks, _CONNECT)
 
     def meet(self, name: str, ranks: Sequence[int], limit: float) -> GlooGroup:
         """A new group. Raises as GlooGroup does, and BrokenError for a peer that is lost."""
-        peers = [self._peer(rank, 0) for rank in ranks if rank != self.rank]
-        others = [peer.carrier for peer in peers if isinstance(peer.carrier, GlooCarrier)]
+        hosts, tell = [self._host(rank) for rank in ranks], self.teller(ranks)
+        return GlooGroup(name, hosts, list(ranks).index(self.rank), self.board, tell, partial(self.ended, ranks), limit)
 
-        def tell(key: str, value: bytes) -> None:
-            for carrier in others:
-                carrier.tell(key, value)
-
-        hosts = [self._host(rank) for rank in ranks]
-        return GlooGroup(name, hosts, list(ranks).index(self.rank), self.board, tell, partial(self.lost, ranks), limit)
+    def ended(self, ranks: Sequence[int]) -> Exception | None:
+        """As ``lost``, but sees what the readers of our connections have no time for while they wait for gloo."""
+        if (lost := self.lost(ranks)) is not None:
+            return lost
+        for rank in ranks:
+            if rank != self.rank and (peer := self._peers.get(rank)) is not None and peer.hung_up():
+                return BrokenError(peer.lost(EOFError("it hung up")), rank)
+        return None
 
     def _host(self, rank: int) -> str:
         """Its IP address."""
         return split_address(self.address() if rank == self.rank else self._peer(rank, 0).info.address)[0]
-
-    def lost(self, ranks: Sequence[int]) -> BrokenError | None:
-        """For a rank with which the connection is over."""
-        for rank in ranks:
-            peer = self._peers.get(rank)
-            if peer is not None and peer.failure is not None:
-                return BrokenError(peer.failure[1], rank)
-        return None
-
-    def over(self, rank: int) -> None:
-        """The connection with a peer is."""
-        self.board.wake()
-        for ranks, group in list(self._groups.items()):
-            if rank in ranks:
-                group.cut()
 
     def _carrier(self, peer: int) -> partial[GlooCarrier]:
         return partial(GlooCarrier, self, peer)
@@ -150,12 +97,11 @@ class GlooChannel(TcpChannel):
         super()._end(join)
         for carrier in self._carriers():
             carrier.join(join)
-        self._groups.clear()
 
     def _disown(self) -> None:
         """Gloo's threads are not in the child: to destroy what they belong to would wait for them."""
         for group in [*self._groups.values(), *(carrier.group for carrier in self._carriers())]:
-            if group is not None:
+            if isinstance(group, GlooGroup):
                 group.leave_alone()
         super()._disown()
 
@@ -227,8 +173,8 @@ class GlooCarrier(Carrier):
         try:
             group = self._channel.meet(self._name, self.pair, _CONNECT_PAIR)
         except Exception as error:
-            if not self._closed and self._channel.lost([self._peer]) is None:
-                _log.warning("large tensors take the connection with rank %s, not gloo: %s", self._peer, error)
+            if not self._closed and self._channel.ended([self._peer]) is None:
+                _log.warning("large tensors take the connection with rank %s, not gloo: %s", self._peer, str(error))
             return
         with self._lock:
             if not self._closed:

@@ -8,18 +8,22 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d
 
-from .gloo_store import Board, BoardStore, addresses_in, cut
+from .gloo_store import BoardStore, addresses_in, cut
+from .grouped import Board
 
 c10d: Any = torch.distributed.distributed_c10d  # half of it is not in torch's stubs
 
-#: For gloo's own patience. Whoever waits for a peer that computes for long waits for long; one that is lost is cut off.
-_FOREVER = timedelta(days=7)
+#: For gloo's own patience. Whoever waits for a peer that computes for long waits for long.
+_PATIENCE = timedelta(minutes=30)
+#: How often who waits looks whether it is over, seconds.
+_GLANCE = 0.1
 
 #: How often gloo tries to connect, each time for all of its timeout, even to where nobody listens any more.
 _TRIES = 5
@@ -48,7 +52,7 @@ class GlooGroup:
         self.size, self.me = len(hosts), me
         self._ours: set[tuple[str, int]] = set()  #: where we listen
         self._theirs: set[tuple[str, int]] = set()
-        self._cut = False
+        self._cut, self._over = False, over
         self._lock = threading.RLock()
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=hosts[me])]
@@ -73,30 +77,76 @@ class GlooGroup:
         """In a forked child: it is never destroyed."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    # The calls below block, and raise RuntimeError of gloo's when a connection ended.
+    # The calls below block, and raise RuntimeError of gloo's when a connection ended, and what ``over`` gives.
 
     def send(self, payload: torch.Tensor, to: int) -> None:
-        self._group.send([payload], to, 0).wait(_FOREVER)
+        """Returns when it is there, so that who closes afterwards cuts nothing off."""
+
+        def call() -> None:
+            self._group.send([payload], to, 0).wait(_PATIENCE)
+            self._group.recv([torch.empty(1)], to, 1).wait(_PATIENCE)
+
+        self._apart(call)
 
     def recv(self, payload: torch.Tensor, source: int) -> None:
-        self._group.recv([payload], source, 0).wait(_FOREVER)
+        def call() -> None:
+            self._group.recv([payload], source, 0).wait(_PATIENCE)
+            with suppress(RuntimeError):  # the peer may be gone by now
+                self._group.send([torch.zeros(1)], source, 1).wait(_PATIENCE)
+
+        self._apart(call)
+
+    def _apart(self, call: Callable[[], None]) -> None:
+        """Does it in another thread, which is left alone if it does not come back."""
+        done, errors = threading.Event(), list[Exception]()
+
+        def thread() -> None:
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=thread, name="disttensor-gloo", daemon=True).start()
+        self._until(done)
+        if errors:
+            raise errors[0]
+
+    def _wait(self, work: Any) -> None:
+        """For a collective."""
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        self._until(done)
+        work.wait()
+
+    def _until(self, done: threading.Event) -> None:
+        """Gloo misses the end of a connection in the middle of a message."""
+        while not done.wait(_GLANCE):
+            if (error := self._over()) is not None:
+                if done.wait(_GLANCE):  # who hangs up may have given us all before
+                    return
+                self.cut()
+                if not done.wait(_GLANCE):  # to destroy the group would be to wait for what is in it
+                    last, self._group = [self._group], None
+                    threading.Thread(target=last.clear, name="disttensor-gloo", daemon=True).start()
+                raise error
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
         """As ``DataChannel.collective``, of tensors of one length that is not 0."""
-        group = self._group
         if kind == "all_reduce":
             outs[0].copy_(inputs[0])
-            group.allreduce([outs[0]], _with(c10d.AllreduceOptions(), reduceOp=_reduction(op))).wait()
+            self._wait(self._group.allreduce([outs[0]], _with(c10d.AllreduceOptions(), reduceOp=_reduction(op))))
             self._average(op, outs[0])
         elif kind == "reduce":
             total = outs[0].copy_(inputs[0]) if outs else inputs[0].clone()
-            group.reduce([total], _with(c10d.ReduceOptions(), reduceOp=_reduction(op), rootRank=root)).wait()
+            self._wait(self._group.reduce([total], _with(c10d.ReduceOptions(), reduceOp=_reduction(op), rootRank=root)))
             if outs:
                 self._average(op, total)
         elif kind == "reduce_scatter":
             result = torch.empty_like(outs[0])  # the output may be one of the inputs
             options = _with(c10d.ReduceScatterOptions(), reduceOp=_reduction(op))
-            group.reduce_scatter([result], [list(inputs)], options).wait()
+            self._wait(self._group.reduce_scatter([result], [list(inputs)], options))
             self._average(op, result)
             outs[0].copy_(result)
         else:
@@ -104,23 +154,24 @@ class GlooGroup:
 
     def _move(self, kind: str, inputs: list[torch.Tensor], outs: list[torch.Tensor], root: int) -> None:
         """Bytes: gloo does not know all dtypes."""
-        group = self._group
         if kind == "broadcast":
-            group.broadcast((inputs or outs)[:1], _with(c10d.BroadcastOptions(), rootRank=root)).wait()
+            self._wait(self._group.broadcast((inputs or outs)[:1], _with(c10d.BroadcastOptions(), rootRank=root)))
         elif kind == "all_gather":
             given = inputs[0].clone()
-            group.allgather([outs], [given], _with(c10d.AllgatherOptions())).wait()
+            self._wait(self._group.allgather([outs], [given], _with(c10d.AllgatherOptions())))
         elif kind == "gather":
             given = inputs[0].clone()
-            group.gather([outs] if outs else [], [given], _with(c10d.GatherOptions(), rootRank=root)).wait()
+            self._wait(self._group.gather([outs] if outs else [], [given], _with(c10d.GatherOptions(), rootRank=root)))
         elif kind == "scatter":
             result = torch.empty_like(outs[0])
-            group.scatter([result], [inputs] if inputs else [], _with(c10d.ScatterOptions(), rootRank=root)).wait()
+            self._wait(
+                self._group.scatter([result], [inputs] if inputs else [], _with(c10d.ScatterOptions(), rootRank=root))
+            )
             outs[0].copy_(result)
         elif kind == "all_to_all":
             given = torch.cat(inputs)
             result, sizes = torch.empty_like(given), [x.numel() for x in inputs]
-            group.alltoall_base(result, given, sizes, sizes, _with(c10d.AllToAllOptions())).wait()
+            self._wait(self._group.alltoall_base(result, given, sizes, sizes, _with(c10d.AllToAllOptions())))
             for out, part in zip(outs, result.split(sizes), strict=True):
                 out.copy_(part)
         else:
@@ -132,7 +183,7 @@ class GlooGroup:
 
 
 def _with(options: Any, **fields: Any) -> Any:
-    options.timeout = _FOREVER
+    options.timeout = _PATIENCE
     for name, value in fields.items():
         setattr(options, name, value)
     return options

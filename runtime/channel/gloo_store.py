@@ -10,46 +10,13 @@ import os
 import re
 import socket
 import stat
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-
-class Board:
-    """What a channel's peers have told it, by key."""
-
-    def __init__(self) -> None:
-        # Re-entrant: the collector may run a finalizer that aborts the channel, which calls ``wake``.
-        self._changed = threading.Condition(threading.RLock())
-        self._values: dict[str, bytes] = {}
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, over: Callable[[], Exception | None]) -> bytes:
-        """Waits for it. Raises what ``over`` gives, which is asked again after each ``wake``."""
-        with self._changed:
-            while key not in self._values:
-                error = over()
-                if error is not None:
-                    raise error
-                self._changed.wait()
-            return self._values[key]
-
-    def wake(self) -> None:
-        """Has those who wait ask whether it is over."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def clear(self, prefix: str) -> None:
-        with self._changed:
-            for key in [key for key in self._values if key.startswith(prefix)]:
-                del self._values[key]
+from .grouped import Board
 
 
 class BoardStore(Store):

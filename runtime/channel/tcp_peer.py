@@ -20,6 +20,7 @@ down; a transfer whose memory a thread is using at that moment is failed by that
 from __future__ import annotations
 
 import math
+import select
 import socket
 import threading
 import time
@@ -199,6 +200,15 @@ class TcpPeer:
             ticket.fail(kind, why)
         if self.carrier is not None and self.failure is not None:
             self.carrier.fail(self.failure[1])
+
+    def hung_up(self) -> bool:
+        """Whether the peer has ended the connection, even if not all was read."""
+        poll = select.poll()
+        with self.lock:
+            if self._sock is None or self._sock.fileno() < 0:
+                return False
+            poll.register(self._sock, select.POLLRDHUP)
+            return bool(poll.poll(0))
 
     def lost(self, error: Exception) -> str:
         """Words for a connection that ended by ``error``."""
