@@ -19,6 +19,7 @@ def test_channels_side_by_side(backend):
     with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):
         dt.channels.select("*", "tcp", min_bytes=256)
         dt.channels.select(["all_reduce", "send", "download"], "shm", min_bytes=64)
+        dt.channels.select(["broadcast", "all_gather"], "gloo", min_bytes=128)
         dt.channels.select("upload", "auto", max_bytes=128)
         for seed in range(300, 312):
             programs.run(seed)
