@@ -96,7 +96,7 @@ class GlooGroup:
 
         self._apart(call)
 
-    def _apart(self, call: Callable[[], None]) -> None:
+    def _apart(self, call: Callable[[], object]) -> None:
         """Does it in another thread, which is left alone if it does not come back."""
         done, errors = threading.Event(), list[Exception]()
 
@@ -114,11 +114,9 @@ class GlooGroup:
             raise errors[0]
 
     def _wait(self, work: Any) -> None:
-        """For a collective."""
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        self._until(done)
-        work.wait()
+        """For a collective. (Not all of them have a future, and none says when it is completed before it is waited
+        for.)"""
+        self._apart(work.wait)
 
     def _until(self, done: threading.Event) -> None:
         """Gloo misses the end of a connection in the middle of a message."""
