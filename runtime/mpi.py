@@ -22,6 +22,8 @@ from .errors import StartError
 #: What mpiexec tells its processes: MPICH and its relatives, Open MPI.
 _RANK_AND_SIZE = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 
+#: Seconds for which waiting is busy even for those who may take their time.
+_SPIN = 1e-4
 #: The longest pause between two looks at a request (seconds).
 _PAUSE = 0.002
 
@@ -66,7 +68,7 @@ class World:
 
         Raises what ``check`` does, which is called while there is nothing to do; the request is given up then.
         """
-        pause = 0.0
+        pause, patience = 0.0, time.perf_counter() + _SPIN
         while not request.Test():
             try:
                 check()
@@ -74,7 +76,7 @@ class World:
                 self.abandoned.append((request, memory))
                 raise
             time.sleep(pause)
-            if not busy:
+            if not busy and time.perf_counter() > patience:
                 pause = min(pause + _PAUSE / 100, _PAUSE)
 
     def near(self, rank: int) -> bool:

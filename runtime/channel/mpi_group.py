@@ -1,6 +1,7 @@
 """The collectives of one set of ranks, done by MPI.
 
-A barrier that may take its time comes first: from there on all are at it, and waiting is busy while data moves.
+Before large ones comes a barrier that may take its time: from there on all are at it, and waiting is busy while data
+moves.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ REDUCES: dict[torch.dtype, tuple[str, ...]] = {
 #: By the size of an element, for what is only moved: a count of MPI's is an int, so bytes would not go far.
 _WORDS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
 
+#: Bytes up to which no barrier comes first, where all ranks have as many.
+_SMALL = 64 << 10
+_SAME_LENGTHS = frozenset(("all_reduce", "reduce", "broadcast"))
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -51,6 +56,7 @@ class MpiGroup:
     def __init__(self, world: World, ranks: Sequence[int], me: int, number: int, check: Callable[[], None]) -> None:
         self.check = check
         self._world = world
+        self._busy = False  #: all are at it
         places = [rank + 1 for rank in ranks]
         self._meet(places, me, number)
         members = world.data.Get_group().Incl(places)
@@ -58,7 +64,10 @@ class MpiGroup:
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
         """As ``DataChannel.collective``."""
-        self._wait(self._comm.Ibarrier(), busy=False)
+        self._busy = False
+        if kind not in _SAME_LENGTHS or (*inputs, *outs)[0].nbytes > _SMALL:
+            self._wait(self._comm.Ibarrier())
+            self._busy = True
         if kind != "barrier":
             getattr(self, f"_{kind}")(inputs, outs, getattr(self._world.mpi, _OPS[op]), root)
         if op == "AVG" and outs and "reduce" in kind:
@@ -79,8 +88,8 @@ class MpiGroup:
                 self._world.finish(request, (word, answer), self.check, busy=False)
             distance *= 2
 
-    def _wait(self, request: Any, *memory: object, busy: bool = True) -> None:
-        self._world.finish(request, memory, self.check, busy)
+    def _wait(self, request: Any, *memory: object) -> None:
+        self._world.finish(request, memory, self.check, self._busy)
 
     def _all_reduce(self, inputs: Tensors, outs: Tensors, op: Any, root: int) -> None:
         outs[0].copy_(inputs[0])
