@@ -12,6 +12,7 @@ CPU's memory.
 from __future__ import annotations
 
 import json
+import secrets
 import struct
 import threading
 from base64 import b64decode, b64encode
@@ -28,6 +29,8 @@ from .sharing import Sharing
 _PAYLOAD = struct.Struct("<IIQQ")
 #: What one says to the other: here is a buffer.
 _OFFER = b"+"
+#: Bytes of what a buffer holds when it is offered.
+_SIGN = 16
 #: Bytes of all buffers of a pair in one direction.
 MOST = 1 << 30
 
@@ -69,7 +72,10 @@ class _Buffer:
         self.page = Segment(1)
 
     def offer(self) -> bytes:
-        return _OFFER + self.page.describe() + export(self.memory)
+        sign = secrets.token_bytes(_SIGN)  # the peer has to find it there
+        self.memory[:_SIGN] = torch.tensor(list(sign), dtype=torch.uint8)
+        finish(self.memory.device)
+        return _OFFER + self.page.describe() + sign + export(self.memory)
 
     def mapped(self) -> bool:
         self.page.forget_descriptor()  # if it is
@@ -135,7 +141,10 @@ class CudaSharing(Sharing):
         for id in [id for id, (mapping, _) in self._theirs.items() if mapping.map[0] == RETIRED]:
             del self._theirs[id]
         try:
-            memory = imported(word[1 + DESCRIPTOR :])
+            sign, exported = word[1 + DESCRIPTOR :][:_SIGN], word[1 + DESCRIPTOR + _SIGN :]
+            memory = imported(exported)
+            if bytes(memory[:_SIGN].tolist()) != sign:
+                return
             mapping = Mapping.of(word[1 : 1 + DESCRIPTOR], 1)  # the other sees that it is mapped
         except (OSError, RuntimeError, ValueError):  # no answer means no
             return

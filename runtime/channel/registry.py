@@ -21,6 +21,7 @@ _BUILTIN = {
     "gloo": ".gloo:GlooChannel",
     "inproc": ".inproc:InprocChannel",
     "mpi": ".mpi:MpiChannel",
+    "nccl": ".nccl:NcclChannel",
     "null": ".null:NullChannel",
     "shm": ".shm:ShmChannel",
     "tcp": ".tcp:TcpChannel",

@@ -8,11 +8,13 @@ of it does. CUDA tensors go between nodes by buffers on their devices (``cuda_ip
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 
 from .base import MASTER, Arrival, Capabilities
+from .carrier import Say
 from .cuda_ipc import CudaSharing
 from .sharing import Sharing
 from .tcp import TcpChannel
@@ -32,6 +34,6 @@ class ShmChannel(TcpChannel):
         ticket = self._peer(peer, transfer).arrive(shape, dtype, transfer)
         return Arrival(ticket, lambda: ticket.tensor)
 
-    def _carrier(self, peer: int) -> type[Sharing]:
+    def _carrier(self, peer: int) -> Callable[[Say], Sharing]:
         # What the master sends and gets is on the CPU, and it should not open a device for it.
         return Sharing if MASTER in (peer, self._context.rank) else CudaSharing

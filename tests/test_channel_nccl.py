@@ -1,0 +1,224 @@
+"""The nccl channel. There is no GPU in most places: a library of threads, over CPU tensors, stands for NCCL."""
+
+from __future__ import annotations
+
+import threading
+from functools import reduce
+
+import channel_kit
+import pytest
+import torch
+from native_channel import _all_parts
+
+import disttensor as dt
+from disttensor.runtime.channel import nccl
+from disttensor.runtime.channel.check_kit import LIMIT
+from disttensor.runtime.channel.nccl import NcclChannel
+from disttensor.runtime.channel.nccl_library import Communicator
+from disttensor.runtime.collective.reduction import ReduceOp, kernel
+from disttensor.runtime.errors import BrokenError
+
+N = 3
+
+
+#: What each rank gave, by communicator and number of the call.
+meetings: dict[bytes, dict[int, dict[int, tuple]]] = {}
+lock = threading.Lock()
+
+
+class Stand(Communicator):
+    """As the real one, to the caller."""
+
+    def __init__(self, device, size, id, me):
+        self.device, self.size, self.me = torch.device("cpu"), size, me
+        self._calls, self._number = meetings.setdefault(id, {}), 0
+        self._gone = False
+
+    @staticmethod
+    def unique_id():
+        return len(meetings).to_bytes(128, "little")
+
+    def ready(self):
+        return True
+
+    def abort(self):
+        self._gone = True
+
+    def mark(self):
+        number, calls = self._number, self._calls
+        return lambda: all(len(calls[k]) == self.size and calls[k][0][0] == "done" for k in range(number))
+
+    def _give(self, *what):
+        assert not self._gone
+        with lock:
+            call = self._calls.setdefault(self._number, {})
+            call[self.me] = what
+            if len(call) == self.size:
+                parts = [call[i] for i in range(self.size)]
+                assert len({part[0] for part in parts}) == 1, "ranks disagree"
+                getattr(self, f"do_{what[0]}")([part[1:] for part in parts])
+                call[0] = ("done",)
+        self._number += 1
+
+    def all_reduce(self, *what):
+        self._give("all_reduce", *what)
+
+    def reduce(self, *what):
+        self._give("reduce", *what)
+
+    def broadcast(self, *what):
+        self._give("broadcast", *what)
+
+    def all_gather(self, *what):
+        self._give("all_gather", *what)
+
+    def reduce_scatter(self, *what):
+        self._give("reduce_scatter", *what)
+
+    def exchange(self, *what):
+        self._give("exchange", *what)
+
+    @staticmethod
+    def total(parts):
+        op = ReduceOp[parts[0][2]]
+        made = reduce(kernel(op), [part[0].clone() for part in parts])
+        return made / len(parts) if op is ReduceOp.AVG else made
+
+    def do_all_reduce(self, parts):
+        total = self.total(parts)
+        for part in parts:
+            part[1].copy_(total)
+
+    def do_reduce(self, parts):
+        parts[parts[0][3]][1].copy_(self.total(parts))
+
+    def do_broadcast(self, parts):
+        for part in parts:
+            part[1].copy_(parts[part[2]][0])
+
+    def do_all_gather(self, parts):
+        for part in parts:
+            part[1].copy_(torch.cat([other[0] for other in parts]))
+
+    def do_reduce_scatter(self, parts):
+        for part, piece in zip(parts, self.total(parts).chunk(len(parts)), strict=True):
+            part[1].copy_(piece)
+
+    def do_exchange(self, parts):
+        for me, (_, receives) in enumerate(parts):
+            for tensor, source in receives:
+                tensor.copy_(next(sent for sent, to in parts[source][0] if to == me))
+
+
+@pytest.fixture
+def channels(monkeypatch):
+    monkeypatch.setattr(NcclChannel, "communicator", Stand)
+    monkeypatch.setattr(nccl, "_default", lambda: torch.device("cpu"))
+    meetings.clear()
+    made = channel_kit.connected(NcclChannel, range(N))
+    yield made
+    for channel in made:
+        channel.close()
+
+
+def together(channels, call, ranks=range(N)):
+    outcomes = {}
+
+    def rank(me):
+        try:
+            outcomes[me] = call(channels[me])
+        except Exception as error:
+            outcomes[me] = error
+
+    threads = [threading.Thread(target=rank, args=(me,)) for me in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive(), "a rank hangs"
+    return outcomes
+
+
+#: kind -> inputs and outs, at the root and elsewhere
+FORMS = {
+    "all_reduce": ((1, 1), (1, 1)), "reduce": ((1, 1), (1, 0)), "broadcast": ((1, 0), (0, 1)),
+    "all_gather": ((1, N), (1, N)), "gather": ((1, N), (1, 0)), "scatter": ((N, 1), (0, 1)),
+    "reduce_scatter": ((N, 1), (N, 1)), "all_to_all": ((N, N), (N, N)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_collective(channels, kind, op):
+    for number in range(2):
+
+        def form(me):
+            given, wanted = FORMS[kind][me != 1]
+            numbers = torch.Generator().manual_seed(me)
+            return [torch.randn(5, generator=numbers) for _ in range(given)], [torch.zeros(5) for _ in range(wanted)]
+
+        parts, expected = [form(me) for me in range(N)], [form(me) for me in range(N)]
+        _all_parts(kind, expected, ReduceOp[op], 1)
+
+        def call(channel, parts=parts, number=number):
+            channel.collective(kind, range(N), channel.rank, *parts[channel.rank], op, 1, number)
+
+        assert together(channels, call) == dict.fromkeys(range(N))
+        for (inputs, outs), (same, wanted) in zip(parts, expected, strict=True):
+            torch.testing.assert_close(outs, wanted)
+            assert all(map(torch.equal, inputs, same)), "inputs stay"
+    assert len(meetings) == 1, "one communicator"
+
+
+def all_reduce(ranks, number):
+    def call(channel):
+        x = torch.ones(5)
+        channel.collective("all_reduce", ranks, ranks.index(channel.rank), [x], [x], "SUM", 0, number)
+        return x[0].item()
+
+    return call
+
+
+def test_a_rank_that_is_lost_breaks_the_others_who_go_on(channels):
+    together(channels, all_reduce([0, 1, 2], 1))
+    timer = threading.Timer(0.1, lambda: [channel.forget(2, "stopped") for channel in channels[:2]])
+    timer.start()
+    outcomes = together(channels, all_reduce([0, 1, 2], 2), [0, 1])
+    timer.join()
+    for error in outcomes.values():
+        assert isinstance(error, BrokenError)
+        assert error.rank == 2
+        assert "stopped" in str(error)
+    assert together(channels, all_reduce([1, 0], 3), [0, 1]) == {0: 2, 1: 2}
+
+
+def test_a_communicator_that_never_comes_to_be(channels):
+    """A rank is lost before it has told what the others need."""
+    timer = threading.Timer(0.1, lambda: [channel.forget(0, "stopped") for channel in channels[1:]])
+    timer.start()
+    outcomes = together(channels, all_reduce([0, 1, 2], 1), [1, 2])
+    timer.join()
+    assert all(isinstance(error, BrokenError) and error.rank == 0 for error in outcomes.values())
+
+
+def test_what_it_is_for():
+    has = NcclChannel.has_collective
+    channel = channel_kit.connected(NcclChannel, [0])[0]
+    assert has(channel, "all_reduce", dtype=torch.float32, device="cuda")
+    assert not has(channel, "all_reduce", dtype=torch.float32, device="cpu")
+    assert not has(channel, "all_reduce", dtype=torch.float32, op="MAX", device="cuda")
+    assert has(channel, "broadcast", dtype=torch.int16, device="cuda")
+    channel.close()
+    if not torch.cuda.is_available():
+        with dt.init_master_worker(nodes=2, launcher="inproc"):
+            assert not dt.channels.available()["all_reduce", "cuda", "nccl"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_between_two_gpus():
+    with dt.init_master_worker(nodes=2, backend="nccl"):
+        local = [torch.randn(1 << 20) for _ in range(2)]
+        xs = [x.to(dt.device(k, f"cuda:{k}")) for k, x in enumerate(local)]
+        dt.all_reduce(xs, algorithm="native")
+        for x in xs:
+            torch.testing.assert_close(x.cpu(), sum(local))
