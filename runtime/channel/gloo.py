@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -66,17 +66,15 @@ class GlooChannel(GroupedChannel):
         return kind in self.capabilities.collectives and device == "cpu" and even and fits
 
     def _group(self, name: str, ranks: Sequence[int]) -> GlooGroup:
-        return self.meet(name, ranks, _CONNECT)
+        return self.meet(name, ranks, lambda: self.given_up(ranks) or self.hung_up(ranks), _CONNECT)
 
-    def meet(self, name: str, ranks: Sequence[int], limit: float) -> GlooGroup:
-        """A new group. Raises as GlooGroup does, and BrokenError for a peer that is lost."""
+    def meet(self, name: str, ranks: Sequence[int], over: Callable[[], BrokenError | None], limit: float) -> GlooGroup:
+        """A new group. Raises as GlooGroup does."""
         hosts, tell = [self._host(rank) for rank in ranks], self.teller(ranks)
-        return GlooGroup(name, hosts, list(ranks).index(self.rank), self.board, tell, partial(self.ended, ranks), limit)
+        return GlooGroup(name, hosts, list(ranks).index(self.rank), self.board, tell, over, limit)
 
-    def ended(self, ranks: Sequence[int]) -> Exception | None:
-        """As ``lost``, but sees what the readers of our connections have no time for while they wait for gloo."""
-        if (lost := self.lost(ranks)) is not None:
-            return lost
+    def hung_up(self, ranks: Sequence[int]) -> BrokenError | None:
+        """As ``lost``, for what the readers of our connections have no time to see while they wait for gloo."""
         for rank in ranks:
             if rank != self.rank and (peer := self._peers.get(rank)) is not None and peer.hung_up():
                 return BrokenError(peer.lost(EOFError("it hung up")), rank)
@@ -169,11 +167,14 @@ class GlooCarrier(Carrier):
                 self._meeting = threading.Thread(target=self._meet, name=name, daemon=True)
                 self._meeting.start()
 
+    def _over(self) -> BrokenError | None:
+        return self._channel.lost([self._peer]) or self._channel.hung_up([self._peer])
+
     def _meet(self) -> None:
         try:
-            group = self._channel.meet(self._name, self.pair, _CONNECT_PAIR)
+            group = self._channel.meet(self._name, self.pair, self._over, _CONNECT_PAIR)
         except Exception as error:
-            if not self._closed and self._channel.ended([self._peer]) is None:
+            if not self._closed and self._over() is None:
                 _log.warning("large tensors take the connection with rank %s, not gloo: %s", self._peer, str(error))
             return
         with self._lock:

@@ -65,6 +65,9 @@ class Board:
                 self._changed.wait()
             return self._values[key]
 
+    def has(self, key: str) -> bool:
+        return key in self._values
+
     def wake(self) -> None:
         """Has those who wait ask whether it is over."""
         with self._changed:
@@ -85,6 +88,7 @@ class GroupedChannel(TcpChannel):
         self.board = Board()
         self.rank = context.rank
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._broke = ""  #: what others say if they give up the collective that we are in
         super().__init__(context)
 
     @abstractmethod
@@ -105,6 +109,7 @@ class GroupedChannel(TcpChannel):
         ranks = tuple(ranks)
         if not (*inputs, *outs)[0].numel():
             return
+        self._broke = f"broke {ranks} {number}"
         try:
             group = self._groups.get(ranks)
             if group is None:
@@ -114,10 +119,13 @@ class GroupedChannel(TcpChannel):
             group.run(kind, inputs, outs, op, root)
         except Exception as error:
             self.regroup(ranks)
+            self.teller(ranks)(self._broke, b"")  # a library may not see that a connection ends
             deadline = time.monotonic() + _NEWS
             while (lost := self.lost(ranks)) is None and time.monotonic() < deadline:
                 time.sleep(0.01)  # the library may know before the connection that somebody is gone, but not who
             raise lost or BrokenError(f"{kind} of ranks {list(ranks)} by {self.library} broke off: {error}") from error
+        finally:
+            self.board.clear(self._broke)
 
     def regroup(self, ranks: Sequence[int]) -> None:
         """Whoever waits for us in the old group comes out, as our connections end."""
@@ -144,6 +152,12 @@ class GroupedChannel(TcpChannel):
             if peer is not None and peer.failure is not None:
                 return BrokenError(peer.failure[1], rank)
         return None
+
+    def given_up(self, ranks: Sequence[int]) -> BrokenError | None:
+        """As ``lost``; or one of the others has said that it gives up the collective that we are in."""
+        if (lost := self.lost(ranks)) is None and self.board.has(self._broke):
+            return BrokenError("another rank gave it up")
+        return lost
 
     def over(self, rank: int) -> None:
         """The connection with a peer is."""

@@ -70,9 +70,9 @@ class NcclChannel(GroupedChannel, AutoChannel):
             id = self.communicator.unique_id()
             tell(f"{name};", id)
         else:
-            id = self.board.get(f"{name};", partial(self.lost, ranks))
+            id = self.board.get(f"{name};", partial(self.given_up, ranks))
         self.board.clear(f"{name};")
-        return NcclGroup(partial(self.communicator, size=len(ranks), id=id, me=me), partial(self.lost, ranks))
+        return NcclGroup(partial(self.communicator, size=len(ranks), id=id, me=me), partial(self.given_up, ranks))
 
     def _carrier(self, peer: int) -> Callable[[Say], NcclSharing]:
         return partial(NcclSharing, self, peer)
