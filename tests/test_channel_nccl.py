@@ -12,6 +12,7 @@ from native_channel import _all_parts
 
 import disttensor as dt
 from disttensor.runtime.channel import nccl
+from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
 from disttensor.runtime.channel.nccl import NcclChannel
 from disttensor.runtime.channel.nccl_library import Communicator
@@ -222,3 +223,7 @@ def test_between_two_gpus():
         dt.all_reduce(xs, algorithm="native")
         for x in xs:
             torch.testing.assert_close(x.cpu(), sum(local))
+
+
+def test_transfers():
+    check_data_channel(lambda n: channel_kit.connected(NcclChannel, range(-1, n - 1)))
