@@ -166,12 +166,15 @@ def test_too_few_descriptors() -> None:
     launcher.stop(0)
 
 
-def test_server_killed(launch: Launch) -> None:
+def test_server_killed(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
     launcher, pids = launch("serve", "stubborn")
+    out, _ = lines_of(capfd, 3)
     os.kill(launcher._server_pid, signal.SIGKILL)
     with pytest.raises(StartError, match=r"fork server \(pid \d+\) has ended.*killed by SIGKILL"):
         collect(launcher, 1)
     assert gone(pids, 2)
+    for child in map(int, out[1].split()[3:]):  # of a node's, which only the server could have found
+        os.kill(child, signal.SIGKILL)
 
 
 def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -336,20 +339,25 @@ def test_master_killed_while_the_server_imports(tmp_path: Path) -> None:
 
 def test_reader_that_stalls() -> None:
     with master("stub_workers", "flood", "flood") as process:
-        pids = told(process, "pids")["pids"]
+        found = told(process, "pids", "forked")
         process.kill()  # nobody has read: the pipe is full and nodes and server have much to say
-        assert gone(pids, 2)
+        assert gone(found["pids"], 2)
+        os.kill(found["forked"][0], signal.SIGKILL)
 
 
 def test_all_output_arrives_whole() -> None:
     with master("stub_workers", "flood", "flood") as process:
         assert process.stdout is not None
         seen: dict[str, list[str]] = {"[node 0]": [], "[node 1]": []}
-        while sum(map(len, seen.values())) < 80_000:
+        child = 0
+        while sum(map(len, seen.values())) < 80_000 or not child:
             line = process.stdout.readline()
+            if line.startswith("forked"):
+                child = int(line.split()[1])
             if line.startswith("[node"):
                 seen[line[:8]].append(line[9:15])
                 assert line.endswith(" " + "x" * 40 + "\n")
+        os.kill(child, signal.SIGKILL)
     assert all(numbers == [f"{i:06}" for i in range(40_000)] for numbers in seen.values())
 
 
