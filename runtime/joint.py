@@ -31,8 +31,11 @@ Tensors = list[torch.Tensor]
 
 def _run(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> None:
     """Raises what ``Wire.end`` does, ProtocolError."""
+    if not command.shares:
+        _run_one_each(command, wire, inputs, outs)
+        return
     between = partial(_run_one_each, command, wire)
-    match command.kind if command.shares else "":
+    match command.kind:
         case "all_reduce" | "reduce":
             shares.reduced(wire, ReduceOp(command.op), inputs, outs, sum(command.shares), between)
         case "broadcast":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import time
 from contextlib import suppress
 
 import pytest
@@ -162,6 +164,21 @@ def test_a_rank_that_is_lost_ends_the_waiting_of_the_others(ranks):
             assert "2" in str(outcome)
     for x in ranks.results(_summed, members=[0, 1]):
         assert x.tolist() == [3.0] * 4
+
+
+@pytest.mark.skipif(not board._FUTEX, reason="sleeps are short there")
+def test_who_waits_for_long_sleeps_until_it_is_woken(ranks, monkeypatch):
+    ranks.results(_summed)
+    monkeypatch.setattr(board, "_nap", (ctypes.c_long * 2)(1000, 0))
+    late = made_boards(ranks)[2]
+
+    def call(wire):
+        if wire.me == 2:
+            while not late._sides[2].words[board._SLEEPER]:
+                time.sleep(1e-3)
+        return _summed(wire)
+
+    assert all(x.tolist() == [6.0] * 4 for x in ranks.results(call))
 
 
 def test_between_processes_and_when_one_dies():

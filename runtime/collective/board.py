@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import time
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
@@ -29,16 +30,22 @@ SLOT = 32 << 10
 MOST = 64
 _SIZE = 4096 + 2 * SLOT
 
-#: How often a rank looks before it lets another thread run, and before it begins to sleep between looks.
-_LOOKS, _YIELDS = 100, 200
-_SLEEP, _LONGEST = 20e-6, 1e-3  #: seconds, longer each time
+#: How often a rank looks before it lets another thread run, and before it sleeps until it is woken.
+_LOOKS, _YIELDS = 100, 50
+#: Seconds after which a rank that sleeps looks whether another one is lost.
+_NAP = 0.01
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  #: number of the system call
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
+_syscall = ctypes.CDLL(None).syscall
+_nap = (ctypes.c_long * 2)(0, int(_NAP * 1e9))
 
 #: An uncontended lock is the one memory fence that Python has. (x86 needs none.)
 _fence = allocate_lock()
 
-#: Words of a board's first page: the last operation that was written, then of each slot whether there is trouble, and
-#: its rank and number.
-_SEQ, _TROUBLE = 0, (8, 16)
+#: Words of a board's first page: the last operation that was written, whether somebody sleeps until the next one, then
+#: of each slot whether there is trouble, and its rank and number.
+_SEQ, _SLEEPER, _TROUBLE = 0, 1, (8, 16)
 _WORDS = 32
 
 
@@ -48,8 +55,25 @@ class _Side:
     def __init__(self, memory: ctypes.Array[ctypes.c_ubyte]) -> None:
         self.words = (ctypes.c_uint64 * _WORDS).from_buffer(memory, HEAD)
         self.seq = ctypes.c_uint64.from_buffer(memory, HEAD + 8 * _SEQ)
+        self._address = ctypes.c_void_p(ctypes.addressof(self.seq))
         self._memory = memory
         self._slots: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
+
+    def wake(self) -> None:
+        """Ends the sleep of those who wait for a number that is there now."""
+        if self.words[_SLEEPER]:
+            self.words[_SLEEPER] = 0
+            _syscall(_FUTEX, self._address, _WAKE, _ALL, None, None, 0)
+
+    def sleep(self, seen: int) -> None:
+        """Until another number than ``seen`` is there, or for a moment."""
+        if not _FUTEX:
+            time.sleep(1e-4)
+            return
+        self.words[_SLEEPER] = 1
+        with _fence:
+            pass
+        _syscall(_FUTEX, self._address, _WAIT, ctypes.c_uint32(seen), _nap, None, 0)
 
     def slot(self, which: int, like: torch.Tensor) -> torch.Tensor:
         key = which, like.dtype, like.numel()
@@ -91,8 +115,10 @@ class Board:
             own.words[at + 1], own.words[at + 2] = trouble[0] + 1, trouble[1]
         with _fence:
             own.seq.value = count
+        with _fence:
+            own.wake()
         for i, side in enumerate(self._sides):
-            if side.seq.value < count and not self._await(side.seq, count, wire, i):
+            if side.seq.value < count and not self._await(side, count, wire, i):
                 break
         with _fence:
             for side in self._sides:
@@ -101,8 +127,9 @@ class Board:
         wire.channel.tally(0 if given is None else given.nbytes, gets, start)
         return lambda i, like: self._sides[i].slot(which, like)
 
-    def _await(self, seq: ctypes.c_uint64, count: int, wire: Wire, source: int) -> bool:
+    def _await(self, side: _Side, count: int, wire: Wire, source: int) -> bool:
         """False if that rank was lost."""
+        seq = side.seq
         for _ in range(self._looks):
             if seq.value >= count:
                 return True
@@ -110,16 +137,14 @@ class Board:
             os.sched_yield()
             if seq.value >= count:
                 return True
-        pause = _SLEEP
-        while seq.value < count:
+        while (seen := seq.value) < count:
             if why := wire.lost(source):
                 if seq.value >= count:  # its last word
                     return True
                 wire.fail(BrokenError(why), wire.ranks[source])
                 self._broken = wire.trouble
                 return False
-            time.sleep(pause)
-            pause = min(pause * 1.2, _LONGEST)
+            side.sleep(seen)
         return True
 
     def all_reduce(self, wire: Wire, source: torch.Tensor, target: torch.Tensor, op: ReduceOp) -> None:

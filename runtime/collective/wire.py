@@ -13,7 +13,7 @@ for a message that never comes; and no message is left over that would stand in 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,8 +58,8 @@ class Wire:
         self.contributors = self.size  #: over which an average is taken
         self.channel, self.ranks, self._base, self._blame = channel, tuple(ranks), base, blame
         self._carry = carry
-        self._sent: Counter[int] = Counter()  #: messages by peer
-        self._received: Counter[int] = Counter()
+        self._sent: defaultdict[int, int] = defaultdict(int)  #: messages by peer
+        self._received: defaultdict[int, int] = defaultdict(int)
         self._sends: deque[tuple[Transfer, int]] = deque()  #: under way, and to whom
         self.boards: Boards | None = None  #: for what is small
         self._trouble = poison  #: what the others are told
@@ -126,7 +126,7 @@ class Wire:
         """What the others get of ``tensor`` when it is sent."""
         return _as(_as(tensor, self.carried(tensor.dtype)), tensor.dtype)
 
-    def _number(self, counter: Counter[int], peer: int) -> int:
+    def _number(self, counter: defaultdict[int, int], peer: int) -> int:
         counter[peer] += 1
         return self._base + counter[peer] - 1
 
