@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from typing import NoReturn
@@ -28,6 +29,8 @@ from .relay import Sink, Source
 _SEED = torch.default_generator.initial_seed()
 #: Seconds for what user functions have started to end by itself, and for the last output to be taken.
 _PATIENCE = 1.0
+#: The master has nothing more for this process, and may end at any time.
+_leaving = threading.Event()
 
 
 def serve(world: mpi.World) -> NoReturn:
@@ -45,6 +48,7 @@ def serve(world: mpi.World) -> NoReturn:
     os.dup2(null, 1)
     os.dup2(null, 2)
     end_children(_PATIENCE)
+    _leaving.set()
     _order(world, "")  # or all processes are ended here
     world.mpi.Finalize()
     exit_at_once(0)
@@ -97,6 +101,9 @@ def _be_new() -> None:
 
 def _watch(master: int) -> None:
     select.select([master], [], [])
+    if _leaving.is_set():  # in MPI_Finalize one process may end before another has noticed that all may
+        time.sleep(_PATIENCE)
+        os._exit(0)
     os._exit(worker.EX_MASTER_GONE)
 
 
