@@ -21,7 +21,6 @@ import os
 import secrets
 import struct
 import weakref
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -71,9 +70,6 @@ def _mapped(fd: int, nbytes: int, inherited: bool) -> ctypes.Array[ctypes.c_ubyt
 
 class Segment:
     """The sender's side of one. ``nbytes`` is what fits into it."""
-
-    #: Bytes of a descriptor.
-    DESCRIPTOR: ClassVar[int] = DESCRIPTOR
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError when there is no descriptor, mapping or memory left for it."""

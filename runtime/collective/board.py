@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..channel.segments import HEAD, Mapping, Segment
+from ..channel.segments import DESCRIPTOR, HEAD, Mapping, Segment
 from ..errors import BrokenError, PoisonedError, ProtocolError
 from .reduction import ReduceOp
 from .wire import Wire
@@ -204,7 +204,7 @@ class Boards:
     def _make(self, wire: Wire) -> Board | None:
         """Everybody tells everybody where its board is, and then whether it sees all others'."""
         own: Segment | None = None
-        descriptor = bytes(Segment.DESCRIPTOR)
+        descriptor = bytes(DESCRIPTOR)
         if sum(board is not None for board in self._known.values()) < MOST:
             try:
                 own = Segment(_SIZE)
