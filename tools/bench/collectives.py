@@ -33,19 +33,24 @@ Op = Callable[[], object]
 def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, torch.Tensor], Op]:
     from disttensor.runtime import collective as C
     from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
+    from disttensor.runtime.collective.board import Boards
 
     channel = get_channel(name)(ChannelContext(rank, "a benchmark", "127.0.0.1"))
     pipe.send(channel.address())
     addresses, keys = pipe.recv()
     channel.connect({r: PeerInfo(r, a, keys[min(r, rank), max(r, rank)]) for r, a in enumerate(addresses) if r != rank})
-    bases, ranks = itertools.count(0, C.IDS), list(range(size))
+    bases, ranks, boards = itertools.count(0, C.IDS), list(range(size)), Boards()
     way = None
     if given := os.environ.get("WAY"):
         algorithm, _, chunk = given.partition(":")
         way = C.Way(algorithm, chunk=parse_size(chunk or "512K"))
 
     def op(collective: str, x: torch.Tensor) -> Op:
-        wire = lambda: C.Wire(channel, ranks, rank, next(bases))  # noqa: E731
+        def wire() -> C.Wire:
+            made = C.Wire(channel, ranks, rank, next(bases))
+            made.boards = boards  # as on nodes
+            return made
+
         if collective == "all_reduce":
             return lambda: C.all_reduce(wire(), x, x, way=way)
         if collective == "broadcast":
