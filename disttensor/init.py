@@ -205,7 +205,7 @@ def _meet(session: Session, count: int, timeout: float) -> None:
         if time.monotonic() > deadline:
             missing = [r for r in range(count) if r not in link.hellos]
             raise StartError(f"nodes {missing} of {count} have not answered within {timeout} s")
-        link.pause(0.1)
+        link.pause(0.005)  # short: it may be another thread that takes in what wakes this one
     for rank, hello in link.hellos.items():
         if hello.protocol != b.PROTOCOL or hello.job != session.job:
             raise StartError(

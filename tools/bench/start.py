@@ -1,6 +1,7 @@
 """python tools/bench/start.py [--nodes 4] [--repeats 5]
 
-`init_master_worker(nodes=4)` in a fresh process that has imported torch, against `import torch` in the same process.
+`init_master_worker(nodes=4)` and an answer of each node, in a fresh process that has imported torch, against `import
+torch` in the same process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ imported = time.perf_counter()
 import disttensor as dt
 ready = time.perf_counter()
 dt.init_master_worker(nodes={nodes})
+copies = [torch.full((4,), float(k)).to(f"node:{{k}}") for k in range({nodes})]
+assert [c.sum().item() for c in copies] == [4.0 * k for k in range({nodes})]
 started = time.perf_counter()
 dt.shutdown()
 print(imported - start, started - ready, time.perf_counter() - started)
@@ -37,9 +40,7 @@ def main() -> None:
         rows.append([float(t) for t in done.stdout.split()])
     imports, inits, ends = (statistics.median(column) for column in zip(*rows, strict=True))
     ratio = statistics.median(row[1] / row[0] for row in rows)
-    print(
-        f"import torch {imports:.2f} s; init_master_worker(nodes={options.nodes}) {inits:.2f} s; shutdown {ends:.2f} s"
-    )
+    print(f"import torch {imports:.2f} s; {options.nodes} nodes start and answer {inits:.2f} s; shutdown {ends:.2f} s")
     print(f"start of {options.nodes} nodes over import torch: {ratio:.2f}x")
 
 
