@@ -20,23 +20,14 @@ import subprocess
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from .options import parse, settings
 from .runtime import mpi
 from .runtime.errors import StartError
 from .runtime.launch import registry
 from .runtime.launch.process import adopt_orphans, die_with_parent, end_children
 from .runtime.launch.spawn import LAUNCHER_FD, spawn_server
-
-_EXAMPLES = """\
-examples:
-  dtrun -n 4 train.py --epochs 3             four nodes on this machine
-  dtrun -n 2 --simulate-cuda 2 train.py      two nodes with two simulated CUDA devices each
-  dtrun -n 2 --backend tcp -m package.train  a module, as with python -m
-  mpiexec -n 5 dtrun train.py                a master and four nodes, started by MPI's mpiexec
-
-The exit code is the script's, or 128 + the signal that killed it.
-"""
 
 #: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
 _PATIENCE = 2.0
@@ -47,69 +38,16 @@ _SI_KERNEL = 0x80
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _at_least(least: int) -> type[int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {text!r}")
-        return int(text)
-
-    return number  # type: ignore[return-value]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="dtrun",
-        usage="dtrun [options] [-m] script [arguments of the script]",
-        description="Run a disttensor script with local nodes.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "-n", "--nproc-per-node", "--nproc_per_node", dest="nodes", metavar="N", type=_at_least(1),
-        help="how many nodes to start (default: one per GPU, at least 2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--simulate-cuda", "--simulate_cuda", metavar="K", type=_at_least(0),
-        help="give each node K simulated CUDA devices (CPU memory)",
-    )  # fmt: skip
-    parser.add_argument("--backend", metavar="NAME", help="the data channel that carries tensors, such as tcp")
-    parser.add_argument(
-        "--trusted-network", "--trusted_network", action="store_const", const=1,
-        help="nobody else can use the network between the hosts: gloo, mpi and nccl may be used there",
-    )  # fmt: skip
-    parser.add_argument(
-        "--launcher", choices=["auto", "local", "mpi"], default="auto",
-        help="where nodes come from: processes on this machine, or those that mpiexec has started (default: mpi where "
-        "mpiexec has started dtrun itself)",
-    )  # fmt: skip
-    parser.add_argument("-m", "--module", action="store_true", help="script is a module's name, as with python -m")
-    parser.add_argument("script", nargs="?", help="the program that drives the nodes")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs dtrun with these arguments (default: the process's) and gives its exit code; never raises for bad ones."""
-    parser = _parser()
     try:
-        options = parser.parse_args(argv)
-        if options.script is None:
-            parser.error("no script was named")
-        if not options.module and not os.path.isfile(options.script):
-            what = "is a directory" if os.path.isdir(options.script) else "does not exist"
-            parser.error(f"script {options.script!r} {what}")
+        options = parse(argv)
     except SystemExit as e:
         return int(e.code or 0)
-    if options.launcher != "local" and ((mpi.place() or (0, 1))[1] > 1 or options.launcher == "mpi"):
+    if options.launcher == "mpi" or (options.launcher is None and (mpi.place() or (0, 1))[1] > 1):
         return _run_by_mpi(options)
     program = ["-m", options.script] if options.module else [options.script]
-    environment = os.environ | _settings(options)
+    environment = os.environ | settings(options)
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
     try:
         code = _run([*program, *options.arguments], environment)
@@ -117,17 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
-
-
-def _settings(options: argparse.Namespace) -> dict[str, str]:
-    """What the script is told, as environment variables."""
-    told = {
-        "DISTTENSOR_NODES": options.nodes,
-        "DISTTENSOR_SIMULATE_CUDA": options.simulate_cuda,
-        "DISTTENSOR_BACKEND": options.backend,
-        "DISTTENSOR_TRUSTED_NETWORK": options.trusted_network,
-    }
-    return {name: str(value) for name, value in told.items() if value is not None}
 
 
 def _run_by_mpi(options: argparse.Namespace) -> int:
@@ -148,13 +75,14 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
         serve(world)
     from .runtime.launch.mpi import lead
 
-    os.environ.update(_settings(options))
+    os.environ.update(settings(options))
     registry.automatic = "mpi"
     return lead(lambda: _run_here(options))
 
 
 def _run_here(options: argparse.Namespace) -> int:
     """Runs the script in this process, as python itself would; gives its exit code."""
+    _show_front_end()
     script = options.script
     sys.argv = [script, *options.arguments]
     if not sys.flags.safe_path:
@@ -176,6 +104,11 @@ def _run_here(options: argparse.Namespace) -> int:
         sys.excepthook(type(e), e.with_traceback(trace), trace)
         return 128 + signal.SIGINT if isinstance(e, KeyboardInterrupt) else 1
     return 0
+
+
+def _show_front_end() -> None:
+    """The script is to find the package as if it had imported it first, and not what boot.py puts in its place."""
+    _ = sys.modules["disttensor"].__version__  # asking for anything in it loads it
 
 
 def _run(program: list[str], environment: dict[str, str]) -> int:

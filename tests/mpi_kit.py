@@ -55,7 +55,7 @@ class Mpi:
         script = self.folder / "script.py"
         script.write_text(text)
         mark = uuid.uuid4().hex
-        program = ["-m", "disttensor.run"] if dtrun else []
+        program = ["-m", "dtrun"] if dtrun else []
         with subprocess.Popen(
             [
                 *self.mpiexec, "-n", str(n),

@@ -20,12 +20,13 @@ from stub_workers import LIGHT
 from test_launch import gone
 
 import disttensor
+from disttensor.options import parse
 from disttensor.runtime.launch.spawn import LAUNCHER_FD, inherited_server
 
 # The import would put the module in the place of the function disttensor.run, for all tests of this process.
 _function = disttensor.run
 _module = import_module("disttensor.run")
-main, _parser, _run_here = _module.main, _module._parser, _module._run_here
+main, _run_here = _module.main, _module._run_here
 disttensor.run = _function
 
 #: dtrun without what it doesn't need: seconds less for each test.
@@ -324,7 +325,7 @@ def test_in_its_own_process(
     (tmp_path / "beside.py").write_text("")
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    assert _run_here(_parser().parse_args([str(script), "a", "-b"])) == code
+    assert _run_here(parse([str(script), "a", "-b"])) == code
     err = capsys.readouterr().err
     assert err.endswith(says)
     assert "runpy" not in err

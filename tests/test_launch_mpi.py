@@ -165,7 +165,7 @@ crew().order = lambda rank, data, order=crew().order: (bundles.append(data), ord
 
 
 def test_without_mpiexec(mpi: Mpi) -> None:
-    mpi.mpiexec, arguments = [], ["-m", "disttensor.run", "--launcher", "mpi", "x.py"]
+    mpi.mpiexec, arguments = [], ["-m", "dtrun", "--launcher", "mpi", "x.py"]
     (mpi.folder / "x.py").write_text("")
     done = subprocess.run(
         [mpi.bin / "python", *arguments], cwd=mpi.folder, env=mpi.environment, capture_output=True, text=True

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FRONT = sorted(p for p in (ROOT / "disttensor").glob("*.py"))
+FRONT = [ROOT / "dtrun.py", *sorted((ROOT / "disttensor").glob("*.py"))]
 ENGINE = sorted((ROOT / "runtime").rglob("*.py"))
 OTHERS = sorted(p for folder in ("tests", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))
 
@@ -143,7 +143,7 @@ def test_transports_and_channels_know_nothing_of_each_other() -> None:
 
 def test_the_front_end_uses_launchers_by_name_or_interface_only() -> None:
     allowed = {"launch.base", "launch.registry", "launch"}
-    starts = {"init.py", "run.py"}
+    starts = {"init.py", "options.py", "run.py"}
     for path in FRONT:
         for line, name in imports(path, "disttensor"):
             target = module_named(name)

@@ -1,0 +1,245 @@
+"""dtrun's options: torchrun's where torchrun has one, in both spellings (--node-rank and --node_rank), and its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from .runtime.launch.hosts import Host, parse_hosts, read_hostfile
+
+_EXAMPLES = """\
+examples:
+  dtrun -n 4 train.py --epochs 3             four nodes on this machine
+  dtrun -n 2 --simulate-cuda 2 train.py      two nodes with two simulated CUDA devices each
+  dtrun -n 2 --backend tcp -m package.train  a module, as with python -m
+  mpiexec -n 5 dtrun train.py                a master and four nodes, started by MPI's mpiexec
+
+The exit code is the script's, or 128 + the signal that killed it.
+"""
+
+LAUNCHERS = ("local", "ssh", "join", "slurm", "mpi", "ray")
+BINDINGS = ("none", "gpu", "core", "numa")
+
+#: What the script is told, by the option that says it.
+_TOLD = {
+    "DISTTENSOR_NODES": "nodes",
+    "DISTTENSOR_SIMULATE_CUDA": "simulate_cuda",
+    "DISTTENSOR_BACKEND": "backend",
+    "DISTTENSOR_TRUSTED_NETWORK": "trusted_network",
+}
+
+#: What is not there yet; each line goes with what takes the option up.
+_MISSING = (
+    *("hosts", "python", "ssh_options", "interface", "timeout", "node_rank", "master_addr", "master_port"),
+    *("rdzv_endpoint", "connection_file", "process_group", "bind", "env", "log_dir", "tee", "redirects", "no_python"),
+)
+_LAUNCHERS_THERE = (None, "local", "mpi")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def both(group: argparse._ActionsContainer, *names: str, **how: Any) -> None:
+    """Adds an option that has torchrun's other spelling, too, which is not shown."""
+    dest = group.add_argument(*names, **how).dest
+    if other := [spelling for name in names if (spelling := "--" + name[2:].replace("-", "_")) != name and name[2:]]:
+        group.add_argument(*other, **{**how, "dest": dest, "help": argparse.SUPPRESS})
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What turns an argument into a number that is at least this."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {text!r}")
+        return int(text)
+
+    return number
+
+
+def _span(text: str) -> tuple[int, int]:
+    """Of 2 or 2:4."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"a number of hosts or MIN:MAX is needed, not {text!r}")
+    return least, most
+
+
+def _variable(text: str) -> str:
+    name = text.partition("=")[0]
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise argparse.ArgumentTypeError(f"NAME or NAME=VALUE is needed, not {text!r}")
+    return text
+
+
+def parser() -> Parser:
+    """All options. What argparse finds is not checked any further: see ``parse``."""
+    it = Parser(
+        prog="dtrun",
+        usage="dtrun [options] [-m] script [arguments of the script]",
+        description="Run a disttensor script with its nodes, here or on other hosts.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    it.add_argument("-m", "--module", action="store_true", help="script is a module's name, as with python -m")
+    both(it, "--no-python", action="store_true", help="script is a program that is run as it is, without python")
+    it.add_argument("script", nargs="?", help="the program that drives the nodes")
+    it.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    nodes = it.add_argument_group("nodes")
+    both(
+        nodes, "-n", "--nproc-per-node", dest="nodes", metavar="N", type=at_least(1),
+        help="how many nodes to start on each host (default: one per GPU, at least 2)",
+    )  # fmt: skip
+    both(
+        nodes, "--simulate-cuda", metavar="K", type=at_least(0),
+        help="give each node K simulated CUDA devices (CPU memory)",
+    )  # fmt: skip
+    both(nodes, "--backend", metavar="NAME", help="the data channel that carries tensors, such as tcp")
+    both(
+        nodes, "--bind", choices=BINDINGS,
+        help="what a node keeps to: a GPU by its local rank (default), also a share of the cores, also of one socket",
+    )  # fmt: skip
+    both(
+        nodes, "--env", metavar="NAME[=VALUE]", action="append", type=_variable,
+        help="set an environment variable on all nodes, or give them this process's value; may be repeated",
+    )  # fmt: skip
+    both(
+        nodes, "--process-group", action="store_true",
+        help="run script on every node, as an ordinary program of torch.distributed, and not as master",
+    )  # fmt: skip
+
+    hosts = it.add_argument_group("hosts")
+    which = hosts.add_mutually_exclusive_group()
+    which.add_argument("--hosts", metavar="a:4,b:4", help="hosts and the nodes that each may have (also a*4), by ssh")
+    which.add_argument("--hostfile", metavar="FILE", help="the same in a file as mpirun has: `a slots=4` or `a:4`")
+    both(
+        hosts, "--launcher", choices=("auto", *LAUNCHERS), default="auto",
+        help="where nodes come from (default: ssh with --hosts, join with --nnodes, slurm or mpi where one of these "
+        "has started dtrun, else local)",
+    )  # fmt: skip
+    both(hosts, "--python", metavar="PATH", help="python on the other hosts (default: the path that it has here)")
+    both(hosts, "--ssh-options", metavar="TEXT", help="further options of ssh's: --ssh-options='-p 2222'")
+    both(
+        hosts, "--interface", metavar="NAMES",
+        help="where the master listens for other hosts: names of interfaces or addresses, such as eth0,10.0.0.1",
+    )  # fmt: skip
+    both(
+        hosts, "--trusted-network", action="store_const", const=1,
+        help="nobody else can use the network between the hosts: gloo, mpi and nccl may be used there",
+    )  # fmt: skip
+    both(hosts, "--timeout", metavar="S", type=at_least(1), help="seconds for all nodes to come (default: 60)")
+
+    joining = it.add_argument_group("dtrun on every host, as torchrun")
+    both(
+        joining, "--nnodes", metavar="N|MIN:MAX", type=_span, default=(1, 1),
+        help="how many hosts there are, each with --nproc-per-node nodes; from MIN on the script starts",
+    )  # fmt: skip
+    both(joining, "--node-rank", metavar="K", type=at_least(0), help="which host this is; the script runs on host 0")
+    both(joining, "--master-addr", metavar="HOST", help="host 0, by name or address")
+    both(joining, "--master-port", metavar="PORT", type=at_least(1), help="its port, the same on all hosts")
+    both(joining, "--rdzv-endpoint", metavar="HOST:PORT", help="the same as --master-addr and --master-port")
+    both(joining, "--standalone", action="store_true", help="this machine only (the default)")
+    both(
+        joining, "--connection-file", metavar="FILE",
+        help="write what `dtrun worker --connection-file FILE` needs to join, readable by you only",
+    )  # fmt: skip
+
+    output = it.add_argument_group("output")
+    both(output, "--log-dir", metavar="DIR", help="write what each node prints to files in this directory")
+    both(output, "-t", "--tee", metavar="WHICH", help="nodes whose output goes to files and here: 3, or 0:1,1:2")
+    both(output, "-r", "--redirects", metavar="WHICH", help="nodes whose output goes to files only")
+    return it
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was asked for, checked. ``launcher`` is None where dtrun is to find out, ``hosts`` a list of Host or None.
+
+    Raises SystemExit: 2 after an error was printed, 0 after the help.
+    """
+    it = parser()
+    options = it.parse_args(argv)
+    options.launcher = None if options.launcher == "auto" else options.launcher
+    try:
+        options.hosts = _hosts(options)
+        _check_hosts(options)
+        _check_script(options)
+    except (ValueError, OSError) as e:
+        it.error(str(e))
+    if missing := [name for name in _MISSING if getattr(options, name) not in (None, False)]:
+        it.error(f"--{missing[0].replace('_', '-')} is not supported yet")
+    if options.launcher not in _LAUNCHERS_THERE:
+        it.error(f"--launcher {options.launcher} is not supported yet")
+    return options
+
+
+def _hosts(options: argparse.Namespace) -> list[Host] | None:
+    slots = options.nodes or 1
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile, slots)
+    return None if options.hosts is None else parse_hosts(options.hosts, slots)
+
+
+def _check_hosts(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that contradict each other."""
+    if options.rdzv_endpoint is not None:
+        if options.master_addr or options.master_port:
+            raise ValueError("--rdzv-endpoint says the same as --master-addr and --master-port: give one of them")
+        address, _, port = options.rdzv_endpoint.rpartition(":")
+        if not address or not port.isdecimal():
+            raise ValueError(f"--rdzv-endpoint is HOST:PORT, not {options.rdzv_endpoint!r}")
+        options.master_addr, options.master_port, options.rdzv_endpoint = address.strip("[]"), int(port), None
+    if options.master_port is not None and options.master_port > 65535:
+        raise ValueError(f"--master-port {options.master_port}: a port is 65535 at most")
+    most = options.nnodes[1]
+    if options.hosts:
+        if options.launcher not in (None, "ssh"):
+            raise ValueError(
+                f"--hosts is for ssh; with --launcher {options.launcher} the hosts are known from elsewhere"
+            )
+        if most > 1 and len(options.hosts) != most:
+            raise ValueError(f"--nnodes {most} and {len(options.hosts)} hosts: leave --nnodes out")
+        if options.node_rank is not None or options.master_addr is not None:
+            raise ValueError("with --hosts dtrun reaches the hosts itself: leave --node-rank and --master-addr out")
+        options.launcher = "ssh"
+    elif options.launcher == "ssh":
+        raise ValueError("--launcher ssh needs --hosts a:4,b:4 or --hostfile")
+    elif most > 1 and options.launcher is None:
+        options.launcher = "join"
+    if options.standalone and (most > 1 or options.launcher not in (None, "local")):
+        raise ValueError("--standalone is this machine only: leave out what names others")
+    if options.launcher == "join" and not options.connection_file and not (options.master_addr and options.master_port):
+        raise ValueError("--nnodes needs --master-addr and --master-port, or --hosts, or --connection-file")
+    if options.node_rank is not None and options.node_rank >= most:
+        raise ValueError(f"--node-rank {options.node_rank}: with --nnodes {most} ranks are 0 to {most - 1}")
+    if options.launcher not in ("ssh", "slurm", "ray") and options.python:
+        raise ValueError("--python is for hosts that dtrun reaches itself, by --hosts")
+    if options.launcher != "ssh" and options.ssh_options:
+        raise ValueError("--ssh-options is for --hosts")
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    if options.launcher == "join" and options.node_rank:
+        return  # a host that only joins; whatever script it is given runs on host 0
+    if options.script is None:
+        raise ValueError("no script was named")
+    if options.module and options.no_python:
+        raise ValueError("-m is python's, and --no-python is without")
+    if not options.module and not options.no_python and not os.path.isfile(options.script):
+        what = "is a directory" if os.path.isdir(options.script) else "does not exist"
+        raise ValueError(f"script {options.script!r} {what}")
+
+
+def settings(options: argparse.Namespace) -> dict[str, str]:
+    """What the script is told, as environment variables."""
+    told = {name: getattr(options, option) for name, option in _TOLD.items()}
+    return {name: str(value) for name, value in told.items() if value is not None}

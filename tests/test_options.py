@@ -1,0 +1,170 @@
+"""dtrun's options: what is understood, what contradicts, and that no mistake is more than a line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disttensor.options import parse, parser, settings
+from disttensor.runtime.launch.hosts import Host, parse_hosts, read_hostfile
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:4,b:4", [("a", 4), ("b", 4)]),
+        ("a*4, b*2", [("a", 4), ("b", 2)]),
+        ("a", [("a", 3)]),
+        ("a:2,b,a:1", [("a", 3), ("b", 3)]),
+        ("me@a.example.org:4,10.0.0.7:2", [("me@a.example.org", 4), ("10.0.0.7", 2)]),
+        ("[fd00::1]:4,fd00::2,[fe80::3%eth0]", [("fd00::1", 4), ("fd00::2", 3), ("fe80::3%eth0", 3)]),
+        ("me@[::1]*2,::1*2", [("me@::1", 2), ("::1", 2)]),
+    ],
+)
+def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert parse_hosts(text, 3) == [Host(*host) for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is no host"),
+        ("a:4,,b", "'' is no host"),
+        ("a:0", "'0' is no number of slots"),
+        ("a:many", "'many' is no number of slots"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is no host"),
+        ("me@-x:4", "'me@-x:4' is no host"),
+        ("a b", "'a b' is no host"),
+        ("a;reboot", "'a;reboot' is no host"),
+    ],
+)
+def test_no_hosts(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_hosts(text)
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("""
+# Open MPI's way
+a slots=4 max_slots=8
+b slots = 2   # a comment
+  c
+fd00::1 slots=2
+# MPICH's
+d:4
+e:2 binding=user:0,1
+[fd00::2]:3
+b
+""")
+    assert [(host.name, host.slots) for host in read_hostfile(str(file), 5)] == [
+        *(("a", 4), ("b", 7), ("c", 5), ("fd00::1", 2), ("d", 4), ("e", 2), ("fd00::2", 3)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# nothing\n\n", "hosts names no host"),
+        ("a slots=4\nb slots=none\n", "hosts, line 2: 'none' is no number of slots"),
+        ("a sluts=4", "hosts, line 1: 'sluts' is unknown; a line is `host slots=4` or `host:4`"),
+        ("a 4", "hosts, line 1: '4' is unknown"),
+        ("\n-x", "hosts, line 2: '-x' is no host"),
+    ],
+)
+def test_no_hostfile(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_hostfile(str(file))
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "x.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return "x.py"
+
+
+TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "a:0"], "'0' is no number of slots"),
+        (["--hosts", "a", "--hostfile", "f"], "not allowed with argument"),
+        (["--hostfile", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["--hosts", "a", "--launcher", "slurm"], "with --launcher slurm the hosts are known from elsewhere"),
+        (["--hosts", "a,b,c", "--nnodes", "2"], "--nnodes 2 and 3 hosts"),
+        (["--hosts", "a,b", "--node-rank", "1"], "leave --node-rank and --master-addr out"),
+        (["--launcher", "ssh"], "--launcher ssh needs --hosts"),
+        (["--launcher", "pbs"], "invalid choice: 'pbs'"),
+        (["--nnodes", "2"], "--nnodes needs --master-addr and --master-port"),
+        (["--nnodes", "3:2"], "a number of hosts or MIN:MAX is needed, not '3:2'"),
+        (["--nnodes", "0"], "a number of hosts or MIN:MAX is needed, not '0'"),
+        ([*TOGETHER, "--node-rank", "2"], "--node-rank 2: with --nnodes 2 ranks are 0 to 1"),
+        (["--node-rank", "1"], "with --nnodes 1 ranks are 0 to 0"),
+        ([*TOGETHER, "--standalone"], "--standalone is this machine only"),
+        ([*TOGETHER, "--rdzv-endpoint", "a:1"], "says the same as --master-addr"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a"], "--rdzv-endpoint is HOST:PORT, not 'a'"),
+        ([*TOGETHER[:-1], "70000"], "a port is 65535 at most"),
+        (["--env", "1=2"], "NAME or NAME=VALUE is needed, not '1=2'"),
+        (["--python", "/x"], "--python is for hosts that dtrun reaches itself"),
+        (["--ssh-options=-v"], "--ssh-options is for --hosts"),
+        (["-m", "--no-python"], "-m is python's"),
+    ],
+)
+def test_contradictions(script: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse([*arguments, script])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("dtrun: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_every_long_option_has_both_spellings() -> None:
+    """As torchrun's: scripts that start jobs have either."""
+    known = parser()._option_string_actions
+    for name, action in known.items():
+        if name.startswith("--"):
+            assert known["--" + name[2:].replace("-", "_")].dest == action.dest
+
+
+def test_torchruns_options_are_known() -> None:
+    """Those that say which processes there are; what is about restarts and loggers is not for us."""
+    from torch.distributed.run import get_args_parser
+
+    theirs, ours = (set(p._option_string_actions) for p in (get_args_parser(), parser()))
+    others = ("rdzv-backend", "rdzv-id", "rdzv-conf", "max-restarts", "monitor-interval", "start-method", "role")
+    others += ("run-path", "local-ranks-filter", "local-addr", "logs-specs", "numa-binding", "signals-to-handle")
+    others += ("event-log-handler", "duplicate-stdout-filters", "duplicate-stderr-filters", "shutdown-timeout")
+    others += ("virtual-local-rank",)
+    left = {name.replace("_", "-") for name in theirs - ours}
+    assert left <= {f"--{name}" for name in others}
+
+
+def test_settings(script: str) -> None:
+    options = parse(["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", script, "-n", "9"])
+    assert settings(options) == {
+        "DISTTENSOR_NODES": "3",
+        "DISTTENSOR_SIMULATE_CUDA": "2",
+        "DISTTENSOR_BACKEND": "tcp",
+    }
+    assert options.arguments == ["-n", "9"]
+
+
+def test_it_starts_without_torch() -> None:
+    """Which takes seconds; a worker by hand and whoever asks for help should not wait for it."""
+    show = "import sys, dtrun; dtrun.main(['--help']); print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, timeout=30, env=environment)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    asked = subprocess.run([sys.executable, "-m", "dtrun", "-n", "x"], capture_output=True, text=True, env=environment)
+    assert (asked.returncode, asked.stderr[:13]) == (2, "dtrun: error:")
