@@ -12,7 +12,7 @@ import os
 import msgspec
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,9 +25,15 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     public_key: str = ""  #: this worker's CURVE key pair (Z85)
     secret_key: str = ""
     backend: str = "tcp"  #: the data channel's name
-    data_host: str = "127.0.0.1"  #: the interface that the data channel listens on
+    addresses: tuple[str, ...] = ()  #: further ones of the master's; the node takes the first that answers
+    data_host: str = ""  #: the interface that the data channel listens on; empty: that of the control connection
+    nodes: int = 1  #: how many nodes the session begins with
+    local_rank: int = 0  #: among the nodes of its host
+    local_size: int = 1  #: how many those are
     simulate_cuda: int = 0  #: how many CUDA devices to simulate in CPU memory
-    threads: int = 1  #: torch's intra-op threads
+    threads: int = 1  #: torch's intra-op threads; 0: the host's cores divided by its nodes
+    bind: str = ""  #: what the process is bound to (see binding.py)
+    env: dict[str, str] = {}  #: environment variables to set
     allow_ops: tuple[str, ...] = ()  #: operators beyond aten and prims, such as "torchvision::*"
     functions: str = "any"  #: which user functions may run: any, none
     protocol: int = PROTOCOL

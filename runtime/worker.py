@@ -16,10 +16,12 @@ import socket
 import sys
 import threading
 
+import msgspec
 import torch
 
 from . import codec
 from . import command as c
+from .addresses import LOOPBACK, first_to_answer, split, way_to
 from .ahead import Ahead
 from .bundle import PROTOCOL, Bundle, read_bundle
 from .channel.base import ChannelContext
@@ -36,6 +38,9 @@ ACK_EVERY = 1024
 ACK_BYTES = 8 << 20
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+#: Seconds for one of several addresses of the master's to answer.
+REACH = 30.0
 
 #: Seconds at the end for a stream to finish what it is at.
 JOIN = 2.0
@@ -55,7 +60,7 @@ class Worker:
         self._unacknowledged = 0  #: bytes of messages since the last report
         self._telling = threading.RLock()  #: held by who reports: the thread that receives, or one of a stream
         self._receiver = threading.get_ident()
-        context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host)
+        context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host or LOOPBACK)
         self.channels = Channels(maker(context), bundle.backend)
         self.executor = Executor(
             bundle.rank,
@@ -173,11 +178,15 @@ def start(bundle: Bundle) -> int:
             sys.path.insert(0, path)
     if bundle.cwd and os.path.isdir(bundle.cwd):
         os.chdir(bundle.cwd)
-    torch.set_num_threads(bundle.threads)
+    os.environ.update(bundle.env)
+    torch.set_num_threads(bundle.threads or max(1, len(os.sched_getaffinity(0)) // bundle.local_size))
     _keep_memory()
+    address = first_to_answer((bundle.address, *bundle.addresses), REACH)
+    if not bundle.data_host:
+        bundle = msgspec.structs.replace(bundle, data_host=way_to(split(address)[0]))
     from .transport.zmq import ZmqSpoke
 
-    spoke = ZmqSpoke(bundle.address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank)
+    spoke = ZmqSpoke(address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank)
     return Worker(bundle, spoke).serve()
 
 

@@ -21,6 +21,7 @@ LAYERS = {
     "errors": 0,
     "generated": 0,
     "bundle": 0,
+    "addresses": 0,
     "keys": 0,
     "mpi": 1,
     "codec": 1,

@@ -16,6 +16,7 @@ class Started:
 
     rank: int
     pid: int
+    host: str = ""  #: empty: this one
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,18 @@ class Exited:
     cause: str  #: one line: "exit code 3", "killed by SIGKILL"
     code: int  #: exit code, or minus the signal's number
     tail: tuple[str, ...]  #: its last output lines (20 at most), without the prefix
+    host: str = ""  #: where it ran; empty: on this host
 
 
 class Launcher(ABC):
     """Starts and ends workers. Used by one session; ``events`` and ``stop`` under the session's care."""
 
     capacity: int | None = None  #: how many nodes there can be; None: as many as are asked for
+    listen: tuple[str, ...] = ("127.0.0.1",)  #: addresses of this host that nodes reach, where the master has to listen
+
+    def missing(self, ranks: Sequence[int]) -> str:
+        """What these nodes are waiting for, and on which host: for the error when they have not answered in time."""
+        return ""
 
     def key_pairs(self, count: int) -> list[tuple[str, str]]:
         """The key pair of each node, public key first. The secret one is empty where the node itself has made it.

@@ -1,22 +1,19 @@
-"""What a launcher and its fork server tell each other, over a Unix socket.
+"""What the processes of a job's launching tell each other: one set of frames for every wire between them.
 
-    LocalLauncher -- Start, Kill, Stop ----------> fork server
-                  <-- Ready, Began, Ended, Unfit --
+    master -- Plan, then Start, Kill, Stop ----------------> root -- the same, Took, Beat --> agent --> fork server
+           <-- Ready, Began, Ended, Unfit, Doing, Room ----      <-- Knock, the same, Said --       <--
 
-Frame: 4 bytes of length (big endian), then one of these structs as msgpack. Nothing is ever unpickled. The end of the
-socket is a message too: whichever side sees it knows that the other process is gone, even by SIGKILL.
+A master of local nodes speaks to a fork server directly (without Plan, Doing, Room). Each struct goes as msgpack; how
+its end is found is the wire's matter (wire.py). Nothing is ever unpickled. The end of a wire is a message too: whoever
+sees it knows that the other process is gone, even by SIGKILL.
 """
 
 from __future__ import annotations
 
-import select
-import socket
-from typing import Generic, TypeVar
-
 import msgspec
 
 from ..bundle import Bundle
-from ..errors import ProtocolError
+from .plan import Output, Plan
 
 #: A bundle is 1 MiB at most (see bundle.py), a tail 20 short lines.
 MAX_FRAME = 2 << 20
@@ -42,16 +39,50 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     grace: float
 
 
+class Took(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """So many bytes of what nodes said have found their place; their server lets them wait while too many have not."""
+
+    size: int
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The root is there. An agent that hears nothing for long has been cut off, and ends."""
+
+
+class Refuse(msgspec.Struct, frozen=True, tag=True):
+    """To an agent that cannot be used: it says why and ends. As Knock, understood by every version."""
+
+    why: str
+
+
+class Knock(msgspec.Struct, frozen=True, tag=True):
+    """An agent's first word. It decodes in every version, so it only ever gets fields with defaults."""
+
+    protocol: int
+    version: str = ""  #: disttensor's
+    python: str = ""
+    host: str = ""
+    pid: int = 0
+    slots: int = 0  #: how many nodes it may start; 0: the root knows
+    wish: int = -1  #: the rank of its first node, where something outside has dealt them; else -1
+    local_rank: int = -1  #: of its first node among all of its host, where something outside knows
+    local_size: int = 0
+    cores: int = 0  #: that it may use
+    gpus: int = 0
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The server has imported what workers need. Sent before it looks at any order."""
 
     pid: int
+    torch: str = ""  #: its version
 
 
 class Unfit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The server cannot start workers at all, and ends."""
 
     why: str
+    tail: tuple[str, ...] = ()
 
 
 class Began(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -59,81 +90,41 @@ class Began(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     rank: int
     pid: int
+    host: str = ""  #: where; the root fills it in
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A worker has ended and was reaped; pid 0 means that it could not be forked."""
+    """A worker has ended and was reaped; pid 0 means that there never was one."""
 
     rank: int
     pid: int
     code: int
     cause: str
     tail: tuple[str, ...]
+    host: str = ""  #: where; the root fills it in
 
 
-Order = Start | Kill | Stop
-News = Ready | Unfit | Began | Ended
+class Said(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A piece of what a node has written to its stdout (fd 1) or stderr (2), as it came: no prefix, any cut."""
 
-In = TypeVar("In")
+    rank: int
+    fd: int
+    data: bytes
 
 
-class Wire(Generic[In]):
-    """One end of the socket. ``kinds`` is the union of what the other end may say. Not safe for threads."""
+class Doing(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What these nodes are waiting for, for the error when they have waited too long."""
 
-    def __init__(self, sock: socket.socket, kinds: object) -> None:
-        self.sock = sock
-        self.ended = False  #: the other end is gone
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(kinds)
-        self._in = bytearray()
-        self._out = bytearray()
+    ranks: tuple[int, ...]
+    host: str  #: empty: not known yet
+    what: str  #: as in "ssh has not connected yet"
 
-    @property
-    def pending(self) -> bool:
-        """Whether something that was said has not left yet."""
-        return bool(self._out)
 
-    def say(self, message: Order | News) -> None:
-        """Queues a message and sends what fits. Raises nothing when the other end is gone: ``ended`` tells."""
-        body = msgspec.msgpack.encode(message)
-        self._out += len(body).to_bytes(4, "big") + body
-        self.push()
+class Room(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """How many nodes could be started at once now, beside those that were."""
 
-    def push(self, timeout: float = 0.0) -> None:
-        """Sends what is queued; waits up to ``timeout`` seconds for room each time that there is none."""
-        while self._out and not self.ended:
-            try:
-                sent = self.sock.send(self._out, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                del self._out[:sent]
-            except BlockingIOError:
-                if timeout <= 0 or not select.select([], [self.sock], [], timeout)[1]:
-                    return
-            except OSError:
-                self._out.clear()  # what the other end said before it went can still be heard
-                return
+    free: int
 
-    def hear(self) -> list[In]:
-        """All whole messages that have come; never blocks.
 
-        Raises ProtocolError on an oversize frame, msgspec.DecodeError (ValidationError) on anything unknown.
-        """
-        while not self.ended:
-            try:
-                piece = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except ConnectionError:
-                piece = b""
-            self._in += piece
-            self.ended = not piece
-        messages = []
-        while len(self._in) >= 4:
-            size = int.from_bytes(self._in[:4], "big")
-            if size > MAX_FRAME:
-                raise ProtocolError(
-                    f"a frame of {size} bytes, the limit is {MAX_FRAME}: this is no disttensor launcher"
-                )
-            if len(self._in) < 4 + size:
-                break
-            messages.append(self._decoder.decode(self._in[4 : 4 + size]))
-            del self._in[: 4 + size]
-        return messages
+Order = Plan | Output | Start | Kill | Stop | Took | Beat | Refuse
+News = Knock | Ready | Unfit | Began | Ended | Said | Doing | Room

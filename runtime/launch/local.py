@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
-from .control import Began, Ended, Kill, News, Ready, Start, Stop, Unfit, Wire
+from .control import Began, Ended, Kill, News, Ready, Start, Stop, Unfit
 from .process import describe_exit, wait_any
 from .spawn import PRELOAD, inherited_server, spawn_server
+from .wire import Stream, Wire
 
 #: What a worker runs: it gets its life-line and returns the exit code.
 WORKER = "disttensor.runtime.worker:main"
@@ -47,7 +48,7 @@ class LocalLauncher(Launcher):
         sock = inherited_server()
         if sock is None:
             sock, self._server = spawn_server(preload)
-        self._wire: Wire[News] = Wire(sock, News)
+        self._wire: Wire[News] = Stream(News, sock.detach())
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._server_pid = 0  #: known when it is ready; it has no workers before
@@ -84,7 +85,7 @@ class LocalLauncher(Launcher):
             self.kill(rank)
 
     def fileno(self) -> int:
-        return self._wire.sock.fileno()
+        return self._wire.fileno()
 
     def events(self) -> list[Started | Exited]:
         self._check_pid()
@@ -109,7 +110,7 @@ class LocalLauncher(Launcher):
                     self._wire.say(Stop(grace))
                     self._await_end(grace + _PATIENCE)
             finally:
-                self._wire.sock.close()  # by itself enough: the server ends its workers when the socket ends
+                self._wire.close()  # by itself enough: the server ends its workers when the socket ends
                 self._end_server()
                 self._trouble = ""
 
@@ -117,7 +118,7 @@ class LocalLauncher(Launcher):
         deadline = time.monotonic() + seconds
         self._wire.push(seconds)
         while not self._wire.ended and (left := deadline - time.monotonic()) > 0:
-            if select.select([self._wire.sock], [], [], left)[0]:
+            if select.select([self._wire], [], [], left)[0]:
                 self._hear()
 
     def _end_server(self) -> None:
@@ -170,7 +171,7 @@ class LocalLauncher(Launcher):
 
     def _let_go(self) -> None:
         """In a forked child: the end of the socket has to mean the end of the master, not of this child."""
-        self._wire.sock.close()
+        self._wire.close()
         if self._server is not None:
             self._server.returncode = 0  # not this process's child: nothing to wait for
 

@@ -21,7 +21,6 @@ import os
 import resource
 import selectors
 import signal
-import socket
 import time
 import warnings
 from collections import deque
@@ -29,9 +28,10 @@ from collections.abc import Callable
 
 from ..bundle import Bundle, write_bundle
 from .child import become_worker
-from .control import Began, Ended, Kill, Order, Ready, Start, Stop, Unfit, Wire
+from .control import Began, Ended, Kill, Order, Ready, Start, Stop, Unfit
 from .process import adopt_orphans, describe_exit, die_with_parent, end_children
 from .relay import TAIL_LINES, Sink, Source
+from .wire import Stream, Wire
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
@@ -69,7 +69,7 @@ class Server:
         self._deadline: float | None = None  #: set while stopping: when to use more force
         self._force: int | None = None  #: the signal that the workers were sent last
         self._paused = False  #: a sink is full, so sources wait
-        self._watch(wire.sock.fileno(), self._take_orders)
+        self._watch(wire.fileno(), self._take_orders)
         self._watch(self._wakeup[0], self._take_signal)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -102,7 +102,7 @@ class Server:
                 case Stop():
                     self._stop(order.grace)
         if self._wire.ended:
-            self._selector.unregister(self._wire.sock)
+            self._selector.unregister(self._wire)
             self._stop(0)
 
     def _take_signal(self) -> None:
@@ -169,7 +169,7 @@ class Server:
 
     def _own_fds(self) -> list[int]:
         """All that a worker must not keep open."""
-        fds = [self._wire.sock.fileno(), *self._wakeup]
+        fds = [self._wire.fileno(), *self._wakeup]
         for node in self._nodes.values():
             fds += [node.pidfd, node.lifeline, *(s.fd for s in node.sources)]
         return fds
@@ -217,7 +217,7 @@ class Server:
                 self._selector.register(fd, selectors.EVENT_WRITE)
         if not self._wire.ended:
             writing = selectors.EVENT_WRITE if self._wire.pending else 0
-            self._selector.modify(self._wire.sock, selectors.EVENT_READ | writing, self._take_orders)
+            self._selector.modify(self._wire, selectors.EVENT_READ | writing, self._take_orders)
         full = any(s.full for s in self._sinks)
         if full != self._paused:
             self._paused = full
@@ -228,8 +228,7 @@ class Server:
 
 def serve(control: int, parent: int) -> int:
     """Serves the socket with this number until its end. ``parent`` is a pid to die with, or 0. One thread only."""
-    wire: Wire[Order] = Wire(socket.socket(fileno=control), Order)
-    wire.sock.set_inheritable(False)
+    wire: Wire[Order] = Stream(Order, control)
     if parent:
         die_with_parent(parent, signal.SIGTERM)  # the way of the socket's end, if somebody holds it open
     adopt_orphans()
@@ -245,4 +244,4 @@ def serve(control: int, parent: int) -> int:
 
 def decline(control: int, why: str) -> None:
     """Tells the master that there won't be any worker."""
-    Wire(socket.socket(fileno=control), Order).say(Unfit(why))
+    Stream(Order, control).say(Unfit(why))

@@ -1,0 +1,71 @@
+"""L0: addresses of this host, and the way from one host to another."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+LOOPBACK = "127.0.0.1"
+
+#: A second address is tried when the first has not answered for so long (seconds), as in RFC 8305.
+_HEAD_START = 0.25
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of ``tcp://10.0.0.1:41233``. Raises ValueError for what is no such address."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
+        raise ValueError(f"{address!r} is no address such as tcp://10.0.0.1:41233")
+    return parts.hostname, parts.port
+
+
+def way_to(host: str) -> str:
+    """The address of this host by which it reaches ``host`` (a name or an address). Nothing is sent.
+
+    Raises OSError when the name does not resolve, or there is no way.
+    """
+    family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def first_to_answer(addresses: Sequence[str], timeout: float) -> str:
+    """The address that accepts a connection, earlier ones preferred; the first when none does in time."""
+    if len(addresses) == 1:
+        return addresses[0]
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        found = _race(addresses, min(left, 5.0))
+        if found is not None:
+            return found
+        time.sleep(min(0.1, left))
+    return addresses[0]
+
+
+def _race(addresses: Sequence[str], timeout: float) -> str | None:
+    poller, running, waiting = select.poll(), dict[int, tuple[socket.socket, str]](), list(addresses)
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        while (running or waiting) and time.monotonic() < deadline:
+            if waiting:
+                address = waiting.pop(0)
+                with contextlib.suppress(OSError):
+                    host, port = split(address)
+                    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+                    sock = stack.enter_context(socket.socket(family, kind))
+                    sock.setblocking(False)
+                    sock.connect_ex(where)
+                    running[sock.fileno()] = sock, address
+                    poller.register(sock, select.POLLOUT)
+            patience = _HEAD_START if waiting else max(0.0, deadline - time.monotonic())
+            for fd, _ in poller.poll(patience * 1000):
+                sock, address = running.pop(fd)
+                poller.unregister(fd)
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    return address
+    return None
