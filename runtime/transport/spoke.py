@@ -26,6 +26,10 @@ RETRY = 0.1
 _ENDED = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
+class KeyRefusedError(BrokenError):
+    """The other end knows us by our key, and wants none of us: trying again is of no use."""
+
+
 def plain_name(rank: int) -> bytes:
     """How a node calls itself where nothing authenticates it."""
     return b"node-%d" % rank
@@ -76,6 +80,10 @@ class ZmqSpoke(Spoke):
 
     def __repr__(self) -> str:
         return f"<ZmqSpoke node={self._rank} master={self._address}{' closed' if self._closed else ''}>"
+
+    def descriptors(self) -> tuple[int, int]:
+        """What turns readable when ``recv`` may have something, or the end, to tell. Call it until it has nothing."""
+        return self._sock.FD, self._monitor.FD
 
     def recv(self, timeout: float | None = None) -> bytes | None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -167,7 +175,7 @@ def _connect(
         monitor.close()
         sock.close(linger=0)
         if outcome == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            raise BrokenError(
+            raise KeyRefusedError(
                 f"the master at {address} refused this node's key: it is of another job, or the node was connected "
                 "before (a lost node does not come back)"
             )
