@@ -7,12 +7,21 @@ import hmac
 import secrets
 
 import zmq
+from zmq.utils import z85
 
 
 def curve_pair() -> tuple[str, str]:
     """A new CURVE key pair as (public, secret), both Z85 text of 40 characters."""
     public, secret = zmq.curve_keypair()
     return public.decode("ascii"), secret.decode("ascii")
+
+
+def curve_pair_of(seed: bytes) -> tuple[str, str]:
+    """The CURVE key pair that 32 secret bytes stand for. Raises ValueError for another number of bytes."""
+    if len(seed) != 32:
+        raise ValueError(f"a key pair comes from 32 bytes, not from {len(seed)}")
+    secret = z85.encode(seed)
+    return zmq.curve_public(secret).decode("ascii"), secret.decode("ascii")
 
 
 def job_secret() -> bytes:

@@ -1,0 +1,195 @@
+"""Invitations: keys that two ends have in common, in files that are nobody else's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from disttensor.runtime.errors import StartError
+from disttensor.runtime.keys import curve_pair_of
+from disttensor.runtime.launch import invitation as i
+
+ADDRESSES = ("tcp://127.0.0.1:1",)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("DISTTENSOR_SECRET", raising=False)
+    monkeypatch.delenv("DISTTENSOR_SECRET_FILE", raising=False)
+    return tmp_path / "home"
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+# ---- connection files ------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_file_is_read_as_it_was_written_and_then_removed(tmp_path: Path) -> None:
+    made = i.invite(i.fresh(), ADDRESSES)
+    path = tmp_path / "new" / "folder" / "job"
+    file = i.ConnectionFile(path, made)
+    assert i.read_connection_file(path, 0) == made
+    assert (mode(path), mode(path.parent)) == (0o600, 0o700)
+    file.remove()
+    file.remove()
+    assert not path.exists()
+
+
+def test_its_secret_is_not_shown() -> None:
+    made = i.invite(i.fresh(), ADDRESSES)
+    assert made.secret_key not in repr(made)
+
+
+def test_a_guest_waits_for_the_file(tmp_path: Path) -> None:
+    path, got = tmp_path / "job", []
+    guest = threading.Thread(target=lambda: got.append(i.read_connection_file(path, 20)))
+    guest.start()
+    made = i.invite(i.fresh(), ADDRESSES)
+    i.ConnectionFile(path, made)
+    guest.join()
+    assert got == [made]
+
+
+def test_it_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"there is no connection file .*job after 0.1 s: has its job been started"):
+        i.read_connection_file(tmp_path / "job", 0.1)
+
+
+def test_a_file_that_is_there_is_an_error_that_says_whose_it_is(tmp_path: Path) -> None:
+    made = i.invite(i.fresh(), ADDRESSES)
+    i.ConnectionFile(tmp_path / "job", made)
+    with pytest.raises(StartError, match=rf"is the connection file of process {os.getpid()} on host .*another path"):
+        i.ConnectionFile(tmp_path / "job", made)
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_file_that_was_left_over_says_so_to_both(tmp_path: Path) -> None:
+    pid = ended_process()
+    left = msgspec.structs.replace(i.invite(i.fresh(), ADDRESSES), pid=pid)
+    i.ConnectionFile(tmp_path / "job", left)
+    expected = rf"job was left over by process {pid} on host .*, which has ended: remove it"
+    with pytest.raises(StartError, match=expected):
+        i.ConnectionFile(tmp_path / "job", left)
+    with pytest.raises(StartError, match=expected):
+        i.read_connection_file(tmp_path / "job", 20)
+
+
+def test_a_process_of_another_machine_is_not_taken_for_dead() -> None:
+    assert not msgspec.structs.replace(i.invite(i.fresh(), ADDRESSES), pid=ended_process(), place="elsewhere").over
+
+
+def test_what_is_no_connection_file(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    path.write_text("{}")
+    path.chmod(0o600)
+    with pytest.raises(StartError, match="is no connection file"):
+        i.read_connection_file(path, 0.1)
+    with pytest.raises(StartError, match=r"there is a file already where the connection file is to be: .* is no conn"):
+        i.ConnectionFile(path, i.invite(i.fresh(), ADDRESSES))
+
+
+@pytest.mark.parametrize("wrong", [0o640, 0o604, 0o666])
+def test_a_file_that_others_can_get_at_is_refused(tmp_path: Path, wrong: int) -> None:
+    i.ConnectionFile(tmp_path / "job", i.invite(i.fresh(), ADDRESSES))
+    (tmp_path / "job").chmod(wrong)
+    with pytest.raises(StartError, match=f"has mode {wrong:04o}: others can get at it"):
+        i.read_connection_file(tmp_path / "job", 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to somebody else")
+def test_another_users_file_is_refused(tmp_path: Path) -> None:
+    i.ConnectionFile(tmp_path / "job", i.invite(i.fresh(), ADDRESSES))
+    os.chown(tmp_path / "job", 65534, 65534)
+    with pytest.raises(StartError, match="belongs to user 65534, and this process to 0"):
+        i.read_connection_file(tmp_path / "job", 0)
+
+
+def test_a_link_or_a_pipe_is_refused(tmp_path: Path) -> None:
+    i.ConnectionFile(tmp_path / "real", i.invite(i.fresh(), ADDRESSES))
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name, reason in (("link", "cannot be read"), ("pipe", "is no ordinary file")):
+        with pytest.raises(StartError, match=reason):
+            i.read_connection_file(tmp_path / name, 0)
+
+
+def test_another_jobs_file_is_not_removed(tmp_path: Path) -> None:
+    file = i.ConnectionFile(tmp_path / "job", i.invite(i.fresh(), ADDRESSES))
+    (tmp_path / "job").rename(tmp_path / "mine")
+    i.ConnectionFile(tmp_path / "job", i.invite(i.fresh(), ADDRESSES))
+    file.remove()
+    assert (tmp_path / "job").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match=r"the folder .* cannot be made"):
+        i.ConnectionFile(tmp_path / "file" / "below" / "job", i.invite(i.fresh(), ADDRESSES))
+
+
+# ---- the shared secret -----------------------------------------------------------------------------------------------
+
+
+def test_the_secret_is_made_once_and_is_nobody_elses(home: Path) -> None:
+    first = i.shared_secret()
+    path = home / ".config" / "disttensor" / "secret"
+    assert len(first) == 64
+    assert i.shared_secret() == first
+    assert (mode(path), mode(path.parent)) == (0o600, 0o700)
+
+
+def test_who_comes_at_the_same_time_gets_the_same_secret() -> None:
+    got: list[bytes] = []
+    threads = [threading.Thread(target=lambda: got.append(i.shared_secret())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(got)) == 1
+    assert len(got) == 8
+
+
+def test_a_secret_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine"
+    path.write_text("swordfish\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("DISTTENSOR_SECRET_FILE", str(path))
+    assert i.shared_secret() == b"swordfish"
+    path.chmod(0o644)
+    with pytest.raises(StartError, match=r"the secret file .* has mode 0644"):
+        i.shared_secret()
+
+
+def test_a_secret_in_the_environment_is_taken_out_of_it_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTTENSOR_SECRET", "swordfish")
+    with pytest.warns(UserWarning, match="DISTTENSOR_SECRET_FILE"):
+        assert i.shared_secret() == b"swordfish"
+    assert "DISTTENSOR_SECRET" not in os.environ
+
+
+def test_derived_keys_depend_on_the_secret_and_on_the_meeting_only() -> None:
+    keys = i.derived(b"secret", "port 1")
+    assert keys == i.derived(b"secret", "port 1")
+    others = [i.derived(b"Secret", "port 1"), i.derived(b"secret", "port 2")]
+    every = [pair[half] for k in (keys, *others) for pair in k for half in (0, 1)]
+    assert len(set(every)) == len(every)
+    assert all(len(key) == 40 for key in every)
+
+
+def test_a_pair_comes_from_32_bytes() -> None:
+    with pytest.raises(ValueError, match="32 bytes, not from 31"):
+        curve_pair_of(bytes(31))
