@@ -22,6 +22,7 @@ LAYERS = {
     "generated": 0,
     "bundle": 0,
     "addresses": 0,
+    "interfaces": 0,
     "keys": 0,
     "mpi": 1,
     "codec": 1,
