@@ -1,0 +1,165 @@
+"""Modules that lie beside the user's script, for hosts that don't see its directory.
+
+    root: gather(folder) -> Sources, packed into one frame --> fork server of another host: adopt(frame)
+                                                                 the same files lie there: nothing to do
+                                                                 else: imports from that folder are served from memory
+
+The nodes have the master's sys.path, so they look in the folder where Python would, and a path hook answers in place of
+the file system. Tracebacks name the master's files and show their lines. Nothing is written on the other host, so
+nothing is left there, however its processes end. Only sources are shipped: no data files, no compiled modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+import zlib
+from collections.abc import Iterator
+
+import msgspec
+
+#: Bytes of sources, and of these when packed: the frame that carries them may have twice as many.
+LIMIT, PACKED = 16 << 20, 1 << 20
+#: Entries of directories that are looked at: the script may lie in somebody's home.
+ENTRIES = 20_000
+
+
+class TooMuch(ValueError):
+    """These are not the modules of one program. Says what was too much."""
+
+
+class Sources(msgspec.Struct, frozen=True):
+    """The Python files below a folder, by their path in it."""
+
+    folder: str
+    files: dict[str, bytes]
+
+    def digest(self) -> bytes:
+        """The same for the same files."""
+        it = hashlib.blake2b(digest_size=16)
+        for name, data in sorted(self.files.items()):
+            it.update(b"%d %d " % (len(name.encode()), len(data)) + name.encode() + data)
+        return it.digest()
+
+    def pack(self) -> bytes:
+        """For ``unpack``. Raises TooMuch."""
+        packed = zlib.compress(msgspec.msgpack.encode(self))
+        if len(packed) > PACKED:
+            raise TooMuch(f"more than {PACKED >> 20} MiB of sources when packed")
+        return packed
+
+
+def unpack(packed: bytes) -> Sources:
+    """Raises ValueError (msgspec's errors are such, too) for what ``pack`` has not made."""
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(packed, 2 * LIMIT)
+    except zlib.error as e:
+        raise ValueError(f"these are no packed modules: {e}") from e
+    return msgspec.msgpack.decode(data, type=Sources)
+
+
+def gather(folder: str) -> Sources:
+    """What a program in this folder can import from it. Raises TooMuch; an unreadable file is left out."""
+    files, total = {}, 0
+    for path in _python_files(folder):
+        try:
+            with open(path, "rb") as file:
+                data = file.read(LIMIT + 1)
+        except OSError:
+            continue
+        total += len(data)
+        if total > LIMIT:
+            raise TooMuch(f"more than {LIMIT >> 20} MiB of sources")
+        files[os.path.relpath(path, folder)] = data
+    return Sources(folder, files)
+
+
+def _python_files(folder: str) -> Iterator[str]:
+    """Without environments, caches and hidden directories; a directory that several links lead to is seen once."""
+    seen, entries = set(), 0
+    for here, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        entries += 1 + len(folders) + len(files)
+        if entries > ENTRIES:
+            raise TooMuch(f"more than {ENTRIES} files and directories")
+        if real in seen or (here != folder and "pyvenv.cfg" in files):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in ("__pycache__", "site-packages"))
+        yield from (os.path.join(here, name) for name in files if name.endswith(".py"))
+
+
+def adopt(packed: bytes) -> bool:
+    """Has this process, and those that it forks, import these modules; False when they lie here as well.
+
+    Raises ValueError as ``unpack`` does.
+    """
+    sources = unpack(packed)
+    try:
+        if os.path.isdir(sources.folder) and gather(sources.folder).digest() == sources.digest():
+            return False
+    except TooMuch:
+        pass  # so they are others
+    _serve(sources)
+    return True
+
+
+def _serve(sources: Sources) -> None:
+    folders = {sources.folder}
+    for name in sources.files:
+        while name := os.path.dirname(name):
+            folders.add(os.path.join(sources.folder, name))
+
+    def hook(path: str) -> _Finder:
+        if path not in folders:
+            raise ImportError(f"nothing was shipped for {path}")
+        return _Finder(path, sources, folders)
+
+    sys.path_hooks.insert(0, hook)
+    for path in [p for p in sys.path_importer_cache if p == sources.folder or p.startswith(sources.folder + os.sep)]:
+        del sys.path_importer_cache[path]
+
+
+class _Finder(importlib.abc.PathEntryFinder):
+    """Finds what lies in one folder."""
+
+    def __init__(self, path: str, sources: Sources, folders: set[str]) -> None:
+        self._path = path
+        self._sources = sources
+        self._folders = folders
+
+    def find_spec(self, fullname: str, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        path = os.path.join(self._path, fullname.rpartition(".")[2])
+        for file, locations in ((os.path.join(path, "__init__.py"), [path]), (path + ".py", None)):
+            if os.path.relpath(file, self._sources.folder) in self._sources.files:
+                loader = _Loader(fullname, file, self._sources)
+                return importlib.util.spec_from_file_location(
+                    fullname, file, loader=loader, submodule_search_locations=locations
+                )
+        if path not in self._folders:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)  # a portion of a namespace
+        spec.submodule_search_locations = [path]
+        return spec
+
+
+class _Loader(importlib.abc.SourceLoader):
+    def __init__(self, name: str, path: str, sources: Sources) -> None:
+        self._name, self._path, self._sources = name, path, sources
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        """Raises OSError for what is not there, such as a cached compiled file."""
+        try:
+            return self._sources.files[os.path.relpath(os.fsdecode(path), self._sources.folder)]
+        except KeyError:
+            raise FileNotFoundError(path) from None
