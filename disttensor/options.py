@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from .runtime.launch.hosts import Host, parse_hosts, read_hostfile
+from .runtime.launch.hosts import parse_hosts, read_hostfile
+from .runtime.launch.plan import Host
 
 _EXAMPLES = """\
 examples:

@@ -44,9 +44,7 @@ def test_each_name_is_an_interface_an_address_or_a_host(machine: None) -> None:
 
 
 def test_what_is_not_this_machines_is_refused_with_what_is(machine: None) -> None:
-    with pytest.raises(
-        ValueError, match=r"'eth1' is no interface .*does not resolve .*; it has lo \(127.0.0.1, ::1\)"
-    ):
+    with pytest.raises(ValueError, match=r"'eth1' is no interface .*does not resolve .*; it has lo \(127.0.0.1, ::1\)"):
         i.addresses_of(["eth1"])
     with pytest.raises(ValueError, match=r"'other' is 10.0.0.77, which is not this machine; it has lo"):
         i.listening_as("other")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from disttensor.options import parse, parser, settings
-from disttensor.runtime.launch.hosts import Host, parse_hosts, read_hostfile
+from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
+from disttensor.runtime.launch.plan import Host
 
 
 @pytest.mark.parametrize(

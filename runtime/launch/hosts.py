@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-import msgspec
+from .plan import Host
 
 #: Open MPI's words for the number of nodes; others of either MPI are about binding, which --bind says here.
 _SLOTS = ("slots", "cpu", "count")
@@ -21,13 +21,6 @@ _IGNORED = ("max_slots", "max-slots", "binding", "ifname")
 _NAME = re.compile(
     r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%\w+)?)"
 )
-
-
-class Host(msgspec.Struct, frozen=True):
-    """A host and the nodes that it may have."""
-
-    name: str  #: as ssh takes it: may begin with "user@"; an IPv6 address without brackets
-    slots: int
 
 
 def parse_hosts(text: str, default: int = 1) -> list[Host]:
