@@ -1,0 +1,176 @@
+"""Two hosts on this machine, to run commands on: namespaces with a name, a network, processes and shared memory each.
+
+    left:  10.78.0.1, where users type commands        right:  10.78.0.2
+
+They share the file system, as the hosts of a cluster do, and know each other by name. Everything ends with the first
+processes of the namespaces, so nothing is left however a test ends. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ADDRESSES = {"left": "10.78.0.1", "right": "10.78.0.2"}
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
+
+#: Variables of whatever runs these tests, which are nothing to what they run.
+_FOREIGN = ("DISTTENSOR_", "SLURM_", "PMI_", "OMPI_", "MPI")
+
+_UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+#: The first process of a host: it reaps what others leave to it. Slurm wants something that looks like cgroups.
+_FIRST = """\
+set -e
+echo {name} >/proc/sys/kernel/hostname
+mount -t tmpfs none /dev/shm
+mount -t sysfs none /sys
+mount -t tmpfs none /sys/fs/cgroup
+mount --bind {folder}/hosts /etc/hosts
+ip link set lo up
+echo ready
+sleep infinity &
+wait
+"""
+
+
+def why_not(*tools: str) -> str:
+    """What is missing for it on this machine, of these tools as well; empty if nothing is."""
+    if os.getuid():
+        return "this user is not root"
+    for tool in ("unshare", "nsenter", "ip", *tools):
+        if shutil.which(tool, path=PATH) is None:
+            return f"there is no {tool}"
+    probe = [*_UNSHARE, "ip", "link", "add", "name", "a", "type", "veth"]
+    tried = subprocess.run(probe, capture_output=True, text=True)
+    return tried.stderr.strip() or f"exit code {tried.returncode}" if tried.returncode else ""
+
+
+class Hosts:
+    """``folder`` is where commands run, and seen by both. ``daemons`` are what ``processes`` leaves out."""
+
+    daemons: tuple[str, ...] = ("bash -c set -e", "sleep infinity", "ps -eo")
+
+    def __init__(self, folder: Path, pids: dict[str, int]) -> None:
+        self.folder = folder
+        self._pids = pids
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)},
+            "PATH": PATH,
+            "PYTHONPATH": os.pathsep.join((str(ROOT), os.path.dirname(__file__))),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def namespaces(self, host: str) -> list[str]:
+        """What nsenter is told for a host, as seen from outside of all."""
+        at = f"/proc/{self._pids[host]}/ns"
+        return [f"--net={at}/net", f"--uts={at}/uts", f"--mount={at}/mnt", f"--pid={at}/pid_for_children"]
+
+    def start(self, *command: str, host: str = "left", **environment: str) -> subprocess.Popen[str]:
+        """Starts a command in a session of its own."""
+        return subprocess.Popen(
+            ["nsenter", *self.namespaces(host), f"--wd={self.folder}", *command],
+            env={**self.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(
+        self, *command: str, timeout: float = 60, host: str = "left", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end."""
+        with self.start(*command, host=host, **environment) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def processes(self, host: str) -> list[str]:
+        """The command lines of what runs on a host, other than its daemons."""
+        listed = self.run("ps", "-eo", "pid=,stat=,args=", host=host).stdout.splitlines()
+        lines = [line.split(maxsplit=2) for line in listed]
+        return [args for _, state, args in lines if state[0] != "Z" and not args.startswith(self.daemons)]
+
+    def over(self) -> bool:
+        """Whether nothing is left of what was started."""
+        return not any(self.processes(host) for host in ADDRESSES)
+
+    def settle(self, within: float = 20.0) -> None:
+        """Waits until nothing is left on either host. Raises RuntimeError saying what is, after so many seconds."""
+        self.wait_until(self.over, within, "not everything has ended")
+
+    def wait_until(self, true: Callable[[], bool], within: float, what: str) -> None:
+        """Raises RuntimeError with ``what`` went wrong, and what runs, when it takes longer than so many seconds."""
+        deadline = time.monotonic() + within
+        while not true():
+            if time.monotonic() > deadline:
+                left = {host: self.processes(host) for host in ADDRESSES}
+                raise RuntimeError(f"{what}; there are {left}\n{self.logs()}")
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def daemon(self, host: str, *command: str) -> Iterator[None]:
+        """Something that runs on a host meanwhile; what it says is in a file NAME-HOST.log."""
+        with open(self.folder / f"{command[0]}-{host}.log", "wb") as log:
+            process = subprocess.Popen(
+                ["nsenter", *self.namespaces(host), *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield
+        finally:
+            process.kill()  # nsenter; what it has started ends with the host
+            process.wait()
+
+    def logs(self) -> str:
+        """The last lines of what the daemons have to say."""
+        return "\n".join("\n".join(log.read_text().splitlines()[-20:]) for log in sorted(self.folder.glob("*.log")))
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[dict[str, int]]:
+    """The hosts, as what ``Hosts`` wants to know."""
+    (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in ADDRESSES.items()))
+    with contextlib.ExitStack() as stack:
+        pids = {name: stack.enter_context(_host(name, folder)) for name in ADDRESSES}
+        link = f"ip link add name eth0 type veth peer name eth0 netns {pids['right']}"
+        for name, pid in pids.items():
+            commands = [f"ip address add {ADDRESSES[name]}/24 dev eth0", "ip link set eth0 up"]
+            script = " && ".join([link, *commands] if name == "left" else commands)
+            # pids are what they are outside of the namespaces, so only the network is entered
+            subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", "sh", "-c", script], check=True)
+        yield pids
+
+
+@contextlib.contextmanager
+def _host(name: str, folder: Path) -> Iterator[int]:
+    first = ["bash", "-c", _FIRST.format(name=name, folder=folder)]
+    with subprocess.Popen([*_UNSHARE, *first], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise RuntimeError(f"host {name} did not start")
+            yield process.pid
+        finally:
+            # The first process of the namespace: with it all others there end, and unshare when they have.
+            with contextlib.suppress(OSError, ValueError):
+                child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+                os.kill(child, signal.SIGKILL)
+                process.wait(10)
+            process.kill()
