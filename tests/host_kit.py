@@ -35,6 +35,8 @@ mount -t tmpfs none /dev/shm
 mount -t sysfs none /sys
 mount -t tmpfs none /sys/fs/cgroup
 mount --bind {folder}/hosts /etc/hosts
+mount -t tmpfs -o mode=755 none /run
+mkdir /run/sshd
 ip link set lo up
 echo ready
 sleep infinity &
@@ -57,7 +59,13 @@ def why_not(*tools: str) -> str:
 class Hosts:
     """``folder`` is where commands run, and seen by both. ``daemons`` are what ``processes`` leaves out."""
 
-    daemons: tuple[str, ...] = ("bash -c set -e", "sleep infinity", "ps -eo")
+    daemons: tuple[str, ...] = (
+        "bash -c set -e",
+        "sleep infinity",
+        "ps -eo",
+        "sshd: ",
+        shutil.which("sshd", path=PATH) or "sshd",
+    )
 
     def __init__(self, folder: Path, pids: dict[str, int]) -> None:
         self.folder = folder
@@ -94,6 +102,7 @@ class Hosts:
             try:
                 out, err = process.communicate(timeout=timeout)
             except BaseException:
+                signal_to(process, signal.SIGKILL)
                 process.kill()
                 raise
         return subprocess.CompletedProcess(command, process.returncode, out, err)
@@ -124,7 +133,7 @@ class Hosts:
     @contextlib.contextmanager
     def daemon(self, host: str, *command: str) -> Iterator[None]:
         """Something that runs on a host meanwhile; what it says is in a file NAME-HOST.log."""
-        with open(self.folder / f"{command[0]}-{host}.log", "wb") as log:
+        with open(self.folder / f"{Path(command[0]).name}-{host}.log", "wb") as log:
             process = subprocess.Popen(
                 ["nsenter", *self.namespaces(host), *command],
                 env=self.environment,
@@ -143,6 +152,17 @@ class Hosts:
         return "\n".join("\n".join(log.read_text().splitlines()[-20:]) for log in sorted(self.folder.glob("*.log")))
 
 
+def signal_to(process: subprocess.Popen[str], number: int) -> None:
+    """To the command that ``Hosts.start`` has started: nsenter, which waits for it, would not pass it on."""
+    with contextlib.suppress(OSError, ValueError):  # it has ended
+        os.kill(_child(process.pid), number)
+
+
+def _child(pid: int) -> int:
+    """The pid of the only child of a process that has one thread. Raises OSError or ValueError without."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[dict[str, int]]:
     """The hosts, as what ``Hosts`` wants to know."""
@@ -158,6 +178,50 @@ def two_hosts(folder: Path) -> Iterator[dict[str, int]]:
         yield pids
 
 
+_SSHD = """\
+ListenAddress {address}
+HostKey {folder}/ssh/host
+AuthorizedKeysFile {folder}/ssh/user.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+StrictModes no
+UsePAM no
+PidFile none
+PermitUserEnvironment no
+"""
+
+_SSH = """\
+#!/bin/sh
+exec ssh -F none -i {folder}/ssh/user -o UserKnownHostsFile={folder}/ssh/known_hosts -o BatchMode=yes "$@"
+"""
+
+
+@contextlib.contextmanager
+def ssh(hosts: Hosts) -> Iterator[Path]:
+    """Debian's sshd on both hosts, for root without a password; gives the program that calls ssh with what it takes."""
+    keys = hosts.folder / "ssh"
+    keys.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+    public = (keys / "host.pub").read_text()
+    (keys / "known_hosts").write_text("".join(f"{name},{address} {public}" for name, address in ADDRESSES.items()))
+    client = keys / "client"
+    client.write_text(_SSH.format(folder=hosts.folder))
+    client.chmod(0o700)
+    with contextlib.ExitStack() as daemons:
+        for host, address in ADDRESSES.items():
+            configuration = keys / f"sshd-{host}"
+            configuration.write_text(_SSHD.format(address=address, folder=hosts.folder))
+            program = shutil.which("sshd", path=PATH) or "sshd"
+            daemons.enter_context(hosts.daemon(host, program, "-D", "-e", "-f", str(configuration)))
+
+            def answers(host: str = host) -> bool:
+                return hosts.run(str(client), host, "hostname").stdout == f"{host}\n"
+
+            hosts.wait_until(answers, 20, f"sshd on {host} does not answer")
+        yield client
+
+
 @contextlib.contextmanager
 def _host(name: str, folder: Path) -> Iterator[int]:
     first = ["bash", "-c", _FIRST.format(name=name, folder=folder)]
@@ -170,7 +234,6 @@ def _host(name: str, folder: Path) -> Iterator[int]:
         finally:
             # The first process of the namespace: with it all others there end, and unshare when they have.
             with contextlib.suppress(OSError, ValueError):
-                child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-                os.kill(child, signal.SIGKILL)
+                os.kill(_child(process.pid), signal.SIGKILL)
                 process.wait(10)
             process.kill()
