@@ -1,0 +1,82 @@
+"""What an init_method says."""
+
+from __future__ import annotations
+
+import pytest
+
+from disttensor.runtime.launch.meeting import Meeting, meeting
+
+ENVIRONMENT = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "2", "WORLD_SIZE": "5"}
+
+
+def test_none_is_needed_for_local_nodes() -> None:
+    assert meeting("local://") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "text"),
+    [
+        ("tcp://node1:29500", "node1", "tcp://node1:29500"),
+        ("tcp://10.0.0.1:29500", "10.0.0.1", "tcp://10.0.0.1:29500"),
+        ("tcp://[fd00::1]:29500", "fd00::1", "tcp://[fd00::1]:29500"),
+    ],
+)
+def test_a_host_and_a_port(url: str, host: str, text: str) -> None:
+    found = meeting(url, 1, 3)
+    assert found == Meeting("tcp", host, 29500, rank=1, size=3)
+    assert str(found) == text
+
+
+def test_rank_and_size_as_torch_takes_them_in_the_url() -> None:
+    assert meeting("tcp://node1:1?rank=1&world_size=2") == Meeting("tcp", "node1", 1, rank=1, size=2)
+    assert meeting("file:///a/b?rank=0&world_size=2") == Meeting("file", path="/a/b", rank=0, size=2)
+
+
+def test_a_path() -> None:
+    found = meeting("file:///home/me/my%20job")
+    assert found == Meeting("file", path="/home/me/my job")
+    assert found.options == {"connection_file": "/home/me/my job"}
+
+
+def test_the_environment() -> None:
+    assert meeting("env://", environ=ENVIRONMENT) == Meeting("tcp", "node1", 29500, rank=2, size=5)
+    assert meeting("env://", 0, 9, ENVIRONMENT) == Meeting("tcp", "node1", 29500, rank=0, size=9)
+
+
+def test_the_environment_of_torchrun() -> None:
+    run = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}
+    found = meeting("env://", environ=ENVIRONMENT | run | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert found == Meeting("torchrun", "node1", 29500, run="7 0", rank=2, size=5, local_rank=1, local_size=2)
+    assert found.options["port"] == "0"
+    assert found.name != meeting("env://", environ=ENVIRONMENT | run | {"TORCHELASTIC_RESTART_COUNT": "1"}).name
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "size", "text"),
+    [
+        ("tcp://node1", None, None, "names no host and port"),
+        ("tcp://node1:99999", None, None, "names no host and port"),
+        ("tcp://:29500", None, None, "names no host and port"),
+        ("tcp://node1:1", 1, None, "rank=1 without world_size"),
+        ("tcp://node1:1", 3, 3, "rank=3 with world_size=3"),
+        ("tcp://node1:1", -1, 3, "rank=-1"),
+        ("tcp://node1:1?rank=x", None, None, "rank is 'x', which is no number"),
+        ("file://job", None, None, "names no absolute path"),
+        ("etcd://node1:1", None, None, "is unknown; it is one of 'local://', 'env://'"),
+        ("", None, None, "is unknown"),
+    ],
+)
+def test_what_says_too_little(url: str, rank: int | None, size: int | None, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        meeting(url, rank, size)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_an_environment_that_lacks_something(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'env://' needs {name} in the environment"):
+        meeting("env://", environ={k: v for k, v in ENVIRONMENT.items() if k != name})
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match="needs MASTER_ADDR and MASTER_PORT and RANK and WORLD_SIZE in"):
+        meeting("env://", environ={})
