@@ -15,6 +15,7 @@ import torch
 from . import autocast, infer, registry, state
 from . import backend as device_backend
 from .runtime import bundle as b
+from .runtime.addresses import LOOPBACK
 from .runtime.channel import name_for_nodes
 from .runtime.channel.base import MASTER, ChannelContext
 from .runtime.channel.opened import Channels, maker
@@ -119,7 +120,8 @@ def init_master_worker(
         if not server[0]:
             keys = [("", "")] * count
         if starter:
-            hub = ZmqHub(server_keys=server if server[0] else None, node_keys={i: k[0] for i, k in enumerate(keys)})
+            node_keys = {rank: key[0] for rank, key in enumerate(keys)}
+            hub = ZmqHub(starter.listen, server_keys=server if server[0] else None, node_keys=node_keys)
         else:
             hub = InprocHub(count)
         bundles = [
@@ -127,6 +129,7 @@ def init_master_worker(
                 job=job,
                 rank=rank,
                 address=hub.address if isinstance(hub, ZmqHub) else "inproc",
+                addresses=hub.addresses[1:] if isinstance(hub, ZmqHub) else (),
                 server_key=server[0],
                 public_key=keys[rank][0],
                 secret_key=keys[rank][1],
@@ -144,7 +147,7 @@ def init_master_worker(
             starter.start(bundles)
         infer.warm()  # while the nodes start
         device_backend.register()
-        context = ChannelContext(rank=MASTER, job=job, host="127.0.0.1")
+        context = ChannelContext(rank=MASTER, job=job, host=starter.listen[0] if starter else LOOPBACK)
         channels = Channels(maker(context), channel_name, joint=False)
         session = Session(job, secret, hub, count, channels, starter, channel_name, trusted)
         session.allow = AllowList(allow_ops)

@@ -329,14 +329,34 @@ def test_a_taken_port_is_named(net):
         ZmqHub(port=port, server_keys=curve_pair(), node_keys={})
 
 
-def test_ipv6():
+def _has_ipv6() -> bool:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
-        pytest.skip("no IPv6 here")
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
+def test_ipv6():
     net = World("curve", host="::1")
     net.echo(0, net.join(0))
     assert net.hub.address.startswith("tcp://[::1]:")
+    net.close()
+
+
+def test_several_addresses():
+    """A hub listens on each that it is told, of either family, and on no other."""
+    hosts = ("127.0.0.1", "::1", "127.0.0.2") if _has_ipv6() else ("127.0.0.1", "127.0.0.2")
+    net = World("curve", host=hosts)
+    assert [address.rpartition(":")[0] for address in net.hub.addresses] == [
+        f"tcp://[{host}]" if ":" in host else f"tcp://{host}" for host in hosts
+    ]
+    assert net.hub.address == net.hub.addresses[0]
+    for rank, address in enumerate(net.hub.addresses):
+        net.echo(rank, net.join(rank, address=address))
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.3", int(net.hub.address.rpartition(":")[2]))).close()
     net.close()
 
 

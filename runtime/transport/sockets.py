@@ -58,6 +58,13 @@ def router(ctx: Context, endpoint: str, curve: Curve | None, silence: float = SI
     return sock
 
 
+def bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
+    """Listens on ``endpoint``, beside those that it listens on already; gives it with its port. Raises ZMQError."""
+    _set_family(sock, endpoint)
+    sock.bind(endpoint)
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
 def dealer(
     ctx: Context, endpoint: str, curve: Curve | None, name: bytes, silence: float = SILENCE
 ) -> zmq.Socket[bytes]:
@@ -107,7 +114,7 @@ def _plain(ctx: Context, kind: int) -> zmq.Socket[bytes]:
 
 def _tcp(ctx: Context, kind: int, endpoint: str, curve: Curve | None, silence: float) -> zmq.Socket[bytes]:
     sock = _plain(ctx, kind)
-    sock.setsockopt(zmq.IPV6, int("[" in endpoint))  # tcp://[::1]:1
+    _set_family(sock, endpoint)
     sock.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     silence_ms = int(silence * 1000)
@@ -122,3 +129,8 @@ def _tcp(ctx: Context, kind: int, endpoint: str, curve: Curve | None, silence: f
         else:
             sock.setsockopt(zmq.CURVE_SERVERKEY, curve.server.encode())
     return sock
+
+
+def _set_family(sock: zmq.Socket[bytes], endpoint: str) -> None:
+    """For what is bound or connected next: an IPv4 address would become an IPv6 one where both are allowed."""
+    sock.setsockopt(zmq.IPV6, int("[" in endpoint))  # tcp://[::1]:1

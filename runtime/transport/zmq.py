@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import zmq
 from zmq.utils import z85
@@ -38,6 +38,8 @@ _EVENTS, _POLLIN, _NOBLOCK, _FIRST = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.N
 class ZmqHub(Hub):
     """The master's end. ``node_keys`` maps each rank to its node's public key (Z85); nobody else is let in.
 
+    ``host`` is an address of this machine, or several, to listen on each of them; ``port`` 0 is any, for each another.
+
     With ``server_keys`` None nothing is encrypted, and a node is who it says it is: on loopback only, unless the
     environment variable DISTTENSOR_INSECURE_ALLOW_PLAINTEXT_ON_NETWORK is "yes". ``silence`` is the number of
     seconds without a heartbeat after which a node is gone.
@@ -48,14 +50,15 @@ class ZmqHub(Hub):
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
+        host: str | Sequence[str] = "127.0.0.1",
         port: int = 0,
         *,
         server_keys: tuple[str, str] | None,
         node_keys: Mapping[int, str],
         silence: float = sockets.SILENCE,
     ) -> None:
-        endpoint = _endpoint(host, port, encrypted=server_keys is not None)
+        hosts = [host] if isinstance(host, str) else host
+        endpoints = [_endpoint(name, port, encrypted=server_keys is not None) for name in hosts]
         keys = None if server_keys is None else _raw_keys(node_keys)
         self._plain = {plain_name(rank): rank for rank in node_keys} if server_keys is None else None
         self._routes: dict[int, bytes] = {}  # rank -> routing id, of live connections
@@ -65,17 +68,22 @@ class ZmqHub(Hub):
         self._dropped = 0
         self._closed = False
         self._ctx = sockets.context()
-        self._sock = sockets.router(self._ctx, endpoint, sockets.Curve(*server_keys) if server_keys else None, silence)
+        curve = sockets.Curve(*server_keys) if server_keys else None
+        self._sock = sockets.router(self._ctx, endpoints[0], curve, silence)
         self._door = Doorman(self._ctx, self._sock, keys)
         self._epoll = select.epoll()
         self._send, self._recv, self._recv_frame, self._get = sockets.raw_calls(self._sock)
-        try:
-            self._sock.bind(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise BrokenError(f"cannot listen on {endpoint}: {error}; name another port, or 0 for any") from error
-        #: Where nodes connect to, such as tcp://127.0.0.1:41233.
-        self.address: str = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = []
+        for endpoint in endpoints:
+            try:
+                bound.append(sockets.bind(self._sock, endpoint))
+            except zmq.ZMQError as error:
+                self.close()
+                raise BrokenError(f"cannot listen on {endpoint}: {error}; name another port, or 0 for any") from error
+        #: Where nodes connect to, such as tcp://127.0.0.1:41233, in the order of the hosts.
+        self.addresses: tuple[str, ...] = tuple(bound)
+        #: The first of them.
+        self.address: str = bound[0]
         # zmq.FD is edge-triggered with respect to messages: it turns readable when something happens inside the
         # socket, and any call on the socket (a send too) may consume that. Hence the duty to drain after sends.
         self._epoll.register(self._sock.FD, select.EPOLLIN)
