@@ -25,6 +25,7 @@ from .runtime.keys import curve_pair, job_id, job_secret
 from .runtime.launch import get_launcher, launcher_names
 from .runtime.launch import registry as registry_of_launchers
 from .runtime.launch.base import Exited, Launcher
+from .runtime.launch.output import Output
 from .runtime.ops import AllowList
 from .runtime.randomness import guarded
 from .runtime.transport.base import Hub
@@ -68,6 +69,9 @@ def init_master_worker(
     launcher: str = "auto",
     timeout: float = 60.0,
     trusted_network: bool | None = None,
+    log_dir: str | os.PathLike[str] = "",
+    tee: str = "",
+    redirects: str = "",
 ) -> SessionContext:
     """Makes this process the master and gives it nodes; starts local ones unless ``dtrun`` has.
 
@@ -86,6 +90,11 @@ def init_master_worker(
         timeout: seconds until nodes that have not answered are an error.
         trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
             nobody (gloo, mpi, nccl) may be used between them. Default: what dtrun says, else no.
+        log_dir: a directory in which node 1's output goes to `1/stdout.log` and `1/stderr.log`, behind what is there.
+            Default: what dtrun says, else none.
+        tee: what goes to these files and is shown too: "1" stdout, "2" stderr, "3" both, or node by node "0:3,1:2".
+            With `log_dir` alone everything.
+        redirects: what goes to these files only, in the same way.
 
     Returns: a context manager whose end calls ``shutdown``; it need not be used.
 
@@ -103,6 +112,11 @@ def init_master_worker(
         raise ValueError(f"launcher {launcher!r} is unknown (known: {', '.join(map(repr, known))})")
     if security not in ("curve", "none"):
         raise ValueError(f"security {security!r} is unknown (known: 'curve', 'none')")
+    output = Output(log_dir=os.path.abspath(log_dir) if log_dir else "", tee=tee, redirects=redirects)
+    if (tee or redirects) and not log_dir:
+        raise ValueError("tee and redirects need a log_dir, where the files are to be")
+    if log_dir and launcher == "inproc":
+        raise ValueError("log_dir needs nodes that are processes: those of launcher='inproc' share this one's output")
     simulated = _number("DISTTENSOR_SIMULATE_CUDA", simulate_cuda, 0)
     name = os.environ.get("DISTTENSOR_BACKEND", backend) if backend == "auto" else backend
     channel_name = ("inproc" if backend == "auto" else backend) if launcher == "inproc" else name
@@ -144,6 +158,8 @@ def init_master_worker(
             for rank in range(count)
         ]
         if starter:
+            if log_dir:
+                starter.show(output)
             starter.start(bundles)
         infer.warm()  # while the nodes start
         device_backend.register()

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+from output_kit import unfolded
 from stub_workers import LIGHT
 from test_launch import gone
 
@@ -225,13 +226,21 @@ def pids_of(process: subprocess.Popen[str]) -> list[int]:
     pytest.fail(f"no pids came: {process.communicate()[1]}")
 
 
+def lines_of(stream: IO[str], count: int) -> list[str]:
+    """So many lines, as the nodes printed them, in alphabetical order."""
+    lines: list[str] = []
+    while len(lines) < count:
+        lines += unfolded([stream.readline()])
+    return sorted(lines)
+
+
 def test_nodes_of_the_script(dtrun: Dtrun) -> None:
     with dtrun(NODES, "serve", "serve") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         # whole lines to where they belong, in any order with those of the script
-        assert sorted(process.stderr.readline() for _ in range(2)) == ["[node 0] as well\n", "[node 1] as well\n"]
-        lines = sorted(process.stdout.readline() for _ in range(3))
+        assert lines_of(process.stderr, 2) == ["[node 0] as well\n", "[node 1] as well\n"]
+        lines = lines_of(process.stdout, 3)
         assert lines[1:] == ["[node 0] serving\n", "[node 1] serving\n"]
         out, err = process.communicate("go", timeout=20)
         assert (process.returncode, out, err) == (0, "stopped\n", "")

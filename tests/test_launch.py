@@ -16,12 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+from output_kit import unfolded
 from stub_workers import LIGHT
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.errors import ForkError, StartError
 from disttensor.runtime.launch import Exited, Launcher, Started, get_launcher
 from disttensor.runtime.launch.local import LocalLauncher
+from disttensor.runtime.launch.output import Output
 
 STUBS = ("stub_workers",)
 Launch = Callable[..., tuple[LocalLauncher, list[int]]]
@@ -76,11 +78,11 @@ def lines_of(capfd: pytest.CaptureFixture[str], count: int) -> tuple[list[str], 
     """What was relayed to stdout and stderr, once ``count`` lines have come."""
     deadline = time.monotonic() + 10
     # capfd's own reading loses what comes meanwhile, as it shares the file's position with the writers
-    while sum(os.pread(fd, 1 << 20, 0).count(b"\n") for fd in (1, 2)) < count:
+    while sum(len(unfolded(os.pread(fd, 1 << 20, 0).decode().splitlines(True))) for fd in (1, 2)) < count:
         assert time.monotonic() < deadline, capfd.readouterr()
         time.sleep(0.005)
     out, err = capfd.readouterr()
-    return sorted(out.splitlines()), sorted(err.splitlines())
+    return sorted(unfolded(out.splitlines())), sorted(unfolded(err.splitlines()))
 
 
 def test_start_relay_stop(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +127,27 @@ def test_exit_code_and_tail(launch: Launch, capfd: pytest.CaptureFixture[str]) -
     assert exits[2].cause == "killed by SIGSEGV"
     assert any("Segmentation fault" in line for line in exits[2].tail)
     assert "[node 0] unfinished\n" in capfd.readouterr().out
+
+
+def test_log_files(launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    launcher, _ = launch()
+    launcher.show(Output(log_dir=str(tmp_path), tee="0:3", redirects="1:3"))
+    launcher.start(bundles("three", "three"))
+    collect(launcher, 4)
+    text = "".join(f"line {i}\n" for i in range(30)) + "unfinished"
+    assert [(tmp_path / f"{rank}/stdout.log").read_text() for rank in (0, 1)] == [text] * 2
+    launcher.stop(0)
+    assert capfd.readouterr().out == "".join(f"[node 0] {line}\n" for line in text.splitlines())
+
+
+def test_log_directory_that_cannot_be_made(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    launcher, _ = launch()
+    launcher.show(Output(log_dir=str(tmp_path / "file" / "logs")))
+    launcher.start(bundles("serve"))
+    [event] = collect(launcher, 1)
+    assert isinstance(event, Exited)
+    assert "could not be started: [Errno 20] Not a directory" in event.cause
 
 
 @pytest.mark.parametrize(
@@ -354,9 +377,9 @@ def test_all_output_arrives_whole() -> None:
             line = process.stdout.readline()
             if line.startswith("forked"):
                 child = int(line.split()[1])
-            if line.startswith("[node"):
-                seen[line[:8]].append(line[9:15])
-                assert line.endswith(" " + "x" * 40 + "\n")
+            for part in unfolded([line] if line.startswith("[") else []):
+                seen[part[:8]].append(part[9:15])
+                assert part.endswith(" " + "x" * 40 + "\n")
         os.kill(child, signal.SIGKILL)
     assert all(numbers == [f"{i:06}" for i in range(40_000)] for numbers in seen.values())
 

@@ -30,6 +30,7 @@ LAYERS = {
     "transport": 2,
     "channel": 2,
     "launch.base": 2,
+    "launch.output": 0,
     "store": 3,
     "streams": 3,
     "randomness": 3,

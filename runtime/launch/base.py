@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..bundle import Bundle
+from ..errors import StartError
 from ..keys import curve_pair
+from .output import Output
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Launcher(ABC):
         Raises StartError when that many nodes cannot be started.
         """
         return [curve_pair() for _ in range(count)]
+
+    def show(self, output: Output) -> None:
+        """How to show what nodes print that are started after this. Raises StartError where that can't be chosen."""
+        raise StartError(f"{type(self).__name__} can't choose what is done with the output of nodes")
 
     @abstractmethod
     def start(self, bundles: Sequence[Bundle]) -> None:

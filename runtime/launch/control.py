@@ -13,7 +13,8 @@ from __future__ import annotations
 import msgspec
 
 from ..bundle import Bundle
-from .plan import Output, Plan
+from .output import Output
+from .plan import Plan
 
 #: A bundle is 1 MiB at most (see bundle.py), a tail 20 short lines.
 MAX_FRAME = 2 << 20

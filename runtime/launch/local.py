@@ -23,6 +23,7 @@ from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
 from .control import Began, Ended, Kill, News, Ready, Start, Stop, Unfit
+from .output import Output
 from .process import describe_exit, wait_any
 from .spawn import PRELOAD, inherited_server, spawn_server
 from .wire import Stream, Wire
@@ -61,6 +62,10 @@ class LocalLauncher(Launcher):
     def __repr__(self) -> str:
         state = self._trouble or ("stopped" if self._stopped else "ready" if self._server_pid else "importing")
         return f"<LocalLauncher {state} workers={sorted(self._running)}>"
+
+    def show(self, output: Output) -> None:
+        with self._using():
+            self._wire.say(output)
 
     def start(self, bundles: Sequence[Bundle]) -> None:
         """Raises StartError when the server is gone or stopped, ValueError for a rank that runs."""

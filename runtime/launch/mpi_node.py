@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -22,8 +22,10 @@ from .. import mpi, worker
 from ..bundle import Bundle
 from ..keys import curve_pair
 from .mpi import OFFER, ORDER, Offer, await_true, exit_at_once, flush, take
+from .output import Output
+from .printer import Printer
 from .process import adopt_orphans, end_children, name_process
-from .relay import Sink, Source
+from .relay import Source
 
 #: What torch's generators start from in every process.
 _SEED = torch.default_generator.initial_seed()
@@ -33,11 +35,11 @@ _PATIENCE = 1.0
 _leaving = threading.Event()
 
 
-def serve(world: mpi.World) -> NoReturn:
+def serve(world: mpi.World, output: Output = Output()) -> NoReturn:  # noqa: B008 - frozen
     """Makes this process the node that its rank says, and ends it with the exit code."""
     code = 1
     try:
-        _settle(world)
+        _settle(world, output)
         code = _work(world)
     except BaseException:
         traceback.print_exc()
@@ -78,9 +80,9 @@ def _work(world: mpi.World) -> int:
             return code
 
 
-def _settle(world: mpi.World) -> None:
+def _settle(world: mpi.World, output: Output) -> None:
     rank = world.rank - 1
-    _relay_output(rank)
+    _relay_output(rank, output)
     if world.near(0):
         pidfd = os.pidfd_open(world.cards[0].pid)
         threading.Thread(target=_watch, args=(pidfd,), name="life-line", daemon=True).start()
@@ -107,13 +109,13 @@ def _watch(master: int) -> None:
     os._exit(worker.EX_MASTER_GONE)
 
 
-def _relay_output(rank: int) -> None:
+def _relay_output(rank: int, output: Output) -> None:
     """Has a process of its own put ``[node 0] `` before each line, so that what a crash leaves in the pipe gets out."""
     pipes = os.pipe(), os.pipe()
     flush()
     if os.fork() == 0:
         try:
-            _relay(rank, pipes[0][0], pipes[1][0])
+            _relay(rank, output, pipes[0][0], pipes[1][0])
         finally:
             os._exit(0)
     for number, (out, into) in enumerate(pipes, 1):
@@ -124,7 +126,7 @@ def _relay_output(rank: int) -> None:
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def _relay(rank: int, out: int, err: int) -> None:
+def _relay(rank: int, output: Output, out: int, err: int) -> None:
     """Ends when nobody has the pipes any more."""
     os.setsid()  # mpiexec kills groups of processes, and what was said last is wanted most
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -135,16 +137,21 @@ def _relay(rank: int, out: int, err: int) -> None:
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-    sources = [Source(fd, rank, Sink(number), deque(maxlen=0)) for number, fd in ((1, out), (2, err))]
+    printer = Printer(output)
+    printer.begin(rank)
+    sources = [Source(fd, stream, partial(printer.take, rank)) for stream, fd in ((1, out), (2, err))]
     poller = select.poll()
     for source in sources:
         poller.register(source.fd, select.POLLIN)
     while open_ := [source for source in sources if not source.ended]:
-        ready = {fd for fd, _ in poller.poll()}
+        due = printer.due
+        ready = {fd for fd, _ in poller.poll(None if due is None else max(0.0, due - time.monotonic()) * 1000)}
         for source in open_:
             if source.fd in ready:
                 source.read()
                 if source.ended:
                     poller.unregister(source.fd)
                     source.close()
-                source.sink.push(3600)
+        printer.push(3600)
+    printer.end(rank)
+    printer.flush(3600)

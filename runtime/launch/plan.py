@@ -9,6 +9,8 @@ import os
 
 import msgspec
 
+from .output import Output
+
 #: Where dtrun tells the script its plan.
 PLAN = "DISTTENSOR_PLAN"
 
@@ -18,15 +20,6 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     slots: int = 1
-
-
-class Output(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What is done with the nodes' output, beside the tails of those that end. Also an order of its own, the first."""
-
-    upward: bool = False  #: not to this process's own stdout and stderr, but up the wire (``Said``)
-    log_dir: str = ""
-    tee: str = ""  #: as torchrun's
-    redirects: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
     master              fork server (one thread)                          worker of node k
     LocalLauncher --control socket--> Server --life-line pipe: bundle, then silence--> stdin of its protocol
-       events    <-- Began, Ended --    |    <-- stdout, stderr pipes, relayed as "[node k] ..." --
+       events    <-- Began, Ended --    |    <-- stdout, stderr pipes, shown by printer.py --------
                                         +-- pidfd: when and how it ended
 
 Who dies when: the control socket's end (the master is gone, even by SIGKILL) or SIGTERM makes the server end all
@@ -23,14 +23,17 @@ import selectors
 import signal
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ..bundle import Bundle, write_bundle
 from .child import become_worker
 from .control import Began, Ended, Kill, Order, Ready, Start, Stop, Unfit
+from .lines import Tail
+from .output import Output
+from .printer import Printer
 from .process import adopt_orphans, describe_exit, die_with_parent, end_children
-from .relay import TAIL_LINES, Sink, Source
+from .relay import Source
 from .wire import Stream, Wire
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
@@ -40,7 +43,7 @@ TERM_TIME = 1.0
 class Node:
     """A running worker, as its server sees it."""
 
-    def __init__(self, rank: int, pid: int, lifeline: int, sources: tuple[Source, ...], tail: deque[str]) -> None:
+    def __init__(self, rank: int, pid: int, lifeline: int, sources: tuple[Source, ...], tail: Tail) -> None:
         self.rank = rank
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
@@ -63,12 +66,13 @@ class Server:
     def __init__(self, wire: Wire[Order]) -> None:
         self._wire = wire
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
-        self._sinks = (Sink(1), Sink(2))
+        self._printer = Printer()
         self._nodes: dict[int, Node] = {}
         self._selector = selectors.PollSelector()  # epoll refuses regular files
         self._deadline: float | None = None  #: set while stopping: when to use more force
         self._force: int | None = None  #: the signal that the workers were sent last
-        self._paused = False  #: a sink is full, so sources wait
+        self._paused = False  #: too much is waiting to be written, so sources wait
+        self._waiting: list[int] = []  #: what is watched for room
         self._watch(wire.fileno(), self._take_orders)
         self._watch(self._wakeup[0], self._take_signal)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -77,17 +81,18 @@ class Server:
     def run(self) -> None:
         while self._nodes or self._deadline is None:
             self._watch_room()
-            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            times = [t for t in (self._deadline, self._printer.due) if t is not None]
+            timeout = max(0.0, min(times) - time.monotonic()) if times else None
             for key, mask in self._selector.select(timeout):
                 # what ran before may have closed it, and its number may be another's by now
                 if mask & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._wire.push()
-            self._push_output()
+            self._printer.push()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._press()
         end_children(0)  # what the workers' own children left behind
-        self._push_output(0.5)
+        self._printer.flush(0.5)
         self._wire.push(0.5)
 
     # ---- orders ----------------------------------------------------------------------------------------------------
@@ -95,6 +100,8 @@ class Server:
     def _take_orders(self) -> None:
         for order in self._wire.hear():
             match order:
+                case Output():
+                    self._printer.show(order)
                 case Start() if self._deadline is None:
                     self._start(order.bundle, order.entry)
                 case Kill() if order.rank in self._nodes:
@@ -129,18 +136,20 @@ class Server:
             for _ in range(3):
                 fds += os.pipe()
             line_out, line_in, out, out_in, err, err_in = fds
+            self._printer.begin(bundle.rank)
             pid = self._fork(bundle.rank, entry, line_out, out_in, err_in, (line_in, out, err))
             for fd in (line_out, out_in, err_in):
                 fds.remove(fd)
                 os.close(fd)
-            tail: deque[str] = deque(maxlen=TAIL_LINES)
-            sources = (Source(out, bundle.rank, self._sinks[0], tail), Source(err, bundle.rank, self._sinks[1], tail))
-            node = Node(bundle.rank, pid, line_in, sources, tail)
+            tail = Tail()
+            then = partial(self._take_output, bundle.rank, tail)
+            node = Node(bundle.rank, pid, line_in, (Source(out, 1, then), Source(err, 2, then)), tail)
             with contextlib.suppress(BrokenPipeError):  # it has ended already, which its pidfd will say
                 write_bundle(line_in, bundle)
         except OSError as e:  # no descriptors, no processes, no memory left
             for fd in fds:
                 os.close(fd)
+            self._printer.end(bundle.rank)
             hint = ""
             if e.errno == errno.EMFILE:
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -149,7 +158,7 @@ class Server:
             return
         self._nodes[bundle.rank] = node
         self._watch(node.pidfd, lambda: self._reap(node))
-        for source in sources:
+        for source in node.sources:
             self._watch_source(source)
         self._wire.say(Began(bundle.rank, pid))
 
@@ -169,7 +178,7 @@ class Server:
 
     def _own_fds(self) -> list[int]:
         """All that a worker must not keep open."""
-        fds = [self._wire.fileno(), *self._wakeup]
+        fds = [self._wire.fileno(), *self._wakeup, *self._printer.fds()]
         for node in self._nodes.values():
             fds += [node.pidfd, node.lifeline, *(s.fd for s in node.sources)]
         return fds
@@ -184,8 +193,10 @@ class Server:
         os.close(node.pidfd)
         os.close(node.lifeline)
         del self._nodes[node.rank]
-        self._push_output()  # before the master hears of it and says the same again
-        self._wire.say(Ended(node.rank, node.pid, code, describe_exit(code), tuple(node.tail)))
+        self._printer.end(node.rank)
+        if code:  # before the master hears of it and says the same again
+            self._printer.flush()
+        self._wire.say(Ended(node.rank, node.pid, code, describe_exit(code), node.tail.lines()))
 
     # ---- the selector ----------------------------------------------------------------------------------------------
 
@@ -201,9 +212,9 @@ class Server:
         if source.ended:  # the worker closed its stdout; only its pidfd says that it has ended
             self._forget(source.fd)
 
-    def _push_output(self, patience: float = 0.0) -> None:
-        for sink in self._sinks:
-            sink.push(patience)
+    def _take_output(self, rank: int, tail: Tail, stream: int, piece: bytes) -> None:
+        tail.add(stream, piece)
+        self._printer.take(rank, stream, piece)
 
     def _forget(self, fd: int) -> None:
         if fd in self._selector.get_map():
@@ -211,14 +222,15 @@ class Server:
 
     def _watch_room(self) -> None:
         """Waits for room where something could not be written; lets sources wait while too much is."""
-        for fd, pending in ((s.fd, s.pending) for s in self._sinks):
+        for fd in self._waiting:
             self._forget(fd)
-            if pending:
-                self._selector.register(fd, selectors.EVENT_WRITE)
+        self._waiting = self._printer.waiting
+        for fd in self._waiting:
+            self._selector.register(fd, selectors.EVENT_WRITE)
         if not self._wire.ended:
             writing = selectors.EVENT_WRITE if self._wire.pending else 0
             self._selector.modify(self._wire, selectors.EVENT_READ | writing, self._take_orders)
-        full = any(s.full for s in self._sinks)
+        full = self._printer.full
         if full != self._paused:
             self._paused = full
             for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import StartError
+from .output import Output
+from .wire import frame
 
 #: Where dtrun tells the script which descriptor is the socket of its server.
 LAUNCHER_FD = "DISTTENSOR_LAUNCHER_FD"
@@ -24,8 +26,12 @@ _BOOT = os.path.join(os.path.dirname(__file__), "boot.py")
 PRELOAD = ("disttensor.runtime.worker", "disttensor.runtime.transport.zmq", "disttensor.runtime.channel.tcp")
 
 
-def spawn_server(preload: Sequence[str] = PRELOAD, tied: bool = False) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def spawn_server(
+    preload: Sequence[str] = PRELOAD, tied: bool = False, output: Output | None = None
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Starts a fork server; gives its control socket. ``tied``: it dies with the calling thread, which must be main.
+
+    ``output``: how it shows what nodes print, until somebody says something else.
 
     Raises StartError.
     """
@@ -47,6 +53,8 @@ def spawn_server(preload: Sequence[str] = PRELOAD, tied: bool = False) -> tuple[
         raise StartError(f"the fork server could not be started ({sys.executable!r}): {e}") from e
     finally:
         theirs.close()
+    if output is not None:
+        ours.sendall(frame(output))
     return ours, process
 
 

@@ -50,6 +50,12 @@ class Wire(ABC, Generic[In]):
         """Twice is fine."""
 
 
+def frame(message: msgspec.Struct) -> bytes:
+    """What a ``Stream`` sends for it."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
 class Stream(Wire[In]):
     """Over descriptors, of a socket or two pipes, which it closes. Frame: 4 bytes of length (big endian), a struct.
 
@@ -74,8 +80,7 @@ class Stream(Wire[In]):
         return self.inn
 
     def say(self, message: msgspec.Struct) -> None:
-        body = msgspec.msgpack.encode(message)
-        self._out += len(body).to_bytes(4, "big") + body
+        self._out += frame(message)
         self.push()
 
     def push(self, timeout: float = 0.0) -> None:

@@ -1,0 +1,87 @@
+"""From the pieces that come out of a pipe to lines: what a terminal would show of them in the end.
+
+A progress bar is a line that is written again and again, with ``\\r`` between. What was overwritten is nobody's to see:
+only its states from time to time, and its last one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+TAIL_LINES = 20
+TAIL_WIDTH = 500
+
+#: A line without an end is passed on in pieces of this size.
+LONG = 1 << 16
+
+_ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+def without_escapes(line: bytes) -> bytes:
+    """Without what a terminal takes as orders."""
+    return _ESCAPE.sub(b"", line) if b"\x1b" in line else line
+
+
+def showable(line: bytes) -> bytes:
+    """A line as it looks in the end, colours included; without orders that would move the cursor elsewhere."""
+    if b"\r" in line or b"\b" in line:
+        states = line.replace(b"\b", b"\r").split(b"\r")
+        line = next((state for state in reversed(states) if state.strip()), b"")
+    if b"\x1b" in line:
+        line = _ESCAPE.sub(lambda m: m[0] if m[0].startswith(b"\x1b[") and m[0].endswith(b"m") else b"", line)
+    return line
+
+
+class Lines:
+    """Takes pieces, gives whole lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, piece: bytes) -> list[bytes]:
+        *lines, rest = (self._rest + piece).split(b"\n")
+        if b"\r" in rest:  # keep what it shows now, and whether that is to be overwritten
+            rest = b"\r" + showable(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+        elif len(rest) >= LONG:
+            lines.append(rest)
+            rest = b""
+        self._rest = rest
+        return [showable(line) for line in lines]
+
+    @property
+    def bar(self) -> bytes:
+        """What a progress bar shows now; empty if there is none."""
+        return showable(self._rest) if self._rest.startswith(b"\r") else b""
+
+    def end(self) -> list[bytes]:
+        """The line that was not finished."""
+        rest, self._rest = showable(self._rest), b""
+        return [rest] if rest else []
+
+
+class Tail:
+    """The last lines of a node, for the report of its end."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._rests = {1: b"", 2: b""}
+
+    def add(self, stream: int, piece: bytes) -> None:
+        # a piece has thousands of lines when a node floods: only its end is looked at
+        *lines, rest = (self._rests[stream] + piece).rsplit(b"\n", TAIL_LINES + 1)
+        self._rests[stream] = rest[-LONG:]
+        for line in lines[-TAIL_LINES:]:
+            self._append(line)
+
+    def lines(self) -> tuple[str, ...]:
+        """With what was not finished."""
+        for stream, rest in self._rests.items():
+            self._rests[stream] = b""
+            if rest:
+                self._append(rest)
+        return tuple(self._lines)
+
+    def _append(self, line: bytes) -> None:
+        text = without_escapes(showable(line[-4 * LONG :]))[: 4 * TAIL_WIDTH].decode(errors="replace")
+        self._lines.append(text.rstrip()[:TAIL_WIDTH])

@@ -1,0 +1,47 @@
+"""Nodes' output as users see it and choose it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from output_kit import unfolded
+
+import disttensor as dt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tee": "3"}, "tee and redirects need a log_dir"),
+        ({"log_dir": "x", "tee": "4"}, "'4' names no streams: 0 is none, 1 stdout, 2 stderr, 3 both"),
+        ({"log_dir": "x", "launcher": "inproc"}, "log_dir needs nodes that are processes"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        dt.init_master_worker(**arguments)
+    assert not Path("x").exists()
+
+
+SCRIPT = """
+import disttensor as dt
+def say(rank=None):
+    print("hello" if rank is None else f"I am {rank}")
+with dt.init_master_worker(nodes=3, threads=1, log_dir="logs"):
+    dt.run(say, node=range(3))
+    dt.run(say, dt.Each([0, 1, 2]), node=range(3))
+"""
+
+
+def test_a_session(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+    # as the nodes said it: under load they may be too far apart for one line
+    lines = [line for rank in range(3) for line in (f"[node {rank}] I am {rank}", f"[node {rank}] hello")]
+    assert sorted(unfolded(done.stdout.splitlines())) == lines
+    assert (tmp_path / "logs/2/stdout.log").read_text() == "hello\nI am 2\n"
