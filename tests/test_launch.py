@@ -22,8 +22,12 @@ from stub_workers import LIGHT
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.errors import ForkError, StartError
 from disttensor.runtime.launch import Exited, Launcher, Started, get_launcher
+from disttensor.runtime.launch.control import Ended, News, Said, Start, Took
 from disttensor.runtime.launch.local import LocalLauncher
 from disttensor.runtime.launch.output import Output
+from disttensor.runtime.launch.server import UNHEARD
+from disttensor.runtime.launch.spawn import spawn_server
+from disttensor.runtime.launch.wire import Stream
 
 STUBS = ("stub_workers",)
 Launch = Callable[..., tuple[LocalLauncher, list[int]]]
@@ -280,6 +284,30 @@ def test_fork(launch: Launch) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     launcher.kill(0, signal.SIGTERM)
     assert [e.cause for e in collect(launcher, 1) if isinstance(e, Exited)] == ["killed by SIGTERM"]
+
+
+def test_output_that_goes_up() -> None:
+    """To a boss that shows it: as it came, and not more at a time than that one takes."""
+    sock, process = spawn_server(STUBS, output=Output(upward=True))
+    wire: Stream[News] = Stream(News, sock.detach())
+    wire.say(Start(bundles("flood")[0], "stub_workers:act"))
+    text, untold, rounds, ended = b"", 0, 0, False
+    while not ended:
+        assert select.select([wire], [], [], 10)[0]
+        for news in wire.hear():
+            if isinstance(news, Said):
+                assert (news.rank, news.fd) == (0, 1)
+                text += news.data
+                untold += len(news.data)
+            ended = isinstance(news, Ended)
+        assert untold <= UNHEARD + (1 << 16)
+        if untold > UNHEARD:  # nothing more comes before this
+            wire.say(Took(untold))
+            untold, rounds = 0, rounds + 1
+    assert text == b"".join(b"%06d %s\n" % (i, b"x" * 40) for i in range(40_000))
+    assert rounds >= 4
+    wire.close()
+    assert process.wait(5) == 0
 
 
 MASTER = (

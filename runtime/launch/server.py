@@ -28,7 +28,7 @@ from functools import partial
 
 from ..bundle import Bundle, write_bundle
 from .child import become_worker
-from .control import Began, Ended, Kill, Order, Ready, Start, Stop, Unfit
+from .control import Began, Ended, Kill, Order, Ready, Said, Start, Stop, Took, Unfit
 from .lines import Tail
 from .output import Output
 from .printer import Printer
@@ -38,6 +38,8 @@ from .wire import Stream, Wire
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
+#: Bytes of output that are on their way up at most, but for one more piece of each node.
+UNHEARD = 1 << 18
 
 
 class Node:
@@ -71,6 +73,8 @@ class Server:
         self._selector = selectors.PollSelector()  # epoll refuses regular files
         self._deadline: float | None = None  #: set while stopping: when to use more force
         self._force: int | None = None  #: the signal that the workers were sent last
+        self._upward = False  #: the boss shows what nodes print
+        self._unheard = 0  #: bytes of that which have not found their place yet
         self._paused = False  #: too much is waiting to be written, so sources wait
         self._waiting: list[int] = []  #: what is watched for room
         self._watch(wire.fileno(), self._take_orders)
@@ -101,7 +105,10 @@ class Server:
         for order in self._wire.hear():
             match order:
                 case Output():
+                    self._upward = order.upward
                     self._printer.show(order)
+                case Took():
+                    self._unheard -= order.size
                 case Start() if self._deadline is None:
                     self._start(order.bundle, order.entry)
                 case Kill() if order.rank in self._nodes:
@@ -214,7 +221,11 @@ class Server:
 
     def _take_output(self, rank: int, tail: Tail, stream: int, piece: bytes) -> None:
         tail.add(stream, piece)
-        self._printer.take(rank, stream, piece)
+        if self._upward:
+            self._unheard += len(piece)
+            self._wire.say(Said(rank, stream, piece))
+        else:
+            self._printer.take(rank, stream, piece)
 
     def _forget(self, fd: int) -> None:
         if fd in self._selector.get_map():
@@ -230,7 +241,7 @@ class Server:
         if not self._wire.ended:
             writing = selectors.EVENT_WRITE if self._wire.pending else 0
             self._selector.modify(self._wire, selectors.EVENT_READ | writing, self._take_orders)
-        full = self._printer.full
+        full = self._printer.full or self._unheard > UNHEARD
         if full != self._paused:
             self._paused = full
             for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:
