@@ -39,7 +39,7 @@ def _averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
     def devices() -> list[str]:
         """For whom AveragedModel interpolates all parameters at once, with other roundings: CUDA, never CPU nodes."""
         session = state.current()
-        cuda = any(place.kernels == "cuda" for place in (session.places.by_slot if session else ()))
+        cuda = any(place.kernels == "cuda" for place in (session.places.by_slot.values() if session else ()))
         return [name for name in original() if name != "node" or cuda]
 
     return devices

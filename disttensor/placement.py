@@ -1,7 +1,8 @@
 """Where tensors live: a place is one (node, device) pair; a slot is its index as ``torch.device("node", slot)``.
 
 Torch keeps a device's index in an int8 that wraps silently, so a proxy carries its place itself, and slots are only a
-small table of names for places: slot k < N is node k's default device, higher ones are given out on demand.
+small table of names for places: slot k < N is node k's default device, higher ones are given out on demand. N counts
+the nodes that may still join, too.
 """
 
 from __future__ import annotations
@@ -137,28 +138,39 @@ def one_session(*places: Place) -> None:
 class Places:
     """A session's slots."""
 
-    def __init__(self, session: Session, devices: list[tuple[str, ...]]) -> None:
-        """``devices``: for each node the names of its devices, "cpu" first. Raises DisttensorError for too many."""
-        if len(devices) > MAX_SLOTS:
+    def __init__(self, session: Session, devices: list[tuple[str, ...]], most: int = 0) -> None:
+        """``devices``: for each node the names of its devices, "cpu" first. ``most``: how many nodes there may be
+        later. Raises DisttensorError for too many."""
+        most = max(most, len(devices))
+        if most > MAX_SLOTS:
             raise DisttensorError(
-                f"{len(devices)} nodes are more than torch.device can name ({MAX_SLOTS}: its index is an int8)"
+                f"{most} nodes are more than torch.device can name ({MAX_SLOTS}: its index is an int8)"
             )
         self._session = session
         self._devices = devices
         self.lock = threading.RLock()
         self._by_pair: dict[tuple[int, str], Place] = {}
-        self.by_slot: list[Place] = []
-        for node, names in enumerate(devices):
-            self._add(node, names[1] if len(names) > 1 else "cpu")
+        self.by_slot: dict[int, Place] = {}
+        self._free = count(most)  #: slots of devices that are no node's default
+        for node in range(len(devices)):
+            self._begin(node)
 
-    def _add(self, node: int, name: str) -> Place:
-        slot = len(self.by_slot)
+    def extend(self, devices: tuple[str, ...]) -> None:
+        """One more node, with these devices. There were to be so many (``most``)."""
+        self._devices.append(devices)
+        self._begin(len(self._devices) - 1)
+
+    def _begin(self, node: int) -> None:
+        names = self._devices[node]
+        self._add(node, names[1] if len(names) > 1 else "cpu", node)
+
+    def _add(self, node: int, name: str, slot: int) -> Place:
         if slot >= MAX_SLOTS:
             raise DisttensorError(
                 f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use; none is left for {name}"
             )
         place = Place(self._session, node, name, slot)
-        self.by_slot.append(place)
+        self.by_slot[slot] = place
         self._by_pair[node, name] = place
         return place
 
@@ -181,7 +193,7 @@ class Places:
         place = self._by_pair.get((node, name))
         if place is None:
             with self.lock:
-                place = self._by_pair.get((node, name)) or self._add(node, name)
+                place = self._by_pair.get((node, name)) or self._add(node, name, next(self._free))
         return place
 
     @staticmethod
@@ -202,9 +214,10 @@ class Places:
             from .context import current_node
 
             return self.by_slot[current_node()]
-        if not 0 <= slot < len(self.by_slot):
+        place = self.by_slot.get(slot)
+        if place is None:
             raise RuntimeError(
                 f"device {str(device)!r} stands for nothing: there are {len(self._devices)} nodes "
                 f"(node:0 to node:{len(self._devices) - 1}); others are named by disttensor.device(node, 'cuda:1')"
             )
-        return self.by_slot[slot]
+        return place

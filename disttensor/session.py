@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -27,7 +27,6 @@ from .runtime.channel.opened import Channels
 from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedError
 from .runtime.failure import Failure, Site, line_of
 from .runtime.interrupts import whole
-from .runtime.keys import pair_key
 from .runtime.launch.base import Launcher
 from .runtime.link import Link, Request
 from .runtime.ops import AllowList
@@ -100,10 +99,12 @@ class Session:
         #: operators that nodes run
         self.allow = AllowList()
         self.launcher = launcher
+        #: how many nodes there can be, if more may join; and what starts those with the next ranks, so many
+        self.most = 0
+        self.recruit: Callable[[int], list[Outbox]] | None = None
         #: nodes that are threads of this process
         self.threads: list[threading.Thread] = []
         self.changes = contextlib.ExitStack()  #: of this process, undone at the end
-        self._secret = secret
         self._default_dtype = torch.float32
         self._transfers = count(1)
         self._staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
@@ -118,15 +119,33 @@ class Session:
         hellos = self.link.hellos
         n = len(self.states)
         self.board.begin()
-        self.places = Places(self, [hellos[r].devices for r in range(n)])
-        addresses = {MASTER: self.channel.address()} | {r: hellos[r].channel for r in range(n)}
-        for rank in range(n):
-            for peer, address in addresses.items():
-                if peer != rank:
-                    self.link.outboxes[rank].add(c.Peer(peer, address, pair_key(self._secret, self.job, rank, peer)))
-        for rank in range(n):
-            self.board.connect(0, rank, addresses[rank])
+        self.places = Places(self, [hellos[r].devices for r in range(n)], self.most)
+        self.board.introduce(0, {r: hellos[r].channel for r in range(n)}, self.channel.address())
         self.check_default_dtype()
+        self.link.flush_all()
+
+    def extend(self, outboxes: Sequence[Outbox]) -> None:
+        """After the hellos of nodes that have come later: as ``introduce``, for them. Waits while they open channels.
+
+        A node of which there is no hello is one that is lost. Raises ValueError when they must not use a channel that
+        is open, and what opening it raises there; they are lost then.
+        """
+        hellos = self.link.hellos
+        for outbox in outboxes:
+            rank = outbox.rank
+            self.states.append(NodeState(self, rank, outbox))
+            self.places.extend(hellos[rank].devices if rank in hellos else ("cpu",))
+        come = [outbox for outbox in outboxes if outbox.lost is None]
+        try:
+            self.board.welcome({outbox.rank: hellos[outbox.rank].channel for outbox in come})
+        except BaseException as e:
+            for outbox in come:
+                self.link.lose(outbox.rank, f"it could not be taken in: {e}")
+            raise
+        if self._default_dtype is not torch.float32:
+            for outbox in come:
+                outbox.add(c.Default(codec.dtype_id(self._default_dtype)))
+        drop_plans()  # some choices depend on what devices there are
         self.link.flush_all()
 
     def _lost(self, error: NodeLost) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,7 @@ class Switchboard:
         self.numbers: dict[str, int] = {name: 0}
         self._session, self._channels, self._secret = session, channels, secret
         self._attempts: dict[str, int] = {}
+        self._addresses: dict[int, dict[int, str]] = {}  #: of a channel, of everybody who has it
         self._lock = threading.RLock()
         self._unusable: dict[str, str] = {}
         self._best: int | None = None  #: of the channel BEST, 0 if it can't be used
@@ -134,7 +135,7 @@ class Switchboard:
                 self.check(name)
                 usable_channel(name, MASTER)
                 number = self._attempts.setdefault(name, len(self._attempts) + 1)
-                self._open_everywhere(number, name, site)
+                self._open(number, name, site)
                 self.numbers[name] = number
             return number
 
@@ -145,9 +146,32 @@ class Switchboard:
         hellos = self._session.link.hellos.values()
         self.automatic = name == "auto" and any(len(hello.devices) > 1 and not hello.simulated for hello in hellos)
 
-    def connect(self, number: int, rank: int, addresses: str) -> None:
-        """Tells the master's end of a channel where a node's is."""
-        self._channels.connect(number, rank, addresses, pair_key(self._secret, self._session.job, MASTER, rank))
+    def introduce(self, number: int, come: dict[int, str], master: str) -> None:
+        """Tells everybody who has a channel where it is with those who have ``come``, and them where it is with all."""
+        job, known = self._session.job, self._addresses.setdefault(number, {MASTER: master})
+        outboxes = self._session.link.outboxes
+        for rank, address in come.items():
+            self._channels.connect(number, rank, address, pair_key(self._secret, job, MASTER, rank))
+        known.update(come)
+        there = {rank: address for rank, address in known.items() if rank == MASTER or outboxes[rank].lost is None}
+        for one in there:
+            for other, address in there.items():
+                if one not in (other, MASTER) and (one in come or other in come):
+                    outboxes[one].add(c.Peer(other, address, pair_key(self._secret, job, one, other), number))
+
+    def welcome(self, come: dict[int, str]) -> None:
+        """Nodes that have come later, with their addresses in the session's own channel, get all that there is.
+
+        Raises ValueError for a channel that must not be used with them, and what opening one raises there.
+        """
+        with self._lock:
+            self._unusable.clear()  # they may lack something
+            names = {number: name for name, number in self.numbers.items()}
+            for name in names.values():
+                self.check(name)
+            self.introduce(0, come, "")
+            for number in [n for n in names if n]:
+                self._open(number, names[number], None, come)
 
     def check(self, name: str) -> None:
         """Raises ValueError for a channel that must not be used between the nodes that there are."""
@@ -173,29 +197,21 @@ class Switchboard:
             )
         return ""
 
-    def _open_everywhere(self, number: int, name: str, site: Site | None) -> None:
-        session, channels = self._session, self._channels
-        replies = self._ask(lambda request: c.Open(request, number, name_for_nodes(name)), site)
-        mine = channels.open(number, name)
-        addresses = {rank: str(reply.value) for rank, reply in replies.items()}
-        told: list[tuple[int, c.Command]] = []
-        for rank in addresses:
-            for peer, address in (addresses | {MASTER: mine}).items():
-                if peer != rank:
-                    key = pair_key(self._secret, session.job, rank, peer)
-                    told.append((rank, c.Peer(peer, address, key, number)))
-        for rank, address in addresses.items():
-            self.connect(number, rank, address)
-        for rank, command in told:
-            session.link.outboxes[rank].add(command)
+    def _open(self, number: int, name: str, site: Site | None, ranks: Collection[int] | None = None) -> None:
+        """On these nodes, or on all."""
+        replies = self._ask(lambda request: c.Open(request, number, name_for_nodes(name)), site, ranks)
+        mine = self._channels.open(number, name)
+        self.introduce(number, {rank: str(reply.value) for rank, reply in replies.items()}, mine)
 
-    def _ask(self, command: Callable[[int], c.Command], site: Site | None) -> dict[int, c.Answer]:
-        """Asks all nodes that there are; gives what they answer. Raises what the first has failed with."""
+    def _ask(
+        self, command: Callable[[int], c.Command], site: Site | None, ranks: Collection[int] | None = None
+    ) -> dict[int, c.Answer]:
+        """Asks these nodes, or all that there are; gives what they answer. Raises what the first has failed with."""
         session = self._session
         link = session.link
         asked: dict[int, Request] = {}
         for outbox in link.outboxes:
-            if outbox.lost is None:
+            if outbox.lost is None and (ranks is None or outbox.rank in ranks):
                 request = asked[outbox.rank] = link.request(outbox.rank, c.Answer)
                 outbox.add(command(request.id), site)
         link.flush_all()

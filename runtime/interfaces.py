@@ -60,7 +60,7 @@ def listening_as(host: str) -> tuple[str, ...]:
     if not mine:
         raise ValueError(f"{host!r} is {', '.join(found)}, which is not this machine; {_known()}")
     if all(map(_is_loopback, mine)) and not (host == "localhost" or host in mine):
-        mine += sorted(address for address in own if not _is_loopback(address))
+        mine = [*sorted(address for address in own if not _is_loopback(address)), *mine]  # others reach these
     return tuple(mine)
 
 

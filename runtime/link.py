@@ -86,6 +86,12 @@ class Link:
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
         self._flusher.start()
 
+    def extend(self) -> Outbox:
+        """That of one more node, whose rank is the next. The hub has to admit it."""
+        with self._lock:
+            self.outboxes.append(Outbox(len(self.outboxes)))
+            return self.outboxes[-1]
+
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def tick(self, outbox: Outbox) -> None:
@@ -423,13 +429,14 @@ class Link:
             self._wake.wait(TICK)
             self._parked = False
             quiet = 0
-        before = [(o.sent, len(o.queue)) for o in self.outboxes]
+        outboxes = list(self.outboxes)  # there may be more in a moment
+        before = [(o.sent, len(o.queue)) for o in outboxes]
         time.sleep(IDLE)
         if self.closed:
             return 0
         quiet += 1
         self.interrupts.remind()
-        for outbox, (sent, queued) in zip(self.outboxes, before, strict=True):
+        for outbox, (sent, queued) in zip(outboxes, before, strict=True):
             if outbox.sent != sent:
                 quiet = 0
             elif (queued or outbox.dead) and outbox.lost is None:

@@ -37,6 +37,10 @@ class Hub(ABC):
         """The nodes whose connections ended since the last call, each once; ``drain`` has given out all they sent."""
 
     @abstractmethod
+    def admit(self, rank: int, key: str) -> None:
+        """Lets in one more node, the one with this public key (Z85; of no meaning where nothing is encrypted)."""
+
+    @abstractmethod
     def forked(self) -> None:
         """In a forked child: lets go of its copies of the connections without a word to the nodes."""
 

@@ -40,7 +40,7 @@ class Doorman:
         router: zmq.Socket[bytes],
         keys: Mapping[bytes, int] | None,
     ) -> None:
-        self._keys = keys
+        self._keys = None if keys is None else dict(keys)
         self._lock = threading.Lock()
         self._open: set[int] = set()  # descriptors of accepted connections
         self._watched: dict[int, int] = {}  # descriptor -> rank; its keys are in _open
@@ -59,6 +59,15 @@ class Doorman:
         self._monitor.connect("inproc://door")
         self._thread = threading.Thread(target=self._run, name="disttensor-doorman", daemon=True)
         self._thread.start()
+
+    def admit(self, keys: Mapping[bytes, int]) -> None:
+        """Puts further keys on the list. Raises ValueError for one that is on it."""
+        if self._keys is None:
+            raise ValueError("without encryption there are no keys")
+        with self._lock:
+            for key, rank in keys.items():
+                if self._keys.setdefault(key, rank) != rank:
+                    raise ValueError(f"the nodes {self._keys[key]} and {rank} have the same public key")
 
     def watch(self, descriptor: int, rank: int) -> bool:
         """Reports ``rank``, registered on the connection ``descriptor``, when it ends. False: it has ended already."""

@@ -83,6 +83,11 @@ class InprocHub(Hub):
         out, self._gone = self._gone, []
         return out
 
+    def admit(self, rank: int, key: str) -> None:
+        if rank != self._n:
+            raise ValueError(f"node {rank} is not the next one after those that there are, 0 to {self._n - 1}")
+        self._n += 1
+
     def fileno(self) -> int:
         return self._event
 

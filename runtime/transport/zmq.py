@@ -137,6 +137,13 @@ class ZmqHub(Hub):
         out, self._gone = self._gone, []
         return out
 
+    def admit(self, rank: int, key: str) -> None:
+        """Raises ValueError for a key that is none, or another node's."""
+        if self._plain is not None:
+            self._plain[plain_name(rank)] = rank
+        else:
+            self._door.admit(_raw_keys({rank: key}))
+
     def fileno(self) -> int:
         return self._epoll.fileno()
 
