@@ -59,6 +59,7 @@ from .objects import all_gather_object, broadcast_object, gather_object, scatter
 from .prefetch import prefetch
 from .remote import Each, run
 from .remote import nodes_info as nodes
+from .runtime.bundle import VERSION
 from .runtime.channel import register_channel
 from .runtime.channel.check import check_data_channel
 from .runtime.collective import ReduceOp, Way
@@ -80,7 +81,7 @@ from .tensor import DistributedTensor
 from .traffic import reset_stats, stats
 from .work import Work, as_completed, fetch
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
 

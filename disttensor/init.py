@@ -14,6 +14,7 @@ import torch
 
 from . import autocast, infer, registry, state
 from . import backend as device_backend
+from .launching import plan_for
 from .runtime import bundle as b
 from .runtime.addresses import LOOPBACK
 from .runtime.channel import name_for_nodes
@@ -23,7 +24,6 @@ from .runtime.channel.registry import usable_channel
 from .runtime.errors import DisttensorError, NodeLost, StartError
 from .runtime.keys import curve_pair, job_id, job_secret
 from .runtime.launch import get_launcher, launcher_names
-from .runtime.launch import registry as registry_of_launchers
 from .runtime.launch.base import Exited, Launcher
 from .runtime.launch.output import Output
 from .runtime.ops import AllowList
@@ -67,6 +67,8 @@ def init_master_worker(
     functions: str = "any",
     security: str = "curve",
     launcher: str = "auto",
+    hosts: str | Sequence[str] | None = None,
+    interface: str | Sequence[str] | None = None,
     timeout: float = 60.0,
     trusted_network: bool | None = None,
     log_dir: str | os.PathLike[str] = "",
@@ -78,15 +80,19 @@ def init_master_worker(
     Args:
         backend: the data channel that carries tensors: "tcp", another name (docs/CHANNELS.md), or "auto", which takes
             shared memory between processes that share it and TCP between others.
-        nodes: how many nodes to start. Default: what dtrun says, else one per GPU, at least 2; all of mpiexec's.
+        nodes: how many nodes to start. Default: what dtrun says, else as many as the hosts have slots, else one per
+            GPU, at least 2; all of mpiexec's.
         init_method: reserved for joining nodes that were started elsewhere; None or "local://".
         simulate_cuda: give each node this many simulated CUDA devices (CPU memory with a placement of its own).
         threads: torch's intra-op threads per node. Default: the machine's cores divided by the nodes, at least 1.
         allow_ops: operators beyond torch's own that nodes may run, such as "torchvision::*".
         functions: which user functions nodes run: "any" or "none".
         security: "curve" (encrypted and authenticated), or "none", on loopback only.
-        launcher: "local" processes; "mpi": the processes of `mpiexec -n 5 dtrun script.py`; "inproc": threads of this
-            process, for tests; "auto": "mpi" when dtrun says so, else "local".
+        launcher: "local" processes; "ssh": those of ``hosts``; "mpi": the processes of `mpiexec -n 5 dtrun script.py`;
+            "inproc": threads of this process, for tests; "auto": what dtrun says, else "ssh" if there are ``hosts``.
+        hosts: where nodes run and how many: "a:4,b:4" or ["a:4", "b:4"]. Nodes 0 to 3 are on the first.
+        interface: the interfaces, addresses or names of this machine by which other hosts reach it, as "eth0" or
+            ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.
         timeout: seconds until nodes that have not answered are an error.
         trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
             nobody (gloo, mpi, nccl) may be used between them. Default: what dtrun says, else no.
@@ -106,9 +112,10 @@ def init_master_worker(
         raise RuntimeError("init_master_worker was called already in this process; call disttensor.shutdown() first")
     if init_method not in (None, "local://"):
         raise ValueError(f"init_method {init_method!r} is not supported; nodes are started locally (None)")
-    if launcher == "auto":
-        launcher = registry_of_launchers.automatic
-    if launcher not in (known := ["inproc", *launcher_names()]):
+    plan = plan_for(launcher, hosts, interface, timeout)
+    launcher = plan.launcher
+    if launcher not in (known := ["inproc", "nearby", *launcher_names()]):
+        known.remove("nearby")
         raise ValueError(f"launcher {launcher!r} is unknown (known: {', '.join(map(repr, known))})")
     if security not in ("curve", "none"):
         raise ValueError(f"security {security!r} is unknown (known: 'curve', 'none')")
@@ -123,11 +130,11 @@ def init_master_worker(
     usable_channel(channel_name, MASTER)
     trusted = bool(_number("DISTTENSOR_TRUSTED_NETWORK", trusted_network, 0))
 
-    starter: Launcher | None = None if launcher == "inproc" else get_launcher(launcher)()
+    starter: Launcher | None = None if launcher == "inproc" else get_launcher(launcher).of(plan)
     hub: Hub | None = None
     session: Session | None = None
     try:
-        count = _count(nodes, starter.capacity if starter else None)
+        count = _count(nodes, starter)
         job, secret = job_id(), job_secret()
         server = curve_pair() if security == "curve" and starter else ("", "")
         keys = starter.key_pairs(count) if starter else []
@@ -148,8 +155,12 @@ def init_master_worker(
                 public_key=keys[rank][0],
                 secret_key=keys[rank][1],
                 backend=name_for_nodes(channel_name),
+                nodes=count,
+                local_rank=rank,
+                local_size=count,
                 simulate_cuda=simulated,
-                threads=threads or max(1, (os.cpu_count() or 1) // count),
+                threads=threads or 0,
+                env=plan.env,
                 allow_ops=tuple(allow_ops),
                 functions=functions,
                 sys_path=tuple(os.path.abspath(p) for p in sys.path),
@@ -194,12 +205,13 @@ def init_master_worker(
     return SessionContext()
 
 
-def _count(nodes: int | None, capacity: int | None) -> int:
+def _count(nodes: int | None, starter: Launcher | None) -> int:
+    capacity = starter.capacity if starter else None
     count = _number("DISTTENSOR_NODES", nodes, capacity or max(2, torch.cuda.device_count()))
     if count < 1:
         raise ValueError(f"nodes={count}: at least one node is needed")
-    if capacity is not None and count > capacity:
-        raise ValueError(f"nodes={count}: mpiexec has started {capacity} beside the master (it needs -n {count + 1})")
+    if starter and capacity is not None and count > capacity:
+        raise ValueError(f"nodes={count}: {starter.too_many(count)}")
     return count
 
 
@@ -220,10 +232,12 @@ def _meet(session: Session, count: int, timeout: float) -> None:
         link.drain()
         lost = next((o.lost for o in link.outboxes if o.lost is not None), None)
         if lost is not None:
-            raise StartError(f"node {lost.rank} did not start: {lost.cause}" + _tail(lost.tail))
+            where = f" on {lost.host}" if lost.host != "?" else ""
+            raise StartError(f"node {lost.rank}{where} did not start: {lost.cause}" + _tail(lost.tail))
         if time.monotonic() > deadline:
             missing = [r for r in range(count) if r not in link.hellos]
-            raise StartError(f"nodes {missing} of {count} have not answered within {timeout} s")
+            why = session.launcher.missing(missing) if session.launcher is not None else ""
+            raise StartError(f"nodes {missing} of {count} have not answered within {timeout} s" + (why and f":\n{why}"))
         link.pause(0.005)  # short: it may be another thread that takes in what wakes this one
     for rank, hello in link.hellos.items():
         if hello.protocol != b.PROTOCOL or hello.job != session.job:

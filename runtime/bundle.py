@@ -14,6 +14,9 @@ import msgspec
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
 PROTOCOL = 6
 
+#: disttensor's own version, which messages name.
+VERSION = "0.1.0"
+
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker's start. ``repr`` hides the secret."""

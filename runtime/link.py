@@ -306,15 +306,18 @@ class Link:
             return
         for event in events:
             if isinstance(event, Exited):
-                self.lose(event.rank, event.cause, event.tail)
+                self.lose(event.rank, event.cause, event.tail, event.host)
 
-    def lose(self, rank: int, cause: str, tail: tuple[str, ...] = ()) -> None:
-        """Marks a node as lost; ends all waiting for it and tells the other nodes. Saying it twice is fine."""
+    def lose(self, rank: int, cause: str, tail: tuple[str, ...] = (), host: str = "") -> None:
+        """Marks a node as lost; ends all waiting for it and tells the other nodes. Saying it twice is fine.
+
+        ``host`` is where it was to run, for one that has not said it itself.
+        """
         outbox = self.outboxes[rank]
         if outbox.lost is not None or self.closing:
             return
         hello = self.hellos.get(rank)
-        where = (hello.host, hello.pid) if hello else ("?", 0)
+        where = (hello.host, hello.pid) if hello else (host or "?", 0)
         outbox.lose(NodeLost(rank, *where, cause, tail))
         for request in [r for r in self._requests.values() if r.node == rank]:
             del self._requests[request.id]

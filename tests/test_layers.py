@@ -31,6 +31,7 @@ LAYERS = {
     "channel": 2,
     "launch.base": 2,
     "launch.output": 0,
+    "launch.plan": 0,
     "store": 3,
     "streams": 3,
     "randomness": 3,
@@ -145,7 +146,7 @@ def test_transports_and_channels_know_nothing_of_each_other() -> None:
 
 
 def test_the_front_end_uses_launchers_by_name_or_interface_only() -> None:
-    allowed = {"launch.base", "launch.registry", "launch"}
+    allowed = {"launch.base", "launch.registry", "launch", "launch.plan", "launch.hosts"}
     starts = {"init.py", "options.py", "run.py"}
     for path in FRONT:
         for line, name in imports(path, "disttensor"):

@@ -10,6 +10,7 @@ from ..bundle import Bundle
 from ..errors import StartError
 from ..keys import curve_pair
 from .output import Output
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ class Launcher(ABC):
 
     capacity: int | None = None  #: how many nodes there can be; None: as many as are asked for
     listen: tuple[str, ...] = ("127.0.0.1",)  #: addresses of this host that nodes reach, where the master has to listen
+
+    @classmethod
+    def of(cls, plan: Plan) -> Launcher:
+        """The launcher for a plan of which ``launcher`` is its name. Raises StartError, ValueError for a bad plan."""
+        return cls()
+
+    def too_many(self, count: int) -> str:
+        """Why there cannot be ``count`` nodes, which is beyond ``capacity``."""
+        return f"there is room for {self.capacity} (hosts and slots can be named: b:4 is for four nodes)"
 
     def missing(self, ranks: Sequence[int]) -> str:
         """What these nodes are waiting for, and on which host: for the error when they have not answered in time."""

@@ -1,10 +1,12 @@
-"""The script that a fork server's interpreter runs: imports what workers need, then serves.
+"""The script that the processes of a launching run: fork servers, roots, agents.
 
-    python -P boot.py SYS_PATH CONTROL_FD PARENT MODULE...
+    python -P boot.py server SYS_PATH CONTROL_FD PARENT MODULE...      imports what workers need, then serves
+    python -P boot.py root SYS_PATH CONTROL_FD PARENT
+    python -P boot.py agent SYS_PATH MODULE...                         its wire is stdin and stdout
 
-SYS_PATH is the master's (JSON), so that both find the same torch and the same disttensor; PARENT a pid to die with, or
+SYS_PATH is the master's (JSON), so that all find the same torch and the same disttensor; PARENT a pid to die with, or
 0; MODULEs are imported before the first worker. Nothing of disttensor is imported before the path is set, and the front
-end not at all: workers don't use it, and it would take the time of torch where a test wants a server without.
+end not at all: none of these use it, and it would take the time of torch where no torch is needed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 
 
 class _Watch:
@@ -42,8 +45,27 @@ class _Watch:
             os._exit(0)
 
 
-def main(path: str, control: str, parent: str, *modules: str) -> int:
+def main(role: str, path: str, *arguments: str) -> int:
     sys.path[:] = json.loads(path)
+    roles: dict[str, Callable[..., int]] = {"server": server, "root": root, "agent": agent}
+    return roles[role](*arguments)
+
+
+def agent(*modules: str) -> int:
+    hide_front_end()
+    from disttensor.runtime.launch.agent import main
+
+    return main(modules)
+
+
+def root(control: str, parent: str) -> int:
+    hide_front_end()
+    from disttensor.runtime.launch.root import serve
+
+    return serve(int(control), int(parent))
+
+
+def server(control: str, parent: str, *modules: str) -> int:
     gc.disable()  # nothing becomes garbage here; the imports take a sixth less
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch = _Watch(int(control))

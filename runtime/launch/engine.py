@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from .control import News, Order
+from .control import Knock, News, Order, Start
 from .loop import Loop
 from .plan import Plan
 
@@ -22,10 +22,17 @@ from .plan import Plan
 class Branch(ABC):
     """An agent, or the place of one that has not come yet: a host with slots, where nodes are dealt to."""
 
-    def __init__(self, host: str, slots: int, wish: int = -1) -> None:
+    def __init__(self, host: str, slots: int, wish: int = -1, expected: bool = True) -> None:
+        """``expected``: it is of the plan, so its loss is the loss of nodes, even of such as were not asked for yet."""
         self.host = host  #: its name in messages to users
         self.slots = slots
         self.wish = wish  #: the rank of its first node, where something outside has dealt them; else -1
+        self.expected = expected
+        # the root's:
+        self.what = "its agent has not come yet"  #: what its nodes are waiting for
+        self.knock: Knock | None = None
+        self.waiting: list[Start] = []  #: until it has knocked
+        self.gone: tuple[str, int, tuple[str, ...]] | None = None  #: cause, code, last lines
 
     @abstractmethod
     def say(self, order: Order) -> None:

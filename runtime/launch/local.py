@@ -2,188 +2,28 @@
 
 Starting it takes as long as importing torch once; a worker more takes milliseconds. Make the launcher early and ask for
 workers later, and the import runs beside whatever the master does in between.
-
-The server is a plain child process with a socket, no ``multiprocessing``: a script needs no ``__main__`` guard, and
-notebooks and ``python -c`` work. Under dtrun there is a warm one already; its socket is inherited.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
-import subprocess
-import threading
-import time
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ..bundle import Bundle
-from ..errors import ForkError, StartError
-from .base import Exited, Launcher, Started
-from .control import Began, Ended, Kill, News, Ready, Start, Stop, Unfit
-from .output import Output
-from .process import describe_exit, wait_any
+from .plan import plan_of_dtrun
+from .served import WORKER, ServedLauncher
 from .spawn import PRELOAD, inherited_server, spawn_server
-from .wire import Stream, Wire
-
-#: What a worker runs: it gets its life-line and returns the exit code.
-WORKER = "disttensor.runtime.worker:main"
-
-#: What the server may take beyond the grace to end its workers and itself (TERM, a second, KILL).
-_PATIENCE = 4.0
-
-_live: weakref.WeakSet[LocalLauncher] = weakref.WeakSet()
 
 
-class LocalLauncher(Launcher):
+class LocalLauncher(ServedLauncher):
     """Starts workers on this machine. Making one starts the fork server (or takes dtrun's) and returns at once.
 
     Raises StartError. ``entry`` and ``preload`` are for tests.
     """
 
+    server_name, unfit = "the fork server", "no node can be started on this machine"
+
     def __init__(self, entry: str = WORKER, preload: Sequence[str] = PRELOAD) -> None:
-        self._entry = entry
-        self._server: subprocess.Popen[bytes] | None = None
-        sock = inherited_server()
+        sock = inherited_server() if plan_of_dtrun() is None else None
+        process = None
         if sock is None:
-            sock, self._server = spawn_server(preload)
-        self._wire: Wire[News] = Stream(News, sock.detach())
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._server_pid = 0  #: known when it is ready; it has no workers before
-        self._running: dict[int, int] = {}  #: rank -> pid, 0 until it began
-        self._events: list[Started | Exited] = []
-        self._trouble = ""  #: why the server is of no use any more
-        self._stopped = False
-        _live.add(self)
-
-    def __repr__(self) -> str:
-        state = self._trouble or ("stopped" if self._stopped else "ready" if self._server_pid else "importing")
-        return f"<LocalLauncher {state} workers={sorted(self._running)}>"
-
-    def show(self, output: Output) -> None:
-        with self._using():
-            self._wire.say(output)
-
-    def start(self, bundles: Sequence[Bundle]) -> None:
-        """Raises StartError when the server is gone or stopped, ValueError for a rank that runs."""
-        with self._using():
-            for bundle in bundles:
-                if bundle.rank in self._running:
-                    raise ValueError(f"node {bundle.rank} runs already; nodes that run: {sorted(self._running)}")
-                self._running[bundle.rank] = 0
-                self._wire.say(Start(bundle, self._entry))
-            self._wire.push(1.0)  # more than its buffer holds goes when the server has imported torch
-
-    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to a worker's process group and returns; one that has ended already is left alone.
-
-        Raises StartError when the server is gone or stopped.
-        """
-        with self._using():
-            self._wire.say(Kill(rank, number))
-
-    def end(self, rank: int) -> None:
-        with contextlib.suppress(StartError):
-            self.kill(rank)
-
-    def fileno(self) -> int:
-        return self._wire.fileno()
-
-    def events(self) -> list[Started | Exited]:
-        self._check_pid()
-        with self._lock:
-            if not self._stopped:
-                self._hear()
-            events, self._events = self._events, []
-            if self._trouble and not events:
-                raise StartError(self._trouble)
-            return events
-
-    def stop(self, grace: float) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child: the nodes are its parent's
-        with self._lock:
-            if self._stopped:
-                return
-            self._stopped = True
-            try:
-                self._hear()
-                if self._server_pid:
-                    self._wire.say(Stop(grace))
-                    self._await_end(grace + _PATIENCE)
-            finally:
-                self._wire.close()  # by itself enough: the server ends its workers when the socket ends
-                self._end_server()
-                self._trouble = ""
-
-    def _await_end(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        self._wire.push(seconds)
-        while not self._wire.ended and (left := deadline - time.monotonic()) > 0:
-            if select.select([self._wire], [], [], left)[0]:
-                self._hear()
-
-    def _end_server(self) -> None:
-        if self._server is None:
-            if self._server_pid:
-                wait_any([self._server_pid], _PATIENCE)  # dtrun reaps it
-            return
-        try:
-            self._server.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._server.kill()  # the kernel kills its workers with it
-            self._server.wait()
-            for pid in filter(None, self._running.values()):
-                wait_any([pid], 1.0)
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        self._check_pid()
-        with self._lock:
-            if self._stopped:
-                raise StartError("the launcher was stopped; make a new one")
-            self._hear()
-            if self._trouble:
-                raise StartError(self._trouble)
-            yield
-
-    def _check_pid(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkError(f"this launcher belongs to process {self._pid}, which forked this one")
-
-    def _hear(self) -> None:
-        for news in self._wire.hear():
-            match news:
-                case Ready():
-                    self._server_pid = news.pid
-                case Began():
-                    self._running[news.rank] = news.pid
-                    self._events.append(Started(news.rank, news.pid))
-                case Ended():
-                    self._running.pop(news.rank, None)
-                    self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail))
-                case Unfit():
-                    self._trouble = f"no node can be started on this machine: {news.why}"
-        if self._wire.ended and not self._trouble:
-            how = ""
-            if self._server is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    how = f": {describe_exit(self._server.wait(1))}"
-            self._trouble = f"the fork server (pid {self._server_pid or '?'}) has ended, and its nodes with it{how}"
-
-    def _let_go(self) -> None:
-        """In a forked child: the end of the socket has to mean the end of the master, not of this child."""
-        self._wire.close()
-        if self._server is not None:
-            self._server.returncode = 0  # not this process's child: nothing to wait for
-
-
-def _after_fork() -> None:
-    for launcher in list(_live):
-        launcher._let_go()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+            sock, process = spawn_server(preload)
+        super().__init__(sock, process, entry)

@@ -1,7 +1,8 @@
-"""One thread that waits for many descriptors and times: what relays and servers are built on."""
+"""One thread that waits for many descriptors and times: what roots and agents are built on."""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import select
@@ -15,18 +16,26 @@ class Loop:
     def __init__(self) -> None:
         self._poller = select.poll()  # epoll refuses regular files
         self._watched: dict[int, Callable[[], object]] = {}
+        self._full: set[int] = set()  #: descriptors whose next room ends a turn
         self._times: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
 
-    def watch(self, fd: int, then: Callable[[], object], write: bool = False) -> None:
-        """Calls ``then`` in each turn in which ``fd`` is readable (``write``: writable) or at its end."""
+    def watch(self, fd: int, then: Callable[[], object]) -> None:
+        """Calls ``then`` in each turn in which ``fd`` is readable or at its end, until ``forget``."""
         self._watched[fd] = then
-        self._poller.register(fd, select.POLLOUT if write else select.POLLIN)
+        self._register(fd)
+
+    def room(self, fd: int, wanted: bool) -> None:
+        """Whether a turn is to end when ``fd`` becomes writable."""
+        if wanted != (fd in self._full):
+            (self._full.add if wanted else self._full.discard)(fd)
+            self._register(fd)
 
     def forget(self, fd: int) -> None:
-        """Before it is closed; one that is not watched is fine."""
-        if self._watched.pop(fd, None) is not None:
-            self._poller.unregister(fd)
+        """To be called before it is closed; one that is not watched is fine."""
+        self._watched.pop(fd, None)
+        self._full.discard(fd)
+        self._register(fd)
 
     def later(self, seconds: float, then: Callable[[], object]) -> None:
         """Calls ``then`` once after so many seconds. It cannot be taken back: have it look whether it still matters."""
@@ -37,10 +46,18 @@ class Loop:
         if self._times:
             left = max(0.0, self._times[0][0] - time.monotonic())
             timeout = left if timeout is None else min(timeout, left)
-        for fd, _ in self._poller.poll(None if timeout is None else timeout * 1000 + 0.5):
+        for fd, events in self._poller.poll(None if timeout is None else timeout * 1000 + 0.5):
             # what ran before may have closed it, and its number may be another's by now
             then = self._watched.get(fd)
-            if then is not None:
+            if then is not None and events & ~select.POLLOUT:
                 then()
         while self._times and self._times[0][0] <= time.monotonic():
             heapq.heappop(self._times)[2]()
+
+    def _register(self, fd: int) -> None:
+        events = (select.POLLIN if fd in self._watched else 0) | (select.POLLOUT if fd in self._full else 0)
+        if events:
+            self._poller.register(fd, events)
+        else:
+            with contextlib.suppress(KeyError):
+                self._poller.unregister(fd)

@@ -109,6 +109,9 @@ class MpiLauncher(Launcher):
             raise StartError(f"nodes {missing} are still busy with the session before this one")
         return [(self._crew.offers[rank].public_key, "") for rank in range(count)]
 
+    def too_many(self, count: int) -> str:
+        return f"mpiexec has started {self.capacity} beside the master (it needs -n {count + 1})"
+
     def start(self, bundles: Sequence[Bundle]) -> None:
         self._check_pid()
         for bundle in bundles:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 
 from .base import Launcher
+from .engine import Engine
 
 #: name -> "module:class", the module relative to this package; imported when it is asked for
 _BUILTIN = {
     "local": ".local:LocalLauncher",
     "mpi": ".mpi:MpiLauncher",
+    "nearby": ".planned:PlannedLauncher",  # for tests
+}
+
+#: The same of what a root gets its nodes by; the root imports its plan's only.
+_ENGINES = {
+    "nearby": ".piped:NearbyEngine",
 }
 
 #: What "auto" stands for in this process: dtrun, when mpiexec has started it, runs the script where "mpi" is meant.
@@ -18,7 +25,7 @@ automatic = "local"
 
 def launcher_names() -> list[str]:
     """The known names, sorted; nothing is imported."""
-    return sorted(_BUILTIN)
+    return sorted(name for name in _BUILTIN if name != "nearby")
 
 
 def get_launcher(name: str) -> type[Launcher]:
@@ -32,4 +39,13 @@ def get_launcher(name: str) -> type[Launcher]:
     found = getattr(import_module(module, __package__), attribute)
     if not (isinstance(found, type) and issubclass(found, Launcher)):
         raise TypeError(f"launcher {name!r} is {found!r}, which is not a subclass of Launcher")
+    return found
+
+
+def get_engine(name: str) -> type[Engine]:
+    """The class of the engine ``name``. Raises as ``get_launcher``."""
+    if name not in _ENGINES:
+        raise ValueError(f"unknown launcher {name!r}; a root knows: {', '.join(sorted(_ENGINES))}")
+    module, _, attribute = _ENGINES[name].partition(":")
+    found: type[Engine] = getattr(import_module(module, __package__), attribute)
     return found

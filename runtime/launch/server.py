@@ -21,6 +21,7 @@ import os
 import resource
 import selectors
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from .output import Output
 from .printer import Printer
 from .process import adopt_orphans, describe_exit, die_with_parent, end_children
 from .relay import Source
-from .wire import Stream, Wire
+from .wire import Stream
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
@@ -65,7 +66,7 @@ class Node:
 class Server:
     """Forks, relays, reaps. ``run`` returns when the master has gone or said Stop and no worker is left."""
 
-    def __init__(self, wire: Wire[Order]) -> None:
+    def __init__(self, wire: Stream[Order]) -> None:
         self._wire = wire
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         self._printer = Printer()
@@ -251,7 +252,7 @@ class Server:
 
 def serve(control: int, parent: int) -> int:
     """Serves the socket with this number until its end. ``parent`` is a pid to die with, or 0. One thread only."""
-    wire: Wire[Order] = Stream(Order, control)
+    wire: Stream[Order] = Stream(Order, control)
     if parent:
         die_with_parent(parent, signal.SIGTERM)  # the way of the socket's end, if somebody holds it open
     adopt_orphans()
@@ -260,9 +261,13 @@ def serve(control: int, parent: int) -> int:
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     gc.freeze()  # a collection in a worker would otherwise touch, and so copy, every page
     server = Server(wire)
-    wire.say(Ready(os.getpid()))
+    wire.say(Ready(os.getpid(), _torch()))
     server.run()
     return 0
+
+
+def _torch() -> str:
+    return str(getattr(sys.modules.get("torch"), "__version__", ""))
 
 
 def decline(control: int, why: str) -> None:

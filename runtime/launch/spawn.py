@@ -1,4 +1,4 @@
-"""Starting a fork server, and finding the one that dtrun has started."""
+"""Starting a fork server or a root, and finding the one that dtrun has started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from collections.abc import Sequence
 
 from ..errors import StartError
 from .output import Output
+from .plan import Plan
 from .wire import frame
 
 #: Where dtrun tells the script which descriptor is the socket of its server.
 LAUNCHER_FD = "DISTTENSOR_LAUNCHER_FD"
 
-_BOOT = os.path.join(os.path.dirname(__file__), "boot.py")
+#: The script that they run.
+BOOT = os.path.join(os.path.dirname(__file__), "boot.py")
 
 #: What a worker imports and what it would otherwise import after the fork, each for itself.
 PRELOAD = ("disttensor.runtime.worker", "disttensor.runtime.transport.zmq", "disttensor.runtime.channel.tcp")
@@ -35,13 +37,32 @@ def spawn_server(
 
     Raises StartError.
     """
+    sock, process = _spawn("server", "the fork server", tied, *preload)
+    if output is not None:
+        _first(sock, output)
+    return sock, process
+
+
+def spawn_root(plan: Plan, tied: bool = False) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Starts a root for this plan, which it has been sent. Otherwise as ``spawn_server``."""
+    sock, process = _spawn("root", "the root", tied)
+    _first(sock, plan)
+    return sock, process
+
+
+def _first(sock: socket.socket, word: Output | Plan) -> None:
+    with contextlib.suppress(OSError):  # it has ended already, as the socket will say
+        sock.sendall(frame(word))
+
+
+def _spawn(role: str, name: str, tied: bool, *arguments: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = _socketpair()
     try:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
         parent = str(os.getpid() if tied else 0)
         process = subprocess.Popen(
-            [sys.executable, *flags, "-P", _BOOT, path, str(theirs.fileno()), parent, *preload],
+            [sys.executable, *flags, "-P", BOOT, role, path, str(theirs.fileno()), parent, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=None if _is_open(1) else subprocess.DEVNULL,
             stderr=None if _is_open(2) else subprocess.DEVNULL,
@@ -50,11 +71,9 @@ def spawn_server(
         )
     except (OSError, ValueError) as e:
         ours.close()
-        raise StartError(f"the fork server could not be started ({sys.executable!r}): {e}") from e
+        raise StartError(f"{name} could not be started ({sys.executable!r}): {e}") from e
     finally:
         theirs.close()
-    if output is not None:
-        ours.sendall(frame(output))
     return ours, process
 
 

@@ -12,8 +12,12 @@ import msgspec
 
 from ..errors import ProtocolError
 from .control import MAX_FRAME
+from .loop import Loop
 
 In = TypeVar("In")
+
+#: What an agent writes to its stdout before its first frame: a login shell may have written there before.
+MARK = b"\n-- disttensor agent --\n"
 
 
 class Wire(ABC, Generic[In]):
@@ -25,14 +29,12 @@ class Wire(ABC, Generic[In]):
     def say(self, message: msgspec.Struct) -> None:
         """Queues a message and sends what fits. Raises nothing when the other end is gone: ``ended`` tells."""
 
-    @property
-    @abstractmethod
-    def pending(self) -> bool:
-        """Whether something that was said has not left yet."""
-
     @abstractmethod
     def push(self, timeout: float = 0.0) -> None:
         """Sends what is queued; waits up to ``timeout`` seconds for room each time that there is none."""
+
+    def watch_room(self, loop: Loop) -> None:
+        """Has the loop's next turn end when there is room for what is pending."""
 
     @abstractmethod
     def hear(self) -> list[In]:
@@ -74,7 +76,11 @@ class Stream(Wire[In]):
 
     @property
     def pending(self) -> bool:
+        """Whether something that was said has not left yet."""
         return bool(self._out)
+
+    def watch_room(self, loop: Loop) -> None:
+        loop.room(self.out, self.pending)
 
     def fileno(self) -> int:
         return self.inn

@@ -1,0 +1,37 @@
+"""From the arguments of ``init_master_worker`` and what dtrun has said to a plan: where nodes are to come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from .runtime.launch import registry
+from .runtime.launch.hosts import parse_hosts
+from .runtime.launch.plan import Plan, plan_of_dtrun
+
+
+def plan_for(
+    launcher: str, hosts: str | Sequence[str] | None, interface: str | Sequence[str] | None, timeout: float
+) -> Plan:
+    """The plan that is meant. Arguments come before what dtrun has said.
+
+    Raises ValueError for hosts that are none, or that the launcher has no use for.
+    """
+    said = plan_of_dtrun()
+    if said is not None and hosts is None and launcher in ("auto", said.launcher):
+        plan = said
+    else:
+        if launcher == "auto":
+            launcher = registry.automatic if hosts is None else "ssh"
+        plan = Plan(launcher, timeout=timeout)
+    if hosts is not None:
+        if plan.launcher in ("local", "mpi", "inproc"):
+            raise ValueError(f"hosts={hosts!r}: launcher={plan.launcher!r} starts nodes on this machine only")
+        plan = msgspec.structs.replace(
+            plan, hosts=tuple(parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts)))
+        )
+    if interface is not None:
+        names = interface.split(",") if isinstance(interface, str) else interface
+        plan = msgspec.structs.replace(plan, interface=tuple(name.strip() for name in names if name.strip()))
+    return plan

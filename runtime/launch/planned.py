@@ -1,0 +1,41 @@
+"""Launchers of other hosts' nodes: a root beside the master gets them, by the plan's engine."""
+
+from __future__ import annotations
+
+from ..addresses import LOOPBACK
+from ..errors import StartError
+from ..interfaces import addresses_of
+from .plan import Plan, plan_of_dtrun
+from .served import WORKER, ServedLauncher
+from .spawn import inherited_server, spawn_root
+
+
+class PlannedLauncher(ServedLauncher):
+    """Has a root for ``plan``. Making one starts it (or takes dtrun's) and returns at once.
+
+    Raises StartError, ValueError for an interface that is none of this host's. ``entry`` is for tests.
+    """
+
+    server_name, unfit = "the root of the nodes' hosts", "no node can be started"
+
+    def __init__(self, plan: Plan, entry: str = WORKER) -> None:
+        self.plan = plan
+        self.capacity = plan.most or plan.slots or None
+        self.listen = tuple(addresses_of(plan.interface)) if plan.interface else self.ways()
+        # dtrun's root serves dtrun's plan, once
+        sock = inherited_server() if plan == plan_of_dtrun() else None
+        process = None
+        if sock is None:
+            sock, process = spawn_root(plan)
+        super().__init__(sock, process, entry)
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlannedLauncher:
+        return cls(plan)
+
+    def ways(self) -> tuple[str, ...]:
+        """The addresses of this host on which nodes reach the master, when no interface was named."""
+        return (LOOPBACK,)
+
+
+__all__ = ["PlannedLauncher", "StartError"]

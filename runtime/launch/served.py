@@ -1,0 +1,204 @@
+"""What launchers have in common whose workers a process beside the master starts: a fork server, or a root.
+
+It is a plain child process with a socket, no ``multiprocessing``: a script needs no ``__main__`` guard, and notebooks
+and ``python -c`` work. Under dtrun there is a warm one already; its socket is inherited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+from ..bundle import Bundle
+from ..errors import ForkError, StartError
+from .base import Exited, Launcher, Started
+from .control import Began, Doing, Ended, Kill, News, Ready, Room, Start, Stop, Unfit
+from .output import Output
+from .printer import spans
+from .process import describe_exit, wait_any
+from .wire import Stream, Wire
+
+#: What a worker runs: it gets its life-line and returns the exit code.
+WORKER = "disttensor.runtime.worker:main"
+
+#: What the server may take beyond the grace to end its workers and itself (TERM, a second, KILL).
+_PATIENCE = 4.0
+
+_live: weakref.WeakSet[ServedLauncher] = weakref.WeakSet()
+
+
+class ServedLauncher(Launcher):
+    """Has a server (a fork server or a root) at the other end of ``sock``; ``process`` is it, unless it is dtrun's.
+
+    ``entry`` is what workers run.
+    """
+
+    #: In messages: what the server is, and what it has to say when it is of no use.
+    server_name, unfit = "the server", "no node can be started"
+
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None, entry: str = WORKER) -> None:
+        self._entry = entry
+        self._server = process
+        self._wire: Wire[News] = Stream(News, sock.detach())
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._server_pid = 0  #: known when it is ready; it has no workers before
+        self._running: dict[int, int] = {}  #: rank -> pid, 0 until it began
+        self._events: list[Started | Exited] = []
+        self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and what it is waiting for
+        self.vacant = 0  #: how many nodes more could be started at once
+        self._trouble = ""  #: why the server is of no use any more
+        self._stopped = False
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        state = self._trouble or ("stopped" if self._stopped else "ready" if self._server_pid else "importing")
+        return f"<{type(self).__name__} {state} workers={sorted(self._running)}>"
+
+    def show(self, output: Output) -> None:
+        with self._using():
+            self._wire.say(output)
+
+    def start(self, bundles: Sequence[Bundle]) -> None:
+        """Raises StartError when the server is gone or stopped, ValueError for a rank that runs."""
+        with self._using():
+            for bundle in bundles:
+                if bundle.rank in self._running:
+                    raise ValueError(f"node {bundle.rank} runs already; nodes that run: {sorted(self._running)}")
+                self._running[bundle.rank] = 0
+                self._wire.say(Start(bundle, self._entry))
+            self._wire.push(1.0)  # more than its buffer holds goes when the server has imported torch
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a worker's process group and returns; one that has ended already is left alone.
+
+        Raises StartError when the server is gone or stopped.
+        """
+        with self._using():
+            self._wire.say(Kill(rank, number))
+
+    def end(self, rank: int) -> None:
+        with contextlib.suppress(StartError):
+            self.kill(rank)
+
+    def missing(self, ranks: Sequence[int]) -> str:
+        """As the base's: "node 3 on b: ssh has not connected yet"."""
+        groups: dict[tuple[str, str], list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(self._doing.get(rank, ("", "")), []).append(rank)
+        lines = []
+        for (host, what), members in groups.items():
+            who = f"node {members[0]}" if len(members) == 1 else f"nodes {spans(members)}"
+            lines.append(f"{who}{host and f' on {host}'}: {what}" if what else who)
+        return "\n".join(lines)
+
+    def fileno(self) -> int:
+        return self._wire.fileno()
+
+    def events(self) -> list[Started | Exited]:
+        self._check_pid()
+        with self._lock:
+            if not self._stopped:
+                self._hear()
+            events, self._events = self._events, []
+            if self._trouble and not events:
+                raise StartError(self._trouble)
+            return events
+
+    def stop(self, grace: float) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child: the nodes are its parent's
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            try:
+                self._hear()
+                if self._server_pid:
+                    self._wire.say(Stop(grace))
+                    self._await_end(grace + _PATIENCE)
+            finally:
+                self._wire.close()  # by itself enough: the server ends its workers when the socket ends
+                self._end_server()
+                self._trouble = ""
+
+    def _await_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._wire.push(seconds)
+        while not self._wire.ended and (left := deadline - time.monotonic()) > 0:
+            if select.select([self._wire], [], [], left)[0]:
+                self._hear()
+
+    def _end_server(self) -> None:
+        if self._server is None:
+            if self._server_pid:
+                wait_any([self._server_pid], _PATIENCE)  # dtrun reaps it
+            return
+        try:
+            self._server.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._server.kill()  # the kernel kills its workers with it
+            self._server.wait()
+            for pid in filter(None, self._running.values()):
+                wait_any([pid], 1.0)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        self._check_pid()
+        with self._lock:
+            if self._stopped:
+                raise StartError("the launcher was stopped; make a new one")
+            self._hear()
+            if self._trouble:
+                raise StartError(self._trouble)
+            yield
+
+    def _check_pid(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(f"this launcher belongs to process {self._pid}, which forked this one")
+
+    def _hear(self) -> None:
+        for news in self._wire.hear():
+            match news:
+                case Ready():
+                    self._server_pid = news.pid
+                case Began():
+                    self._running[news.rank] = news.pid
+                    self._events.append(Started(news.rank, news.pid, news.host))
+                case Ended():
+                    self._running.pop(news.rank, None)
+                    self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
+                case Unfit():
+                    self._trouble = f"{self.unfit}: {news.why}"
+                case Doing():
+                    self._doing.update(dict.fromkeys(news.ranks, (news.host, news.what)))
+                case Room():
+                    self.vacant = news.free
+        if self._wire.ended and not self._trouble:
+            how = ""
+            if self._server is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    how = f": {describe_exit(self._server.wait(1))}"
+            self._trouble = f"{self.server_name} (pid {self._server_pid or '?'}) has ended, and its nodes with it{how}"
+
+    def _let_go(self) -> None:
+        """In a forked child: the end of the socket has to mean the end of the master, not of this child."""
+        self._wire.close()
+        if self._server is not None:
+            self._server.returncode = 0  # not this process's child: nothing to wait for
+
+
+def _after_fork() -> None:
+    for launcher in list(_live):
+        launcher._let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
