@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .runtime.launch.hosts import parse_hosts, read_hostfile
+from .runtime.launch.output import Output
 from .runtime.launch.plan import Host
 
 _EXAMPLES = """\
@@ -35,7 +36,7 @@ _TOLD = {
 #: What is not there yet; each line goes with what takes the option up.
 _MISSING = (
     *("hosts", "python", "ssh_options", "interface", "timeout", "node_rank", "master_addr", "master_port"),
-    *("rdzv_endpoint", "connection_file", "process_group", "bind", "env", "log_dir", "tee", "redirects", "no_python"),
+    *("rdzv_endpoint", "connection_file", "process_group", "bind", "env", "no_python"),
 )
 _LAUNCHERS_THERE = (None, "local", "mpi")
 
@@ -156,9 +157,12 @@ def parser() -> Parser:
     )  # fmt: skip
 
     output = it.add_argument_group("output")
-    both(output, "--log-dir", metavar="DIR", help="write what each node prints to files in this directory")
-    both(output, "-t", "--tee", metavar="WHICH", help="nodes whose output goes to files and here: 3, or 0:1,1:2")
-    both(output, "-r", "--redirects", metavar="WHICH", help="nodes whose output goes to files only")
+    both(output, "--log-dir", metavar="DIR", default="", help="also write what node 1 prints to DIR/1/stdout.log, ...")
+    both(
+        output, "-t", "--tee", metavar="WHICH", default="",
+        help="only this goes to files: 1 stdout, 2 stderr, 3 both, or for some nodes: 0:3,1:1",
+    )  # fmt: skip
+    both(output, "-r", "--redirects", metavar="WHICH", default="", help="this goes to files and not here")
     return it
 
 
@@ -174,9 +178,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.hosts = _hosts(options)
         _check_hosts(options)
         _check_script(options)
+        options.output = _output(options)
     except (ValueError, OSError) as e:
         it.error(str(e))
-    if missing := [name for name in _MISSING if getattr(options, name) not in (None, False)]:
+    if missing := [name for name in _MISSING if getattr(options, name) not in (None, False, "")]:
         it.error(f"--{missing[0].replace('_', '-')} is not supported yet")
     if options.launcher not in _LAUNCHERS_THERE:
         it.error(f"--launcher {options.launcher} is not supported yet")
@@ -226,6 +231,19 @@ def _check_hosts(options: argparse.Namespace) -> None:
         raise ValueError("--python is for hosts that dtrun reaches itself, by --hosts")
     if options.launcher != "ssh" and options.ssh_options:
         raise ValueError("--ssh-options is for --hosts")
+
+
+def _output(options: argparse.Namespace) -> Output:
+    if not options.log_dir:
+        if options.tee or options.redirects:
+            raise ValueError("--tee and --redirects say what goes to the files of --log-dir")
+        return Output()
+    output = Output(log_dir=os.path.abspath(options.log_dir), tee=options.tee, redirects=options.redirects)
+    try:
+        os.makedirs(output.log_dir, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--log-dir {options.log_dir} cannot be made: {e.strerror}") from e
+    return output
 
 
 def _check_script(options: argparse.Namespace) -> None:

@@ -16,10 +16,12 @@ import argparse
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .options import parse, settings
@@ -50,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = os.environ | settings(options)
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
     try:
-        code = _run([*program, *options.arguments], environment)
+        code = _run(
+            [*program, *options.arguments], environment, partial(spawn_server, tied=True, output=options.output)
+        )
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
@@ -72,7 +76,7 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
     if not first:
         from .runtime.launch.mpi_node import serve
 
-        serve(world)
+        serve(world, options.output)
     from .runtime.launch.mpi import lead
 
     os.environ.update(settings(options))
@@ -111,8 +115,15 @@ def _show_front_end() -> None:
     _ = sys.modules["disttensor"].__version__  # asking for anything in it loads it
 
 
-def _run(program: list[str], environment: dict[str, str]) -> int:
-    """The script's return code, as subprocess counts it. When it returns nothing that was started is left."""
+def _run(
+    program: list[str],
+    environment: dict[str, str],
+    spawn: Callable[[], tuple[socket.socket, subprocess.Popen[bytes]]],
+) -> int:
+    """The script's return code, as subprocess counts it. When it returns nothing that was started is left.
+
+    ``spawn`` starts what starts the nodes.
+    """
     forwarded = {s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}  # as after nohup
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Blocked signals are not lost, whatever comes before the loop below; a handler could miss the script's start.
@@ -125,7 +136,7 @@ def _run(program: list[str], environment: dict[str, str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     try:
-        control, server = spawn_server(tied=True)
+        control, server = spawn()
         with control:  # closed here then: the server sees the socket's end when the script ends
             fd = control.fileno()
             script = subprocess.Popen(

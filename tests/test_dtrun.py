@@ -53,7 +53,8 @@ def dtrun(tmp_path: Path) -> Dtrun:
     def run(text: str, *arguments: str, options: tuple[str, ...] = (), **how: Any) -> Iterator[subprocess.Popen[str]]:
         script = tmp_path / "script.py"
         script.write_text(text)
-        environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "PYTHONUNBUFFERED": ""}
+        path = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
         how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
         command = [sys.executable, "-c", DTRUN, *options, str(script), *arguments]
         with subprocess.Popen(command, env=environment, cwd=tmp_path, **how) as process:
@@ -245,6 +246,17 @@ def test_nodes_of_the_script(dtrun: Dtrun) -> None:
         out, err = process.communicate("go", timeout=20)
         assert (process.returncode, out, err) == (0, "stopped\n", "")
         assert gone([int(pid) for pid in lines[0].split()], 0)
+
+
+def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
+    with dtrun(NODES, "serve", "serve", options=("--log-dir", "logs", "-r", "0:3,1:2", "--tee=1:1")) as process:
+        pids_of(process)
+        out, err = process.communicate("go", timeout=20)
+    assert (process.returncode, err) == (0, "")
+    assert "[node 0]" not in out
+    logs = {str(path.relative_to(tmp_path / "logs")): path.read_text() for path in tmp_path.glob("logs/*/*.log")}
+    both = {"0/stdout.log": "serving\n", "0/stderr.log": "as well\n"}
+    assert logs == {**both, "1/stdout.log": "serving\n", "1/stderr.log": "as well\n"}
 
 
 @pytest.mark.parametrize("victim", ["dtrun", "script", "terminal"])
