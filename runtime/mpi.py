@@ -7,6 +7,7 @@ to be that of the mpiexec in use.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import time
@@ -17,7 +18,9 @@ from typing import Any
 
 import msgspec
 
+from .addresses import way_to
 from .errors import StartError
+from .interfaces import interfaces
 
 #: What mpiexec tells its processes: MPICH and its relatives, Open MPI.
 _RANK_AND_SIZE = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
@@ -28,7 +31,9 @@ _SPIN = 1e-4
 _PAUSE = 0.002
 
 #: Bytes for what a process says of itself.
-_CARD = 512
+_CARD = 2048
+#: How many addresses it may name of itself.
+_ADDRESSES = 16
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -37,6 +42,7 @@ class Card(msgspec.Struct, frozen=True):
     host: str
     machine: str  #: the same for two processes that can see each other's pids
     pid: int
+    addresses: tuple[str, ...] = ()  #: at which others may reach its host
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,20 @@ class World:
             time.sleep(pause)
             if not busy and time.perf_counter() > patience:
                 pause = min(pause + _PAUSE / 100, _PAUSE)
+
+    def ways_out(self) -> tuple[str, ...]:
+        """The addresses of this host by which it reaches the other hosts, as its routes have it; none if all are here.
+
+        Raises StartError when there are others, and no way.
+        """
+        far = [card for card in self.cards if card.machine != self.me.machine]
+        ways: dict[str, None] = {}
+        for address in {a: None for card in far for a in card.addresses if a not in self.me.addresses}:
+            with contextlib.suppress(OSError):
+                ways[way_to(address)] = None
+        if far and not ways:
+            raise StartError(f"host {self.me.host} has no way to {', '.join(sorted({card.host for card in far}))}")
+        return tuple(ways)
 
     def near(self, rank: int) -> bool:
         """Whether that process and this one are on one machine."""
@@ -122,7 +142,7 @@ def world() -> World:
     for name in (name for names in _RANK_AND_SIZE for name in names):
         os.environ.pop(name, None)  # this process's children are none of mpiexec's
     comm = MPI.COMM_WORLD.Dup()
-    card = Card(socket.gethostname()[:200], _machine(), os.getpid())
+    card = Card(socket.gethostname()[:200], _machine(), os.getpid(), _addresses())
     all_cards = bytearray(_CARD * comm.size)
     comm.Allgather([msgspec.json.encode(card).ljust(_CARD), MPI.BYTE], [all_cards, MPI.BYTE])
     cards = (all_cards[i : i + _CARD] for i in range(0, len(all_cards), _CARD))
@@ -142,6 +162,12 @@ def _machine() -> str:
     """The kernel that runs, and which pids it shows us."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _addresses() -> tuple[str, ...]:
+    """Of this host, but those that mean another one elsewhere."""
+    found = [address for own in interfaces().values() for address in own]
+    return tuple(address for address in found if not ipaddress.ip_address(address).is_loopback)[:_ADDRESSES]
 
 
 def _meet_all(comm: Any) -> None:

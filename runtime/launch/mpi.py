@@ -8,8 +8,8 @@
                      --- nothing -----------------> MPI_Finalize, on all of them
 
 A node makes its key pair itself, so that no secret travels: MPI encrypts nothing. mpiexec ends all processes as soon as
-one of them ends without MPI_Finalize: a node that is killed ends the job, as it is usual with MPI, and that is also how
-nodes are ended that are stuck.
+one of them ends without MPI_Finalize, on all hosts: a node that is killed ends the job, as it is usual with MPI, and
+that is also how nodes are ended that are stuck. This host's processes are watched; of others, their connections tell.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from .. import mpi
+from ..addresses import LOOPBACK
 from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
@@ -91,6 +92,7 @@ class MpiLauncher(Launcher):
     def __init__(self) -> None:
         self._crew = crew()
         self.capacity = self._crew.world.comm.size - 1
+        self.listen = self._crew.world.ways_out() or (LOOPBACK,)
         self._running: set[int] = set()
         self._events: list[Started | Exited] = []
         self._epoll = select.epoll()  #: of the nodes' processes
@@ -101,10 +103,6 @@ class MpiLauncher(Launcher):
 
     def key_pairs(self, count: int) -> list[tuple[str, str]]:
         self._check_pid()
-        world = self._crew.world
-        if far := [rank for rank in range(count) if not world.near(rank + 1)]:
-            host = world.cards[far[0] + 1].host
-            raise StartError(f"node {far[0]} is on {host}, the master on {world.me.host}: all have to be on one host")
         if missing := self._crew.gather(range(count), ARRIVE):
             raise StartError(f"nodes {missing} are still busy with the session before this one")
         return [(self._crew.offers[rank].public_key, "") for rank in range(count)]
@@ -114,17 +112,24 @@ class MpiLauncher(Launcher):
 
     def start(self, bundles: Sequence[Bundle]) -> None:
         self._check_pid()
-        for bundle in bundles:
-            pid = self._crew.world.cards[bundle.rank + 1].pid
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError as e:
-                raise StartError(f"the process of node {bundle.rank} (pid {pid}) cannot be watched: {e}") from e
-            self._pidfds[pidfd] = bundle.rank
-            self._epoll.register(pidfd, select.EPOLLIN)
+        world = self._crew.world
+        hosts = [world.cards[bundle.rank + 1].machine for bundle in bundles]
+        for i, bundle in enumerate(bundles):
+            card = world.cards[bundle.rank + 1]
+            if world.near(bundle.rank + 1):
+                self._watch(bundle.rank, card.pid)
             self._running.add(bundle.rank)
-            self._crew.order(bundle.rank, msgspec.json.encode(bundle))
-            self._events.append(Started(bundle.rank, pid))
+            near = {"local_rank": hosts[:i].count(hosts[i]), "local_size": hosts.count(hosts[i])}
+            self._crew.order(bundle.rank, msgspec.json.encode(msgspec.structs.replace(bundle, **near)))
+            self._events.append(Started(bundle.rank, card.pid, card.host))
+
+    def _watch(self, rank: int, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as e:
+            raise StartError(f"the process of node {rank} (pid {pid}) cannot be watched: {e}") from e
+        self._pidfds[pidfd] = rank
+        self._epoll.register(pidfd, select.EPOLLIN)
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -134,8 +139,9 @@ class MpiLauncher(Launcher):
         for pidfd, _ in [] if self._epoll.closed else self._epoll.poll(0):
             rank = self._pidfds.pop(pidfd)
             os.close(pidfd)  # and epoll forgets it
-            pid = self._crew.world.cards[rank + 1].pid
-            self._events.append(Exited(rank, pid, "its process has ended (mpiexec knows how)", os.EX_SOFTWARE, ()))
+            card = self._crew.world.cards[rank + 1]
+            cause = "its process has ended (mpiexec knows how)"
+            self._events.append(Exited(rank, card.pid, cause, os.EX_SOFTWARE, (), card.host))
         events, self._events = self._events, []
         return events
 

@@ -21,7 +21,7 @@ import torch
 from .. import mpi, worker
 from ..bundle import Bundle
 from ..keys import curve_pair
-from .mpi import OFFER, ORDER, Offer, await_true, exit_at_once, flush, take
+from .mpi import ARRIVE, OFFER, ORDER, Offer, await_true, exit_at_once, flush, take
 from .output import Output
 from .printer import Printer
 from .process import adopt_orphans, end_children, name_process
@@ -56,19 +56,22 @@ def serve(world: mpi.World, output: Output = Output()) -> NoReturn:  # noqa: B00
     exit_at_once(0)
 
 
-def _order(world: mpi.World, public: str) -> bytes:
-    """Offers to be a node with this key, and waits for what the master says to it."""
+def _order(world: mpi.World, public: str, timeout: float | None = None) -> bytes | None:
+    """Offers to be a node with this key, and waits for what the master says to it; None if it says nothing in time."""
     comm, status = world.comm, world.mpi.Status()
     comm.Send([msgspec.json.encode(Offer(public, bool(world.abandoned))), world.mpi.BYTE], 0, OFFER)
-    await_true(lambda: bool(comm.Iprobe(0, ORDER, status)))
-    return take(world, status)
+    return take(world, status) if await_true(lambda: bool(comm.Iprobe(0, ORDER, status)), timeout) else None
 
 
 def _work(world: mpi.World) -> int:
     """Session after session. A code other than 0 ends all processes: mpiexec does so when MPI_Finalize is missing."""
+    patience = None
     while True:
         public, secret = curve_pair()
-        if not (order := _order(world, public)):
+        order = _order(world, public, patience)
+        if order is None:
+            return worker.EX_MASTER_GONE
+        if not order:
             return 0
         bundle = msgspec.json.decode(order, type=Bundle)
         if bundle.public_key:
@@ -78,6 +81,8 @@ def _work(world: mpi.World) -> int:
         flush()
         if code not in (0, worker.EX_MASTER_GONE):  # whose connection may end before its process
             return code
+        # The host of a master that was lost may be cut off, and mpiexec with it.
+        patience = None if code == 0 or world.near(0) else ARRIVE
 
 
 def _settle(world: mpi.World, output: Output) -> None:
