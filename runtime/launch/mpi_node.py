@@ -142,7 +142,8 @@ def _relay(rank: int, output: Output, out: int, err: int) -> None:
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-    printer = Printer(output)
+    # Open MPI gives its processes terminals, and passes on what they write there to wherever its own output goes.
+    printer = Printer(output, environment={**os.environ, "TERM": "dumb"})
     printer.begin(rank)
     sources = [Source(fd, stream, partial(printer.take, rank)) for stream, fd in ((1, out), (2, err))]
     poller = select.poll()
