@@ -69,7 +69,7 @@ def init_master_worker(
     launcher: str = "auto",
     hosts: str | Sequence[str] | None = None,
     interface: str | Sequence[str] | None = None,
-    timeout: float = 60.0,
+    timeout: float | None = None,
     trusted_network: bool | None = None,
     log_dir: str | os.PathLike[str] = "",
     tee: str = "",
@@ -93,7 +93,7 @@ def init_master_worker(
         hosts: where nodes run and how many: "a:4,b:4" or ["a:4", "b:4"]. Nodes 0 to 3 are on the first.
         interface: the interfaces, addresses or names of this machine by which other hosts reach it, as "eth0" or
             ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.
-        timeout: seconds until nodes that have not answered are an error.
+        timeout: seconds until nodes that have not answered are an error. Default: what dtrun says, else 60.
         trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
             nobody (gloo, mpi, nccl) may be used between them. Default: what dtrun says, else no.
         log_dir: a directory in which node 1's output goes to `1/stdout.log` and `1/stderr.log`, behind what is there.
@@ -184,7 +184,7 @@ def init_master_worker(
                 worker = Worker(bundle, hub.spoke(bundle.rank))
                 session.threads.append(threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True))
                 session.threads[-1].start()
-        _meet(session, count, timeout)
+        _meet(session, count, plan.timeout)
     except BaseException:
         if session is not None:
             session.close(0)

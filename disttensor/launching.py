@@ -12,7 +12,7 @@ from .runtime.launch.plan import Plan, plan_of_dtrun
 
 
 def plan_for(
-    launcher: str, hosts: str | Sequence[str] | None, interface: str | Sequence[str] | None, timeout: float
+    launcher: str, hosts: str | Sequence[str] | None, interface: str | Sequence[str] | None, timeout: float | None
 ) -> Plan:
     """The plan that is meant. Arguments come before what dtrun has said.
 
@@ -24,7 +24,9 @@ def plan_for(
     else:
         if launcher == "auto":
             launcher = registry.automatic if hosts is None else "ssh"
-        plan = Plan(launcher, timeout=timeout)
+        plan = Plan(launcher)
+    if timeout is not None:
+        plan = msgspec.structs.replace(plan, timeout=timeout)
     if hosts is not None:
         if plan.launcher in ("local", "mpi", "inproc"):
             raise ValueError(f"hosts={hosts!r}: launcher={plan.launcher!r} starts nodes on this machine only")

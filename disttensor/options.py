@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from .runtime.launch import registry
 from .runtime.launch.hosts import parse_hosts, read_hostfile
 from .runtime.launch.output import Output
-from .runtime.launch.plan import Host
+from .runtime.launch.plan import Host, Plan
 
 _EXAMPLES = """\
 examples:
@@ -22,12 +23,10 @@ examples:
 The exit code is the script's, or 128 + the signal that killed it.
 """
 
-LAUNCHERS = ("local", "ssh", "join", "slurm", "mpi", "ray")
 BINDINGS = ("none", "gpu", "core", "numa")
 
 #: What the script is told, by the option that says it.
 _TOLD = {
-    "DISTTENSOR_NODES": "nodes",
     "DISTTENSOR_SIMULATE_CUDA": "simulate_cuda",
     "DISTTENSOR_BACKEND": "backend",
     "DISTTENSOR_TRUSTED_NETWORK": "trusted_network",
@@ -35,10 +34,9 @@ _TOLD = {
 
 #: What is not there yet; each line goes with what takes the option up.
 _MISSING = (
-    *("hosts", "python", "ssh_options", "interface", "timeout", "node_rank", "master_addr", "master_port"),
-    *("rdzv_endpoint", "connection_file", "process_group", "bind", "env", "no_python"),
+    *("node_rank", "master_addr", "master_port", "rdzv_endpoint", "connection_file"),
+    *("process_group", "bind", "env", "no_python"),
 )
-_LAUNCHERS_THERE = (None, "local", "mpi")
 
 
 class Parser(argparse.ArgumentParser):
@@ -125,9 +123,9 @@ def parser() -> Parser:
     which.add_argument("--hosts", metavar="a:4,b:4", help="hosts and the nodes that each may have (also a*4), by ssh")
     which.add_argument("--hostfile", metavar="FILE", help="the same in a file as mpirun has: `a slots=4` or `a:4`")
     both(
-        hosts, "--launcher", choices=("auto", *LAUNCHERS), default="auto",
-        help="where nodes come from (default: ssh with --hosts, join with --nnodes, slurm or mpi where one of these "
-        "has started dtrun, else local)",
+        hosts, "--launcher", metavar="NAME", default="auto",
+        help="where nodes come from: local, ssh, join, slurm, mpi, ray (default: ssh with --hosts, join with --nnodes, "
+        "slurm or mpi where one of these has started dtrun, else local)",
     )  # fmt: skip
     both(hosts, "--python", metavar="PATH", help="python on the other hosts (default: the path that it has here)")
     both(hosts, "--ssh-options", metavar="TEXT", help="further options of ssh's: --ssh-options='-p 2222'")
@@ -177,15 +175,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         options.hosts = _hosts(options)
         _check_hosts(options)
+        _check_launcher(options.launcher)
         _check_script(options)
         options.output = _output(options)
     except (ValueError, OSError) as e:
         it.error(str(e))
     if missing := [name for name in _MISSING if getattr(options, name) not in (None, False, "")]:
         it.error(f"--{missing[0].replace('_', '-')} is not supported yet")
-    if options.launcher not in _LAUNCHERS_THERE:
-        it.error(f"--launcher {options.launcher} is not supported yet")
     return options
+
+
+def _check_launcher(name: str | None) -> None:
+    known = [*registry.launcher_names(), "nearby"]
+    if name is not None and name not in known:
+        raise ValueError(f"--launcher {name} is unknown (known: {', '.join(known[:-1])})")
 
 
 def _hosts(options: argparse.Namespace) -> list[Host] | None:
@@ -208,7 +211,7 @@ def _check_hosts(options: argparse.Namespace) -> None:
         raise ValueError(f"--master-port {options.master_port}: a port is 65535 at most")
     most = options.nnodes[1]
     if options.hosts:
-        if options.launcher not in (None, "ssh"):
+        if options.launcher not in (None, "ssh", "nearby"):
             raise ValueError(
                 f"--hosts is for ssh; with --launcher {options.launcher} the hosts are known from elsewhere"
             )
@@ -216,7 +219,7 @@ def _check_hosts(options: argparse.Namespace) -> None:
             raise ValueError(f"--nnodes {most} and {len(options.hosts)} hosts: leave --nnodes out")
         if options.node_rank is not None or options.master_addr is not None:
             raise ValueError("with --hosts dtrun reaches the hosts itself: leave --node-rank and --master-addr out")
-        options.launcher = "ssh"
+        options.launcher = options.launcher or "ssh"
     elif options.launcher == "ssh":
         raise ValueError("--launcher ssh needs --hosts a:4,b:4 or --hostfile")
     elif most > 1 and options.launcher is None:
@@ -258,7 +261,22 @@ def _check_script(options: argparse.Namespace) -> None:
         raise ValueError(f"script {options.script!r} {what}")
 
 
-def settings(options: argparse.Namespace) -> dict[str, str]:
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Where nodes come from, for who starts them and for the script."""
+    return Plan(
+        options.launcher or "local",
+        hosts=tuple(options.hosts or ()),
+        python=options.python or "",
+        interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
+        timeout=float(options.timeout or Plan("").timeout),
+        options={"ssh_options": options.ssh_options} if options.ssh_options else {},
+        output=options.output,
+    )
+
+
+def settings(options: argparse.Namespace, plan: Plan) -> dict[str, str]:
     """What the script is told, as environment variables."""
     told = {name: getattr(options, option) for name, option in _TOLD.items()}
+    if plan.launcher in ("local", "mpi"):
+        told["DISTTENSOR_NODES"] = options.nodes  # else the plan knows: -n is about each host
     return {name: str(value) for name, value in told.items() if value is not None}

@@ -24,12 +24,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from .options import parse, settings
+import msgspec
+
+from .options import parse, plan_of, settings
 from .runtime import mpi
 from .runtime.errors import StartError
 from .runtime.launch import registry
+from .runtime.launch.plan import PLAN, Plan
 from .runtime.launch.process import adopt_orphans, die_with_parent, end_children
-from .runtime.launch.spawn import LAUNCHER_FD, spawn_server
+from .runtime.launch.spawn import LAUNCHER_FD, spawn_root, spawn_server
 
 #: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
 _PATIENCE = 2.0
@@ -49,12 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.launcher == "mpi" or (options.launcher is None and (mpi.place() or (0, 1))[1] > 1):
         return _run_by_mpi(options)
     program = ["-m", options.script] if options.module else [options.script]
-    environment = os.environ | settings(options)
+    plan = plan_of(options)
+    environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
+    if plan.launcher == "local":
+        spawn = partial(spawn_server, tied=True, output=options.output)
+    else:
+        spawn = partial(spawn_root, plan, tied=True)
     try:
-        code = _run(
-            [*program, *options.arguments], environment, partial(spawn_server, tied=True, output=options.output)
-        )
+        code = _run([*program, *options.arguments], environment, spawn)
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
@@ -79,7 +85,7 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
         serve(world, options.output)
     from .runtime.launch.mpi import lead
 
-    os.environ.update(settings(options))
+    os.environ.update(settings(options, Plan("mpi")))
     registry.automatic = "mpi"
     return lead(lambda: _run_here(options))
 

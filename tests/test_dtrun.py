@@ -248,15 +248,27 @@ def test_nodes_of_the_script(dtrun: Dtrun) -> None:
         assert gone([int(pid) for pid in lines[0].split()], 0)
 
 
+ENDING = (
+    NODES[: NODES.index("pids =")]
+    + """
+ended = 0
+while ended < len(jobs):
+    select.select([launcher], [], [])
+    ended += sum("Exited" in repr(e) for e in launcher.events())
+"""
+)
+
+
 def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
-    with dtrun(NODES, "serve", "serve", options=("--log-dir", "logs", "-r", "0:3,1:2", "--tee=1:1")) as process:
-        pids_of(process)
+    with dtrun(ENDING, "three", "leave", "three", options=("--log-dir", "logs", "-r", "0:3,1:1", "-t=1:2")) as process:
         out, err = process.communicate("go", timeout=20)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (0, "[node 1] gone fishing\n")
+    shown, *others = out.splitlines()[-2:]
+    assert (shown, others) == ("[node 2] line 29", ["[node 2] unfinished"])
     assert "[node 0]" not in out
     logs = {str(path.relative_to(tmp_path / "logs")): path.read_text() for path in tmp_path.glob("logs/*/*.log")}
-    both = {"0/stdout.log": "serving\n", "0/stderr.log": "as well\n"}
-    assert logs == {**both, "1/stdout.log": "serving\n", "1/stderr.log": "as well\n"}
+    assert logs.pop("0/stdout.log").startswith("line 0\nline 1\n")
+    assert logs == {"0/stderr.log": "", "1/stdout.log": "", "1/stderr.log": "gone fishing\n"}
 
 
 @pytest.mark.parametrize("victim", ["dtrun", "script", "terminal"])
@@ -306,6 +318,26 @@ with dt.init_master_worker():
         "secrets 3 False",
         "sum 6.0",
     ]
+
+
+def test_hosts(tmp_path: Path) -> None:
+    """A root beside the script, and agents on hosts, which are this one."""
+    (tmp_path / "script.py").write_text("""
+import os, torch, disttensor as dt
+def place(rank):
+    print("of", os.getppid())
+dt.init_master_worker(timeout=50)
+print("sum", (torch.ones(3, device="node:2") * 2).sum().item(), dt.node_count(), "DISTTENSOR_NODES" in os.environ)
+dt.run(place, dt.Each([0, 1, 2]), node=range(3))
+""")
+    command = [sys.executable, "-m", "dtrun", "--launcher", "nearby", "--hosts", "a:2,b", "--log-dir=logs", "script.py"]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sum 6.0 3 False" in done.stdout.splitlines()
+    servers = [(tmp_path / f"logs/{rank}/stdout.log").read_text() for rank in range(3)]
+    assert servers[0] == servers[1] != servers[2]
 
 
 def test_a_socket_of_somebody_else_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.options import parse, parser, settings
+from disttensor.options import parse, parser, plan_of, settings
 from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
-from disttensor.runtime.launch.plan import Host
+from disttensor.runtime.launch.plan import Host, Plan
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
         (["--hosts", "a:0"], "'0' is no number of slots"),
         (["--hosts", "a", "--hostfile", "f"], "not allowed with argument"),
         (["--hostfile", "nowhere"], "No such file or directory: 'nowhere'"),
-        (["--hosts", "a", "--launcher", "slurm"], "with --launcher slurm the hosts are known from elsewhere"),
+        (["--hosts", "a", "--launcher", "mpi"], "with --launcher mpi the hosts are known from elsewhere"),
         (["--hosts", "a,b,c", "--nnodes", "2"], "--nnodes 2 and 3 hosts"),
         (["--hosts", "a,b", "--node-rank", "1"], "leave --node-rank and --master-addr out"),
         (["--launcher", "ssh"], "--launcher ssh needs --hosts"),
-        (["--launcher", "pbs"], "invalid choice: 'pbs'"),
+        (["--launcher", "pbs"], "--launcher pbs is unknown (known: local"),
         (["--nnodes", "2"], "--nnodes needs --master-addr and --master-port"),
         (["--nnodes", "3:2"], "a number of hosts or MIN:MAX is needed, not '3:2'"),
         (["--nnodes", "0"], "a number of hosts or MIN:MAX is needed, not '0'"),
@@ -157,12 +157,20 @@ def test_torchruns_options_are_known() -> None:
 
 def test_settings(script: str) -> None:
     options = parse(["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", script, "-n", "9"])
-    assert settings(options) == {
+    assert settings(options, plan_of(options)) == {
         "DISTTENSOR_NODES": "3",
         "DISTTENSOR_SIMULATE_CUDA": "2",
         "DISTTENSOR_BACKEND": "tcp",
     }
     assert options.arguments == ["-n", "9"]
+
+
+def test_plan(script: str) -> None:
+    assert plan_of(parse([script])) == Plan("local")
+    options = parse(["--hosts", "a:3,b", "-n", "2", "--launcher", "nearby", "--interface", "eth0, ::1", script])
+    assert plan_of(options) == Plan("nearby", hosts=(Host("a", 3), Host("b", 2)), interface=("eth0", "::1"))
+    assert settings(options, plan_of(options)) == {}  # how many there are, the plan knows
+    assert plan_of(parse(["--timeout", "7", script])).timeout == 7
 
 
 def test_it_starts_without_torch() -> None:

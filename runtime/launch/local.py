@@ -22,7 +22,8 @@ class LocalLauncher(ServedLauncher):
     server_name, unfit = "the fork server", "no node can be started on this machine"
 
     def __init__(self, entry: str = WORKER, preload: Sequence[str] = PRELOAD) -> None:
-        sock = inherited_server() if plan_of_dtrun() is None else None
+        plan = plan_of_dtrun()
+        sock = inherited_server() if plan is None or plan.launcher == "local" else None
         process = None
         if sock is None:
             sock, process = spawn_server(preload)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ..addresses import LOOPBACK
 from ..errors import StartError
 from ..interfaces import addresses_of
@@ -22,8 +24,10 @@ class PlannedLauncher(ServedLauncher):
         self.plan = plan
         self.capacity = plan.most or plan.slots or None
         self.listen = tuple(addresses_of(plan.interface)) if plan.interface else self.ways()
-        # dtrun's root serves dtrun's plan, once
-        sock = inherited_server() if plan == plan_of_dtrun() else None
+        # dtrun's root serves dtrun's plan, once; the time limit is the master's
+        said = plan_of_dtrun()
+        same = said is not None and msgspec.structs.replace(plan, timeout=said.timeout) == said
+        sock = inherited_server() if same else None
         process = None
         if sock is None:
             sock, process = spawn_root(plan)
