@@ -230,8 +230,8 @@ def _meet(session: Session, count: int, timeout: float) -> None:
     link, deadline = session.link, time.monotonic() + timeout
     while len(link.hellos) < count:
         link.drain()
-        lost = next((o.lost for o in link.outboxes if o.lost is not None), None)
-        if lost is not None:
+        if link.losses:
+            lost = link.losses[0]
             where = f" on {lost.host}" if lost.host != "?" else ""
             raise StartError(f"node {lost.rank}{where} did not start: {lost.cause}" + _tail(lost.tail))
         if time.monotonic() > deadline:

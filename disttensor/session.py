@@ -418,7 +418,7 @@ class Session:
         left = self.unobserved()
         if left:
             errors.insert(0, left[0].exception(others=left[1:]))
-        errors += [o.lost.again() for o in link.outboxes if o.lost is not None and o.rank not in said]
+        errors += [lost.again() for lost in link.losses if lost.rank not in said]
         for other in errors[1:]:
             errors[0].add_note(str(other))
         return errors[0] if errors else None

@@ -69,6 +69,7 @@ class Link:
         self.outboxes = [Outbox(rank) for rank in range(nodes)]
         self.hellos: dict[int, c.Hello] = {}
         self.failures = Failures()
+        self.losses: list[NodeLost] = []  #: the first is what most likely explains the others
         self.said: set[int] = set()  #: lost nodes whose loss was raised to somebody
         self.interrupts = Interrupts()
         self.reports = 0  #: messages received (for tests and status)
@@ -318,7 +319,8 @@ class Link:
             return
         hello = self.hellos.get(rank)
         where = (hello.host, hello.pid) if hello else (host or "?", 0)
-        outbox.lose(NodeLost(rank, *where, cause, tail))
+        outbox.lose(lost := NodeLost(rank, *where, cause, tail))
+        self.losses.append(lost)
         for request in [r for r in self._requests.values() if r.node == rank]:
             del self._requests[request.id]
             request.resolve()
@@ -327,7 +329,7 @@ class Link:
         for other in self.outboxes:
             if other.lost is None and other.rank in self.hellos:
                 other.add(c.Lost(rank, cause))
-        self._on_lost(outbox.lost)  # type: ignore[arg-type]
+        self._on_lost(lost)
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
