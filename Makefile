@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # An environment for each implementation of MPI, on top of VENV: mpi4py takes the library that is beside it.
 MPI_VENVS ?= .venv-mpi
 
-.PHONY: demo dev check test slow netns mpi slurm bench clean
+.PHONY: demo dev check test slow netns mpi slurm ssh bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -37,6 +37,9 @@ slow: dev
 
 netns: dev
 	tools/ci/netns.sh $(BIN)/pytest
+
+ssh: dev
+	tools/ci/ssh.sh $(BIN)/pytest
 
 slurm: dev
 	tools/ci/slurm.sh $(BIN)/pytest

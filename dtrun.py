@@ -17,6 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs dtrun with these arguments (default: the process's) and gives its exit code."""
     if "disttensor" not in sys.modules:
         _hide_front_end()
+    arguments = sys.argv[1:] if argv is None else argv
+    if list(arguments[:1]) == ["agent"]:  # what the ssh launcher starts on a host
+        return int(importlib.import_module("disttensor.runtime.launch.agent").main(arguments[1:]))
     run = importlib.import_module("disttensor.run")  # also a function's name, which importing it from there could give
     return int(run.main(argv))
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -69,6 +69,7 @@ def init_master_worker(
     launcher: str = "auto",
     hosts: str | Sequence[str] | None = None,
     interface: str | Sequence[str] | None = None,
+    launcher_options: Mapping[str, str] | None = None,
     timeout: float | None = None,
     trusted_network: bool | None = None,
     log_dir: str | os.PathLike[str] = "",
@@ -93,6 +94,7 @@ def init_master_worker(
         hosts: where nodes run and how many: "a:4,b:4" or ["a:4", "b:4"]. Nodes 0 to 3 are on the first.
         interface: the interfaces, addresses or names of this machine by which other hosts reach it, as "eth0" or
             ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.
+        launcher_options: what only one launcher knows; for "ssh" (docs/SSH.md) "python", "ssh" and "ssh_options".
         timeout: seconds until nodes that have not answered are an error. Default: what dtrun says, else 60.
         trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
             nobody (gloo, mpi, nccl) may be used between them. Default: what dtrun says, else no.
@@ -112,7 +114,7 @@ def init_master_worker(
         raise RuntimeError("init_master_worker was called already in this process; call disttensor.shutdown() first")
     if init_method not in (None, "local://"):
         raise ValueError(f"init_method {init_method!r} is not supported; nodes are started locally (None)")
-    plan = plan_for(launcher, hosts, interface, timeout)
+    plan = plan_for(launcher, hosts, interface, launcher_options or {}, timeout)
     launcher = plan.launcher
     if launcher not in (known := ["inproc", "nearby", *launcher_names()]):
         known.remove("nearby")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,7 +13,11 @@ from .runtime.launch.plan import Plan, plan_of_dtrun
 
 
 def plan_for(
-    launcher: str, hosts: str | Sequence[str] | None, interface: str | Sequence[str] | None, timeout: float | None
+    launcher: str,
+    hosts: str | Sequence[str] | None,
+    interface: str | Sequence[str] | None,
+    options: Mapping[str, str],
+    timeout: float | None,
 ) -> Plan:
     """The plan that is meant. Arguments come before what dtrun has said.
 
@@ -25,15 +30,15 @@ def plan_for(
         if launcher == "auto":
             launcher = registry.automatic if hosts is None else "ssh"
         plan = Plan(launcher)
-    if timeout is not None:
-        plan = msgspec.structs.replace(plan, timeout=timeout)
+    changes: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if hosts is not None:
         if plan.launcher in ("local", "mpi", "inproc"):
             raise ValueError(f"hosts={hosts!r}: launcher={plan.launcher!r} starts nodes on this machine only")
-        plan = msgspec.structs.replace(
-            plan, hosts=tuple(parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts)))
-        )
+        changes["hosts"] = tuple(parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts)))
     if interface is not None:
         names = interface.split(",") if isinstance(interface, str) else interface
-        plan = msgspec.structs.replace(plan, interface=tuple(name.strip() for name in names if name.strip()))
-    return plan
+        changes["interface"] = tuple(name.strip() for name in names if name.strip())
+    if options:
+        changes["options"] = plan.options | {k: str(v) for k, v in options.items() if k != "python"}
+        changes["python"] = options.get("python", plan.python)
+    return msgspec.structs.replace(plan, **changes) if changes else plan

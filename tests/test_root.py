@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import msgspec
-import psutil
 import pytest
+from output_kit import unfolded
 from test_launch import STUBS, bundles, collect
 
 from disttensor.runtime.bundle import Bundle
@@ -18,9 +18,9 @@ from disttensor.runtime.launch.planned import PlannedLauncher
 Tree = Callable[..., PlannedLauncher]
 
 
-def plan(*slots: int) -> Plan:
+def plan(*slots: int, **options: str) -> Plan:
     hosts = tuple(Host(name, n) for name, n in zip("abcdefgh", slots, strict=False))
-    return Plan("nearby", hosts=hosts, options={"preload": " ".join(STUBS)})
+    return Plan("nearby", hosts=hosts, options={"preload": " ".join(STUBS), **options})
 
 
 def asked(*jobs: str) -> list[Bundle]:
@@ -31,16 +31,12 @@ def asked(*jobs: str) -> list[Bundle]:
 def tree() -> Iterator[Tree]:
     with contextlib.ExitStack() as stack:
 
-        def start(*slots: int) -> PlannedLauncher:
-            launcher = PlannedLauncher(plan(*slots), "stub_workers:act")
+        def start(*slots: int, **options: str) -> PlannedLauncher:
+            launcher = PlannedLauncher(plan(*slots, **options), "stub_workers:act")
             stack.callback(launcher.stop, 0)
             return launcher
 
         yield start
-
-
-def family(pid: int) -> list[int]:
-    return [p.pid for p in psutil.Process(pid).children(recursive=True)]
 
 
 def test_ranks_in_blocks(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,4 +50,6 @@ def test_ranks_in_blocks(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
     places = ["0 of 2", "1 of 2", "0 of 1", "0 of 1"]
     assert [ended[k].tail for k in range(4)] == [(place,) for place in places]
     launcher.stop(0)
-    assert sorted(capfd.readouterr().out.splitlines()) == [f"[node {k}] {place}" for k, place in enumerate(places)]
+    assert sorted(unfolded(capfd.readouterr().out.splitlines())) == [
+        f"[node {k}] {place}" for k, place in enumerate(places)
+    ]

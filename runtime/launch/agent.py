@@ -160,7 +160,8 @@ class Agent:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """An agent whose wire is its stdin and stdout: what ssh starts on a host. ``argv``: modules to import instead."""
+    """An agent whose wire is its stdin and stdout: what ssh starts on a host. ``argv`` is for tests: the lease, and
+    modules to import instead of those that workers need."""
     inn, out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -170,7 +171,7 @@ def main(argv: Sequence[str] = ()) -> int:
     os.write(out, MARK)
     up: Wire[Order] = Stream(Order, inn, out)
     try:
-        return Agent(up, knock(), argv or PRELOAD).run()
+        return Agent(up, knock(), argv[1:] or PRELOAD, float(argv[0]) if argv else LEASE).run()
     except (StartError, ProtocolError, msgspec.DecodeError) as e:
         up.say(Unfit(str(e)))
         up.push(1.0)

@@ -55,6 +55,9 @@ class Boss(Protocol):
     def heard(self, branch: Branch, news: News) -> None:
         """Every frame from its agent, of which a Knock is the first."""
 
+    def remark(self, branch: Branch, lines: Sequence[bytes]) -> None:
+        """What its agent, or the host, has to say to the user."""
+
     def doing(self, branch: Branch, what: str) -> None:
         """What its nodes are waiting for, for error messages: "ssh has not connected yet"."""
 

@@ -46,7 +46,7 @@ class PipedEngine(Engine):
     def command(self, host: Host) -> list[str]:
         """The command line that leads to an agent there. No secrets: everybody can read it."""
 
-    def advice(self, code: int, lines: list[str]) -> str:
+    def advice(self, host: str, code: int, lines: list[str]) -> str:
         """What to do when the process has ended before its agent has come."""
         return ""
 
@@ -127,6 +127,8 @@ class PipedBranch(Branch):
             self._loop.forget(self._err)
         *lines, self._rest = (self._rest + piece).split(b"\n")
         self._lines.extend(line.decode(errors="replace").rstrip()[:WIDTH] for line in lines)
+        if self.knock is not None:
+            self._boss.remark(self, lines)
 
     def _reap(self) -> None:
         code = self._process.poll()
@@ -142,7 +144,7 @@ class PipedBranch(Branch):
             how = describe_exit(code)
             tail = self._tail()
             if self.knock is None:
-                advice = self._engine.advice(code, tail)
+                advice = self._engine.advice(self.host, code, tail)
                 cause = f"{self._engine.program} ended ({how}) before an agent was there{advice and '; ' + advice}"
             else:
                 cause = f"the connection with its agent has ended ({self._engine.program}: {how})"
@@ -186,10 +188,14 @@ class NearbyEngine(PipedEngine):
     """Agents on this host, under any names: for tests of what does not depend on the network."""
 
     def command(self, host: Host) -> list[str]:
-        return agent_command(self.plan.options.get("preload", "").split())
-
-
-def agent_command(preload: list[str]) -> list[str]:
-    """Of an agent on this host that finds what this process finds."""
-    path = json.dumps([p for p in sys.path if isinstance(p, str)])
-    return [sys.executable, "-P", BOOT, "agent", path, *preload]
+        path = json.dumps([p for p in sys.path if isinstance(p, str)])
+        options = self.plan.options
+        return [
+            sys.executable,
+            "-P",
+            BOOT,
+            "agent",
+            path,
+            options.get("lease", "15"),
+            *options.get("preload", "").split(),
+        ]

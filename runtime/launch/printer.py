@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from .folding import Folder, Group
-from .lines import Lines
+from .lines import Lines, showable
 from .output import STREAMS, Choice, Output
 from .sink import Sink, Terminal
 
@@ -102,6 +102,10 @@ class Printer:
         for line in lines:
             self._folder.add(source.rank, source.stream, line, now)
         self._show(self._folder.take(now, len(self._running)))
+
+    def remark(self, host: str, lines: Iterable[bytes]) -> None:
+        """What a host has said on its stderr, not one of its nodes."""
+        self._put(2, f"[{host}] ".encode(), map(showable, lines))
 
     def end(self, rank: int) -> None:
         """Nothing more comes of this node."""

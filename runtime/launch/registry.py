@@ -11,11 +11,13 @@ from .engine import Engine
 _BUILTIN = {
     "local": ".local:LocalLauncher",
     "mpi": ".mpi:MpiLauncher",
+    "ssh": ".ssh:SshLauncher",
     "nearby": ".planned:PlannedLauncher",  # for tests
 }
 
 #: The same of what a root gets its nodes by; the root imports its plan's only.
 _ENGINES = {
+    "ssh": ".ssh:SshEngine",
     "nearby": ".piped:NearbyEngine",
 }
 

@@ -177,6 +177,9 @@ class Root:
         self._branches.append(branch)
         self._deal()
 
+    def remark(self, branch: Branch, lines: Sequence[bytes]) -> None:
+        self._printer.remark(branch.host, lines)
+
     def doing(self, branch: Branch, what: str) -> None:
         branch.what = what
         ranks = self._seats.of(branch)

@@ -1,0 +1,140 @@
+"""Nodes on hosts that ssh reaches, which is OpenSSH's client: its settings, keys and jump hosts are the user's.
+
+    root --> stdin, stdout of `ssh host exec python -P -m dtrun agent` --> sshd --> agent --> fork server --> nodes
+
+Secrets go down stdin. The end of ssh, or of its connection, is the end of the agent's stdin and by that of the agent.
+When the network is cut nobody is told: here ssh ends by ServerAliveInterval, there the agent does, which hears nothing
+(agent.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from functools import cached_property
+
+from ..addresses import LOOPBACK, way_to
+from ..errors import StartError
+from .piped import PipedEngine
+from .plan import Host, Plan
+from .planned import PlannedLauncher
+
+#: Names a program to call in ssh's place.
+SSH = "DISTTENSOR_SSH"
+
+#: What ssh is told behind the user's own options, of which the first counts.
+_OPTIONS = (
+    "BatchMode=yes",  # nobody is there to answer questions
+    "ConnectTimeout=20",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=2",
+    "ControlMaster=no",  # else what it leaves in the background would outlive the job; one that runs already is used
+    "ClearAllForwardings=yes",
+    "ForwardX11=no",
+    "ForwardAgent=no",
+    "RequestTTY=no",
+    "RemoteCommand=none",
+    "Compression=no",
+)
+
+#: An address that is nobody's (RFC 5737), to find the way that leads anywhere.
+_ANYWHERE = "192.0.2.1"
+
+#: A word in what failed -> what to do about it.
+_ADVICE = {
+    "Host key verification failed": "its key is not known here: connect once by hand, `ssh {host}`",
+    "Permission denied": "a key that needs no password has to lead there: `ssh -o BatchMode=yes {host} true` must work",
+    "Could not resolve hostname": "its name is not known here",
+    "No module named dtrun": "disttensor is not installed for {python} there",
+    "Unknown option: -P": "Python 3.11 is needed there; dtrun --python names another one",
+    "No such file or directory": "dtrun --python names the Python there",
+    "command not found": "dtrun --python names the Python there",
+}
+
+
+def ssh_command(plan: Plan) -> list[str]:
+    """The program, with the user's options before ours."""
+    program = shlex.split(plan.options.get("ssh") or os.environ.get(SSH) or "ssh")
+    ours = [word for option in _OPTIONS for word in ("-o", option)]
+    return [*program, *shlex.split(plan.options.get("ssh_options", "")), *ours]
+
+
+class SshEngine(PipedEngine):
+    """Starts one ssh per host."""
+
+    program = "ssh"
+
+    def command(self, host: Host) -> list[str]:
+        return [*self._ssh, "--", host.name, self._agent]
+
+    @cached_property
+    def _ssh(self) -> list[str]:
+        return ssh_command(self.plan)
+
+    @cached_property
+    def _agent(self) -> str:
+        """For a login shell of any kind. Nothing in it is secret: everybody there can read it."""
+        path = os.environ.get("PYTHONPATH")
+        variables = ["env", f"PYTHONPATH={path}"] if path else []
+        return "exec " + shlex.join([*variables, self._python, "-P", "-m", "dtrun", "agent"])
+
+    @property
+    def _python(self) -> str:
+        return self.plan.python or sys.executable
+
+    def advice(self, host: str, code: int, lines: list[str]) -> str:
+        text = "\n".join(lines)
+        for word, advice in _ADVICE.items():
+            if word in text:
+                return advice.format(host=host, python=self._python)
+        return ""
+
+
+class SshLauncher(PlannedLauncher):
+    """A plan's hosts, by ssh. Raises ValueError for a plan without hosts."""
+
+    def __init__(self, plan: Plan) -> None:
+        if not plan.hosts:
+            raise ValueError("launcher='ssh' needs hosts: hosts='a:4,b:4', or dtrun --hosts a:4,b:4")
+        super().__init__(plan)
+
+    def ways(self) -> tuple[str, ...]:
+        """The addresses that lead to the hosts; the loopback one only if no other is among them, for want of which
+        nodes on this host would tell nodes on others to find them there."""
+        found: dict[str, None] = {}
+        for name in addresses_by_ssh(self.plan):
+            try:
+                found[way_to(name)] = None
+            except OSError:  # known to ssh only, or behind a jump host
+                try:
+                    found[way_to(_ANYWHERE)] = None
+                except OSError as e:
+                    raise StartError(f"there is no way from {name} to here: say which interface (--interface)") from e
+        others = [address for address in found if not _is_loopback(address)]
+        return tuple(others) or (LOOPBACK,)
+
+
+def addresses_by_ssh(plan: Plan) -> list[str]:
+    """What ssh's configuration says that the hosts' addresses are; their names if it says nothing."""
+    command = [*ssh_command(plan), "-G", "--"]
+    try:
+        asked = [
+            subprocess.Popen(
+                [*command, host.name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            for host in plan.hosts
+        ]
+    except OSError as e:
+        raise StartError(f"ssh could not be started: {e}") from e
+    found = []
+    for host, process in zip(plan.hosts, asked, strict=True):
+        lines = process.communicate()[0].decode(errors="replace").splitlines()
+        names = [line.split()[1] for line in lines if line.startswith("hostname ")]
+        found.append(names[0] if names else host.name.rpartition("@")[2])
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
