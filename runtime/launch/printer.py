@@ -145,8 +145,13 @@ class Printer:
         return any(sink.full for sink in self._sinks.values())
 
     @property
+    def outputs(self) -> list[int]:
+        """The descriptors that it writes to."""
+        return [sink.fd for sink in self._sinks.values()]
+
+    @property
     def waiting(self) -> list[int]:
-        """The descriptors that have to take something before anything else can be written."""
+        """Those of them that have to take something before anything else can be written."""
         return [sink.fd for sink in self._sinks.values() if sink.pending]
 
     @property

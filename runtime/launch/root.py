@@ -95,8 +95,9 @@ class Root:
 
     def _watch_room(self) -> None:
         self._up.watch_room(self.loop)
-        for fd in (1, 2):
-            self.loop.room(fd, fd in self._printer.waiting)
+        waiting = self._printer.waiting
+        for fd in self._printer.outputs:
+            self.loop.room(fd, fd in waiting)
 
     # ---- from the master -------------------------------------------------------------------------------------------
 
@@ -152,15 +153,22 @@ class Root:
         if self._ending is not None:
             return
         for branch, start in self._seats.deal(self._branches):
-            self._printer.begin(start.bundle.rank)
+            rank = start.bundle.rank
+            try:
+                self._printer.begin(rank)
+            except OSError as e:
+                self._seats.leave(rank)
+                self._printer.end(rank)
+                self._up.say(Ended(rank, 0, os.EX_CANTCREAT, f"its log files cannot be made: {e}", (), branch.host))
+                continue
             if branch.gone is not None:
-                self._end_node(branch, start.bundle.rank)
-            elif branch.knock is None:
+                self._end_node(branch, rank)
+                continue
+            if branch.knock is None:
                 branch.waiting.append(start)
-                self._up.say(Doing((start.bundle.rank,), branch.host, branch.what))
             else:
                 branch.say(start)
-                self._up.say(Doing((start.bundle.rank,), branch.host, branch.what))
+            self._up.say(Doing((rank,), branch.host, branch.what))
         if self._seats.unseated and self._engine is not None:
             self._up.say(Doing(tuple(self._seats.unseated), "", self._engine.waiting()))
         self._up.say(Room(self._seats.free(self._branches)))
