@@ -15,6 +15,7 @@ import torch
 from . import autocast, infer, registry, state
 from . import backend as device_backend
 from .launching import plan_for
+from .runtime import binding
 from .runtime import bundle as b
 from .runtime.addresses import LOOPBACK
 from .runtime.channel import name_for_nodes
@@ -63,6 +64,8 @@ def init_master_worker(
     init_method: str | None = None,
     simulate_cuda: int | None = None,
     threads: int | None = None,
+    bind: str | None = None,
+    env: Mapping[str, str] | None = None,
     allow_ops: Sequence[str] = (),
     functions: str = "any",
     security: str = "curve",
@@ -85,7 +88,10 @@ def init_master_worker(
             GPU, at least 2; all of mpiexec's.
         init_method: reserved for joining nodes that were started elsewhere; None or "local://".
         simulate_cuda: give each node this many simulated CUDA devices (CPU memory with a placement of its own).
-        threads: torch's intra-op threads per node. Default: the machine's cores divided by the nodes, at least 1.
+        threads: torch's intra-op threads per node. Default: its host's cores divided by the nodes there, at least 1.
+        bind: what each node keeps to, by its place among those of its host: "gpu", its share of the GPUs; "core", of
+            the cores too; "numa", of one socket's; "none". Default: what dtrun says, else "gpu". docs/BINDING.md.
+        env: environment variables to set on the nodes. (They have imported torch by then: ``dtrun --env`` is before.)
         allow_ops: operators beyond torch's own that nodes may run, such as "torchvision::*".
         functions: which user functions nodes run: "any" or "none".
         security: "curve" (encrypted and authenticated), or "none", on loopback only.
@@ -131,6 +137,8 @@ def init_master_worker(
     channel_name = ("inproc" if backend == "auto" else backend) if launcher == "inproc" else name
     usable_channel(channel_name, MASTER)
     trusted = bool(_number("DISTTENSOR_TRUSTED_NETWORK", trusted_network, 0))
+    if (bound := os.environ.get("DISTTENSOR_BIND", "") if bind is None else bind) not in ("", *binding.KINDS):
+        raise ValueError(f"bind={bound!r} is unknown (known: {', '.join(map(repr, binding.KINDS))})")
 
     starter: Launcher | None = None if launcher == "inproc" else get_launcher(launcher).of(plan)
     hub: Hub | None = None
@@ -162,7 +170,8 @@ def init_master_worker(
                 local_size=count,
                 simulate_cuda=simulated,
                 threads=threads or 0,
-                env=plan.env,
+                bind=bound,
+                env={**plan.env, **(env or {})},
                 allow_ops=tuple(allow_ops),
                 functions=functions,
                 sys_path=tuple(os.path.abspath(p) for p in sys.path),

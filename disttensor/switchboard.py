@@ -104,7 +104,7 @@ class Switchboard:
     def best(self, places: Iterable[Place]) -> int:
         """What "auto" takes for a collective between these places: NCCL where each is a GPU of its own."""
         hellos, places = self._session.link.hellos, list(places)
-        gpus = {(hellos[place.node].host, place.name) for place in places if place.kernels == "cuda"}
+        gpus = {_gpu(hellos[place.node], place) for place in places if place.kernels == "cuda"}
         if len(gpus) < max(2, len(places)):
             return 0
         if self._best is None:
@@ -272,3 +272,8 @@ class Switchboard:
     def close(self) -> None:
         """Closes all channels."""
         self._channels.close()
+
+
+def _gpu(hello: c.Hello, place: Place) -> tuple[str, str]:
+    """Which one it is. Each node has a cuda:0, and they may be one."""
+    return hello.host, hello.gpus[place.index] if place.index < len(hello.gpus) else place.name

@@ -396,6 +396,7 @@ class Hello(Wire, frozen=True, tag=40):
     devices: tuple[str, ...]
     simulated: bool  #: its CUDA devices are CPU memory
     channel: str  #: the address of its data channel and, in the next line, of that for collectives
+    gpus: tuple[str, ...] = ()  #: what its CUDA devices are, in words that are theirs on the whole host
 
 
 class Answer(Wire, frozen=True, tag=41):

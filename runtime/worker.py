@@ -19,7 +19,7 @@ import threading
 import msgspec
 import torch
 
-from . import codec
+from . import binding, codec
 from . import command as c
 from .addresses import LOOPBACK, first_to_answer, split, way_to
 from .ahead import Ahead
@@ -83,6 +83,7 @@ class Worker:
             python=platform.python_version(),
             devices=("cpu", *(f"cuda:{i}" for i in range(cuda))),
             simulated=bool(self.bundle.simulate_cuda),
+            gpus=binding.gpus() if cuda and not self.bundle.simulate_cuda else (),
             channel=self.channels.open(0, self.bundle.backend),
         )
 
@@ -178,8 +179,10 @@ def start(bundle: Bundle) -> int:
             sys.path.insert(0, path)
     if bundle.cwd and os.path.isdir(bundle.cwd):
         os.chdir(bundle.cwd)
-    os.environ.update(bundle.env)
-    torch.set_num_threads(bundle.threads or max(1, len(os.sched_getaffinity(0)) // bundle.local_size))
+    bound = binding.apply(bundle)
+    if bound.said:
+        print(f"disttensor: {bound.said}", file=sys.stderr)
+    torch.set_num_threads(bound.threads)
     _keep_memory()
     address = first_to_answer((bundle.address, *bundle.addresses), REACH)
     if not bundle.data_host:
