@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from .runtime.binding import KINDS as BINDINGS
+from .runtime.binding import forwarded
 from .runtime.launch import registry
 from .runtime.launch.hosts import parse_hosts, read_hostfile
 from .runtime.launch.output import Output
@@ -23,19 +25,18 @@ examples:
 The exit code is the script's, or 128 + the signal that killed it.
 """
 
-BINDINGS = ("none", "gpu", "core", "numa")
-
 #: What the script is told, by the option that says it.
 _TOLD = {
     "DISTTENSOR_SIMULATE_CUDA": "simulate_cuda",
     "DISTTENSOR_BACKEND": "backend",
+    "DISTTENSOR_BIND": "bind",
     "DISTTENSOR_TRUSTED_NETWORK": "trusted_network",
 }
 
 #: What is not there yet; each line goes with what takes the option up.
 _MISSING = (
     *("node_rank", "master_addr", "master_port", "rdzv_endpoint", "connection_file"),
-    *("process_group", "bind", "env", "no_python"),
+    *("process_group", "no_python"),
 )
 
 
@@ -165,7 +166,8 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for, checked. ``launcher`` is None where dtrun is to find out, ``hosts`` a list of Host or None.
+    """What was asked for, checked. ``launcher`` is None where dtrun is to find out, ``hosts`` a list of Host or None,
+    ``env`` a dict.
 
     Raises SystemExit: 2 after an error was printed, 0 after the help.
     """
@@ -178,6 +180,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _check_launcher(options.launcher)
         _check_script(options)
         options.output = _output(options)
+        options.env = forwarded(options.env or ())
     except (ValueError, OSError) as e:
         it.error(str(e))
     if missing := [name for name in _MISSING if getattr(options, name) not in (None, False, "")]:
@@ -268,6 +271,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         hosts=tuple(options.hosts or ()),
         python=options.python or "",
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
+        env=options.env,
         timeout=float(options.timeout or Plan("").timeout),
         options={"ssh_options": options.ssh_options} if options.ssh_options else {},
         output=options.output,

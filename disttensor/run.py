@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
     if plan.launcher == "local":
-        spawn = partial(spawn_server, tied=True, output=options.output)
+        spawn = partial(spawn_server, tied=True, output=options.output, environment=os.environ | plan.env)
     else:
         spawn = partial(spawn_root, plan, tied=True)
     try:
@@ -80,6 +80,7 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
             print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
     if not first:
+        os.environ.update(options.env)
         from .runtime.launch.mpi_node import serve
 
         serve(world, options.output)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,3 +191,31 @@ def test_real_gpus() -> None:
         assert [node["devices"] for node in dt.nodes()] == [["cpu", "cuda:0"]] * count
         uuids = dt.run(lambda: str(torch.cuda.get_device_properties(0).uuid), node=range(count))
         assert len(set(uuids)) == count
+
+
+OPTIONS = """
+import os
+import disttensor as dt
+with dt.init_master_worker():
+    names = "FIRST", "SECOND", "CUDA_VISIBLE_DEVICES"
+    print(dt.run(lambda: tuple(map(os.environ.get, names)), node=[0, 1]))
+print("SECOND" in os.environ)
+"""
+
+
+def test_dtruns_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--env is for the nodes, and is there before they import anything."""
+    (tmp_path / "program.py").write_text(OPTIONS)
+    monkeypatch.setenv("FIRST", "one")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    command = [sys.executable, "-m", "dtrun", "-n2", "--bind", "none", "--env", "FIRST", "--env=SECOND=x=y"]
+    found = subprocess.run([*command, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=50)
+    assert found.stdout.splitlines() == [str([("one", "x=y", "4,5")] * 2), "False"], found.stderr
+
+
+def test_a_variable_that_is_not_set(tmp_path: Path) -> None:
+    (tmp_path / "program.py").touch()
+    command = [sys.executable, "-m", "dtrun", "--env", "NOWHERE_AT_ALL", str(tmp_path / "program.py")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert found.returncode == 2
+    assert "--env NOWHERE_AT_ALL: it is not set here" in found.stderr

@@ -50,8 +50,9 @@ def imported(exported: bytes) -> torch.Tensor:
     """Raises RuntimeError, ValueError when this process can't map it."""
     uuid, handle, size, offset, counter, counter_offset, event, sync = json.loads(exported)
     devices = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    device = devices.index(uuid) if uuid in devices else 0  # CUDA 10.1 and later map what a process doesn't see, too
     storage = torch.UntypedStorage._new_shared_cuda(
-        devices.index(uuid), b64decode(handle), size, offset, b64decode(counter), counter_offset, b64decode(event), sync
+        device, b64decode(handle), size, offset, b64decode(counter), counter_offset, b64decode(event), sync
     )
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -11,7 +11,7 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import StartError
 from .output import Output
@@ -29,15 +29,19 @@ PRELOAD = ("disttensor.runtime.worker", "disttensor.runtime.transport.zmq", "dis
 
 
 def spawn_server(
-    preload: Sequence[str] = PRELOAD, tied: bool = False, output: Output | None = None
+    preload: Sequence[str] = PRELOAD,
+    tied: bool = False,
+    output: Output | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Starts a fork server; gives its control socket. ``tied``: it dies with the calling thread, which must be main.
 
-    ``output``: how it shows what nodes print, until somebody says something else.
+    ``output``: how it shows what nodes print, until somebody says something else. ``environment``: its own, and
+    that of the nodes.
 
     Raises StartError.
     """
-    sock, process = _spawn("server", "the fork server", tied, *preload)
+    sock, process = _spawn("server", "the fork server", tied, environment, *preload)
     if output is not None:
         _first(sock, output)
     return sock, process
@@ -45,7 +49,7 @@ def spawn_server(
 
 def spawn_root(plan: Plan, tied: bool = False) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Starts a root for this plan, which it has been sent. Otherwise as ``spawn_server``."""
-    sock, process = _spawn("root", "the root", tied)
+    sock, process = _spawn("root", "the root", tied, None)
     _first(sock, plan)
     return sock, process
 
@@ -55,7 +59,9 @@ def _first(sock: socket.socket, word: Output | Plan) -> None:
         sock.sendall(frame(word))
 
 
-def _spawn(role: str, name: str, tied: bool, *arguments: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _spawn(
+    role: str, name: str, tied: bool, environment: Mapping[str, str] | None, *arguments: str
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = _socketpair()
     try:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -66,6 +72,7 @@ def _spawn(role: str, name: str, tied: bool, *arguments: str) -> tuple[socket.so
             stdin=subprocess.DEVNULL,
             stdout=None if _is_open(1) else subprocess.DEVNULL,
             stderr=None if _is_open(2) else subprocess.DEVNULL,
+            env=environment,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C on the terminal is the master's
         )
