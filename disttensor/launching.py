@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,15 @@ import msgspec
 from .runtime.launch import registry
 from .runtime.launch.hosts import parse_hosts
 from .runtime.launch.plan import Plan, plan_of_dtrun
+
+
+def _folder() -> str:
+    """Where the script's own modules are: what python has put first on its path, if that is a folder of the user's."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    by_name = getattr(main, "__spec__", None) is not None  # python -m
+    folder = os.getcwd() if by_name or file is None else os.path.dirname(os.path.realpath(file))
+    return folder if folder in map(os.path.abspath, sys.path) else ""
 
 
 def plan_for(
@@ -29,7 +40,7 @@ def plan_for(
     else:
         if launcher == "auto":
             launcher = registry.automatic if hosts is None else "ssh"
-        plan = Plan(launcher)
+        plan = Plan(launcher, folder=_folder())
     changes: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if hosts is not None:
         if plan.launcher in ("local", "mpi", "inproc"):

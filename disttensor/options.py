@@ -266,8 +266,9 @@ def _check_script(options: argparse.Namespace) -> None:
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """Where nodes come from, for who starts them and for the script."""
+    launcher = options.launcher or "local"
     return Plan(
-        options.launcher or "local",
+        launcher,
         hosts=tuple(options.hosts or ()),
         python=options.python or "",
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
@@ -275,7 +276,13 @@ def plan_of(options: argparse.Namespace) -> Plan:
         timeout=float(options.timeout or Plan("").timeout),
         options={"ssh_options": options.ssh_options} if options.ssh_options else {},
         output=options.output,
+        folder="" if launcher == "local" else _folder(options),
     )
+
+
+def _folder(options: argparse.Namespace) -> str:
+    """Where the script's own modules are: what python puts first on its path."""
+    return os.getcwd() if options.module else os.path.dirname(os.path.realpath(options.script))
 
 
 def settings(options: argparse.Namespace, plan: Plan) -> dict[str, str]:

@@ -47,6 +47,14 @@ class Acts:
         return wait(lifeline)
 
     @staticmethod
+    def borrow(lifeline: int) -> None:
+        """Imports a module of a folder that is not on this host."""
+        sys.path.insert(0, "/nowhere/project")
+        import lent
+
+        print(lent.value, lent.__file__)
+
+    @staticmethod
     def three(lifeline: int) -> int:
         print("\n".join(f"line {i}" for i in range(30)))
         print("unfinished", end="", flush=True)

@@ -168,7 +168,9 @@ def test_settings(script: str) -> None:
 def test_plan(script: str) -> None:
     assert plan_of(parse([script])) == Plan("local")
     options = parse(["--hosts", "a:3,b", "-n", "2", "--launcher", "nearby", "--interface", "eth0, ::1", script])
-    assert plan_of(options) == Plan("nearby", hosts=(Host("a", 3), Host("b", 2)), interface=("eth0", "::1"))
+    hosts, ways = (Host("a", 3), Host("b", 2)), ("eth0", "::1")
+    assert plan_of(options) == Plan("nearby", hosts=hosts, interface=ways, folder=os.path.realpath("."))
+    assert plan_of(parse(["--hosts", "a", "--launcher", "nearby", "-m", "x"])).folder == os.getcwd()
     assert settings(options, plan_of(options)) == {}  # how many there are, the plan knows
     assert plan_of(parse(["--timeout", "7", script])).timeout == 7
 

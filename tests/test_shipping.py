@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from test_launch import STUBS, bundles, collect
 
-from disttensor.runtime.launch import shipping
-from disttensor.runtime.launch.shipping import Sources, TooMuch, gather, unpack
+from disttensor.runtime.launch import Exited, shipping
+from disttensor.runtime.launch.control import Modules
+from disttensor.runtime.launch.local import LocalLauncher
+from disttensor.runtime.launch.shipping import Sources, TooMuch, gather, offer, unpack
 
 
 @pytest.fixture
@@ -90,8 +94,6 @@ print(json.dumps([took, beside.package.inner.value, beside.__file__, inspect.get
 
 @pytest.mark.parametrize("there", ["the same", "other", "nothing"])
 def test_where_they_are_imported(project: Path, tmp_path: Path, there: str) -> None:
-    import json
-
     packed = tmp_path / "packed"
     packed.write_bytes(gather(str(project)).pack())
     if there == "other":
@@ -115,3 +117,20 @@ def test_where_they_are_imported(project: Path, tmp_path: Path, there: str) -> N
     assert source == "def fail():\n    raise KeyError('on line 4')\n"
     assert f'File "{project}/beside.py", line 4, in fail\n    raise KeyError(' in trace
     assert not list(tmp_path.glob("**/__pycache__/*.pyc")) or there == "the same"
+
+
+def test_nodes_import_them() -> None:
+    launcher = LocalLauncher("stub_workers:act", STUBS)
+    launcher._wire.say(Modules(Sources("/nowhere/project", {"lent.py": b"value = 5"}).pack()))
+    launcher.start(bundles("borrow"))
+    ended = [e for e in collect(launcher, 2) if isinstance(e, Exited)]
+    launcher.stop(0)
+    assert [(e.code, e.tail) for e in ended] == [(0, ("5 /nowhere/project/lent.py",))]
+
+
+def test_too_much_is_said(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unpack(offer(str(project))) == gather(str(project))
+    assert offer("") == b""
+    monkeypatch.setattr(shipping, "LIMIT", 64)
+    assert offer(str(project)) == b""
+    assert "modules beside the script are not sent to other hosts" in capsys.readouterr().err

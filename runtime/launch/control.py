@@ -1,7 +1,7 @@
 """What the processes of a job's launching tell each other: one set of frames for every wire between them.
 
-    master -- Plan, then Start, Kill, Stop ----------------> root -- the same, Took, Beat --> agent --> fork server
-           <-- Ready, Began, Ended, Unfit, Doing, Room ----      <-- Knock, the same, Said --       <--
+    master -- Plan, then Start, Kill, Stop ----------> root -- the same, Modules, Took, Beat --> agent --> fork server
+           <-- Ready, Began, Ended, Unfit, Doing, Room      <-- Knock, the same, Said ----------       <--
 
 A master of local nodes speaks to a fork server directly (without Plan, Doing, Room). Each struct goes as msgpack; how
 its end is found is the wire's matter (wire.py). Nothing is ever unpickled. The end of a wire is a message too: whoever
@@ -25,6 +25,12 @@ class Start(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     bundle: Bundle
     entry: str
+
+
+class Modules(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What lies beside the script (shipping.py), for the nodes that are started after this."""
+
+    packed: bytes
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -127,5 +133,5 @@ class Room(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     free: int
 
 
-Order = Plan | Output | Start | Kill | Stop | Took | Beat | Refuse
+Order = Plan | Output | Modules | Start | Kill | Stop | Took | Beat | Refuse
 News = Knock | Ready | Unfit | Began | Ended | Said | Doing | Room

@@ -28,6 +28,7 @@ from .control import (
     Ended,
     Kill,
     Knock,
+    Modules,
     News,
     Order,
     Ready,
@@ -47,6 +48,7 @@ from .plan import Plan
 from .printer import Printer
 from .process import adopt_orphans, die_with_parent, end_children, name_process
 from .registry import get_engine
+from .shipping import offer
 from .wire import Stream, Wire
 
 #: Seconds between two beats; an agent takes a root that is silent for long to be cut off.
@@ -63,6 +65,7 @@ class Root:
         self.plan = Plan("")
         self._up = wire
         self._engine: Engine | None = None
+        self._modules: bytes | None = None  #: packed; empty if there are none, None until an agent is there
         self._branches: list[Branch] = []
         self._seats = Seats()
         self._printer = Printer()
@@ -225,6 +228,10 @@ class Root:
             self.lost(branch, why, os.EX_PROTOCOL, ())
             return
         branch.knock = knock
+        if self._modules is None:
+            self._modules = offer(self.plan.folder)
+        if self._modules:
+            branch.say(Modules(self._modules))
         self.doing(branch, "its fork server has not imported torch yet")
         if self._ending is not None:
             branch.say(Stop(0))

@@ -29,12 +29,13 @@ from functools import partial
 
 from ..bundle import Bundle, write_bundle
 from .child import become_worker
-from .control import Began, Ended, Kill, Order, Ready, Said, Start, Stop, Took, Unfit
+from .control import Began, Ended, Kill, Modules, Order, Ready, Said, Start, Stop, Took, Unfit
 from .lines import Tail
 from .output import Output
 from .printer import Printer
 from .process import adopt_orphans, describe_exit, die_with_parent, end_children
 from .relay import Source
+from .shipping import adopt
 from .wire import Stream
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
@@ -108,6 +109,8 @@ class Server:
                 case Output():
                     self._upward = order.upward
                     self._printer.show(order)
+                case Modules():
+                    adopt(order.packed)
                 case Took():
                     self._unheard -= order.size
                 case Start() if self._deadline is None:

@@ -80,6 +80,16 @@ def gather(folder: str) -> Sources:
     return Sources(folder, files)
 
 
+def offer(folder: str) -> bytes:
+    """What is in a script's folder, packed; nothing where that is too much, which is said on stderr."""
+    try:
+        sources = gather(folder) if folder else Sources("", {})
+        return sources.pack() if sources.files else b""
+    except TooMuch as e:
+        print(f"disttensor: modules beside the script are not sent to other hosts: {folder} has {e}", file=sys.stderr)
+        return b""
+
+
 def _python_files(folder: str) -> Iterator[str]:
     """Without environments, caches and hidden directories; a directory that several links lead to is seen once."""
     seen, entries = set(), 0
