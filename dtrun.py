@@ -12,16 +12,20 @@ import os
 import sys
 from collections.abc import Sequence
 
+#: First words that are not a script, and the module in disttensor/runtime/launch whose ``main`` knows what to do.
+_COMMANDS = {"agent": "agent"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs dtrun with these arguments (default: the process's) and gives its exit code."""
     if "disttensor" not in sys.modules:
         _hide_front_end()
-    arguments = sys.argv[1:] if argv is None else argv
-    if list(arguments[:1]) == ["agent"]:  # what the ssh launcher starts on a host
-        return int(importlib.import_module("disttensor.runtime.launch.agent").main(arguments[1:]))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in _COMMANDS:
+        module = importlib.import_module(f"disttensor.runtime.launch.{_COMMANDS[arguments[0]]}")
+        return int(module.main(arguments[1:]))
     run = importlib.import_module("disttensor.run")  # also a function's name, which importing it from there could give
-    return int(run.main(argv))
+    return int(run.main(arguments))
 
 
 def _hide_front_end() -> None:

@@ -20,6 +20,7 @@ examples:
   dtrun -n 4 train.py --epochs 3             four nodes on this machine
   dtrun -n 2 --simulate-cuda 2 train.py      two nodes with two simulated CUDA devices each
   dtrun -n 2 --backend tcp -m package.train  a module, as with python -m
+  dtrun --hosts a:4,b:4 train.py             four nodes on each of two hosts, by ssh
   mpiexec -n 5 dtrun train.py                a master and four nodes, started by MPI's mpiexec
 
 The exit code is the script's, or 128 + the signal that killed it.
@@ -127,6 +128,10 @@ def parser() -> Parser:
         hosts, "--launcher", metavar="NAME", default="auto",
         help="where nodes come from: local, ssh, join, slurm, mpi, ray (default: ssh with --hosts, join with --nnodes, "
         "slurm or mpi where one of these has started dtrun, else local)",
+    )  # fmt: skip
+    both(
+        hosts, "--launcher-option", metavar="NAME=VALUE", action="append", type=_variable, default=[],
+        help="what only one launcher knows, see its page in docs/; may be repeated",
     )  # fmt: skip
     both(hosts, "--python", metavar="PATH", help="python on the other hosts (default: the path that it has here)")
     both(hosts, "--ssh-options", metavar="TEXT", help="further options of ssh's: --ssh-options='-p 2222'")
@@ -274,10 +279,15 @@ def plan_of(options: argparse.Namespace) -> Plan:
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
         env=options.env,
         timeout=float(options.timeout or Plan("").timeout),
-        options={"ssh_options": options.ssh_options} if options.ssh_options else {},
+        options=_launcher_options(options),
         output=options.output,
         folder="" if launcher == "local" else _folder(options),
     )
+
+
+def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
+    own = dict(text.partition("=")[::2] for text in options.launcher_option)
+    return {**own, "ssh_options": options.ssh_options} if options.ssh_options else own
 
 
 def _folder(options: argparse.Namespace) -> str:

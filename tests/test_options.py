@@ -173,6 +173,14 @@ def test_plan(script: str) -> None:
     assert plan_of(parse(["--hosts", "a", "--launcher", "nearby", "-m", "x"])).folder == os.getcwd()
     assert settings(options, plan_of(options)) == {}  # how many there are, the plan knows
     assert plan_of(parse(["--timeout", "7", script])).timeout == 7
+    reach = ["--python", "/opt/python", "--ssh-options=-p 2222", "--launcher-option", "ssh=slow ssh", script]
+    assert plan_of(parse(["--hosts", "a", *reach])) == Plan(
+        "ssh",
+        hosts=(Host("a"),),
+        python="/opt/python",
+        options={"ssh": "slow ssh", "ssh_options": "-p 2222"},
+        folder=os.getcwd(),
+    )
 
 
 def test_it_starts_without_torch() -> None:
