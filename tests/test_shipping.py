@@ -75,7 +75,7 @@ from disttensor.runtime.launch.shipping import adopt
 folder, packed = sys.argv[1:]
 sys.path.insert(0, folder)
 try:
-    import beside  # as on a host that has looked before
+    import absent  # as on a host that has looked there before
 except ImportError: pass
 took = adopt(open(packed, "rb").read())
 import beside, umlaut, package.deep.lowest
@@ -98,7 +98,7 @@ def test_where_they_are_imported(project: Path, tmp_path: Path, there: str) -> N
     packed.write_bytes(gather(str(project)).pack())
     if there == "other":
         (project / "package" / "deep" / "lowest.py").write_text("value = 8\n")
-        (project / "beside.py").unlink()
+        (project / "beside.py").write_text("other = 'lines'\n" * 9)
     elif there == "nothing":
         project.rename(tmp_path / "away")
     done = subprocess.run(

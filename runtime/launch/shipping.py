@@ -15,6 +15,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import linecache
 import os
 import sys
 import types
@@ -166,6 +167,12 @@ class _Loader(importlib.abc.SourceLoader):
 
     def get_filename(self, fullname: str) -> str:
         return self._path
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """With the lines that tracebacks show: another file may lie at the same path."""
+        text = importlib.util.decode_source(self.get_data(self._path))
+        linecache.cache[self._path] = len(text), None, text.splitlines(keepends=True), self._path
+        super().exec_module(module)
 
     def get_data(self, path: str | bytes) -> bytes:
         """Raises OSError for what is not there, such as a cached compiled file."""
