@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from .runtime import mpi
 from .runtime.binding import KINDS as BINDINGS
 from .runtime.binding import forwarded
 from .runtime.launch import registry
@@ -37,7 +41,7 @@ _TOLD = {
 #: What is not there yet; each line goes with what takes the option up.
 _MISSING = (
     *("node_rank", "master_addr", "master_port", "rdzv_endpoint", "connection_file"),
-    *("process_group", "no_python"),
+    "process_group",
 )
 
 
@@ -171,7 +175,7 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for, checked. ``launcher`` is None where dtrun is to find out, ``hosts`` a list of Host or None,
+    """What was asked for, checked. ``launcher`` is None for nodes of this machine, ``hosts`` a list of Host or None,
     ``env`` a dict.
 
     Raises SystemExit: 2 after an error was printed, 0 after the help.
@@ -232,6 +236,8 @@ def _check_hosts(options: argparse.Namespace) -> None:
         raise ValueError("--launcher ssh needs --hosts a:4,b:4 or --hostfile")
     elif most > 1 and options.launcher is None:
         options.launcher = "join"
+    elif options.launcher is None and not options.standalone and (mpi.place() or (0, 1))[1] > 1:
+        options.launcher = "mpi"
     if options.standalone and (most > 1 or options.launcher not in (None, "local")):
         raise ValueError("--standalone is this machine only: leave out what names others")
     if options.launcher == "join" and not options.connection_file and not (options.master_addr and options.master_port):
@@ -264,7 +270,12 @@ def _check_script(options: argparse.Namespace) -> None:
         raise ValueError("no script was named")
     if options.module and options.no_python:
         raise ValueError("-m is python's, and --no-python is without")
-    if not options.module and not options.no_python and not os.path.isfile(options.script):
+    if options.no_python:
+        if shutil.which(options.script) is None:
+            raise ValueError(f"--no-python: there is no program {options.script!r}")
+        if options.launcher == "mpi":
+            raise ValueError("--no-python: under mpiexec dtrun itself is the process that runs the script")
+    elif not options.module and not os.path.isfile(options.script):
         what = "is a directory" if os.path.isdir(options.script) else "does not exist"
         raise ValueError(f"script {options.script!r} {what}")
 
@@ -288,6 +299,14 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
     own = dict(text.partition("=")[::2] for text in options.launcher_option)
     return {**own, "ssh_options": options.ssh_options} if options.ssh_options else own
+
+
+def program_of(options: argparse.Namespace) -> list[str]:
+    """The command line of the script."""
+    if options.no_python:
+        return [options.script, *options.arguments]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, *(["-m"] if options.module else []), options.script, *options.arguments]
 
 
 def _folder(options: argparse.Namespace) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from .options import parse, plan_of, settings
+from .options import parse, plan_of, program_of, settings
 from .runtime import mpi
 from .runtime.errors import StartError
 from .runtime.launch import registry
@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(argv)
     except SystemExit as e:
         return int(e.code or 0)
-    if options.launcher == "mpi" or (options.launcher is None and (mpi.place() or (0, 1))[1] > 1):
+    if options.launcher == "mpi":
         return _run_by_mpi(options)
-    program = ["-m", options.script] if options.module else [options.script]
     plan = plan_of(options)
     environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         spawn = partial(spawn_root, plan, tied=True)
     try:
-        code = _run([*program, *options.arguments], environment, spawn)
+        code = _run(program_of(options), environment, spawn)
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
@@ -146,12 +145,12 @@ def _run(
         control, server = spawn()
         with control:  # closed here then: the server sees the socket's end when the script ends
             fd = control.fileno()
-            script = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), *program],  # type: ignore[attr-defined]
-                env={**environment, LAUNCHER_FD: str(fd)},
-                pass_fds=(fd,),
-                preexec_fn=settle,
-            )
+            try:
+                script = subprocess.Popen(
+                    program, env={**environment, LAUNCHER_FD: str(fd)}, pass_fds=(fd,), preexec_fn=settle
+                )
+            except OSError as e:
+                raise StartError(f"{program[0]!r} cannot be run: {e.strerror}") from e
         code = _watch(script, forwarded)
     finally:
         end_children(_PATIENCE)

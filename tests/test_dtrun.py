@@ -132,6 +132,20 @@ def test_module(tmp_path: Path, dtrun: Dtrun) -> None:
     assert json.loads(out)[:2] == [["--x", str(tmp_path / "script.py")], [None] * 4]
 
 
+def test_no_python(tmp_path: Path, dtrun: Dtrun) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/nowhere")
+    program.chmod(0o700)
+    with dtrun("", options=("--no-python", str(program))) as process:
+        _, err = process.communicate(timeout=20)
+        cause = "cannot be run: No such file or directory"
+        assert (process.returncode, err) == (1, f"dtrun: error: {str(program)!r} {cause}\n")
+    program.write_text("#!/bin/sh\necho $DISTTENSOR_NODES $0 $*\nexit 3\n")
+    with dtrun("", options=("-n", "2", "--no-python", str(program), "-x")) as process:
+        out, _ = process.communicate(timeout=20)
+        assert (process.returncode, out) == (3, f"2 {program} -x {tmp_path}/script.py\n")
+
+
 WAIT_FOR_SIGNALS = """
 import os, signal, sys
 got = []

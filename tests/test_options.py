@@ -118,6 +118,7 @@ TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
         (["--python", "/x"], "--python is for hosts that dtrun reaches itself"),
         (["--ssh-options=-v"], "--ssh-options is for --hosts"),
         (["-m", "--no-python"], "-m is python's"),
+        (["--no-python"], "there is no program 'x.py'"),
         (["--tee", "3"], "--tee and --redirects say what goes to the files of --log-dir"),
         (["--log-dir", "x.py"], "--log-dir x.py cannot be made: File exists"),
         (["--log-dir", "logs", "--tee", "out"], "'out' is neither a number from 0 to 3 nor"),
