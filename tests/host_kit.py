@@ -82,12 +82,14 @@ class Hosts:
         at = f"/proc/{self._pids[host]}/ns"
         return [f"--net={at}/net", f"--uts={at}/uts", f"--mount={at}/mnt", f"--pid={at}/pid_for_children"]
 
-    def start(self, *command: str, host: str = "left", **environment: str) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str, host: str = "left", stdin: int = subprocess.DEVNULL, **environment: str
+    ) -> subprocess.Popen[str]:
         """Starts a command in a session of its own."""
         return subprocess.Popen(
             ["nsenter", *self.namespaces(host), f"--wd={self.folder}", *command],
             env={**self.environment, **environment},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
-from host_kit import Hosts, ssh, two_hosts
+from host_kit import Hosts, signal_to, ssh, two_hosts
+from launch_kit import DIGITS, SPY, local_losses, losses
 
-pytestmark = pytest.mark.ssh
+from disttensor.runtime.bundle import PROTOCOL, VERSION
+
+pytestmark = [pytest.mark.ssh, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
@@ -20,31 +28,209 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             yield both
 
 
-def script(hosts: Hosts, text: str, **environment: str) -> str:
-    """Runs a script on the left host; gives its stdout."""
+def write(hosts: Hosts, text: str) -> str:
     path = hosts.folder / "script.py"
     path.write_text(text)
-    done = hosts.run("python", str(path), **environment)
+    return str(path)
+
+
+def succeed(hosts: Hosts, *command: str, **environment: str) -> str:
+    """What a command on the left host prints."""
+    done = hosts.run(*command, **environment)
     assert done.returncode == 0, done.stderr
     hosts.settle(10)
     return done.stdout
 
 
-def test_a_session(hosts: Hosts) -> None:
-    out = script(
-        hosts,
-        """
+SESSION = """
 import socket, torch, disttensor as dt
-with dt.init_master_worker(hosts="left:2,right:2", threads=1):
-    xs = [torch.full((3,), float(k), device=f"node:{k}") for k in range(4)]
+with dt.init_master_worker({arguments}threads=1):
+    xs = [torch.full((3,), float(k), device=f"node:{{k}}") for k in range(4)]
     dt.all_reduce(xs)
     print([x.cpu().tolist() for x in xs])
     print(dt.run(socket.gethostname, node=[0, 1, 2, 3]))
     dt.run(print, "hello", node=3)
-    dt.synchronize()
-""",
+"""
+
+
+def test_a_session(hosts: Hosts) -> None:
+    lines = succeed(hosts, "python", write(hosts, SESSION.format(arguments='hosts="left:2,right:2", '))).splitlines()
+    assert lines[:2] == [str([[6.0] * 3] * 4), "['left', 'left', 'right', 'right']"]
+    assert "[node 3] hello" in lines
+
+
+def test_dtrun(hosts: Hosts) -> None:
+    """Which has reached the hosts when the script asks for nodes."""
+    script = write(hosts, SESSION.format(arguments=""))
+    lines = succeed(hosts, "python", "-m", "dtrun", "--hosts", "left:1,right:3", script).splitlines()
+    assert lines[:2] == [str([[6.0] * 3] * 4), "['left', 'right', 'right', 'right']"]
+
+
+def test_digits(hosts: Hosts) -> None:
+    out = succeed(hosts, "python", "-m", "dtrun", "--hosts", "left:2,right:2", str(DIGITS))
+    assert losses(out) == pytest.approx(local_losses(), abs=2e-4)
+
+
+def test_no_secret_in_sight(hosts: Hosts) -> None:
+    keys = hosts.folder / "keys"
+    with serving(hosts, spy=True, KEYS=str(keys)):
+        for host in ("left", "right"):
+            scan = hosts.run("python", "-m", "launch_kit", str(keys), host=host)
+            assert (scan.returncode, scan.stdout) == (0, ""), scan
+    hosts.settle(10)
+
+
+# ---- what fails ------------------------------------------------------------------------------------------------------
+
+FAILING = """
+import disttensor as dt
+try:
+    dt.init_master_worker(hosts={hosts!r}, threads=1, launcher_options={options!r})
+except dt.StartError as error:
+    print(error)
+"""
+
+
+def fail(hosts: Hosts, names: str, **options: str) -> list[str]:
+    """The lines of the error with these hosts; there is one, and afterwards no process."""
+    done = hosts.run("python", write(hosts, FAILING.format(hosts=names, options=options)))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr.replace("[right] Traceback", "")
+    hosts.settle(5)
+    return done.stdout.splitlines()
+
+
+ENDED = "did not start: ssh ended (exit code {}) before an agent was there; {}"
+
+
+def test_unknown_host(hosts: Hosts) -> None:
+    lines = fail(hosts, "left:4,right:3,nowhere")
+    assert lines[0] == "node 7 on nowhere " + ENDED.format(255, "its name is not known here")
+    assert "Could not resolve hostname nowhere" in lines[-1]
+
+
+def test_wrong_python(hosts: Hosts) -> None:
+    lines = fail(hosts, "right:2", python="/no/such/python")
+    assert lines[0] == "node 0 on right " + ENDED.format(127, "dtrun --python names the Python there")
+    assert "/no/such/python" in lines[-1]
+
+
+def test_no_key_that_leads_there(hosts: Hosts) -> None:
+    lines = fail(hosts, "nobody@right", ssh_options="-o PreferredAuthentications=none")
+    assert lines[0].startswith(
+        "node 0 on nobody@right " + ENDED.format(255, "a key that needs no password has to lead")
     )
-    assert out.splitlines()[:2] == [
-        "[[6.0, 6.0, 6.0], [6.0, 6.0, 6.0], [6.0, 6.0, 6.0], [6.0, 6.0, 6.0]]",
-        "['left', 'left', 'right', 'right']",
-    ]
+    assert "Permission denied" in lines[-1]
+
+
+def python_of(hosts: Hosts, **files: str) -> str:
+    """A python that finds these modules first on the right host, and greets."""
+    folder = hosts.folder / "modules"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    python = folder / "python"
+    there = f"[ $(hostname) = right ] && export PYTHONPATH={folder}:$PYTHONPATH"
+    python.write_text(f'#!/bin/sh\necho Welcome\n{there}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    return str(python)
+
+
+def test_one_of_eight_cannot_import(hosts: Hosts) -> None:
+    """Where all others have started."""
+    lines = fail(hosts, "left:7,right:1", python=python_of(hosts, torch="import not_there"))
+    assert lines[0] == (
+        "node 7 on right did not start: no node can be started there: importing what they need failed: "
+        "ModuleNotFoundError: No module named 'not_there'"
+    )
+    assert lines[1:3] == ["its last output:", "  Traceback (most recent call last):"]
+    assert lines[-1] == "  ModuleNotFoundError: No module named 'not_there'"
+
+
+def test_another_version(hosts: Hosts) -> None:
+    patch = "import disttensor.runtime.bundle as b\nb.PROTOCOL, b.VERSION = 99, '9.9'\n"
+    lines = fail(hosts, "left:1,right:1", python=python_of(hosts, sitecustomize=patch))
+    assert lines[0] == (
+        f"node 1 on right did not start: right has disttensor 9.9 (protocol 99), the master {VERSION} "
+        f"(protocol {PROTOCOL}): install one version"
+    )
+
+
+def test_a_shell_that_greets(hosts: Hosts) -> None:
+    arguments = f'hosts="left:2,right:2", launcher_options={{"python": {python_of(hosts)!r}}}, '
+    out = succeed(hosts, "python", write(hosts, SESSION.format(arguments=arguments)))
+    assert out.splitlines()[0] == str([[6.0] * 3] * 4)
+    assert "Welcome" not in out
+
+
+# ---- who dies when ---------------------------------------------------------------------------------------------------
+
+SERVING = """
+import disttensor as dt, sys, time
+dt.init_master_worker(hosts="left:2,right:2", threads=1)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def serving(hosts: Hosts, *dtrun: str, spy: bool = False, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A script that has four nodes, while it lasts; under dtrun with these options, if there are any."""
+    script = write(hosts, (SPY if spy else "") + SERVING)
+    with hosts.start("python", *(("-m", "dtrun", *dtrun) if dtrun else ()), script, **environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", process.communicate()[1]
+            yield process
+        finally:
+            signal_to(process, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("launcher", ["dtrun", "script"])
+def test_launcher_killed(hosts: Hosts, launcher: str, number: int) -> None:
+    with serving(hosts, *(["--hosts", "left:2,right:2"] if launcher == "dtrun" else [])) as process:
+        signal_to(process, number)
+        hosts.settle(10)
+
+
+CUT = """
+import disttensor as dt, sys, torch
+dt.init_master_worker(hosts="left:1,right:1", threads=1)
+xs = [torch.ones(3, device=f"node:{k}") for k in range(2)]
+dt.synchronize()
+print("ready", flush=True)
+sys.stdin.readline()
+for x in xs:
+    try:
+        print(x.sum().item())
+    except dt.NodeLost as error:
+        print("lost", error.rank, error.host)
+"""
+
+
+def test_network_cut(hosts: Hosts) -> None:
+    """Nothing arrives any more, and nobody is told: the left host goes on, and nothing stays on the right one."""
+    with hosts.start("python", write(hosts, CUT), stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        hosts.run("ip", "link", "set", "eth0", "down", host="right")
+        try:
+            out, err = process.communicate("go\n", timeout=40)
+            assert (out, err) == ("3.0\nlost 1 right\n", "")
+            hosts.settle(30)
+        finally:
+            hosts.run("ip", "link", "set", "eth0", "up", host="right")
+
+
+@pytest.mark.parametrize("victim", ["ssh", "agent"])
+def test_the_way_to_a_host_ends(hosts: Hosts, victim: str) -> None:
+    with hosts.start("python", write(hosts, CUT), stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        where, pattern = ("left", "ssh .* -- right ") if victim == "ssh" else ("right", "python.* dtrun agent")
+        assert hosts.run("pkill", "-9", "-f", pattern, host=where).returncode == 0
+        out, err = process.communicate("go\n", timeout=30)
+        assert (out, err) == ("3.0\nlost 1 right\n", "")
+    hosts.settle(10)

@@ -78,7 +78,8 @@ def server(control: str, parent: str, *modules: str) -> int:
                 importlib.import_module(name)
         except Exception as e:
             traceback.print_exc()
-            server.decline(int(control), f"importing what they need failed: {type(e).__name__}: {e}")
+            why = f"importing what they need failed: {type(e).__name__}: {e}"
+            server.decline(int(control), why, traceback.format_exc().splitlines())
             return 1
     finally:
         watch.end()  # before the first fork: a fork copies no threads, but the locks that they hold

@@ -273,6 +273,8 @@ def _torch() -> str:
     return str(getattr(sys.modules.get("torch"), "__version__", ""))
 
 
-def decline(control: int, why: str) -> None:
-    """Tells the master that there won't be any worker."""
-    Stream(Order, control).say(Unfit(why))
+def decline(control: int, why: str, lines: list[str]) -> None:
+    """Tells the boss that there won't be any worker, and the last lines about it."""
+    tail = Tail()
+    tail.add(2, "\n".join(lines).encode(errors="replace"))
+    Stream(Order, control).say(Unfit(why, tail.lines()))

@@ -9,6 +9,7 @@ When the network is cut nobody is told: here ssh ends by ServerAliveInterval, th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -104,14 +105,11 @@ class SshLauncher(PlannedLauncher):
         """The addresses that lead to the hosts; the loopback one only if no other is among them, for want of which
         nodes on this host would tell nodes on others to find them there."""
         found: dict[str, None] = {}
-        for name in addresses_by_ssh(self.plan):
-            try:
-                found[way_to(name)] = None
-            except OSError:  # known to ssh only, or behind a jump host
-                try:
-                    found[way_to(_ANYWHERE)] = None
-                except OSError as e:
-                    raise StartError(f"there is no way from {name} to here: say which interface (--interface)") from e
+        # the last is for hosts that only ssh knows, as behind a jump host
+        for name in (*addresses_by_ssh(self.plan), _ANYWHERE):
+            if name != _ANYWHERE or not found:
+                with contextlib.suppress(OSError):
+                    found[way_to(name)] = None
         others = [address for address in found if not _is_loopback(address)]
         return tuple(others) or (LOOPBACK,)
 
