@@ -54,6 +54,7 @@ from .factories import (
 from .graphed import graphed
 from .graphs import Graph, graph
 from .groups import Group, Levels, Split, host_of, new_group
+from .growing import wait_for_nodes
 from .init import init_master_worker, is_initialized, node_count, shutdown
 from .objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from .prefetch import prefetch
@@ -104,5 +105,6 @@ __all__ = [
     "current_node", "current_stream", "default_stream", "device", "empty", "eye", "fetch", "from_numpy", "full",
     "graph", "graphed", "init_master_worker", "is_initialized", "linspace", "logspace", "node", "node_count",
     "node_module", "nodes", "ones", "prefetch", "rand", "randint", "randn", "randperm", "register_channel",
-    "reset_stats", "run", "shutdown", "stats", "stream", "synchronize", "tensor", "zeros", *LEGACY,
+    "reset_stats", "run", "shutdown", "stats", "stream", "synchronize", "tensor", "wait_for_nodes", "zeros",
+    *LEGACY,
 ]  # fmt: skip

@@ -10,11 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+import msgspec
 import torch
 
 from . import autocast, infer, registry, state
 from . import backend as device_backend
-from .launching import plan_for
+from .launching import part_in, plan_for
+from .placement import MAX_SLOTS
 from .runtime import binding
 from .runtime import bundle as b
 from .runtime.addresses import LOOPBACK
@@ -60,8 +62,10 @@ class SessionContext:
 def init_master_worker(
     backend: str = "auto",
     *,
-    nodes: int | None = None,
+    nodes: int | tuple[int, int] | None = None,
     init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
     simulate_cuda: int | None = None,
     threads: int | None = None,
     bind: str | None = None,
@@ -85,8 +89,11 @@ def init_master_worker(
         backend: the data channel that carries tensors: "tcp", another name (docs/CHANNELS.md), or "auto", which takes
             shared memory between processes that share it and TCP between others.
         nodes: how many nodes to start. Default: what dtrun says, else as many as the hosts have slots, else one per
-            GPU, at least 2; all of mpiexec's.
-        init_method: reserved for joining nodes that were started elsewhere; None or "local://".
+            GPU, at least 2; all of mpiexec's. (2, 4): begin with 2, and let up to 4 join (``wait_for_nodes``).
+        init_method: where nodes come to by themselves: "tcp://host:port", "env://", "file:///path" (docs/BOOTSTRAP.md).
+            None or "local://": this process has them started.
+        rank, world_size: with an init_method, when all processes run one script: rank 0 is the master, and in each
+            other process this call makes it a node and does not return. Default: what the init_method says.
         simulate_cuda: give each node this many simulated CUDA devices (CPU memory with a placement of its own).
         threads: torch's intra-op threads per node. Default: its host's cores divided by the nodes there, at least 1.
         bind: what each node keeps to, by its place among those of its host: "gpu", its share of the GPUs; "core", of
@@ -118,9 +125,8 @@ def init_master_worker(
     """
     if state.current() is not None:
         raise RuntimeError("init_master_worker was called already in this process; call disttensor.shutdown() first")
-    if init_method not in (None, "local://"):
-        raise ValueError(f"init_method {init_method!r} is not supported; nodes are started locally (None)")
-    plan = plan_for(launcher, hosts, interface, launcher_options or {}, timeout)
+    where = part_in(init_method, rank, world_size, timeout)
+    plan = plan_for(launcher, hosts, interface, launcher_options or {}, timeout, nodes, where)
     launcher = plan.launcher
     if launcher not in (known := ["inproc", "nearby", *launcher_names()]):
         known.remove("nearby")
@@ -144,7 +150,7 @@ def init_master_worker(
     hub: Hub | None = None
     session: Session | None = None
     try:
-        count = _count(nodes, starter)
+        count = _count(nodes, starter, plan.least)
         job, secret = job_id(), job_secret()
         server = curve_pair() if security == "curve" and starter else ("", "")
         keys = starter.key_pairs(count) if starter else []
@@ -155,29 +161,27 @@ def init_master_worker(
             hub = ZmqHub(starter.listen, server_keys=server if server[0] else None, node_keys=node_keys)
         else:
             hub = InprocHub(count)
+        plain = b.Bundle(
+            job=job,
+            rank=-1,
+            address=hub.address if isinstance(hub, ZmqHub) else "inproc",
+            addresses=hub.addresses[1:] if isinstance(hub, ZmqHub) else (),
+            server_key=server[0],
+            backend=name_for_nodes(channel_name),
+            nodes=count,
+            local_size=count,
+            simulate_cuda=simulated,
+            threads=threads or 0,
+            bind=bound,
+            env={**plan.env, **(env or {})},
+            allow_ops=tuple(allow_ops),
+            functions=functions,
+            sys_path=tuple(os.path.abspath(p) for p in sys.path),
+            cwd=os.getcwd(),
+        )
         bundles = [
-            b.Bundle(
-                job=job,
-                rank=rank,
-                address=hub.address if isinstance(hub, ZmqHub) else "inproc",
-                addresses=hub.addresses[1:] if isinstance(hub, ZmqHub) else (),
-                server_key=server[0],
-                public_key=keys[rank][0],
-                secret_key=keys[rank][1],
-                backend=name_for_nodes(channel_name),
-                nodes=count,
-                local_rank=rank,
-                local_size=count,
-                simulate_cuda=simulated,
-                threads=threads or 0,
-                bind=bound,
-                env={**plan.env, **(env or {})},
-                allow_ops=tuple(allow_ops),
-                functions=functions,
-                sys_path=tuple(os.path.abspath(p) for p in sys.path),
-                cwd=os.getcwd(),
-            )
-            for rank in range(count)
+            msgspec.structs.replace(plain, rank=rank, public_key=key[0], secret_key=key[1], local_rank=rank)
+            for rank, key in enumerate(keys)
         ]
         if starter:
             if log_dir:
@@ -189,13 +193,17 @@ def init_master_worker(
         channels = Channels(maker(context), channel_name, joint=False)
         session = Session(job, secret, hub, count, channels, starter, channel_name, trusted)
         session.allow = AllowList(allow_ops)
+        session.plain = plain
+        if starter is not None and starter.grows:
+            session.most = max(count, min(starter.capacity or 0, MAX_SLOTS))
         if isinstance(hub, InprocHub):
             session.changes.enter_context(guarded())
             for bundle in bundles:
                 worker = Worker(bundle, hub.spoke(bundle.rank))
                 session.threads.append(threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True))
                 session.threads[-1].start()
-        _meet(session, count, plan.timeout)
+        meet(session, range(count), plan.timeout)
+        session.introduce()
     except BaseException:
         if session is not None:
             session.close(0)
@@ -216,9 +224,12 @@ def init_master_worker(
     return SessionContext()
 
 
-def _count(nodes: int | None, starter: Launcher | None) -> int:
+def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least: int) -> int:
+    """How many nodes to begin with."""
     capacity = starter.capacity if starter else None
-    count = _number("DISTTENSOR_NODES", nodes, capacity or max(2, torch.cuda.device_count()))
+    if isinstance(nodes, tuple):  # none come later where none come by themselves
+        nodes = nodes[0 if starter is not None and starter.grows else 1]
+    count = _number("DISTTENSOR_NODES", nodes, least or capacity or max(2, torch.cuda.device_count()))
     if count < 1:
         raise ValueError(f"nodes={count}: at least one node is needed")
     if starter and capacity is not None and count > capacity:
@@ -236,21 +247,21 @@ def _number(variable: str, given: int | None, default: int) -> int:
         raise ValueError(f"{variable}={text!r} is not a number") from None
 
 
-def _meet(session: Session, count: int, timeout: float) -> None:
-    """Waits for every node's hello and checks that it speaks as we do."""
+def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
+    """Waits for these nodes' hellos and checks that they speak as we do. Raises StartError."""
     link, deadline = session.link, time.monotonic() + timeout
-    while len(link.hellos) < count:
+    while missing := [rank for rank in ranks if rank not in link.hellos]:
         link.drain()
-        if link.losses:
-            lost = link.losses[0]
+        if lost := next((found for found in link.losses if found.rank in ranks), None):
             where = f" on {lost.host}" if lost.host != "?" else ""
             raise StartError(f"node {lost.rank}{where} did not start: {lost.cause}" + _tail(lost.tail))
         if time.monotonic() > deadline:
-            missing = [r for r in range(count) if r not in link.hellos]
             why = session.launcher.missing(missing) if session.launcher is not None else ""
-            raise StartError(f"nodes {missing} of {count} have not answered within {timeout} s" + (why and f":\n{why}"))
+            text = f"nodes {missing} of {len(ranks)} have not answered within {timeout} s"
+            raise StartError(text + (why and f":\n{why}"))
         link.pause(0.005)  # short: it may be another thread that takes in what wakes this one
-    for rank, hello in link.hellos.items():
+    for rank in ranks:
+        hello = link.hellos[rank]
         if hello.protocol != b.PROTOCOL or hello.job != session.job:
             raise StartError(
                 f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version"
@@ -258,7 +269,6 @@ def _meet(session: Session, count: int, timeout: float) -> None:
         mine, theirs = torch.__version__.split("+")[0], hello.torch.split("+")[0]
         if mine != theirs:
             raise StartError(f"node {rank} ({hello.host}) has torch {theirs}, this master {mine}: install one version")
-    session.introduce()
 
 
 def _tail(lines: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from .runtime.launch import registry
 from .runtime.launch.hosts import parse_hosts
+from .runtime.launch.meeting import Meeting, meeting
 from .runtime.launch.plan import Plan, plan_of_dtrun
 
 
@@ -23,19 +24,56 @@ def _folder() -> str:
     return folder if folder in map(os.path.abspath, sys.path) else ""
 
 
+def part_in(init_method: str | None, rank: int | None, world_size: int | None, timeout: float | None) -> Meeting | None:
+    """Where this process, the master, meets nodes that come by themselves; None when it starts them.
+
+    Does not return in a process that is a node by its rank. Raises ValueError for what says too little, StartError when
+    a node cannot find its master.
+    """
+    if init_method is None:
+        if rank is not None or world_size is not None:
+            raise ValueError("rank and world_size go with an init_method, which says where all processes meet")
+        return None
+    found = meeting(init_method, rank, world_size)
+    if found is not None and found.size == 1:
+        raise ValueError(f"init_method {init_method!r}: a master and a node are 2 processes, and world_size is 1")
+    if found is not None and found.rank:
+        from .runtime.launch.guest import TIMEOUT, become_node
+
+        become_node(found, TIMEOUT if timeout is None else timeout)
+    return found
+
+
+def _plan_to_meet(where: Meeting, nodes: int | tuple[int, int] | None) -> Plan:
+    least, most = nodes if isinstance(nodes, tuple) else (nodes, nodes)
+    most = most or (where.size or 1) - 1
+    if not most:
+        raise ValueError(f"how many nodes are to come to {where}? Give nodes, or rank and world_size")
+    return Plan("join", least=least or most, most=most, options=where.options, folder=_folder())
+
+
 def plan_for(
     launcher: str,
     hosts: str | Sequence[str] | None,
     interface: str | Sequence[str] | None,
     options: Mapping[str, str],
     timeout: float | None,
+    nodes: int | tuple[int, int] | None = None,
+    where: Meeting | None = None,
 ) -> Plan:
     """The plan that is meant. Arguments come before what dtrun has said.
 
-    Raises ValueError for hosts that are none, or that the launcher has no use for.
+    Raises ValueError for hosts that are none, or that the launcher has no use for, and for too few words about nodes
+    that are to come to a meeting.
     """
     said = plan_of_dtrun()
-    if said is not None and hosts is None and launcher in ("auto", said.launcher):
+    if where is not None:
+        if launcher not in ("auto", "join") or hosts is not None:
+            raise ValueError(f"with init_method {str(where)!r} nodes come by themselves; leave launcher and hosts out")
+        plan = _plan_to_meet(where, nodes)
+    elif launcher == "join" and (said is None or said.launcher != "join"):
+        raise ValueError("launcher='join' needs an init_method, which says where nodes come to: 'tcp://host:port', ...")
+    elif said is not None and hosts is None and launcher in ("auto", said.launcher):
         plan = said
     else:
         if launcher == "auto":

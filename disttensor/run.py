@@ -182,4 +182,6 @@ class _Callable(types.ModuleType):
 sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import dtrun
+
+    sys.exit(dtrun.main())

@@ -22,6 +22,7 @@ from .placement import NodeState, Place, Places
 from .registry import drop_plans
 from .runtime import codec
 from .runtime import command as c
+from .runtime.bundle import Bundle
 from .runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
 from .runtime.channel.opened import Channels
 from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedError
@@ -99,9 +100,8 @@ class Session:
         #: operators that nodes run
         self.allow = AllowList()
         self.launcher = launcher
-        #: how many nodes there can be, if more may join; and what starts those with the next ranks, so many
-        self.most = 0
-        self.recruit: Callable[[int], list[Outbox]] | None = None
+        self.most = nodes  #: how many nodes there can be, if more may join
+        self.plain: Bundle | None = None  #: what a node more starts with, but for its rank and keys
         #: nodes that are threads of this process
         self.threads: list[threading.Thread] = []
         self.changes = contextlib.ExitStack()  #: of this process, undone at the end

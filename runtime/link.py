@@ -87,10 +87,10 @@ class Link:
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
         self._flusher.start()
 
-    def extend(self) -> Outbox:
-        """That of one more node, whose rank is the next. The hub has to admit it."""
+    def extend(self, key: str) -> Outbox:  # lets in one more node, by its public key; its rank is the next
         with self._lock:
-            self.outboxes.append(Outbox(len(self.outboxes)))
+            self.hub.admit(len(self.outboxes), key)
+            self.outboxes.append(Outbox(len(self.outboxes), self.outboxes[0].blocking))
             return self.outboxes[-1]
 
     # ---- sending ---------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def _free(refs: list[int]) -> c.Free:
 class Outbox:
     """The queue of one node, and the account of what it has been sent and has done."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, blocking: bool = False) -> None:
         self.rank = rank
         self.queue: list[c.Command | Site | None] = []
         #: what issuing threads append to: the queue, or a Tap while one of them has a route. To be read into a local
@@ -71,7 +71,7 @@ class Outbox:
         self.bytes = 0  #: bytes sent
         self.lost: NodeLost | None = None
         self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
-        self.blocking = False  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
+        self.blocking = blocking  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
         #: what is in flight: (number of the first command, bytes, sites)
         self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
         self._flight_bytes = 0

@@ -6,7 +6,7 @@ import contextlib
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from transport_kit import LIMIT, Proxy, nothing_leaks
@@ -26,7 +26,7 @@ def _clean() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reception(host: str = "127.0.0.1", port: int = 0) -> Iterator[Reception]:
+def reception(host: str | Sequence[str] = "127.0.0.1", port: int = 0) -> Iterator[Reception]:
     made = Reception(host, port, HOST, GUEST[0])
     try:
         yield made
@@ -250,6 +250,19 @@ def test_ipv6() -> None:
         assert at.addresses[0].startswith("tcp://[::1]:")
         there.sendall(b"x")
         accept(at).close()
+
+
+def test_it_listens_on_each_address_that_is_named_and_on_no_other() -> None:
+    with reception(["127.0.0.1", "::1", "127.0.0.2"]) as at:
+        hosts = [address.rpartition(":")[0] for address in at.addresses]
+        assert hosts == ["tcp://127.0.0.1", "tcp://[::1]", "tcp://127.0.0.2"]
+        for address in at.addresses:
+            with visit(address) as there:
+                there.sendall(b"x")
+                accept(at).close()
+        port = int(at.addresses[0].rpartition(":")[2])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.3", port), LIMIT)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", ""])

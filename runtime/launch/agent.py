@@ -101,6 +101,7 @@ class Agent:
                     print(f"disttensor: {order.why}", file=sys.stderr)
                     self._end(EX_REFUSED)
                 case Stop():
+                    self._code = self._code or order.code
                     self._stop(order.grace)
                 case Beat():
                     pass

@@ -40,6 +40,9 @@ class Launcher(ABC):
     capacity: int | None = None  #: how many nodes there can be; None: as many as are asked for
     listen: tuple[str, ...] = ("127.0.0.1",)  #: addresses of this host that nodes reach, where the master has to listen
 
+    grows = False  #: more nodes may come when the session has begun
+    vacant = 0  #: how many nodes more could be started at once; known by ``events``
+
     @classmethod
     def of(cls, plan: Plan) -> Launcher:
         """The launcher for a plan of which ``launcher`` is its name. Raises StartError, ValueError for a bad plan."""

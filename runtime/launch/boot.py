@@ -3,6 +3,7 @@
     python -P boot.py server SYS_PATH CONTROL_FD PARENT MODULE...      imports what workers need, then serves
     python -P boot.py root SYS_PATH CONTROL_FD PARENT
     python -P boot.py agent SYS_PATH MODULE...                         its wire is stdin and stdout
+    python -P boot.py worker SYS_PATH ARGUMENT...                      dtrun worker
 
 SYS_PATH is the master's (JSON), so that all find the same torch and the same disttensor; PARENT a pid to die with, or
 0; MODULEs are imported before the first worker. Nothing of disttensor is imported before the path is set, and the front
@@ -47,7 +48,7 @@ class _Watch:
 
 def main(role: str, path: str, *arguments: str) -> int:
     sys.path[:] = json.loads(path)
-    roles: dict[str, Callable[..., int]] = {"server": server, "root": root, "agent": agent}
+    roles: dict[str, Callable[..., int]] = {"server": server, "root": root, "agent": agent, "worker": worker}
     return roles[role](*arguments)
 
 
@@ -56,6 +57,13 @@ def agent(*modules: str) -> int:
     from disttensor.runtime.launch.agent import main
 
     return main(modules)
+
+
+def worker(*arguments: str) -> int:
+    hide_front_end()
+    from disttensor.runtime.launch.guest import main
+
+    return main(arguments)
 
 
 def root(control: str, parent: str) -> int:

@@ -44,6 +44,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Give the workers ``grace`` seconds, end those that are left, then end yourself."""
 
     grace: float
+    code: int = 0  #: an agent's exit code: not 0 where nobody has asked for this end
 
 
 class Took(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -131,7 +132,14 @@ class Room(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """How many nodes could be started at once now, beside those that were."""
 
     free: int
+    asked: int = 0  #: Starts that had come by then
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Where agents find the root that they join, such as tcp://10.0.0.1:41233."""
+
+    addresses: tuple[str, ...]
 
 
 Order = Plan | Output | Modules | Start | Kill | Stop | Took | Beat | Refuse
-News = Knock | Ready | Unfit | Began | Ended | Said | Doing | Room
+News = Knock | Ready | Unfit | Began | Ended | Said | Doing | Room | Listening

@@ -49,6 +49,9 @@ class Boss(Protocol):
     loop: Loop
     plan: Plan
 
+    def tell(self, news: News) -> None:
+        """To the master."""
+
     def add(self, branch: Branch) -> None:
         """From now on nodes are dealt to it; what it is told waits until it has knocked."""
 

@@ -46,8 +46,10 @@ class Meeting:
         """For the root's plan."""
         if self.kind == "file":
             return {"connection_file": self.path}
-        port = 0 if self.kind == "torchrun" else self.port  # torchrun itself listens there
-        return {"host": self.host, "port": str(port), "meeting": self.name}
+        found = {"host": self.host, "port": str(self.port), "meeting": self.name}
+        if self.kind == "torchrun":  # which itself listens there
+            found |= {"port": "0", "store": str(self.port)}
+        return found
 
     @property
     def name(self) -> str:
@@ -65,7 +67,7 @@ class Meeting:
         if self.kind == "torchrun":
             from .torchrun import look_up
 
-            addresses = look_up(self, timeout)
+            addresses = look_up(self.host, self.port, self.name, timeout)
         made = invite(derived(shared_secret(), self.name), addresses)
         return msgspec.structs.replace(made, host="", pid=0, made="", place="")
 

@@ -18,6 +18,7 @@ class PlannedLauncher(ServedLauncher):
     Raises StartError, ValueError for an interface that is none of this host's. ``entry`` is for tests.
     """
 
+    grows = True
     server_name, unfit = "the root of the nodes' hosts", "no node can be started"
 
     def __init__(self, plan: Plan, entry: str = WORKER) -> None:

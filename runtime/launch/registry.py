@@ -13,12 +13,14 @@ _BUILTIN = {
     "mpi": ".mpi:MpiLauncher",
     "ssh": ".ssh:SshLauncher",
     "nearby": ".planned:PlannedLauncher",  # for tests
+    "join": ".join:JoinLauncher",
 }
 
 #: The same of what a root gets its nodes by; the root imports its plan's only.
 _ENGINES = {
     "ssh": ".ssh:SshEngine",
     "nearby": ".piped:NearbyEngine",
+    "join": ".join:JoinEngine",
 }
 
 #: What "auto" stands for in this process: dtrun, when mpiexec has started it, runs the script where "mpi" is meant.

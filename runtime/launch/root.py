@@ -51,6 +51,9 @@ from .registry import get_engine
 from .shipping import offer
 from .wire import Stream, Wire
 
+#: The exit code of agents, as of nodes, whose master has gone.
+EX_BOSS_GONE = 75
+
 #: Seconds between two beats; an agent takes a root that is silent for long to be cut off.
 BEAT = 3.0
 #: Seconds that agents have to end their nodes and themselves, beyond the grace.
@@ -68,6 +71,7 @@ class Root:
         self._modules: bytes | None = None  #: packed; empty if there are none, None until an agent is there
         self._branches: list[Branch] = []
         self._seats = Seats()
+        self._asked = 0  #: nodes that the master has asked for
         self._printer = Printer()
         self._owed: deque[tuple[Branch, int]] = deque()  #: what was said and not taken yet, of whom
         self._ending: float | None = None  #: when to be done with it at the latest
@@ -112,6 +116,7 @@ class Root:
                 case Output():
                     self._printer.show(order)
                 case Start() if self._ending is None:
+                    self._asked += 1
                     self._seats.ask(order)
                     self._deal()
                 case Kill():
@@ -122,7 +127,7 @@ class Root:
                     self._stop(order.grace)
         if self._up.ended:
             self.loop.forget(self._up.fileno())
-            self._stop(0)
+            self._stop(0, EX_BOSS_GONE)
 
     def _begin(self, plan: Plan) -> None:
         self.plan = plan
@@ -138,9 +143,9 @@ class Root:
 
     def _take_signal(self) -> None:
         os.read(self._wakeup[0], 64)
-        self._stop(0)
+        self._stop(0, EX_BOSS_GONE)
 
-    def _stop(self, grace: float) -> None:
+    def _stop(self, grace: float, code: int = 0) -> None:
         deadline = time.monotonic() + grace + PATIENCE
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
         self._branches = [branch for branch in self._branches if branch.gone is None]
@@ -148,7 +153,7 @@ class Root:
             if branch.knock is None:
                 self.lost(branch, "was not needed any more", 0, ())
             else:
-                branch.say(Stop(grace))
+                branch.say(Stop(grace, code))
 
     # ---- dealing ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +179,7 @@ class Root:
             self._up.say(Doing((rank,), branch.host, branch.what))
         if self._seats.unseated and self._engine is not None:
             self._up.say(Doing(tuple(self._seats.unseated), "", self._engine.waiting()))
-        self._up.say(Room(self._seats.free(self._branches)))
+        self._up.say(Room(self._seats.free(self._branches), self._asked))
 
     def _end_node(self, branch: Branch, rank: int) -> None:
         cause, code, tail = branch.gone or ("", 0, ())
@@ -183,6 +188,9 @@ class Root:
         self._up.say(Ended(rank, pid, code, cause, tuple(tail), branch.host))
 
     # ---- from engines ----------------------------------------------------------------------------------------------
+
+    def tell(self, news: News) -> None:
+        self._up.say(news)
 
     def add(self, branch: Branch) -> None:
         self._branches.append(branch)
@@ -247,10 +255,9 @@ class Root:
         branch.close()
         for rank in self._seats.of(branch):
             self._end_node(branch, rank)
-        if branch.expected and self._ending is None:
-            self._deal()
-        else:
+        if not branch.expected or self._ending is not None:
             self._branches.remove(branch)
+        self._deal()
 
     def _beat(self) -> None:
         for branch in self._branches:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
-from .control import Began, Doing, Ended, Kill, News, Ready, Room, Start, Stop, Unfit
+from .control import Began, Doing, Ended, Kill, Listening, News, Ready, Room, Start, Stop, Unfit
 from .output import Output
 from .printer import spans
 from .process import describe_exit, wait_any
@@ -54,7 +54,7 @@ class ServedLauncher(Launcher):
         self._running: dict[int, int] = {}  #: rank -> pid, 0 until it began
         self._events: list[Started | Exited] = []
         self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and what it is waiting for
-        self.vacant = 0  #: how many nodes more could be started at once
+        self._asked = 0  #: how many have been asked for
         self._trouble = ""  #: why the server is of no use any more
         self._stopped = False
         _live.add(self)
@@ -74,6 +74,8 @@ class ServedLauncher(Launcher):
                 if bundle.rank in self._running:
                     raise ValueError(f"node {bundle.rank} runs already; nodes that run: {sorted(self._running)}")
                 self._running[bundle.rank] = 0
+                self._asked += 1
+                self.vacant = max(0, self.vacant - 1)
                 self._wire.say(Start(bundle, self._entry))
             self._wire.push(1.0)  # more than its buffer holds goes when the server has imported torch
 
@@ -99,6 +101,9 @@ class ServedLauncher(Launcher):
             who = f"node {members[0]}" if len(members) == 1 else f"nodes {spans(members)}"
             lines.append(f"{who}{host and f' on {host}'}: {what}" if what else who)
         return "\n".join(lines)
+
+    def found(self, addresses: Sequence[str]) -> None:
+        """Called when it is known where agents find the root."""
 
     def fileno(self) -> int:
         return self._wire.fileno()
@@ -181,7 +186,9 @@ class ServedLauncher(Launcher):
                 case Doing():
                     self._doing.update(dict.fromkeys(news.ranks, (news.host, news.what)))
                 case Room():
-                    self.vacant = news.free
+                    self.vacant = max(0, news.free - (self._asked - news.asked))
+                case Listening():
+                    self.found(news.addresses)
         if self._wire.ended and not self._trouble:
             how = ""
             if self._server is not None:

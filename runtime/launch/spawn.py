@@ -51,6 +51,7 @@ def spawn_root(plan: Plan, tied: bool = False) -> tuple[socket.socket, subproces
     """Starts a root for this plan, which it has been sent. Otherwise as ``spawn_server``."""
     sock, process = _spawn("root", "the root", tied, None)
     _first(sock, plan)
+    os.environ.pop("DISTTENSOR_SECRET", None)  # the root has it now (invitation.py), and nobody else needs it
     return sock, process
 
 

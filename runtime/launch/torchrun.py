@@ -5,51 +5,46 @@ Everybody who reaches that store may read and write it, so it gets addresses onl
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import StartError
 
-if TYPE_CHECKING:
-    from .meeting import Meeting
+
+def publish(host: str, port: int, meeting: str, addresses: Sequence[str], timeout: float) -> None:
+    """Says in the store at this host and port where the root of a meeting listens.
+
+    Raises StartError when the store cannot be reached.
+    """
+    try:
+        _store(host, port, timeout).set(_key(meeting), " ".join(addresses))
+    except RuntimeError as e:  # torch.distributed's errors are
+        raise StartError(f"torchrun's store at {host}:{port} cannot be reached: {_first_line(e)}") from e
 
 
-def publish(meeting: Meeting, addresses: Sequence[str], timeout: float) -> None:
-    """Says where the root listens. Raises StartError when torchrun's store cannot be reached."""
-    with _complaining(meeting):
-        _store(meeting, timeout).set(_key(meeting), " ".join(addresses))
-
-
-def look_up(meeting: Meeting, timeout: float) -> tuple[str, ...]:
+def look_up(host: str, port: int, meeting: str, timeout: float) -> tuple[str, ...]:
     """Waits for what the master says. Raises StartError when it says nothing in time."""
     deadline = time.monotonic() + timeout
-    with _complaining(meeting):
-        store = _store(meeting, timeout)
+    try:
+        store = _store(host, port, timeout)
         store.wait([_key(meeting)], timedelta(seconds=max(1.0, deadline - time.monotonic())))
         return tuple(store.get(_key(meeting)).decode().split())
+    except RuntimeError as e:
+        text = f"the master has not said within {timeout:g} s in torchrun's store at {host}:{port} where it is"
+        raise StartError(f"{text} (is it rank 0 of this torchrun, or told of this store?): {_first_line(e)}") from e
 
 
-def _key(meeting: Meeting) -> str:
-    return f"disttensor/{meeting.name}"
+def _key(meeting: str) -> str:
+    return f"disttensor/{meeting}"
 
 
-def _store(meeting: Meeting, timeout: float) -> Any:
+def _store(host: str, port: int, timeout: float) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # takes seconds where there is no torch yet
 
-    return TCPStore(
-        meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
-    )
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
-@contextlib.contextmanager
-def _complaining(meeting: Meeting) -> Any:
-    try:
-        yield
-    except RuntimeError as e:  # torch.distributed's errors are
-        raise StartError(
-            f"nobody has said in torchrun's store at {meeting.host}:{meeting.port} where the master is: "
-            f"{str(e).splitlines()[0]}"
-        ) from e
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -220,8 +220,8 @@ class Pump:
 class _GuestHub(ZmqHub):
     """A hub whose peers share a key: each connection is a number, in the order in which they were first heard of."""
 
-    def __init__(self, host: str, port: int, server_keys: tuple[str, str], guests: str) -> None:
-        super().__init__(host, port, server_keys=server_keys, node_keys={_GUESTS: guests})
+    def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], guests: str) -> None:
+        super().__init__(hosts, port, server_keys=server_keys, node_keys={_GUESTS: guests})
         self._next = 0
 
     def _sender(self, route: bytes, frame: zmq.Frame) -> int | None:
@@ -239,17 +239,17 @@ class _GuestHub(ZmqHub):
 
 
 class Reception(Pump):
-    """The root's end. Listens on an address of this host and a port (0: any) for those who have the guests' key.
+    """The root's end. Listens on addresses of this host and a port (0: any) for those who have the guests' key.
 
     Raises as ZmqHub: ValueError for a host that is none of this machine's or means every interface, BrokenError for a
     port that is taken.
     """
 
-    def __init__(self, host: str, port: int, server_keys: tuple[str, str], guest_key: str) -> None:
-        self._hub = _GuestHub(host, port, server_keys, guest_key)
+    def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], guest_key: str) -> None:
+        self._hub = _GuestHub(hosts, port, server_keys, guest_key)
         super().__init__(self._hub, "disttensor-reception")
         #: Where guests connect to, such as tcp://10.0.0.1:41233.
-        self.addresses: tuple[str, ...] = (self._hub.address,)
+        self.addresses = self._hub.addresses
         self.start()
 
     @property
@@ -270,8 +270,8 @@ class Visit(Pump):
     def __init__(self, addresses: Sequence[str], keys: tuple[str, str], server_key: str, timeout: float) -> None:
         self._spoke = _reach(addresses, keys, server_key, timeout)
         super().__init__(_SpokePort(self._spoke), "disttensor-visit")
-        self._admit(0)
-        self.socket = self.accept()
+        self.socket = self._admit(0).theirs
+        self.accept()
         self.start()
 
 

@@ -1,0 +1,175 @@
+"""The launcher whose nodes come by themselves: agents that were started elsewhere join over the network.
+
+    master --> root: JoinEngine --Reception (CURVE)--> agents: `dtrun worker`, scripts that are nodes, schedulers' jobs
+                         plan.hosts: agents that the root starts here, beside those
+
+A connection file, or a secret that both ends have, lets them in. What else they need comes over that connection.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from ..addresses import LOOPBACK
+from ..errors import ProtocolError
+from ..interfaces import addresses_of, listening_as
+from ..transport.tunnel import Reception
+from .control import Knock, Listening, News, Order, Refuse
+from .engine import Branch
+from .invitation import ConnectionFile, derived, fresh, invite, shared_secret
+from .piped import NearbyEngine
+from .plan import Plan
+from .planned import PlannedLauncher
+from .printer import spans
+from .torchrun import publish
+from .wire import Stream
+
+
+def listening(plan: Plan) -> tuple[str, ...]:
+    """The addresses of this host on which a plan's nodes reach it. Raises ValueError for another host's."""
+    if plan.interface:
+        return addresses_of(plan.interface)
+    host = plan.options.get("host", "")
+    return listening_as(host) if host else (LOOPBACK,)
+
+
+class JoinLauncher(PlannedLauncher):
+    """Lets nodes join. Under torchrun it says in torchrun's store where."""
+
+    unfit = "no node can join"
+
+    def ways(self) -> tuple[str, ...]:
+        return listening(self.plan)
+
+    def too_many(self, count: int) -> str:
+        return f"{self.capacity} can join"
+
+    def found(self, addresses: Sequence[str]) -> None:
+        options = self.plan.options
+        if "store" in options:
+            publish(options["host"], int(options["store"]), options["meeting"], addresses, self.plan.timeout)
+
+
+class JoinEngine(NearbyEngine):
+    """Opens the door. Options of the plan: ``connection_file``, or ``host``, ``port`` and ``meeting``."""
+
+    def begin(self) -> None:
+        options = self.plan.options
+        path = options.get("connection_file", "")
+        keys = fresh() if path else derived(shared_secret(), options["meeting"])
+        self._guests: list[_Guest] = []
+        self._file: ConnectionFile | None = None
+        self._reception: Reception | None = None
+        super().begin()  # before there are threads: it forks
+        self._reception = Reception(listening(self.plan), int(options.get("port", 0)), keys.server, keys.guest[0])
+        self.loop.watch(self._reception.arrivals, self._arrived)
+        if path:
+            self._file = ConnectionFile(path, invite(keys, self._reception.addresses))
+        self.boss.tell(Listening(self._reception.addresses))
+
+    def waiting(self) -> str:
+        there = [g for g in self._guests if g.knock is not None and g.gone is None]
+        came = ", ".join(f"{slots} on {host}" for host, slots in _by_host(there).items()) or "none"
+        text = f"nobody has joined with it yet ({came} of {self.plan.most or 'any number'} have; "
+        if self._reception is not None:
+            text += f"the door is {', '.join(self._reception.addresses)}"
+            if self._reception.refused:
+                text += f"; {self._reception.refused} knocked with another job's key"
+        return text + ")"
+
+    def end(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+        for guest in list(self._guests):
+            guest.close()
+        if self._reception is not None:
+            self.loop.forget(self._reception.arrivals)
+            self._reception.close()
+
+    def _arrived(self) -> None:
+        while self._reception is not None and (sock := self._reception.accept()) is not None:
+            self._guests.append(_Guest(self, sock))
+
+    def admits(self, guest: _Guest, knock: Knock) -> str:
+        """Empty, or why not."""
+        there = [g for g in self._guests if g is not guest and g.knock is not None and g.gone is None]
+        taken = sum(g.slots for g in there) + sum(host.slots for host in self.plan.hosts)
+        if self.plan.most and taken + guest.slots > self.plan.most:
+            return f"the job has {taken} of its {self.plan.most} nodes already, so {guest.slots} more are too many"
+        for other in there:
+            both = range(max(guest.wish, other.wish), min(guest.wish + guest.slots, other.wish + other.slots))
+            if guest.wish >= 0 <= other.wish and both:
+                return f"node {spans(both)} has joined already, from process {other.pid} on {other.host}"
+        return ""
+
+    def joined(self) -> None:
+        """Somebody was let in: when nobody else may come, nobody needs the file any more."""
+        slots = sum(g.slots for g in self._guests if g.gone is None) + sum(host.slots for host in self.plan.hosts)
+        if self._file is not None and self.plan.most and slots >= self.plan.most:
+            self._file.remove()
+
+    def left(self, guest: _Guest) -> None:
+        if guest in self._guests:
+            self._guests.remove(guest)
+
+
+class _Guest(Branch):
+    """An agent that has joined. The root gets to know it when it has said who it is."""
+
+    def __init__(self, engine: JoinEngine, sock: socket.socket) -> None:
+        super().__init__("?", 1, expected=False)
+        self.pid = 0
+        self._engine, self._boss, self._loop = engine, engine.boss, engine.loop
+        self._wire: Stream[News] = Stream(News, sock.detach())
+        self._loop.watch(self._wire.fileno(), self._hear)
+
+    def say(self, order: Order) -> None:
+        if not self._wire.ended:
+            self._wire.say(order)
+            self._wire.watch_room(self._loop)
+
+    def close(self) -> None:
+        self._loop.forget(self._wire.fileno())
+        self._wire.close()
+        self._engine.left(self)
+
+    def _hear(self) -> None:
+        try:
+            for news in self._wire.hear():
+                if self.pid:
+                    self._boss.heard(self, news)
+                elif not isinstance(news, Knock) or not self._greet(news):
+                    return
+        except (ProtocolError, msgspec.DecodeError) as e:
+            self._end(f"what came was not an agent's: {e}")
+            return
+        if self._wire.ended:
+            self._end("the connection with its agent has ended")
+
+    def _greet(self, knock: Knock) -> bool:
+        self.host, self.pid, self.slots, self.wish = knock.host, knock.pid, max(1, knock.slots), knock.wish
+        if why := self._engine.admits(self, knock):
+            self.say(Refuse(why))
+            self.close()
+            return False
+        self._boss.add(self)
+        self._boss.heard(self, knock)
+        self._engine.joined()
+        return True
+
+    def _end(self, why: str) -> None:
+        if self.pid:
+            self._boss.lost(self, why, os.EX_UNAVAILABLE, ())
+        else:
+            self.close()
+
+
+def _by_host(guests: Sequence[_Guest]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for guest in guests:
+        out[guest.host] = out.get(guest.host, 0) + guest.slots
+    return out

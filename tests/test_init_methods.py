@@ -1,0 +1,244 @@
+"""Sessions whose nodes come by themselves: one script for all ranks, workers by hand, torchrun. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor.runtime.errors import StartError
+
+PROGRAM = """
+import os, sys
+import torch
+import disttensor as dt
+
+with dt.init_master_worker(**eval(sys.argv[1])):
+    x = torch.arange(4.0, device="node:0")
+    y = x.to(f"node:{dt.node_count() - 1}") * 2
+    print("sum", y.sum().item(), "of", dt.node_count())
+    dt.run(lambda: print("I am a node"), node=dt.node_count() - 1)
+print("the end of rank", os.environ.get("RANK", "?"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("DISTTENSOR_SECRET", "DISTTENSOR_SECRET_FILE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a program; what is left of it and of all that it has started is killed at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join(filter(None, [str(Path(dt.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
+        process.communicate()
+
+
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it has printed, when it has ended well."""
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    return out
+
+
+# ---- one script for all ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("file", (1, 0)), ("env", (2, 0, 1))])
+def test_every_process_runs_the_script(how: str, ranks: tuple[int, ...], start: Start, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    size, number = len(ranks), port()
+    processes = []
+    for rank in ranks:  # in no particular order
+        given = {"init_method": f"file://{tmp_path}/job", "rank": rank, "world_size": size}
+        env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(number)}
+        args = (repr({"init_method": "env://"}), env) if how == "env" else (repr(given), {})
+        processes.append(start("program.py", args[0], **args[1]))
+    printed = {rank: ended(process) for rank, process in zip(ranks, processes, strict=True)}
+    last = size - 2
+    assert sorted(printed.pop(0).splitlines()) == [
+        f"[node {last}] I am a node", f"sum 12.0 of {size - 1}", f"the end of rank {0 if how == 'env' else '?'}"
+    ]  # fmt: skip
+    assert set(printed.values()) == {""}, "nodes do not run the script any further"
+    assert not (tmp_path / "job").exists()
+
+
+def test_torchrun(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(port()), "program.py"]
+    out = ended(start(*run, repr({"init_method": "env://"})))
+    assert sorted(out.splitlines()) == ["[node 1] I am a node", "sum 12.0 of 2", "the end of rank 0"]
+
+
+# ---- workers by hand -------------------------------------------------------------------------------------------------
+
+
+def test_workers_by_hand(start: Start, tmp_path: Path) -> None:
+    worker = ("-m", "dtrun", "worker", "--connection-file", f"{tmp_path}/job")
+    early, other = start(*worker, "-n", "2"), start(*worker)
+    with dt.init_master_worker(init_method=f"file://{tmp_path}/job", nodes=3):
+        assert [node["alive"] for node in dt.nodes()] == [True] * 3
+    assert ended(early) == ended(other) == ""
+
+
+def test_a_worker_of_torchrun_finds_a_master_elsewhere(start: Start, tmp_path: Path) -> None:
+    number = port()
+    worker = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port())]
+    nodes = start(*worker, "-m", "dtrun", "worker", "--master-addr", "localhost", "--master-port", str(number))
+    with dt.init_master_worker(init_method=f"tcp://localhost:{number}", nodes=2, timeout=50):
+        assert (torch.ones(2, device="node:0").to("node:1") * 2).tolist() == [2.0, 2.0]
+    ended(nodes)
+
+
+def test_a_node_that_does_not_come_is_named(start: Start) -> None:
+    url = f"tcp://localhost:{port()}"
+    start("-m", "dtrun", "worker", "--init-method", url, "--rank", "0")
+    with pytest.raises(
+        StartError, match=r"nodes \[0, 1\] of 2 have not answered within 4.0 s:\nnodes 0-1: .*1 on .* of 2"
+    ):
+        dt.init_master_worker(init_method=url, nodes=2, timeout=4.0)
+
+
+def test_a_master_that_does_not_come(start: Start) -> None:
+    number = port()
+    worker = start(
+        "-m", "dtrun", "worker", "--master-addr", "localhost", "--master-port", str(number), "--timeout", "1"
+    )
+    _, err = worker.communicate(timeout=30)
+    assert worker.returncode == 1
+    assert f"dtrun worker: error: the job cannot be joined: tcp://127.0.0.1:{number}: Connection refused" in err
+    assert "the secret (" in err
+
+
+# ---- what is left ----------------------------------------------------------------------------------------------------
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def test_a_killed_worker_is_lost_and_leaves_nothing(start: Start) -> None:
+    url = f"tcp://localhost:{port()}"
+    workers = [start("-m", "dtrun", "worker", "--init-method", url, "--rank", str(rank)) for rank in range(2)]
+    with dt.init_master_worker(init_method=url, nodes=2):
+        processes = family(workers[1].pid)
+        assert len(processes) == 3, "the agent, its fork server, its node"
+        os.kill(workers[1].pid, signal.SIGKILL)
+        workers[1].wait()
+        with pytest.raises(dt.NodeLost, match=r"node 1 .*its agent has ended"):
+            dt.synchronize()
+        assert psutil.wait_procs(processes[1:], 10)[1] == []
+        assert torch.ones(2, device="node:0").sum().item() == 2
+    assert workers[0].wait(10) == 0
+
+
+MASTER = """
+import sys
+import disttensor as dt
+dt.init_master_worker(init_method=sys.argv[1], nodes=1)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_master_takes_the_workers_along(start: Start) -> None:
+    url = f"tcp://localhost:{port()}"
+    worker = start("-m", "dtrun", "worker", "--init-method", url)
+    master = start("-c", MASTER, url)
+    assert master.stdout is not None
+    assert master.stdout.readline() == "ready\n"
+    processes = [*family(worker.pid), *family(master.pid)]
+    os.kill(master.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert worker.wait(10) == 75
+    master.wait()
+    assert psutil.wait_procs(processes, 10)[1] == []
+    assert time.monotonic() - began < 10
+
+
+def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
+    from disttensor.runtime.launch.meeting import meeting
+
+    url = f"tcp://localhost:{port()}"
+    worker = start("-m", "dtrun", "worker", "--init-method", url)
+    with dt.init_master_worker(init_method=url, nodes=1):
+        secret = (tmp_path / ".config/disttensor/secret").read_text().strip()
+        found = meeting(url).invitation(0)
+        for process in [*family(worker.pid), *psutil.Process().children(recursive=True)]:
+            seen = Path(f"/proc/{process.pid}/cmdline").read_text() + Path(f"/proc/{process.pid}/environ").read_text()
+            assert secret not in seen
+            assert found.secret_key not in seen
+    worker.wait(10)
+
+
+# ---- more nodes later ------------------------------------------------------------------------------------------------
+
+
+def test_nodes_join_while_the_session_runs(start: Start) -> None:
+    url = f"tcp://localhost:{port()}"
+
+    def worker() -> subprocess.Popen[str]:
+        return start("-m", "dtrun", "worker", "--init-method", url)
+
+    first = worker()
+    with dt.init_master_worker(init_method=url, nodes=(1, 3)):
+        x = torch.arange(3.0, device="node:0")
+        assert dt.wait_for_nodes() == 1
+        with pytest.raises(TimeoutError, match=r"1 of 2 nodes are there after 0.1 s"):
+            dt.wait_for_nodes(2, 0.1)
+        with pytest.raises(ValueError, match="4 nodes: this session can have 3"):
+            dt.wait_for_nodes(4)
+        second = worker()
+        assert dt.wait_for_nodes(2, 50) == 2
+        assert dt.node_count() == 2
+        assert (x.to("node:1") * 2).tolist() == [0.0, 2.0, 4.0]
+        y = torch.ones(3, device="node:1")
+        dt.all_reduce([x, y])
+        assert x.tolist() == y.tolist() == [1.0, 2.0, 3.0]
+        third = worker()
+        assert dt.wait_for_nodes(3, 50) == 3
+        assert (y.to("node:2") + torch.ones(3, device="node:2")).tolist() == [2.0, 3.0, 4.0]
+        processes = family(second.pid)[1:]
+        second.kill()
+        assert psutil.wait_procs(processes, 10)[1] == []
+        with pytest.raises(dt.NodeLost):
+            y.sum().item()
+        assert dt.wait_for_nodes() == 2
+    assert (first.wait(10), third.wait(10)) == (0, 0)

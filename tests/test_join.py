@@ -1,0 +1,322 @@
+"""Who may join a job, and what is said to those who may not. Agents are stubs: they knock, and do as they are told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_launch import bundles, collect
+
+from disttensor.runtime.bundle import PROTOCOL, VERSION
+from disttensor.runtime.errors import BrokenError, StartError
+from disttensor.runtime.launch import Exited, Started
+from disttensor.runtime.launch.control import Began, Ended, Knock, Order, Ready, Refuse, Start, Stop
+from disttensor.runtime.launch.invitation import Invitation, derived, fresh, invite, read_connection_file
+from disttensor.runtime.launch.join import JoinLauncher
+from disttensor.runtime.launch.meeting import meeting
+from disttensor.runtime.launch.plan import Plan
+from disttensor.runtime.launch.wire import Stream
+from disttensor.runtime.transport.tunnel import Visit
+
+LIMIT = 20.0
+Job = Callable[..., JoinLauncher]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user of its own, who has no secret yet."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DISTTENSOR_SECRET", raising=False)
+    monkeypatch.delenv("DISTTENSOR_SECRET_FILE", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with contextlib.ExitStack() as stack:
+
+        def start(init_method: str, most: int, **more: object) -> JoinLauncher:
+            found = meeting(init_method)
+            assert found is not None
+            launcher = JoinLauncher(Plan("join", most=most, options=found.options, **more))
+            stack.callback(launcher.stop, 0)
+            return launcher
+
+        yield start
+
+
+class Agent:
+    """Joins, and says what an agent would say."""
+
+    def __init__(self, invitation: Invitation, knock: Knock) -> None:
+        keys = invitation.public_key, invitation.secret_key
+        self._visit = Visit(invitation.addresses, keys, invitation.server_key, LIMIT)
+        self.wire: Stream[Order] = Stream(Order, self._visit.socket.detach())
+        self.wire.say(knock)
+        self._heard: list[Order] = []
+
+    def hears(self, kind: type) -> Order:
+        """The next order of a kind; others are passed over."""
+        deadline = time.monotonic() + LIMIT
+        while True:
+            while self._heard:
+                order = self._heard.pop(0)
+                if isinstance(order, kind):
+                    return order
+            left = deadline - time.monotonic()
+            if left < 0 or self.wire.ended:
+                break
+            select.select([self.wire], [], [], left)
+            self._heard += self.wire.hear()
+        raise AssertionError(f"no {kind.__name__} came; {self.wire.ended=}")
+
+    def hang_up(self) -> None:
+        self.wire.close()
+        self._visit.close()
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hang_up()
+
+
+def knock(host: str = "a", slots: int = 1, wish: int = -1, protocol: int = PROTOCOL) -> Knock:
+    return Knock(protocol, VERSION, "3.11", host, 4711, slots, wish)
+
+
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def asked(*jobs: str, nodes: int = 0) -> list:
+    return [msgspec.structs.replace(bundle, nodes=nodes or len(jobs)) for bundle in bundles(*jobs)]
+
+
+def seated(agent: Agent) -> tuple[int, int, int]:
+    """What the next node is told of its place: rank, local rank, how many are on its host."""
+    bundle = agent.hears(Start).bundle
+    return bundle.rank, bundle.local_rank, bundle.local_size
+
+
+def test_nodes_join_by_a_connection_file(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    launcher = job(f"file://{path}", 2)
+    assert launcher.capacity == 2
+    launcher.start(asked("x", "y"))
+    invitation = read_connection_file(path, LIMIT)
+    with Agent(invitation, knock("a", wish=0)) as first, Agent(invitation, knock("b", wish=1)) as second:
+        assert seated(first) == (0, 0, 1)
+        assert seated(second) == (1, 0, 1)
+        assert not path.exists(), "nobody else may come, so nobody needs it"
+        second.wire.say(Ready(1))
+        second.wire.say(Began(1, 4712))
+        second.wire.say(Ended(1, 4712, 3, "exit code 3", ("its last words",)))
+        assert collect(launcher, 2) == [
+            Started(1, 4712, "b"),
+            Exited(1, 4712, "exit code 3", 3, ("its last words",), "b"),
+        ]
+
+
+def test_the_file_goes_with_the_job(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    launcher = job(f"file://{path}", 2)
+    read_connection_file(path, LIMIT)
+    launcher.stop(0)
+    assert not path.exists()
+
+
+def test_a_file_that_is_there_already(job: Job, tmp_path: Path) -> None:
+    job(f"file://{tmp_path}/job", 2)
+    invitation = read_connection_file(tmp_path / "job", LIMIT)
+    second = job(f"file://{tmp_path}/job", 2)
+    with pytest.raises(StartError, match=f"no node can join: .*is the connection file of process {invitation.pid} on"):
+        collect(second, 1)
+
+
+def test_nodes_join_by_the_users_secret(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 1)
+    launcher.start(asked("x"))
+    with Agent(meeting(url).invitation(LIMIT), knock()) as agent:
+        assert seated(agent) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("url", ["tcp://[::1]:{}", "tcp://127.0.0.1:{}"])
+def test_addresses(job: Job, url: str) -> None:
+    url = url.format(port())
+    launcher = job(url, 1)
+    launcher.start(asked("x"))
+    with Agent(meeting(url).invitation(LIMIT), knock()) as agent:
+        assert agent.hears(Start).bundle.address == "none"
+
+
+def test_ranks_go_to_those_who_wish_for_them(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 4)
+    launcher.start(asked("w", "x", "y", "z"))
+    invitation = meeting(url).invitation(LIMIT)
+    with Agent(invitation, knock("a", 2, 2)) as late, Agent(invitation, knock("b", 2, 0)) as early:
+        assert sorted(seated(late) for _ in range(2)) == [(2, 0, 2), (3, 1, 2)]
+        assert sorted(seated(early) for _ in range(2)) == [(0, 0, 2), (1, 1, 2)]
+
+
+def test_nodes_of_one_host_are_told_apart_whoever_started_them(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 3)
+    launcher.start(asked("x", "y", "z"))
+    invitation = meeting(url).invitation(LIMIT)
+    with contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(Agent(invitation, knock("a", 1, wish))) for wish in (1, 0, 2)]
+        assert sorted(seated(agent)[1:] for agent in agents) == [(0, 3), (1, 3), (2, 3)]
+
+
+# ---- who may not -----------------------------------------------------------------------------------------------------
+
+
+def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 1)
+    launcher.start(asked("x"))
+    with Agent(meeting(url).invitation(LIMIT), knock("old", protocol=PROTOCOL + 1)) as agent:
+        why = agent.hears(Refuse).why
+        assert (
+            f"old has disttensor {VERSION} (protocol {PROTOCOL + 1}), the master {VERSION} (protocol {PROTOCOL})" in why
+        )
+    [event] = collect(launcher, 1)
+    assert event.cause == why
+    assert event.host == "old"
+
+
+def test_one_too_many(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    job(url, 2)
+    invitation = meeting(url).invitation(LIMIT)
+    with Agent(invitation, knock("a", 2)), Agent(invitation, knock("b")) as third:
+        assert third.hears(Refuse).why == "the job has 2 of its 2 nodes already, so 1 more are too many"
+
+
+def test_a_rank_that_is_there_already(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    job(url, 3)
+    invitation = meeting(url).invitation(LIMIT)
+    with Agent(invitation, knock("a", 2)) as first, Agent(invitation, knock("b", 1, 1)) as second:
+        with Agent(invitation, knock("c", 1, 1)) as third:
+            refused = third.hears(Refuse).why
+        assert refused in (
+            "node 1 has joined already, from process 4711 on b",
+            "the job has 3 of its 3 nodes already, so 1 more are too many",
+        )
+        del first, second
+
+
+def test_another_secret_opens_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = port()
+    job(f"tcp://localhost:{number}", 1)
+    stranger = invite(derived(b"another secret", f"port {number}"), (f"tcp://127.0.0.1:{number}",))
+    with pytest.raises(BrokenError, match="does not prove to know this job's secret"):
+        Visit(stranger.addresses, (stranger.public_key, stranger.secret_key), stranger.server_key, 0.5)
+
+
+def test_another_jobs_guest_is_refused_and_counted(job: Job, tmp_path: Path) -> None:
+    launcher = job(f"file://{tmp_path}/job", 1)
+    mine = read_connection_file(tmp_path / "job", LIMIT)
+    with pytest.raises(BrokenError, match="refused the key: it is another job's"):
+        Visit(mine.addresses, fresh().guest, mine.server_key, LIMIT)
+    launcher.start(asked("x"))
+    assert "1 knocked with another job's key" in missing(launcher, "knocked")
+
+
+def missing(launcher: JoinLauncher, word: str) -> str:
+    """What there is to say of the nodes that have not come, as soon as it has this word in it."""
+    deadline = time.monotonic() + LIMIT
+    while word not in (text := launcher.missing([0])):
+        assert time.monotonic() < deadline, text
+        select.select([launcher], [], [], 1)
+        launcher.events()
+    return text
+
+
+def test_who_is_missing_is_said(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 3)
+    launcher.start(asked("x", "y", "z"))
+    assert "none of 3 have" in missing(launcher, "none of")
+    with Agent(meeting(url).invitation(LIMIT), knock("a", 2)):
+        text = missing(launcher, "2 on a of 3 have")
+    assert f"the door is tcp://127.0.0.1:{url[-5:].strip(':')}" in text
+
+
+# ---- who leaves ------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_hangs_up_loses_its_nodes(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 1)
+    launcher.start(asked("x"))
+    with Agent(meeting(url).invitation(LIMIT), knock("a")) as agent:
+        agent.hears(Start)
+        agent.wire.say(Began(0, 4712))
+        assert collect(launcher, 1) == [Started(0, 4712, "a")]
+    [event] = collect(launcher, 1)
+    assert (event.rank, event.pid, event.host) == (0, 4712, "a")
+    assert event.cause == "the connection with its agent has ended"
+
+
+def test_one_that_says_nonsense_is_lost_and_hurts_nobody(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 2)
+    launcher.start(asked("x", "y"))
+    invitation = meeting(url).invitation(LIMIT)
+    with Agent(invitation, knock("a")) as good, Agent(invitation, knock("b")) as bad:
+        good.hears(Start), bad.hears(Start)
+        os.write(bad.wire.fileno(), b"\xff" * 8)
+        [event] = collect(launcher, 1)
+        assert event.host == "b"
+        assert event.cause.startswith("what came was not an agent's: a frame of")
+        good.wire.say(Began(0, 4712))
+        assert collect(launcher, 1) == [Started(0, 4712, "a")]
+
+
+def test_the_end_of_the_job_is_theirs(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 1)
+    launcher.start(asked("x"))
+    with Agent(meeting(url).invitation(LIMIT), knock("a")) as agent:
+        agent.hears(Start)
+        os.kill(launcher._server.pid, 9)
+        with pytest.raises(AssertionError, match=r"self.wire.ended=True"):
+            agent.hears(Stop)
+    with pytest.raises(StartError, match="has ended, and its nodes with it"):
+        collect(launcher, 1)
+
+
+def test_a_seat_that_is_free_again_is_told(job: Job) -> None:
+    url = f"tcp://localhost:{port()}"
+    launcher = job(url, 2, least=1)
+    launcher.start(asked("x"))
+    invitation = meeting(url).invitation(LIMIT)
+    with Agent(invitation, knock("a")) as first:
+        first.hears(Start)
+        assert vacant(launcher, 0)
+        with Agent(invitation, knock("b")):
+            assert vacant(launcher, 1)
+        assert vacant(launcher, 0)
+
+
+def vacant(launcher: JoinLauncher, count: int) -> bool:
+    """Waits until so many nodes more could be started."""
+    deadline = time.monotonic() + LIMIT
+    while launcher.vacant != count:
+        assert time.monotonic() < deadline, launcher.vacant
+        select.select([launcher], [], [], 1)
+        launcher.events()
+    return True
