@@ -21,7 +21,7 @@ import torch
 import disttensor as dt
 from two_hosts import crossed, hosts
 
-BACKEND, NODES, RIGHT, N = {backend!r}, {nodes}, {right}, {N}
+BACKEND, NODES, N = {backend!r}, {nodes}, {N}
 seen = {{}}
 
 def count(name, call, *args, **kwargs):
@@ -36,7 +36,7 @@ def count(name, call, *args, **kwargs):
         runs.append([b - a for a, b in zip(before, after)])
     seen[name] = [min(counts) for counts in zip(*runs)]
 
-with hosts(RIGHT), dt.init_master_worker(BACKEND, nodes=NODES, threads=1):
+with hosts(NODES - 2, 2), dt.init_master_worker(BACKEND, nodes=NODES, threads=1):
     xs = [torch.full((N // 4,), float(k), device=f"node:{{k}}") for k in range(NODES)]
     ys = [torch.empty_like(x) for x in xs]
     count("all_reduce", dt.all_reduce, xs, out=ys)
@@ -63,7 +63,7 @@ import torch
 import disttensor as dt
 from two_hosts import cut, hosts
 
-with hosts({{2}}):
+with hosts(2, 1):
     dt.init_master_worker("tcp", nodes=3, threads=1)
     xs = [torch.ones(1000, device=f"node:{{k}}") for k in range(3)]
     dt.all_reduce(xs)
@@ -88,7 +88,7 @@ import torch
 import disttensor as dt
 from two_hosts import cut, hosts, mend
 
-with hosts({1}), dt.init_master_worker("tcp", nodes=2, threads=1):
+with hosts(1, 1), dt.init_master_worker("tcp", nodes=2, threads=1):
     xs = [torch.ones(1 << 20, device=f"node:{k}") for k in range(2)]
     dt.all_reduce(xs)
     dt.synchronize()
@@ -106,7 +106,7 @@ import runpy, sys
 from two_hosts import hosts
 
 sys.argv = [%r, "--nodes", "4"]
-with hosts({2, 3}):
+with hosts(2, 2):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -115,7 +115,7 @@ import torch
 import disttensor as dt
 from two_hosts import hosts
 
-with hosts({1, 3}):
+with hosts(2, 2):
     for backend in ("gloo", "shm"):
         try:
             dt.init_master_worker(backend, nodes=4, threads=1)
@@ -140,7 +140,7 @@ def counted(tmp_path: Path, **case: Any) -> dict[str, Any]:
     path.write_text(COUNTING.format(**case, N=N))
     done = run(path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if " nodes share " not in line] == []
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
@@ -155,7 +155,7 @@ def times(count: int) -> int:
 def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[int, int]) -> None:
     """Two nodes on the right, two or three on the left: an all_reduce moves as much as if each host were one node."""
     nodes = max(right) + 1
-    seen = counted(tmp_path, backend=backend, nodes=nodes, right=right)
+    seen = counted(tmp_path, backend=backend, nodes=nodes)
     left = nodes - 2
     assert seen["hosts"] == {"left": list(range(left)), "right": list(right)}
     assert seen["sums"] == [True] * nodes

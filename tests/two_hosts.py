@@ -8,27 +8,34 @@ everything they start is in a namespace of processes of which they are the first
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Container, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from disttensor import init
-from disttensor.runtime.bundle import Bundle
-from disttensor.runtime.channel.base import ChannelContext
-from disttensor.runtime.launch import local
-from disttensor.runtime.transport.zmq import ZmqHub
-from disttensor.runtime.worker import main
+from disttensor.runtime.launch.plan import PLAN, Host, Plan
+from disttensor.runtime.launch.ssh import SSH
 
 LEFT, RIGHT = "10.77.0.1", "10.77.0.2"
-#: Where a worker finds the process whose namespaces are the right host.
+#: Where `cut` and `mend` find the process whose namespaces are the right host.
 _OTHER = "TWO_HOSTS_RIGHT"
+#: In ssh's place: it goes where it should, without a network.
+_SSH = """\
+#!/bin/sh
+case " $* " in *" -G "*)
+    for host; do :; done
+    [ "$host" = right ] && echo hostname {right} || echo hostname {left}
+    exit
+esac
+while [ "$1" != -- ]; do shift; done
+[ "$2" = left ] && exec sh -c "$3"
+exec nsenter --target {pid} --net --uts --mount --pid=/proc/{pid}/ns/pid_for_children sh -c "$3"
+"""
 _UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
@@ -73,11 +80,11 @@ def _turn(end: str, how: str) -> None:
 
 
 @contextlib.contextmanager
-def hosts(right: Container[int]) -> Iterator[None]:
-    """While it lasts, nodes of these ranks start on the right host, the others and the master are on the left one."""
+def hosts(left: int, right: int) -> Iterator[None]:
+    """While it lasts, sessions have that many nodes on each host, the first ones and the master on the left."""
     _shell(_settle("left"))
     there = [*_UNSHARE, "sh", "-c", f"{_settle('right')} && echo ready && exec sleep infinity"]
-    with subprocess.Popen(there, stdout=subprocess.PIPE) as other:
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(there, stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout is not None
             if not other.stdout.readline():
@@ -87,8 +94,13 @@ def hosts(right: Container[int]) -> Iterator[None]:
             up = f"ip address add {RIGHT}/24 dev right && ip link set right up"
             subprocess.run(["nsenter", "--target", str(other.pid), "--net", "sh", "-c", up], check=True)
             os.environ[_OTHER] = str(other.pid)
-            with _patched(right):
-                yield
+            ssh = Path(folder) / "ssh"
+            ssh.write_text(_SSH.format(left=LEFT, right=RIGHT, pid=other.pid))
+            ssh.chmod(0o700)
+            os.environ[SSH] = str(ssh)
+            plan = Plan("ssh", hosts=(Host("left", left), Host("right", right)))
+            os.environ[PLAN] = msgspec.json.encode(plan).decode()
+            yield
         finally:
             other.kill()
 
@@ -101,44 +113,3 @@ def _settle(name: str) -> str:
 
 def _shell(command: str) -> None:
     subprocess.run(["sh", "-c", command], check=True)
-
-
-@contextlib.contextmanager
-def _patched(right: Container[int]) -> Iterator[None]:
-    """The master listens on the link, and nodes start where they should: as a launcher for several hosts would do."""
-
-    class Hub(ZmqHub):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(LEFT, **options)
-
-    class Launcher(local.LocalLauncher):
-        def start(self, bundles: Sequence[Bundle]) -> None:
-            for bundle in bundles:
-                over_there = bundle.rank in right
-                self._entry = f"{__name__}:on_the_right" if over_there else local.WORKER
-                super().start([msgspec.structs.replace(bundle, data_host=RIGHT if over_there else LEFT)])
-
-    def context(rank: int, job: str, host: str) -> ChannelContext:
-        return ChannelContext(rank, job, LEFT)
-
-    before = init.ZmqHub, init.ChannelContext, local.LocalLauncher
-    init.ZmqHub, init.ChannelContext, local.LocalLauncher = Hub, context, Launcher  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        init.ZmqHub, init.ChannelContext, local.LocalLauncher = before  # type: ignore[misc]
-
-
-def on_the_right(lifeline: int) -> int:
-    """What a worker of the right host runs: it moves there, and a child of it is the node."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = [f"/proc/{os.environ[_OTHER]}/ns/{kind}" for kind in ("net", "uts", "pid_for_children", "mnt")]
-    for fd in [os.open(name, os.O_RDONLY) for name in names]:
-        if libc.setns(fd, 0):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(fd)
-    child = os.fork()
-    if child == 0:
-        return main(lifeline)
-    os.close(lifeline)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
