@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
 from host_kit import Hosts, signal_to, ssh, two_hosts
-from launch_kit import DIGITS, SPY, local_losses, losses
+from launch_kit import DIGITS, ROOT, SPY, local_losses, losses
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION
 
@@ -233,4 +236,24 @@ def test_the_way_to_a_host_ends(hosts: Hosts, victim: str) -> None:
         assert hosts.run("pkill", "-9", "-f", pattern, host=where).returncode == 0
         out, err = process.communicate("go\n", timeout=30)
         assert (out, err) == ("3.0\nlost 1 right\n", "")
+    hosts.settle(10)
+
+
+# ---- docs/SSH.md -----------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "SSH.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    re.findall(r"^    \$ (dtrun .*)\n((?:    .*\n)+)", PAGE, re.MULTILINE),
+    ids=lambda text: text[:40],
+)
+def test_the_page(hosts: Hosts, command: str, shown: str) -> None:
+    (hosts.folder / "where.py").write_text(textwrap.dedent(PAGE.split("# where.py\n")[1].split("\nTwo nodes")[0]))
+    done = hosts.run(*shlex.split(command))
+    out = done.stdout + done.stderr.replace("disttensor.runtime.errors.", "")
+    # which it is depends on whether there is a name server
+    out = out.replace("Temporary failure in name resolution", "Name or service not known")
+    assert textwrap.dedent(shown) in out
     hosts.settle(10)
