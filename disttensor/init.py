@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 import torch
 
-from . import autocast, infer, registry, state
+from . import autocast, infer, notebook, registry, state
 from . import backend as device_backend
 from .launching import part_in, plan_for
 from .placement import MAX_SLOTS
@@ -309,6 +309,7 @@ def _register_once() -> None:
         return
     _registered = True
     atexit.register(_at_exit)
+    notebook.attach()
     os.register_at_fork(after_in_child=_in_child)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -12,6 +15,7 @@ import torch
 
 from . import state
 from .context import current_node
+from .edited import Modules
 from .groups import Group, new_group
 from .meta import Handle, meta_of, new_ref
 from .placement import Place, one_session
@@ -160,8 +164,13 @@ def _known(session: Any) -> set[tuple[int, bytes]]:
 
 def _pickled(value: Any, place: Place, keep: list[DistributedTensor]) -> bytes:
     """Pickles with tensors replaced by refs; ``keep`` holds those that were sent for it."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, place, keep).dump(value)
+    buffer, modules = io.BytesIO(), _modules(place.session)
+    pickler = _Pickler(buffer, place, keep, modules)
+    if stale := modules.stale():
+        with _by_value(stale):
+            pickler.dump(value)
+    else:
+        pickler.dump(value)
     data = buffer.getvalue()
     if len(data) > MAX_PICKLE:
         raise ValueError(
@@ -170,11 +179,46 @@ def _pickled(value: Any, place: Place, keep: list[DistributedTensor]) -> bytes:
     return data
 
 
+def _modules(session: Any) -> Modules:
+    """Which of the user's modules the nodes of this session have, or may have."""
+    modules: Modules = session.__dict__.setdefault("modules", Modules())
+    return modules
+
+
+_registering = threading.RLock()
+
+
+@contextlib.contextmanager
+def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Has what these modules define pickled as what is in a script or a notebook itself: nodes have older ones."""
+    with _registering:
+        new = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+        for module in new:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        except (TypeError, cloudpickle.pickle.PicklingError) as e:
+            names = ", ".join(module.__name__ for module in modules)
+            e.add_note(
+                f"nodes get {names} by value, as it has changed since they imported it; a new session imports it"
+            )
+            raise
+        finally:
+            for module in new:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, place: Place, keep: list[DistributedTensor]) -> None:
+    def __init__(self, file: io.BytesIO, place: Place, keep: list[DistributedTensor], modules: Modules) -> None:
         super().__init__(file)
         self._place = place
         self._keep = keep
+        self._modules = modules
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type, ModuleType)):
+            self._modules.note(value)
+        return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> int | None:
         from .lazy import materialise

@@ -296,8 +296,10 @@ class Link:
                 request.resolve(reply)
 
     def _look_at_launcher(self, timeout: float) -> None:
-        if self.launcher is None or not select.select([self.launcher.fileno()], [], [], timeout)[0]:
+        if self.launcher is None:
             return
+        if timeout:
+            select.select([self.launcher.fileno()], [], [], timeout)
         try:
             events = self.launcher.events()
         except StartError as e:  # it died, and its nodes with it

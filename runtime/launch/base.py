@@ -67,6 +67,9 @@ class Launcher(ABC):
         """How to show what nodes print that are started after this. Raises StartError where that can't be chosen."""
         raise StartError(f"{type(self).__name__} can't choose what is done with the output of nodes")
 
+    def flush(self, timeout: float) -> None:  # noqa: B027 - most show at once what there is
+        """Has all shown that nodes have printed by now; waits for that, ``timeout`` seconds at most. Raises nothing."""
+
     @abstractmethod
     def start(self, bundles: Sequence[Bundle]) -> None:
         """Asks for one worker per bundle and returns at once. Raises StartError when that is impossible."""

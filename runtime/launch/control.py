@@ -53,6 +53,12 @@ class Took(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     size: int
 
 
+class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Show what nodes have printed by now, then say Flushed."""
+
+    id: int
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The root is there. An agent that hears nothing for long has been cut off, and ends."""
 
@@ -120,6 +126,12 @@ class Said(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     data: bytes
 
 
+class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What nodes had printed when this Flush came is shown, or was said before this."""
+
+    id: int
+
+
 class Doing(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What these nodes are waiting for, for the error when they have waited too long."""
 
@@ -141,5 +153,5 @@ class Listening(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     addresses: tuple[str, ...]
 
 
-Order = Plan | Output | Modules | Start | Kill | Stop | Took | Beat | Refuse
-News = Knock | Ready | Unfit | Began | Ended | Said | Doing | Room | Listening
+Order = Plan | Output | Modules | Start | Kill | Stop | Took | Flush | Beat | Refuse
+News = Knock | Ready | Unfit | Began | Ended | Said | Flushed | Doing | Room | Listening

@@ -26,6 +26,8 @@ from .control import (
     Began,
     Doing,
     Ended,
+    Flush,
+    Flushed,
     Kill,
     Knock,
     Modules,
@@ -74,6 +76,7 @@ class Root:
         self._asked = 0  #: nodes that the master has asked for
         self._printer = Printer()
         self._owed: deque[tuple[Branch, int]] = deque()  #: what was said and not taken yet, of whom
+        self._flushing: dict[int, set[Branch]] = {}  #: by the id of a Flush: who has not answered it yet
         self._ending: float | None = None  #: when to be done with it at the latest
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -115,6 +118,11 @@ class Root:
                     self._begin(order)
                 case Output():
                     self._printer.show(order)
+                case Flush():
+                    self._flushing[order.id] = {b for b in self._branches if b.knock and b.gone is None}
+                    for there in self._flushing[order.id]:
+                        there.say(order)
+                    self._flushed(order.id)
                 case Start() if self._ending is None:
                     self._asked += 1
                     self._seats.ask(order)
@@ -212,6 +220,8 @@ class Root:
             case Said():
                 self._printer.take(news.rank, news.fd, news.data)
                 self._owed.append((branch, len(news.data)))
+            case Flushed():
+                self._flushed(news.id, branch)
             case Ready():
                 self.doing(branch, "its nodes have not answered yet")
             case Began() if self._seats.branch_of(news.rank) is branch:
@@ -225,6 +235,18 @@ class Root:
                 self._up.say(msgspec.structs.replace(news, host=branch.host))
             case Unfit():
                 self.lost(branch, f"no node can be started there: {news.why}", os.EX_UNAVAILABLE, news.tail)
+
+    def _flushed(self, id: int, branch: Branch | None = None) -> None:
+        """A branch has done so, or is gone, or there may be none."""
+        awaited = self._flushing.get(id)
+        if awaited is None:
+            return
+        if branch is not None:
+            awaited.discard(branch)
+        if not awaited:
+            del self._flushing[id]
+            self._printer.flush()
+            self._up.say(Flushed(id))
 
     def _let_in(self, branch: Branch, knock: Knock) -> None:
         if knock.protocol != PROTOCOL:
@@ -253,6 +275,8 @@ class Root:
             return
         branch.gone = cause, code, tuple(tail)
         branch.close()
+        for id in list(self._flushing):
+            self._flushed(id, branch)
         for rank in self._seats.of(branch):
             self._end_node(branch, rank)
         if not branch.expected or self._ending is not None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
-from .control import Began, Doing, Ended, Kill, Listening, News, Ready, Room, Start, Stop, Unfit
+from .control import Began, Doing, Ended, Flush, Flushed, Kill, Listening, News, Ready, Room, Start, Stop, Unfit
 from .output import Output
 from .printer import spans
 from .process import describe_exit, wait_any
@@ -55,6 +55,7 @@ class ServedLauncher(Launcher):
         self._events: list[Started | Exited] = []
         self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and what it is waiting for
         self._asked = 0  #: how many have been asked for
+        self._flushes = self._flushed = 0  #: the ids of the last Flush and of the last that was answered
         self._trouble = ""  #: why the server is of no use any more
         self._stopped = False
         _live.add(self)
@@ -66,6 +67,15 @@ class ServedLauncher(Launcher):
     def show(self, output: Output) -> None:
         with self._using():
             self._wire.say(output)
+
+    def flush(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(StartError, ForkError), self._using():
+            self._flushes += 1
+            self._wire.say(Flush(self._flushes))
+            while self._flushed < self._flushes and not self._trouble and (left := deadline - time.monotonic()) > 0:
+                if select.select([self._wire], [], [], left)[0]:
+                    self._hear()
 
     def start(self, bundles: Sequence[Bundle]) -> None:
         """Raises StartError when the server is gone or stopped, ValueError for a rank that runs."""
@@ -183,6 +193,8 @@ class ServedLauncher(Launcher):
                     self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
                 case Unfit():
                     self._trouble = f"{self.unfit}: {news.why}"
+                case Flushed():
+                    self._flushed = max(self._flushed, news.id)
                 case Doing():
                     self._doing.update(dict.fromkeys(news.ranks, (news.host, news.what)))
                 case Room():

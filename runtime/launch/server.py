@@ -29,7 +29,7 @@ from functools import partial
 
 from ..bundle import Bundle, write_bundle
 from .child import become_worker
-from .control import Began, Ended, Kill, Modules, Order, Ready, Said, Start, Stop, Took, Unfit
+from .control import Began, Ended, Flush, Flushed, Kill, Modules, Order, Ready, Said, Start, Stop, Took, Unfit
 from .lines import Tail
 from .output import Output
 from .printer import Printer
@@ -113,6 +113,8 @@ class Server:
                     adopt(order.packed)
                 case Took():
                     self._unheard -= order.size
+                case Flush():
+                    self._flush(order.id)
                 case Start() if self._deadline is None:
                     self._start(order.bundle, order.entry)
                 case Kill() if order.rank in self._nodes:
@@ -222,6 +224,15 @@ class Server:
         source.read()
         if source.ended:  # the worker closed its stdout; only its pidfd says that it has ended
             self._forget(source.fd)
+
+    def _flush(self, id: int) -> None:
+        if not self._paused:  # else it waits for those who look at it, and somebody else may wait for us
+            for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:
+                for _ in range(16):  # not for ever, as it may print on and on
+                    if not source.read():
+                        break
+        self._printer.flush()
+        self._wire.say(Flushed(id))
 
     def _take_output(self, rank: int, tail: Tail, stream: int, piece: bytes) -> None:
         tail.add(stream, piece)

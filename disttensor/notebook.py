@@ -1,0 +1,53 @@
+"""In IPython and notebooks: what nodes print belongs to the cell that has made them print it.
+
+It comes by another way than the cell's own output: node -> fork server -> the kernel's stdout, which ipykernel has made
+a pipe that one of its threads reads. So at the end of a cell, before the kernel says that it is done, somebody has to
+wait until all that has come so far is through.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+import sys
+import termios
+import time
+from typing import Any
+
+from . import state
+
+#: Seconds that a cell waits at its end for nodes' output, at most.
+PATIENCE = 1.0
+
+
+def attach() -> None:
+    """Has each cell wait, if this is an IPython."""
+    if (ipython := sys.modules.get("IPython")) is not None and (shell := ipython.get_ipython()) is not None:
+        shell.events.register("post_execute", _after_cell)
+
+
+def _after_cell(*_: Any) -> None:
+    session = state.current()
+    if session is not None and session.launcher is not None:
+        session.launcher.flush(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while any(_unread(fd) for fd in (1, 2)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if any(_is_pipe(fd) for fd in (1, 2)):
+        time.sleep(0.002)  # the thread has read it, and needs the GIL to pass it on
+
+
+def _unread(fd: int) -> int:
+    """How many bytes nobody has read yet of what was written here."""
+    if not _is_pipe(fd):
+        return 0
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0" * 4))[0])
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False

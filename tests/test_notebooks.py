@@ -1,0 +1,170 @@
+"""Sessions in notebooks, with a real kernel: output in the cell, interrupt, restart, edited code.
+
+What drives the kernels runs in a process of its own: jupyter's client leaves an event loop behind in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+from test_launch import gone
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    alone("the_example", tmp_path)
+
+
+def test_a_kernel(tmp_path: Path) -> None:
+    alone("a_kernel", tmp_path)
+
+
+def alone(function: str, tmp_path: Path) -> None:
+    """Calls a function of this module with that directory."""
+    code = f"import test_notebooks as t, pathlib; t.{function}(pathlib.Path({str(tmp_path)!r}))"
+    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """ipykernel takes what is written to descriptors, too, unless it is tested by pytest; colours are for people."""
+    keep = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**keep, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+
+
+def plain(text: str) -> str:
+    """Without colours, numbers to three digits, and without the remark that depends on the machine."""
+    text = re.sub(r"\x1b\[\d*m", "", text)
+    text = re.sub(r"\d+\.\d+", lambda m: f"{float(m[0]):.3g}", text)
+    return "".join(line for line in text.splitlines(keepends=True) if "nodes share" not in line)
+
+
+def printed(outputs: list[Any]) -> list[str]:
+    """What a cell has put out: stdout and stderr together, then its value."""
+    streams = "".join(o["text"] for o in outputs if o["output_type"] == "stream")
+    values = [o["data"]["text/plain"] for o in outputs if o["output_type"] == "execute_result"]
+    return [text for text in map(plain, (streams, *values)) if text]
+
+
+def the_example(tmp_path: Path) -> None:
+    book = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    expected = [printed(cell.outputs) for cell in book.cells if cell.cell_type == "code"]
+    nbclient.NotebookClient(book, timeout=120).execute(cwd=str(tmp_path), env=environment(tmp_path))
+    found = [printed(cell.outputs) for cell in book.cells if cell.cell_type == "code"]
+    assert found == expected, (found, expected)
+
+
+class Kernel:
+    """A kernel, and what its cells put out."""
+
+    def __init__(self, manager: KernelManager) -> None:
+        self.manager = manager
+        self.client: BlockingKernelClient = manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(60)
+        self.text = ""
+
+    def run(self, code: str, interrupt_at: str = "") -> str:
+        """The printed text, or the error's name. Interrupts the cell when it has printed that."""
+        self.text, out = "", []
+
+        def take(message: dict[str, Any]) -> None:
+            if message["msg_type"] == "stream":
+                out.append(message["content"]["text"])
+                if interrupt_at and interrupt_at in out[-1]:
+                    self.manager.interrupt_kernel()
+
+        reply = self.client.execute_interactive(code, timeout=60, output_hook=take)["content"]
+        self.text = plain("".join(out))
+        return str(reply["ename"]) if reply["status"] == "error" else self.text
+
+    def close(self) -> None:
+        self.client.stop_channels()
+
+
+@contextlib.contextmanager
+def kernel_in(tmp_path: Path) -> Iterator[Kernel]:
+    manager = KernelManager()
+    manager.start_kernel(env=environment(tmp_path), cwd=str(tmp_path))
+    kernel = Kernel(manager)
+    try:
+        yield kernel
+    finally:
+        kernel.close()
+        manager.shutdown_kernel(now=True)
+
+
+START = "import os, time, torch, disttensor as dt\ndt.init_master_worker(nodes=2, threads=1);"
+PIDS = "print(os.getpid(), *(node['pid'] for node in dt.nodes()), dt.state.session().launcher._server_pid)"
+
+
+def a_kernel(tmp_path: Path) -> None:
+    with kernel_in(tmp_path) as kernel:
+        story(kernel, tmp_path)
+
+
+def same(found: object, expected: object) -> None:
+    assert found == expected, (found, expected)
+
+
+def story(kernel: Kernel, tmp_path: Path) -> None:
+    same(kernel.run(START), "")
+    # all of it, in its cell, in order; not in that of the next one
+    many = "dt.run(print, *range(1000), sep='\\n', node=range(2))"
+    for _ in range(3):
+        kernel.run(many)
+        for rank in (0, 1):
+            ours = [line for line in kernel.text.splitlines() if re.match(rf"\[(2 nodes|node {rank})\]", line)]
+            same([line.split()[-1] for line in ours], [str(i) for i in range(1000)])
+    # an error of a node's function, with what it has printed before
+    same(kernel.run("def fail(): print('oh'); 1 / 0\ndt.run(fail, node=1)"), "ZeroDivisionError")
+    same(kernel.text, "[node 1] oh\n")
+    # interrupted while it waits for a node, and while it computes
+    nap = "def nap(): print('asleep'); time.sleep(600)\ndt.run(nap, node=1)"
+    same(kernel.run(nap, "asleep"), "KeyboardInterrupt")
+    work = "x = torch.ones(3, device='node:0')\nprint('go')\nwhile True: x = x + 1"
+    same(kernel.run(work, "go"), "KeyboardInterrupt")
+    same(kernel.run("print((torch.ones(3, device='node:0') + 1).tolist())"), "[2, 2, 2]\n")
+    # a cell and a module that are edited
+    for value in (1, 2):
+        kernel.run(f"def cell(): return {value}")
+        same(kernel.run("print(dt.run(cell, node=0))"), f"{value}\n")
+    module = tmp_path / "edited_beside.py"
+    module.write_text("def f(): return 1\ndef unused(): return 0\nclass A:\n    def g(self): return 10\n")
+    kernel.run("%load_ext autoreload\n%autoreload 2")
+    kernel.run("import edited_beside\ndef through(): return edited_beside.f()")
+    show = "print(*(dt.run(f, node=0) for f in (edited_beside.f, edited_beside.A().g, through)))"
+    same(kernel.run(show), "1 10 1\n")
+    for i in (2, 3):
+        module.write_text(f"def f(): return {i}\ndef unused(): return 0\nclass A:\n    def g(self): return {i}0\n")
+        os.utime(module, (0, i * 1e9))  # a change of the same second would go unnoticed
+        same(kernel.run(show), f"{i} {i}0 {i}\n")
+    # the first cell, run again
+    same(kernel.run(START), "RuntimeError")
+    # restart, by force; then by itself
+    pids = [int(pid) for pid in kernel.run(PIDS).split()]
+    kernel.manager.restart_kernel(now=True)
+    assert gone(pids, 5)
+    kernel.client.wait_for_ready(60)
+    same(kernel.run(START), "")
+    pids = [int(pid) for pid in kernel.run(PIDS).split()]
+    os.kill(pids[0], signal.SIGKILL)
+    assert gone(pids, 5)
