@@ -1,0 +1,140 @@
+"""Nodes that join from another host: by names, addresses, interfaces and files; and a network that is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from host_kit import Hosts, signal_to, two_hosts, why_not
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
+
+SESSION = """
+import socket, sys, torch
+import disttensor as dt
+with dt.init_master_worker(**eval(sys.argv[1])):
+    xs = [torch.full((3,), float(k + 1), device=f"node:{k}") for k in range(dt.node_count())]
+    dt.all_reduce(xs)
+    print([x.cpu().tolist() for x in xs])
+    print([node["host"] for node in dt.nodes()])
+    dt.run(print, "hello", node=1)
+"""
+
+#: What it prints with node 0 on the left host and node 1 on the right one.
+PRINTED = [str([[3.0] * 3] * 2), "['left', 'right']", "[node 1] hello"]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if why := why_not():
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("hosts")
+    with two_hosts(folder) as pids:
+        both = Hosts(folder, pids)
+        both.environment["HOME"] = str(folder)  # a user whose home both hosts have
+        for host, address in (("left", "fd00::1"), ("right", "fd00::2")):
+            both.run("ip", "address", "add", f"{address}/64", "dev", "eth0", "nodad", host=host)
+        yield both
+
+
+def script(hosts: Hosts, text: str = SESSION) -> str:
+    path = hosts.folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+@contextlib.contextmanager
+def running(hosts: Hosts, *commands: tuple[str, ...]) -> Iterator[list[subprocess.Popen[str]]]:
+    """(host, argument of python's, ...) of each. When it is over nothing of them may be left."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for host, *command in commands:
+            started.append(stack.enter_context(hosts.start("python", *command, host=host)))
+            stack.callback(signal_to, started[-1], signal.SIGKILL)
+        yield started
+        hosts.settle(20)
+
+
+def printed(*processes: subprocess.Popen[str]) -> list[str]:
+    """What the first has printed; all have ended well."""
+    results = [(process.communicate(timeout=60), process.returncode) for process in processes]
+    assert [code for _, code in results] == [0] * len(processes), results
+    return results[0][0][0].splitlines()
+
+
+@pytest.mark.parametrize("host", ["left", "[fd00::1]"])
+def test_one_script_on_both_hosts(hosts: Hosts, host: str) -> None:
+    def of(rank: int) -> str:
+        return repr({"init_method": f"tcp://{host}:29500", "rank": rank, "world_size": 3})
+
+    path = script(hosts)
+    with running(hosts, ("left", path, of(0)), ("left", path, of(1)), ("right", path, of(2))) as processes:
+        assert printed(*processes) == PRINTED
+
+
+@pytest.mark.parametrize("interface", ["eth0", "10.78.0.1", "fd00::1,lo"])
+def test_a_connection_file_and_an_interface(hosts: Hosts, interface: str) -> None:
+    job = str(hosts.folder / "job")
+    master = ("left", script(hosts), repr({"init_method": f"file://{job}", "nodes": 2, "interface": interface}))
+    worker = ("-m", "dtrun", "worker", "--connection-file", job, "--rank")
+    with running(hosts, master, ("left", *worker, "0"), ("right", *worker, "1")) as processes:
+        assert printed(*processes) == PRINTED
+
+
+def test_a_master_that_only_its_own_host_reaches(hosts: Hosts) -> None:
+    job = str(hosts.folder / "job")
+    master = ("left", script(hosts), repr({"init_method": f"file://{job}", "nodes": 1}))
+    worker = ("right", "-m", "dtrun", "worker", "--connection-file", job, "--timeout", "2")
+    with running(hosts, master, worker) as processes:
+        _, error = processes[1].communicate(timeout=60)
+        assert processes[1].returncode == 1
+        assert "127.0.0.1" in error
+        assert "on host left" in error
+        assert "listens to its own host only: give it --interface for others" in error
+        signal_to(processes[0], signal.SIGTERM)
+    hosts.run("rm", "-f", job)
+
+
+def test_torchrun_on_both_hosts(hosts: Hosts) -> None:
+    def run(host: str, rank: int) -> tuple[str, ...]:
+        where = ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "left", "--master-port", "29500")
+        of = (script(hosts), repr({"init_method": "env://"}))
+        return host, "-m", "torch.distributed.run", "--nproc-per-node", str(2 - rank), *where, *of
+
+    with running(hosts, run("left", 0), run("right", 1)) as processes:
+        assert sorted(printed(*processes)) == sorted(PRINTED)
+
+
+CUT = """
+import disttensor as dt, sys, torch
+dt.init_master_worker(init_method="tcp://left:29500", nodes=2)
+xs = [torch.ones(3, device=f"node:{k}") for k in range(2)]
+dt.synchronize()
+print("ready", flush=True)
+sys.stdin.readline()
+for x in xs:
+    try:
+        print(x.sum().item())
+    except dt.NodeLost as error:
+        print("lost", error.rank, error.host)
+"""
+
+
+def test_a_network_that_is_cut(hosts: Hosts) -> None:
+    worker = ("-m", "dtrun", "worker", "--master-addr", "left", "--master-port", "29500", "--rank")
+    with (
+        running(hosts, ("left", *worker, "0"), ("right", *worker, "1")),
+        hosts.start("python", script(hosts, CUT), stdin=subprocess.PIPE) as master,
+    ):
+        assert master.stdout is not None
+        assert master.stdout.readline() == "ready\n", master.communicate()[1]
+        hosts.run("ip", "link", "set", "eth0", "down", host="right")
+        try:
+            out, err = master.communicate("go\n", timeout=40)
+            assert (out, err) == ("3.0\nlost 1 right\n", "")
+            hosts.settle(30)
+        finally:
+            hosts.run("ip", "link", "set", "eth0", "up", host="right")
