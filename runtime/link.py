@@ -296,12 +296,10 @@ class Link:
                 request.resolve(reply)
 
     def _look_at_launcher(self, timeout: float) -> None:
-        if self.launcher is None:
-            return
-        if timeout:
+        if timeout and self.launcher is not None:
             select.select([self.launcher.fileno()], [], [], timeout)
         try:
-            events = self.launcher.events()
+            events = self.launcher.events() if self.launcher is not None else []
         except StartError as e:  # it died, and its nodes with it
             self.launcher = None
             for outbox in self.outboxes:
