@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ from typing import Any, NoReturn
 
 from .runtime import mpi
 from .runtime.binding import KINDS as BINDINGS
-from .runtime.binding import forwarded
+from .runtime.binding import forwarded, gpus
+from .runtime.interfaces import listening_as
 from .runtime.launch import registry
 from .runtime.launch.hosts import parse_hosts, read_hostfile
+from .runtime.launch.meeting import Meeting
 from .runtime.launch.output import Output
 from .runtime.launch.plan import Host, Plan
 
@@ -25,6 +28,9 @@ examples:
   dtrun -n 2 --simulate-cuda 2 train.py      two nodes with two simulated CUDA devices each
   dtrun -n 2 --backend tcp -m package.train  a module, as with python -m
   dtrun --hosts a:4,b:4 train.py             four nodes on each of two hosts, by ssh
+  dtrun --nnodes 2 -n 4 --master-addr a --master-port 29500 train.py    the same command on a and on b, without ssh
+  dtrun worker --connection-file FILE        one node, by hand
+  dtrun --launcher ray -n 4 train.py         four nodes, where Ray has room for them
   mpiexec -n 5 dtrun train.py                a master and four nodes, started by MPI's mpiexec
 
 The exit code is the script's, or 128 + the signal that killed it.
@@ -37,12 +43,6 @@ _TOLD = {
     "DISTTENSOR_BIND": "bind",
     "DISTTENSOR_TRUSTED_NETWORK": "trusted_network",
 }
-
-#: What is not there yet; each line goes with what takes the option up.
-_MISSING = (
-    *("node_rank", "master_addr", "master_port", "rdzv_endpoint", "connection_file"),
-    "process_group",
-)
 
 
 class Parser(argparse.ArgumentParser):
@@ -192,8 +192,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.env = forwarded(options.env or ())
     except (ValueError, OSError) as e:
         it.error(str(e))
-    if missing := [name for name in _MISSING if getattr(options, name) not in (None, False, "")]:
-        it.error(f"--{missing[0].replace('_', '-')} is not supported yet")
+    if options.process_group:
+        it.error("--process-group is not supported yet")
     return options
 
 
@@ -240,14 +240,35 @@ def _check_hosts(options: argparse.Namespace) -> None:
         options.launcher = "mpi"
     if options.standalone and (most > 1 or options.launcher not in (None, "local")):
         raise ValueError("--standalone is this machine only: leave out what names others")
-    if options.launcher == "join" and not options.connection_file and not (options.master_addr and options.master_port):
-        raise ValueError("--nnodes needs --master-addr and --master-port, or --hosts, or --connection-file")
+    if options.launcher == "join":
+        _check_meeting(options)
+    elif options.connection_file:
+        raise ValueError("--connection-file is for hosts that join: say how many there can be in all, as --nnodes 1:4")
     if options.node_rank is not None and options.node_rank >= most:
         raise ValueError(f"--node-rank {options.node_rank}: with --nnodes {most} ranks are 0 to {most - 1}")
     if options.launcher not in ("ssh", "slurm", "ray") and options.python:
         raise ValueError("--python is for hosts that dtrun reaches itself, by --hosts")
     if options.launcher != "ssh" and options.ssh_options:
         raise ValueError("--ssh-options is for --hosts")
+
+
+def _check_meeting(options: argparse.Namespace) -> None:
+    told = options.master_addr is not None, options.master_port is not None
+    if options.connection_file and any(told):
+        raise ValueError("--connection-file and --master-addr both say how hosts join: give one of them")
+    if not options.connection_file and not all(told):
+        raise ValueError("--nnodes needs --master-addr and --master-port, or --hosts, or --connection-file")
+    if options.node_rank is None:  # then the same command line does on all hosts
+        options.node_rank = 0 if options.connection_file or _is_here(options.master_addr) else -1
+    if options.node_rank and options.connection_file:
+        raise ValueError("a connection file is joined by: dtrun worker --connection-file FILE")
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return bool(listening_as(host))
+    except ValueError:
+        return False
 
 
 def _output(options: argparse.Namespace) -> Output:
@@ -283,9 +304,15 @@ def _check_script(options: argparse.Namespace) -> None:
 def plan_of(options: argparse.Namespace) -> Plan:
     """Where nodes come from, for who starts them and for the script."""
     launcher = options.launcher or "local"
+    hosts, (least, most) = tuple(options.hosts or ()), options.nnodes
+    slots = options.nodes or max(2, len(gpus()))
+    if launcher == "join":
+        hosts = (Host(socket.gethostname(), slots),)
     return Plan(
         launcher,
-        hosts=tuple(options.hosts or ()),
+        hosts=hosts,
+        least=least * slots if launcher == "join" else 0,
+        most=most * slots if launcher in ("join", "ray") else 0,
         python=options.python or "",
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
         env=options.env,
@@ -298,7 +325,26 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
     own = dict(text.partition("=")[::2] for text in options.launcher_option)
+    if options.launcher == "join":
+        own |= _meeting(options).options
     return {**own, "ssh_options": options.ssh_options} if options.ssh_options else own
+
+
+def _meeting(options: argparse.Namespace) -> Meeting:
+    if options.connection_file:
+        return Meeting("file", path=os.path.abspath(options.connection_file))
+    return Meeting("tcp", options.master_addr, options.master_port)
+
+
+def guest_of(options: argparse.Namespace) -> list[str] | None:
+    """The arguments of `dtrun worker` that do what is asked for; None on the host that runs the script."""
+    if options.launcher != "join" or not options.node_rank:
+        return None
+    slots = options.nodes or max(2, len(gpus()))
+    where = ["--master-addr", options.master_addr, "--master-port", str(options.master_port)]
+    which = ["--rank", str(slots * options.node_rank)] if options.node_rank > 0 else []
+    patience = ["--timeout", str(options.timeout)] if options.timeout else []
+    return ["--nproc-per-node", str(slots), *where, *which, *patience]
 
 
 def program_of(options: argparse.Namespace) -> list[str]:

@@ -22,11 +22,12 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
 
-from .options import parse, plan_of, program_of, settings
+from .options import guest_of, parse, plan_of, program_of, settings
 from .runtime import mpi
 from .runtime.errors import StartError
 from .runtime.launch import registry
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(e.code or 0)
     if options.launcher == "mpi":
         return _run_by_mpi(options)
+    if (guest := guest_of(options)) is not None:
+        os.environ.update(options.env)
+        return int(import_module("disttensor.runtime.launch.guest").main(guest))
     plan = plan_of(options)
     environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one

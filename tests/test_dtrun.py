@@ -334,26 +334,6 @@ with dt.init_master_worker():
     ]
 
 
-def test_hosts(tmp_path: Path) -> None:
-    """A root beside the script, and agents on hosts, which are this one."""
-    (tmp_path / "script.py").write_text("""
-import os, torch, disttensor as dt
-def place(rank):
-    print("of", os.getppid())
-dt.init_master_worker(timeout=50)
-print("sum", (torch.ones(3, device="node:2") * 2).sum().item(), dt.node_count(), "DISTTENSOR_NODES" in os.environ)
-dt.run(place, dt.Each([0, 1, 2]), node=range(3))
-""")
-    command = [sys.executable, "-m", "dtrun", "--launcher", "nearby", "--hosts", "a:2,b", "--log-dir=logs", "script.py"]
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "sum 6.0 3 False" in done.stdout.splitlines()
-    servers = [(tmp_path / f"logs/{rank}/stdout.log").read_text() for rank in range(3)]
-    assert servers[0] == servers[1] != servers[2]
-
-
 def test_a_socket_of_somebody_else_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of the script has the variable in its environment, but the descriptor is something else there."""
     first, second = socket.socketpair()

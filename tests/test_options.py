@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from disttensor.options import parse, parser, plan_of, settings
+from disttensor.options import guest_of, parse, parser, plan_of, settings
 from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
 from disttensor.runtime.launch.plan import Host, Plan
 
@@ -104,8 +105,11 @@ TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
         (["--hosts", "a,b,c", "--nnodes", "2"], "--nnodes 2 and 3 hosts"),
         (["--hosts", "a,b", "--node-rank", "1"], "leave --node-rank and --master-addr out"),
         (["--launcher", "ssh"], "--launcher ssh needs --hosts"),
-        (["--launcher", "pbs"], "--launcher pbs is unknown (known: local"),
+        (["--launcher", "pbs"], "--launcher pbs is unknown (known: join, l"),
         (["--nnodes", "2"], "--nnodes needs --master-addr and --master-port"),
+        (["--connection-file", "f"], "say how many there can be in all"),
+        (["--nnodes", "2", "--connection-file", "f", "--node-rank", "1"], "joined by: dtrun worker --connection-file"),
+        ([*TOGETHER, "--connection-file", "f"], "--connection-file and --master-addr both say how hosts join"),
         (["--nnodes", "3:2"], "a number of hosts or MIN:MAX is needed, not '3:2'"),
         (["--nnodes", "0"], "a number of hosts or MIN:MAX is needed, not '0'"),
         ([*TOGETHER, "--node-rank", "2"], "--node-rank 2: with --nnodes 2 ranks are 0 to 1"),
@@ -182,6 +186,23 @@ def test_plan(script: str) -> None:
         options={"ssh": "slow ssh", "ssh_options": "-p 2222"},
         folder=os.getcwd(),
     )
+
+
+def test_joining(script: str) -> None:
+    """torchrun's way: the same command on every host, with its rank or without."""
+    here = ["--nnodes", "2:3", "-n", "4", "--master-port", "29500", "--master-addr", "localhost", script]
+    plan = plan_of(parse(here))
+    assert (plan.launcher, plan.least, plan.most) == ("join", 8, 12)
+    assert plan.hosts == (Host(socket.gethostname(), 4),)
+    assert plan.options["host"] == "localhost"
+    assert guest_of(parse(here)) is None
+    there = ["--nnodes", "2:3", "-n", "4", "--rdzv-endpoint", "192.0.2.77:29500", "--timeout", "9"]
+    asked = ["--nproc-per-node", "4", "--master-addr", "192.0.2.77", "--master-port", "29500"]
+    assert guest_of(parse([*there, script])) == [*asked, "--timeout", "9"]
+    assert guest_of(parse([*there, "--node-rank", "2"])) == [*asked, "--rank", "8", "--timeout", "9"]
+    assert guest_of(parse([*there, "--node-rank", "0", script])) is None
+    by_file = plan_of(parse(["--nnodes", "1:3", "--connection-file", "job", "-n", "2", script]))
+    assert by_file.options == {"connection_file": os.path.abspath("job")}
 
 
 def test_it_starts_without_torch() -> None:
