@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -25,3 +27,24 @@ def test_more_nodes_than_slots() -> None:
 def test_hosts_of_a_launcher_without() -> None:
     with pytest.raises(ValueError, match="launcher='local' starts nodes on this machine only"):
         dt.init_master_worker(launcher="local", hosts="a")
+
+
+@pytest.mark.parametrize("interface", ["127.0.0.2", "::1", ["127.0.0.2", "127.0.0.1"], "lo"])
+def test_interfaces(interface: str) -> None:
+    with dt.init_master_worker(launcher="nearby", hosts="a,b", interface=interface, threads=1):
+        x = torch.ones(1 << 20, device="node:0").to("node:1")
+        assert x.cpu().sum().item() == 1 << 20
+        assert torch.ones(1 << 20).to("node:0").sum().item() == 1 << 20
+
+
+def test_an_interface_of_somebody_else() -> None:
+    with pytest.raises(ValueError, match=r"eth77.* is no interface of this machine"):
+        dt.init_master_worker(launcher="nearby", hosts="a", interface="eth77")
+
+
+def test_session_after_session() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with dt.init_master_worker(launcher="nearby", hosts="a,b", threads=1):
+            assert torch.ones(2, device="node:1").sum().item() == 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 2

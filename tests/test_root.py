@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import select
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,7 +22,7 @@ Tree = Callable[..., PlannedLauncher]
 
 def plan(*slots: int, **options: str) -> Plan:
     hosts = tuple(Host(name, n) for name, n in zip("abcdefgh", slots, strict=False))
-    return Plan("nearby", hosts=hosts, options={"preload": " ".join(STUBS), **options})
+    return Plan("nearby", hosts=hosts, options={"preload": " ".join(STUBS)} | options)
 
 
 def asked(*jobs: str) -> list[Bundle]:
@@ -53,3 +55,51 @@ def test_ranks_in_blocks(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(unfolded(capfd.readouterr().out.splitlines())) == [
         f"[node {k}] {place}" for k, place in enumerate(places)
     ]
+
+
+def test_a_node_killed(tree: Tree) -> None:
+    launcher = tree(1, 1)
+    launcher.start(asked("serve", "serve"))
+    collect(launcher, 2)
+    assert launcher.missing([0, 1]) == (
+        "node 0 on a: it runs there, and has not reached the master at none\n"
+        "node 1 on b: it runs there, and has not reached the master at none"
+    )
+    launcher.kill(1)
+    [ended] = collect(launcher, 1)
+    assert isinstance(ended, Exited)
+    assert (ended.rank, ended.cause, ended.host) == (1, "killed by SIGKILL", "b")
+    launcher.start(asked("serve", "serve")[1:])  # its seat is free again
+    [began] = collect(launcher, 1)
+    assert (began.rank, began.host) == (1, "b")
+
+
+def test_hosts_that_are_of_no_use_before_anybody_asks() -> None:
+    hosts = (Host("a", 1), Host("b", 2))
+    launcher = PlannedLauncher(Plan("nearby", hosts=hosts, options={"preload": "no_such_module"}))
+    try:
+        seen = []
+        while seen[-1:] != [0] or not any(seen):
+            assert select.select([launcher], [], [], 10)[0]
+            assert launcher.events() == []
+            seen.append(launcher.vacant)
+        launcher.start(asked("serve", "serve"))
+        for rank, event in enumerate(collect(launcher, 2)):
+            assert isinstance(event, Exited)
+            assert (event.rank, event.host, event.pid) == (rank, "ab"[rank], 0)
+            assert "No module named 'no_such_module'" in event.cause
+            assert event.tail[0] == "Traceback (most recent call last):"
+    finally:
+        launcher.stop(0)
+
+
+def test_what_nodes_are_waiting_for(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.joinpath("slow_to_import.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    launcher = tree(2, 1, preload="slow_to_import")
+    launcher.start(asked("serve", "serve", "serve"))
+    what = "its fork server has not imported torch yet"
+    expected = f"nodes 0-1 on a: {what}\nnode 2 on b: {what}"
+    while launcher.missing([0, 1, 2]) != expected:
+        assert select.select([launcher], [], [], 10)[0]
+        launcher.events()

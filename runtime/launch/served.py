@@ -52,6 +52,7 @@ class ServedLauncher(Launcher):
         self._pid = os.getpid()
         self._server_pid = 0  #: known when it is ready; it has no workers before
         self._running: dict[int, int] = {}  #: rank -> pid, 0 until it began
+        self._address = ""  #: where nodes have to find the master
         self._events: list[Started | Exited] = []
         self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and what it is waiting for
         self._asked = 0  #: how many have been asked for
@@ -84,6 +85,7 @@ class ServedLauncher(Launcher):
                 if bundle.rank in self._running:
                     raise ValueError(f"node {bundle.rank} runs already; nodes that run: {sorted(self._running)}")
                 self._running[bundle.rank] = 0
+                self._address = " or ".join((bundle.address, *bundle.addresses))
                 self._asked += 1
                 self.vacant = max(0, self.vacant - 1)
                 self._wire.say(Start(bundle, self._entry))
@@ -105,7 +107,10 @@ class ServedLauncher(Launcher):
         """As the base's: "node 3 on b: ssh has not connected yet"."""
         groups: dict[tuple[str, str], list[int]] = {}
         for rank in ranks:
-            groups.setdefault(self._doing.get(rank, ("", "")), []).append(rank)
+            host, what = self._doing.get(rank, ("", ""))
+            if self._running.get(rank):
+                what = f"it runs{host and ' there'}, and has not reached the master at {self._address}"
+            groups.setdefault((host, what), []).append(rank)
         lines = []
         for (host, what), members in groups.items():
             who = f"node {members[0]}" if len(members) == 1 else f"nodes {spans(members)}"
