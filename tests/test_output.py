@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from output_kit import unfolded
+from test_printer import Screen
 
 import disttensor as dt
 from disttensor import state
@@ -48,6 +52,27 @@ def test_a_session(tmp_path: Path) -> None:
     assert (tmp_path / "logs/2/stdout.log").read_text() == "hello\nI am 2\n"
 
 
+ON_A_TERMINAL = """
+import disttensor as dt
+from disttensor import state
+dt.init_master_worker(nodes=2, threads=1)
+for i in range(3):
+    print(f"\\r{i * 50:3}%|" + "#" * i, end="", flush=True)
+    dt.run(print, "at", i, node=1)
+    state.session().launcher.flush(10)
+print("\\r100%|##|")
+"""
+
+
+def test_a_bar_of_the_script_is_not_torn() -> None:
+    screen = Screen()
+    with contextlib.closing(screen):
+        command = [sys.executable, "-c", ON_A_TERMINAL]
+        environment = {**os.environ, "TERM": "xterm"}
+        subprocess.run(command, stdout=screen.fd, stderr=screen.fd, env=environment, timeout=50, check=True)
+        assert screen.look() == ["[node 1] at 0", "[node 1] at 1", "[node 1] at 2", "100%|##|"]
+
+
 @pytest.mark.parametrize("launcher", ["local", "nearby"])
 def test_flush(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
     """What nodes have printed is shown then, wherever it was on its way."""
@@ -62,3 +87,27 @@ def test_flush(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
             assert sorted(unfolded(out.splitlines())) == sorted(
                 f"[node {k}] line {i}" for k in range(2) for i in range(count)
             )
+
+
+PAGE = (Path(__file__).parent.parent / "docs/OUTPUT.md").read_text()
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """Its commands print what stands below them."""
+    [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "hello.py").write_text(program)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    steps = re.findall(r"    \$ (.*)\n((?:    (?!\$).*\n)*)", PAGE)
+    assert len(steps) == 5
+    for command, expected in steps:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=50,
+        )
+        assert done.returncode == 0, done.stderr
+        assert sorted(unfolded(done.stdout.splitlines())) == sorted(unfolded(textwrap.dedent(expected).splitlines()))

@@ -197,6 +197,22 @@ def test_tails() -> None:
     assert one.lines() == tuple(f"line {i}" for i in range(10, 30))
 
 
+def test_tail_of_a_crash() -> None:
+    """What comes before the traceback is the most useful of it."""
+    tail = Tail()
+    crash = (
+        "Fatal Python error: Aborted",
+        "",
+        "Current thread 0x1 (most recent call first):",
+        '  File "x.py", line 6 in f',
+    )
+    ours = [f'  File "/x/disttensor/runtime/launch/boot.py", line {i} in main' for i in range(17)]
+    modules = "Extension modules: numpy, torch (total: 2)"
+    tail.add(1, b"something is wrong\n")
+    tail.add(2, "\n".join([*crash, *ours, "", modules, ""]).encode())
+    assert tail.lines() == ("something is wrong", *crash, "")
+
+
 def test_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:
     printer = make(2, log_dir=str(tmp_path / "logs"))
     printer.take(0, 1, b"out\rput\n")

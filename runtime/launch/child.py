@@ -51,7 +51,7 @@ def _settle(server: int, rank: int, out: int, err: int, foreign: list[int]) -> N
     # New objects, as the server's know what file they had; a line leaves at once, as it would on a terminal.
     sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    faulthandler.enable()  # a crash in C code leaves a traceback in the tail
+    faulthandler.enable(all_threads=False)  # a crash in C code leaves a traceback in the tail
     sys.argv = ["disttensor-worker"]
     name_process(f"dt-node-{rank}")
     gc.enable()

@@ -11,9 +11,13 @@ from collections import deque
 
 TAIL_LINES = 20
 TAIL_WIDTH = 500
+_LOOK = 2 * TAIL_LINES  #: of so many the last ones are taken, as some are left out
 
 #: A line without an end is passed on in pieces of this size.
 LONG = 1 << 16
+
+#: In what faulthandler writes of a crash: what is the same each time, and would leave no room for what came before.
+_OURS = re.compile(r'  File ".*runtime/launch/\w+\.py", line \d+ in |Extension modules: ')
 
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
@@ -69,9 +73,9 @@ class Tail:
 
     def add(self, stream: int, piece: bytes) -> None:
         # a piece has thousands of lines when a node floods: only its end is looked at
-        *lines, rest = (self._rests[stream] + piece).rsplit(b"\n", TAIL_LINES + 1)
+        *lines, rest = (self._rests[stream] + piece).rsplit(b"\n", _LOOK + 1)
         self._rests[stream] = rest[-LONG:]
-        for line in lines[-TAIL_LINES:]:
+        for line in lines[-_LOOK:]:
             self._append(line)
 
     def lines(self) -> tuple[str, ...]:
@@ -84,4 +88,5 @@ class Tail:
 
     def _append(self, line: bytes) -> None:
         text = without_escapes(showable(line[-4 * LONG :]))[: 4 * TAIL_WIDTH].decode(errors="replace")
-        self._lines.append(text.rstrip()[:TAIL_WIDTH])
+        if not _OURS.match(text):
+            self._lines.append(text.rstrip()[:TAIL_WIDTH])

@@ -93,7 +93,7 @@ def _settle(world: mpi.World, output: Output) -> None:
         threading.Thread(target=_watch, args=(pidfd,), name="life-line", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's
     adopt_orphans()
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     sys.argv = ["disttensor-worker"]
     name_process(f"dt-node-{rank}")
 
