@@ -1,0 +1,88 @@
+"""The commands of docs/BOOTSTRAP.md, run as they stand there (with the path of the file made one's own)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/BOOTSTRAP.md").read_text()
+PROGRAM = re.search(r"```python\n(import torch.*?)```", PAGE, re.DOTALL)[1]
+WAITING = re.search(r"```python\n(dt\.wait_for_nodes.*?)```", PAGE, re.DOTALL)[1]
+
+Run = "subprocess.Popen[str]"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+
+
+def section(title: str) -> list[str]:
+    """The commands of a section."""
+    text = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)[1]
+    return re.findall(r"^    ((?:dtrun|torchrun) .*)$", text, re.MULTILINE)
+
+
+def start(home: Path, command: str, **environment: str) -> subprocess.Popen[str]:
+    """Starts a command of the page."""
+    words = shlex.split(command.replace("~", str(home)))
+    modules = {"dtrun": ["-m", "dtrun"], "torchrun": ["-m", "torch.distributed.run"]}
+    words = [sys.executable, *modules.get(words[0], [words[0]]), *words[1:]]
+    foreign = ("DISTTENSOR_", "MASTER_", "RANK", "WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=home, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def printed(*processes: subprocess.Popen[str]) -> list[str]:
+    """What all together have printed; they have ended well."""
+    results = [process.communicate(timeout=55) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), results
+    return [line for out, _ in results for line in out.splitlines()]
+
+
+def test_one_script(home: Path) -> None:
+    (home / "script.py").write_text(PROGRAM.replace("RANK", "int(__import__('sys').argv[1])"))
+    assert printed(*(start(home, f"script.py {rank}") for rank in (1, 2, 0))) == ["the sum is 12.0"]
+
+
+def test_torchrun(home: Path) -> None:
+    (home / "script.py").write_text(re.sub(r"init_method=.*\)", 'init_method="env://")', PROGRAM))
+    [command] = section("torchrun")
+    assert printed(start(home, command)) == ["the sum is 12.0"]
+
+
+def test_workers_by_hand(home: Path) -> None:
+    (home / "script.py").write_text(re.sub(r"init_method=.*\)", f'init_method="file://{home}/job", nodes=3)', PROGRAM))
+    workers = [start(home, command) for command in section("Workers by hand")]
+    assert len(workers) == 2
+    assert printed(start(home, "script.py"), *workers) == ["the sum is 12.0"]
+
+
+PLAIN = re.sub(r"init_master_worker\(.*\)", "init_master_worker()", PROGRAM)
+
+
+def test_dtrun_on_every_host(home: Path) -> None:
+    (home / "script.py").write_text(PLAIN.replace("dt.shutdown", "print(dt.node_count()); dt.shutdown"))
+    first, second = (start(home, command) for command in section("dtrun on every host"))
+    assert printed(first, second) == ["the sum is 12.0", "4"]
+
+
+def test_later(home: Path) -> None:
+    (home / "script.py").write_text(PLAIN.replace("dt.shutdown", f"{WAITING}print(dt.node_count())\ndt.shutdown"))
+    [command] = section("Later, and fewer")
+    job = start(home, command)
+    worker = re.search(r"`(dtrun worker -n 2 [^`]*)`", PAGE)[1]
+    assert printed(job, start(home, worker)) == ["the sum is 12.0", "4"]
