@@ -98,9 +98,9 @@ def test_nodes_do_not_run_the_script_any_further(start: Start, tmp_path: Path) -
 
 def test_a_worker_of_torchrun_finds_a_master_elsewhere(start: Start, tmp_path: Path) -> None:
     number = port()
-    worker = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port())]
-    nodes = start(*worker, "-m", "dtrun", "worker", "--master-addr", "localhost", "--master-port", str(number))
-    with dt.init_master_worker(init_method=f"tcp://localhost:{number}", nodes=2, timeout=50):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(number)]
+    nodes = start(*torchrun, "-m", "disttensor.run", "worker")
+    with dt.init_master_worker(init_method=f"torchrun://localhost:{number}", nodes=2, timeout=50):
         assert (torch.ones(2, device="node:0").to("node:1") * 2).tolist() == [2.0, 2.0]
     ended(nodes)
 

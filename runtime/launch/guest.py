@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
@@ -98,6 +99,8 @@ def _where(options: argparse.Namespace) -> Meeting:
     if not options.init_method and "MASTER_ADDR" not in os.environ:
         raise ValueError("where is the job? Give --connection-file, --master-addr and --master-port, or --init-method")
     found = meeting(options.init_method or "env://")
+    if found is not None and found.kind == "torchrun":
+        found = replace(found, run="")  # all ranks are nodes here, and their master knows nothing of torchrun's runs
     if found is None:
         raise ValueError(f"--init-method {options.init_method}: nodes of this machine are started by dtrun itself")
     return found

@@ -88,14 +88,14 @@ def meeting(
             found = None
         case "env":
             found = _of_environment(environ, rank, size)
-        case "tcp":
+        case "tcp" | "torchrun":
             try:
                 host, port = url.hostname or "", url.port or 0
             except ValueError:
                 host, port = "", 0
             if not host or not port:
                 raise ValueError(f"init_method {init_method!r} names no host and port, as in tcp://node1:29500")
-            found = Meeting("tcp", host, port, rank=rank, size=size)
+            found = Meeting(url.scheme, host, port, rank=rank, size=size)
         case "file":
             path = unquote(url.netloc + url.path)
             if not os.path.isabs(path):
