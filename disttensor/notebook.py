@@ -20,6 +20,8 @@ from . import state
 
 #: Seconds that a cell waits at its end for nodes' output, at most.
 PATIENCE = 1.0
+#: Seconds after which nobody is reading what nobody has begun to read: it is the pipe of somebody else.
+STILL = 0.1
 
 
 def attach() -> None:
@@ -32,10 +34,12 @@ def _after_cell(*_: Any) -> None:
     session = state.current()
     if session is not None and session.launcher is not None:
         session.launcher.flush(PATIENCE)
-    deadline = time.monotonic() + PATIENCE
-    while any(_unread(fd) for fd in (1, 2)) and time.monotonic() < deadline:
+    deadline, before = time.monotonic() + STILL, 0
+    while (unread := sum(map(_unread, (1, 2)))) and time.monotonic() < deadline:
+        if unread != before:
+            deadline, before = time.monotonic() + STILL, unread
         time.sleep(0.001)
-    if any(_is_pipe(fd) for fd in (1, 2)):
+    if any(map(_is_pipe, (1, 2))):
         time.sleep(0.002)  # the thread has read it, and needs the GIL to pass it on
 
 

@@ -401,8 +401,19 @@ def test_colours_on_a_terminal(screen: Screen) -> None:
         assert screen.screen.buffer[row][9].fg == "default"
 
 
-def test_a_dumb_terminal_gets_no_orders(screen: Screen) -> None:
-    printer = on(screen, TERM="dumb")
+@pytest.mark.parametrize(
+    "environment", [{"TERM": "dumb"}, {"TERM": ""}, {"JPY_PARENT_PID": "1", "NO_COLOR": "1"}, {"CI": "true"}]
+)
+def test_what_is_no_real_terminal_gets_no_orders(screen: Screen, environment: dict[str, str]) -> None:
+    printer = on(screen, **environment)
+    printer.take(0, 1, b"x\n")
+    printer.push()
+    assert os.read(screen._ours, 100) == b"[node 0] x\r\n"
+
+
+def test_a_terminal_without_a_size_gets_no_orders(screen: Screen) -> None:
+    termios.tcsetwinsize(screen.fd, (0, 0))
+    printer = on(screen)
     printer.take(0, 1, b"x\n")
     printer.push()
     assert os.read(screen._ours, 100) == b"[node 0] x\r\n"

@@ -41,10 +41,9 @@ class Printer:
         self._bars: dict[_Stream, float] = {}  #: bars that have changed -> when to show them
         self._sinks: dict[int, Sink] = {}
         self._coloured: dict[int, bool] = {}
-        dumb = environment.get("TERM") == "dumb"
         forced = environment.get("FORCE_COLOR", "") not in ("", "0")
         for stream, fd in zip(STREAMS, fds, strict=True):
-            terminal = _is_terminal(fd) and not dumb
+            terminal = _is_terminal(fd, environment)
             self._sinks[stream] = Terminal(fd) if terminal else Sink(fd)
             self._coloured[stream] = forced or (terminal and not environment.get("NO_COLOR"))
         self._set(output)
@@ -228,7 +227,12 @@ def spans(ranks: Iterable[int]) -> str:
     return ",".join("-".join(map(str, span)) for span in out)
 
 
-def _is_terminal(fd: int) -> bool:
+def _is_terminal(fd: int, environment: Mapping[str, str]) -> bool:
+    """Whether somebody looks at it who moves a cursor as he is told. Notebooks (``!dtrun``), builders of software and
+    containers also give terminals to what they run, and show everything that is written there."""
     with contextlib.suppress(OSError):
-        return os.isatty(fd)
+        plain = (
+            environment.get("TERM", "") in ("", "dumb") or environment.get("JPY_PARENT_PID") or environment.get("CI")
+        )
+        return os.isatty(fd) and not plain and os.get_terminal_size(fd).columns > 0
     return False
