@@ -109,6 +109,13 @@ def test_what_a_node_leaves_unfinished_is_shown_at_its_end(make: Make, pipes: Pi
     assert pipes.read() == "[node 0] the last words\n"
 
 
+def test_a_single_node(make: Make, pipes: Pipes) -> None:
+    printer = make(1)
+    printer.take(0, 1, b"\n\nafter\n\n")
+    printer.push()
+    assert pipes.read() == "[node 0] \n[node 0] \n[node 0] after\n[node 0] \n"
+
+
 def test_without_folding(make: Make, pipes: Pipes) -> None:
     printer = make(2, fold=False)
     printer.take(0, 1, b"same\n")

@@ -95,7 +95,8 @@ class Printer:
             self._bars.pop(source, None)
 
     def _fold(self, source: _Stream, lines: Iterable[bytes], now: float) -> None:
-        if not self._output.fold:
+        alone = self._running == {source.rank} and self._folder.due() is None
+        if alone or not self._output.fold:
             self._put(source.stream, self._prefix(source.stream, [source.rank]), lines)
             return
         for line in lines:
@@ -124,10 +125,11 @@ class Printer:
             self._put(group.stream, self._prefix(group.stream, group.ranks), [group.text])
 
     def _put(self, stream: int, prefix: bytes, lines: Iterable[bytes]) -> None:
-        coloured = self._coloured[stream]
-        for line in lines:
-            reset = b"\x1b[0m" if coloured and b"\x1b" in line else b""
-            self._sinks[stream].put(b"%b%b%b\n" % (prefix, line, reset))
+        lines = list(lines)
+        if self._coloured[stream]:
+            lines = [line + b"\x1b[0m" if b"\x1b" in line else line for line in lines]
+        if lines:
+            self._sinks[stream].put(b"%b%b\n" % (prefix, (b"\n" + prefix).join(lines)))
 
     def _prefix(self, stream: int, ranks: Sequence[int]) -> bytes:
         if len(ranks) == 1:
