@@ -171,6 +171,23 @@ def test_a_killed_master_takes_the_workers_along(start: Start) -> None:
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Start) -> None:
+    url = f"tcp://localhost:{port()}"
+    worker = start("-m", "dtrun", "worker", "--init-method", url)
+    if not joined:
+        while b"dt-worker" not in Path(f"/proc/{worker.pid}/comm").read_bytes():
+            time.sleep(0.01)
+        worker.send_signal(signal.SIGINT)
+        assert worker.wait(10) == 130
+        return
+    with dt.init_master_worker(init_method=url, nodes=1):
+        worker.send_signal(signal.SIGINT)
+        assert worker.wait(10) == 75
+        with pytest.raises(dt.NodeLost):
+            torch.ones(1, device="node:0").item()
+
+
 def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
     from disttensor.runtime.launch.meeting import meeting
 

@@ -220,9 +220,13 @@ def test_a_rank_that_is_there_already(job: Job) -> None:
 
 def test_another_secret_opens_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     number = port()
-    job(f"tcp://localhost:{number}", 1)
+    url = f"tcp://localhost:{number}"
+    job(url, 1)
     stranger = invite(derived(b"another secret", f"port {number}"), (f"tcp://127.0.0.1:{number}",))
-    with pytest.raises(BrokenError, match="does not prove to know this job's secret"):
+    with (
+        Agent(meeting(url).invitation(LIMIT), knock()),  # so the door is there
+        pytest.raises(BrokenError, match="does not prove to know this job's secret"),
+    ):
         Visit(stranger.addresses, (stranger.public_key, stranger.secret_key), stranger.server_key, 0.5)
 
 

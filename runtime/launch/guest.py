@@ -14,6 +14,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from ..addresses import split
 from ..errors import BrokenError, ProtocolError, StartError
 from ..transport.tunnel import Visit
 from .agent import Agent, knock
-from .control import Order
+from .control import Order, Unfit
 from .invitation import Invitation, secret_file
 from .meeting import Meeting, meeting
 from .process import name_process
@@ -77,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, local = found.rank, (found.local_rank, found.local_size)  # all of them are nodes
     try:
         invitation = _take(options.invitation_fd) if found is None else found.invitation(options.timeout)
-        return join(invitation, options.timeout, options.slots, rank, *local)
+        return join(invitation, options.timeout, options.slots, rank, *local, typed=found is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except StartError as e:
         print(f"dtrun worker: error: {e}", file=sys.stderr)
         return 1
@@ -107,9 +110,18 @@ def _where(options: argparse.Namespace) -> Meeting:
 
 
 def join(
-    invitation: Invitation, timeout: float, slots: int = 1, rank: int = -1, local_rank: int = -1, local_size: int = 0
+    invitation: Invitation,
+    timeout: float,
+    slots: int = 1,
+    rank: int = -1,
+    local_rank: int = -1,
+    local_size: int = 0,
+    *,
+    typed: bool = False,
 ) -> int:
     """Makes this process an agent of the job with so many nodes; gives its exit code when they have ended.
+
+    ``typed``: by a user, whose Ctrl-C is meant for it and not for the master.
 
     Raises StartError when the job cannot be reached in ``timeout`` seconds or does not let this process in.
     """
@@ -121,7 +133,14 @@ def join(
         raise StartError(f"the job cannot be joined: {e}{_hint(invitation)}") from None
     up: Wire[Order] = Stream(Order, visit.socket.detach())
     try:
-        return Agent(up, knock(slots, rank, local_rank, local_size)).run()
+        agent = Agent(up, knock(slots, rank, local_rank, local_size))
+        if typed:
+            signal.signal(signal.SIGINT, lambda *_: None)
+        return agent.run()
+    except StartError as e:
+        up.say(Unfit(str(e)))
+        up.push(1.0)
+        raise
     except (ProtocolError, msgspec.DecodeError) as e:
         raise StartError(f"what answers there is no disttensor of this version: {e}") from None
     finally:

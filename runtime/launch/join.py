@@ -34,7 +34,10 @@ def listening(plan: Plan) -> tuple[str, ...]:
     if plan.interface:
         return addresses_of(plan.interface)
     host = plan.options.get("host", "")
-    return listening_as(host) if host else (LOOPBACK,)
+    try:
+        return listening_as(host) if host else (LOOPBACK,)
+    except ValueError as e:
+        raise ValueError(f"{e}. By which of these do nodes reach it? (interface=, dtrun --interface)") from None
 
 
 class JoinLauncher(PlannedLauncher):

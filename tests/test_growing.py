@@ -1,0 +1,100 @@
+"""Sessions that take in nodes later. The agents are there from the start, so that no test waits for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import state
+
+
+@pytest.fixture
+def session() -> Iterator[None]:
+    """One node with two simulated CUDA devices, and room for two more."""
+    with dt.init_master_worker(launcher="nearby", hosts="a:2,b:1", nodes=(1, 3), threads=1, simulate_cuda=2):
+        yield
+
+
+def test_new_nodes_are_as_the_others(session: None) -> None:
+    before = torch.arange(3.0, device="node:0")
+    cpu = dt.device(0, "cpu")  # takes a slot, which must not be a later node's
+    assert dt.node_count() == 1
+    with pytest.raises(ValueError, match="node 1 does not exist"):
+        dt.device(1)
+    with pytest.raises(RuntimeError, match="'node:1' stands for nothing"):
+        torch.ones(1, device="node:1")
+    assert dt.wait_for_nodes() == 3
+    assert dt.node_count() == torch.node.device_count() == len(dt.nodes()) == 3
+    xs = [torch.full((3,), float(k), device=f"node:{k}") for k in range(3)]
+    dt.all_reduce(xs)
+    assert [x.tolist() for x in xs] == [[3.0] * 3] * 3
+    assert (before.to("node:2") + xs[2]).tolist() == [3.0, 4.0, 5.0]
+    assert xs[1].to(cpu).tolist() == [3.0] * 3
+    with dt.node(2):
+        assert dt.run(os.getpid, node=2) == dt.nodes()[2]["pid"]
+    assert len(dt.new_group()) == 3
+
+
+def test_one_at_a_time(session: None) -> None:
+    assert dt.wait_for_nodes(1) == 1
+    assert dt.wait_for_nodes(2, 50) == 2
+    assert dt.wait_for_nodes(3, 50) == 3
+    with pytest.raises(ValueError, match="4 nodes: this session can have 3"):
+        dt.wait_for_nodes(4)
+
+
+def test_they_know_what_was_said_before_they_came(session: None) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        dt.channels.select("send", "shm")
+        assert dt.wait_for_nodes(2, 50) == 2
+        assert dt.run(lambda: str(torch.ones(1).dtype), node=1) == "torch.float64"
+        x = torch.ones(1 << 16, device="node:0").to("node:1")
+        y = torch.ones(1 << 16, device="node:1").to("node:0")
+        assert x.sum().item() == y.sum().item() == 1 << 16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_none_comes_into_a_graph(session: None) -> None:
+    with pytest.raises(dt.GraphError, match="wait_for_nodes"), dt.graph(dt.Graph()):
+        dt.wait_for_nodes()
+    assert dt.wait_for_nodes(2, 50) == 2
+
+
+def test_a_loss_makes_room_for_another(session: None) -> None:
+    assert dt.wait_for_nodes(2, 50) == 2
+    with pytest.raises(dt.NodeLost):
+        dt.run(os._exit, 3, node=0)
+    assert dt.wait_for_nodes(2, 50) == 2
+    assert [node["alive"] for node in dt.nodes()] == [False, True, True]
+    assert torch.ones(2, device="node:1").to("node:2").sum().item() == 2
+    with pytest.raises(ValueError, match="3 nodes: this session can have 2"):
+        dt.wait_for_nodes(3)
+
+
+def test_a_session_that_does_not_grow() -> None:
+    with dt.init_master_worker(nodes=(1, 2), launcher="inproc"):
+        assert dt.node_count() == dt.wait_for_nodes() == dt.wait_for_nodes(2) == 2, "none comes later, so all begin"
+        with pytest.raises(ValueError, match="3 nodes: this session can have 2"):
+            dt.wait_for_nodes(3)
+
+
+def test_one_that_does_not_start(session: None) -> None:
+    here = state.session()
+    here.plain = msgspec.structs.replace(here.plain, backend="no-such-channel")
+    with pytest.raises(
+        dt.StartError, match=r"node [12] on [ab] did not start: exit code 1\nits last output:\n(.*\n)*.*no-such"
+    ):
+        dt.wait_for_nodes()
+    assert [node["rank"] for node in dt.nodes()] == [0]
+    with pytest.raises(dt.NodeLost, match="node 1"):
+        torch.ones(2, device="node:1")
+    assert torch.ones(2, device="node:0").sum().item() == 2
+    with pytest.raises(dt.NodeLost):  # the loss that the end of the script would tell
+        dt.shutdown()
