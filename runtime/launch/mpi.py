@@ -32,6 +32,7 @@ from ..addresses import LOOPBACK
 from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
+from .output import Output
 from .process import adopt_orphans, end_children
 
 #: Seconds for a process of mpiexec to be ready when a session starts.
@@ -144,6 +145,10 @@ class MpiLauncher(Launcher):
             self._events.append(Exited(rank, card.pid, cause, os.EX_SOFTWARE, (), card.host))
         events, self._events = self._events, []
         return events
+
+    def show(self, output: Output) -> None:
+        """Raises StartError: they show it themselves, and have begun to."""
+        raise StartError("under mpiexec the files of nodes' output are named to dtrun: mpiexec ... dtrun --log-dir DIR")
 
     def stop(self, grace: float) -> None:
         if os.getpid() != self._crew.pid or self._epoll.closed:

@@ -119,9 +119,12 @@ class Root:
                 case Output():
                     self._printer.show(order)
                 case Flush():
-                    self._flushing[order.id] = {b for b in self._branches if b.knock and b.gone is None}
-                    for there in self._flushing[order.id]:
-                        there.say(order)
+                    # of those that have nodes: a fork server that still imports answers when it has done so
+                    with_nodes = {self._seats.branch_of(rank) for rank in self._seats.pids}
+                    there = {branch for branch in with_nodes if branch is not None and branch.gone is None}
+                    self._flushing[order.id] = there
+                    for each in there:
+                        each.say(order)
                     self._flushed(order.id)
                 case Start() if self._ending is None:
                     self._asked += 1
