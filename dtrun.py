@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 #: First words that are not a script, and the module in disttensor/runtime/launch whose ``main`` knows what to do.
-_COMMANDS = {"agent": "agent", "worker": "guest"}
+_COMMANDS = {"agent": "agent", "worker": "guest", "ray-agent": "ray_agent"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -78,7 +78,8 @@ def plan_for(
     else:
         if launcher == "auto":
             launcher = registry.automatic if hosts is None else "ssh"
-        plan = Plan(launcher, folder=_folder())
+        most = (nodes[1] if isinstance(nodes, tuple) else nodes or 0) if launcher == "ray" else 0
+        plan = Plan(launcher, most=most, folder=_folder())
     changes: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if hosts is not None:
         if plan.launcher in ("local", "mpi", "inproc"):

@@ -61,6 +61,12 @@ class Boss(Protocol):
     def remark(self, branch: Branch, lines: Sequence[bytes]) -> None:
         """What its agent, or the host, has to say to the user."""
 
+    def reconsider(self) -> None:
+        """``waiting`` has something else to say."""
+
+    def give_up(self, why: str, tail: Sequence[str] = ()) -> None:
+        """There won't be any node, or no node any more: the root ends."""
+
     def doing(self, branch: Branch, what: str) -> None:
         """What its nodes are waiting for, for error messages: "ssh has not connected yet"."""
 

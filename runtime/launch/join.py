@@ -19,7 +19,7 @@ from ..errors import ProtocolError
 from ..interfaces import addresses_of, listening_as
 from ..transport.tunnel import Reception
 from .control import Knock, Listening, News, Order, Refuse
-from .engine import Branch
+from .engine import Boss, Branch
 from .invitation import ConnectionFile, derived, fresh, invite, shared_secret
 from .piped import NearbyEngine
 from .plan import Plan
@@ -60,22 +60,30 @@ class JoinLauncher(PlannedLauncher):
 class JoinEngine(NearbyEngine):
     """Opens the door. Options of the plan: ``connection_file``, or ``host``, ``port`` and ``meeting``."""
 
+    def __init__(self, boss: Boss) -> None:
+        super().__init__(boss)
+        self.guests: list[_Guest] = []
+        self._file: ConnectionFile | None = None
+        self._reception: Reception | None = None
+
     def begin(self) -> None:
         options = self.plan.options
         path = options.get("connection_file", "")
         keys = fresh() if path else derived(shared_secret(), options["meeting"])
-        self._guests: list[_Guest] = []
-        self._file: ConnectionFile | None = None
-        self._reception: Reception | None = None
         super().begin()  # before there are threads: it forks
-        self._reception = Reception(listening(self.plan), int(options.get("port", 0)), keys.server, keys.guest[0])
-        self.loop.watch(self._reception.arrivals, self._arrived)
+        addresses = self.open(listening(self.plan), int(options.get("port", 0)), keys.server, keys.guest[0])
         if path:
-            self._file = ConnectionFile(path, invite(keys, self._reception.addresses))
-        self.boss.tell(Listening(self._reception.addresses))
+            self._file = ConnectionFile(path, invite(keys, addresses))
+        self.boss.tell(Listening(addresses))
+
+    def open(self, hosts: Sequence[str], port: int, server_keys: tuple[str, str], *guests: str) -> tuple[str, ...]:
+        """Lets in who has one of these keys; gives the addresses of the door."""
+        self._reception = Reception(hosts, port, server_keys, *guests)
+        self.loop.watch(self._reception.arrivals, self._arrived)
+        return self._reception.addresses
 
     def waiting(self) -> str:
-        there = [g for g in self._guests if g.knock is not None and g.gone is None]
+        there = [g for g in self.guests if g.knock is not None and g.gone is None]
         came = ", ".join(f"{slots} on {host}" for host, slots in _by_host(there).items()) or "none"
         text = f"nobody has joined with it yet ({came} of {self.plan.most or 'any number'} have; "
         if self._reception is not None:
@@ -87,7 +95,7 @@ class JoinEngine(NearbyEngine):
     def end(self) -> None:
         if self._file is not None:
             self._file.remove()
-        for guest in list(self._guests):
+        for guest in list(self.guests):
             guest.close()
         if self._reception is not None:
             self.loop.forget(self._reception.arrivals)
@@ -95,11 +103,11 @@ class JoinEngine(NearbyEngine):
 
     def _arrived(self) -> None:
         while self._reception is not None and (sock := self._reception.accept()) is not None:
-            self._guests.append(_Guest(self, sock))
+            self.guests.append(_Guest(self, sock))
 
     def admits(self, guest: _Guest, knock: Knock) -> str:
         """Empty, or why not."""
-        there = [g for g in self._guests if g is not guest and g.knock is not None and g.gone is None]
+        there = [g for g in self.guests if g is not guest and g.knock is not None and g.gone is None]
         taken = sum(g.slots for g in there) + sum(host.slots for host in self.plan.hosts)
         if self.plan.most and taken + guest.slots > self.plan.most:
             return f"the job has {taken} of its {self.plan.most} nodes already, so {guest.slots} more are too many"
@@ -111,13 +119,13 @@ class JoinEngine(NearbyEngine):
 
     def joined(self) -> None:
         """Somebody was let in: when nobody else may come, nobody needs the file any more."""
-        slots = sum(g.slots for g in self._guests if g.gone is None) + sum(host.slots for host in self.plan.hosts)
+        slots = sum(g.slots for g in self.guests if g.gone is None) + sum(host.slots for host in self.plan.hosts)
         if self._file is not None and self.plan.most and slots >= self.plan.most:
             self._file.remove()
 
     def left(self, guest: _Guest) -> None:
-        if guest in self._guests:
-            self._guests.remove(guest)
+        if guest in self.guests:
+            self.guests.remove(guest)
 
 
 class _Guest(Branch):

@@ -14,6 +14,7 @@ _BUILTIN = {
     "ssh": ".ssh:SshLauncher",
     "nearby": ".planned:PlannedLauncher",  # for tests
     "join": ".join:JoinLauncher",
+    "ray": ".ray:RayLauncher",
 }
 
 #: The same of what a root gets its nodes by; the root imports its plan's only.
@@ -21,6 +22,7 @@ _ENGINES = {
     "ssh": ".ssh:SshEngine",
     "nearby": ".piped:NearbyEngine",
     "join": ".join:JoinEngine",
+    "ray": ".ray:RayEngine",
 }
 
 #: What "auto" stands for in this process: dtrun, when mpiexec has started it, runs the script where "mpi" is meant.

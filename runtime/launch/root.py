@@ -203,6 +203,14 @@ class Root:
     def tell(self, news: News) -> None:
         self._up.say(news)
 
+    def reconsider(self) -> None:
+        self._deal()
+
+    def give_up(self, why: str, tail: Sequence[str] = ()) -> None:
+        if self._ending is None:
+            self._up.say(Unfit(why, tuple(tail)))
+            self._stop(0)
+
     def add(self, branch: Branch) -> None:
         self._branches.append(branch)
         self._deal()

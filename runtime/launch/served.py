@@ -197,7 +197,7 @@ class ServedLauncher(Launcher):
                     self._running.pop(news.rank, None)
                     self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
                 case Unfit():
-                    self._trouble = f"{self.unfit}: {news.why}"
+                    self._trouble = "\n  ".join((f"{self.unfit}: {news.why}", *news.tail))
                 case Flushed():
                     self._flushed = max(self._flushed, news.id)
                 case Doing():

@@ -34,7 +34,8 @@ WINDOW = 1 << 20
 #: Bytes of one message.
 _PIECE = 1 << 16
 
-#: The guests' key, where ranks stand for keys elsewhere: no guest has this number, so the key is never used up.
+#: The guests' key (others: below it), where ranks stand for keys elsewhere: no guest has such a number, so that a key
+#: is never used up.
 _GUESTS = -1
 
 #: Seconds for one attempt to connect.
@@ -220,8 +221,11 @@ class Pump:
 class _GuestHub(ZmqHub):
     """A hub whose peers share a key: each connection is a number, in the order in which they were first heard of."""
 
-    def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], guests: str) -> None:
-        super().__init__(hosts, port, server_keys=server_keys, node_keys={_GUESTS: guests})
+    def __init__(
+        self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], guests: Sequence[str]
+    ) -> None:
+        keys = {_GUESTS - number: key for number, key in enumerate(guests)}
+        super().__init__(hosts, port, server_keys=server_keys, node_keys=keys)
         self._next = 0
 
     def _sender(self, route: bytes, frame: zmq.Frame) -> int | None:
@@ -239,14 +243,14 @@ class _GuestHub(ZmqHub):
 
 
 class Reception(Pump):
-    """The root's end. Listens on addresses of this host and a port (0: any) for those who have the guests' key.
+    """The root's end. Listens on addresses of this host and a port (0: any) for those who have a key of the guests'.
 
     Raises as ZmqHub: ValueError for a host that is none of this machine's or means every interface, BrokenError for a
     port that is taken.
     """
 
-    def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], guest_key: str) -> None:
-        self._hub = _GuestHub(hosts, port, server_keys, guest_key)
+    def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], *guest_keys: str) -> None:
+        self._hub = _GuestHub(hosts, port, server_keys, guest_keys)
         super().__init__(self._hub, "disttensor-reception")
         #: Where guests connect to, such as tcp://10.0.0.1:41233.
         self.addresses = self._hub.addresses

@@ -1,0 +1,221 @@
+"""Nodes that Ray places, on a real cluster of two raylets: `make ray`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_kit import DIGITS, SPY, in_sight, local_losses, losses
+from ray_kit import CPUS, ENVIRONMENT, cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+#: Names the processes of one run: they inherit it, but for those that Ray starts.
+MARK = "DISTTENSOR_TEST_RUN"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with cluster(tmp_path_factory.mktemp("ray")) as found:
+        yield found
+
+
+class Runs:
+    """Scripts, in a folder of their own, and what is left of them."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        self.environment = {**ENVIRONMENT, "RAY_ADDRESS": address, MARK: uuid.uuid4().hex}
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=self.folder,
+            env={**self.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        with self.start(*command, **environment) as process:
+            try:
+                out, err = process.communicate(timeout=90)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def script(self, text: str) -> str:
+        (self.folder / "script.py").write_text(text)
+        return "script.py"
+
+    def left(self) -> list[str]:
+        """What runs of these runs. Nodes are known by the folder that they work in."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.environment[MARK] or process.cwd() == str(self.folder):
+                    found.append(" ".join(process.cmdline()))
+            except (psutil.Error, OSError):  # it has ended
+                continue
+        return found
+
+    def settle(self, within: float = 10.0) -> None:
+        deadline = time.monotonic() + within
+        while left := self.left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, address: str) -> Iterator[Runs]:
+    found = Runs(tmp_path, address)
+    yield found
+    found.settle()
+
+
+def test_digits(runs: Runs) -> None:
+    done = runs.run("-m", "dtrun", "--launcher", "ray", "-n", "4", str(DIGITS))
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == local_losses()
+
+
+def test_both_hosts(runs: Runs) -> None:
+    """From a script that is a driver of Ray's itself; modules beside it, two sessions, and a Ray that stays usable."""
+    (runs.folder / "helper.py").write_text("import os\ndef server():\n    return os.getppid()\n")
+    script = runs.script(f"""
+import os, ray, torch, helper, disttensor as dt
+ray.init(address=os.environ.pop("RAY_ADDRESS"), log_to_driver=False)
+for nodes in {CPUS + 2}, 2:
+    with dt.init_master_worker(nodes=nodes, launcher="ray", threads=1):
+        xs = [torch.full((3,), float(k), device=f"node:{{k}}") for k in range(nodes)]
+        dt.all_reduce(xs)
+        servers = dt.run(helper.server, node=range(nodes))
+        print(xs[-1].cpu().tolist(), [servers.index(s) for s in servers], dt.run(os.cpu_count, node=0) > 0)
+        print(ray.available_resources().get("CPU"))
+print(ray.get(ray.remote(lambda: 7).remote()))
+""")
+    done = runs.run(script)
+    assert done.returncode == 0, done.stderr
+    first, room, second, more_room, answer = done.stdout.splitlines()
+    assert first == f"{[15.0] * 3} [0, 0, 0, 0, 4, 4] True"
+    assert (float(room), second, float(more_room), answer) == (2.0, f"{[1.0] * 3} [0, 0] True", 6.0, "7")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            "nodes=9, timeout=6, launcher_options={'num_gpus': 2}",
+            "Ray has no room for 9 x {'CPU': 1.0, 'GPU': 2.0} (PACK) yet; now there is {'CPU': 8.0}",
+        ),
+        ("nodes=1, launcher_options={'address': '127.0.0.1:1'}", "no Ray cluster answers at 127.0.0.1:1: Connection"),
+        ("nodes=1, launcher_options={'python': '/nowhere'}", "node 0 on HOST did not start: its agent"),
+    ],
+)
+def test_mistakes(runs: Runs, options: str, says: str) -> None:
+    done = runs.run("-c", f"import disttensor as dt; dt.init_master_worker(launcher='ray', {options})")
+    assert done.returncode == 1
+    assert says.replace("HOST", os.uname().nodename) in done.stderr
+
+
+def test_one_host_cannot(tmp_path: Path) -> None:
+    """Nodes on one of the hosts don't start: one error that names them and says why, and no process is left."""
+    broken = tmp_path / "broken"
+    (broken / "disttensor").mkdir(parents=True)
+    (broken / "disttensor" / "__init__.py").write_text("")
+    (broken / "dtrun.py").write_text("import nothing_of_the_kind\n")
+    (tmp_path / "run").mkdir()
+    with cluster(tmp_path, f"PYTHONPATH={broken}") as found:
+        runs = Runs(tmp_path / "run", found)
+        start = "import disttensor as dt; dt.init_master_worker(nodes=8, launcher='ray')"
+        done = runs.run("-c", start)
+        runs.settle()
+    assert done.returncode == 1
+    host = os.uname().nodename
+    assert f" on {host} did not start: its agent has ended (exit code 1)\nits last output:\n" in done.stderr
+    assert "No module named 'nothing_of_the_kind'" in done.stderr
+
+
+BUSY = """
+import time, torch, disttensor as dt
+with dt.init_master_worker(nodes=4, launcher="ray"):
+    x = torch.ones(3, device="node:3").sum().item()
+    print("ready", flush=True)
+    dt.run(time.sleep, 100, node=range(4))
+    dt.synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "number"),
+    [("dtrun", signal.SIGTERM), ("dtrun", signal.SIGHUP), ("dtrun", signal.SIGKILL), ("python", signal.SIGKILL)],
+)
+def test_nothing_is_left(runs: Runs, by: str, number: signal.Signals) -> None:
+    program = ["-m", "dtrun", "--launcher", "ray", "-n", "4"] if by == "dtrun" else []
+    with runs.start(*program, runs.script(BUSY)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert len(runs.left()) > 4
+        process.send_signal(number)
+        assert process.wait(20) != 0
+        runs.settle(10)
+
+
+def test_an_actor_that_is_killed(runs: Runs) -> None:
+    """Its host's nodes end with it, the others go on."""
+    script = runs.script("""
+import os, signal, psutil, torch, disttensor as dt
+def actor():
+    return next(p.pid for p in psutil.Process().parents() if "ray::Seat" in p.cmdline()[0])
+with dt.init_master_worker(nodes=6, launcher="ray", threads=1):
+    x = torch.ones(3, device="node:0")
+    os.kill(dt.run(actor, node=4), signal.SIGKILL)
+    for rank in 4, 5:
+        try:
+            while True: torch.ones(3, device=f"node:{rank}").sum().item()
+        except dt.NodeLost as e:
+            print(str(e).split("(")[0])
+    print(x.sum().item(), flush=True)
+    os._exit(0)
+""")
+    done = runs.run(script)
+    assert (done.returncode, done.stdout) == (0, "node 4 \nnode 5 \n3.0\n"), done.stderr
+
+
+def test_no_secret_in_sight(runs: Runs, tmp_path: Path) -> None:
+    script = runs.script(SPY + BUSY)
+    with runs.start("-m", "dtrun", "--launcher", "ray", "-n", "4", script, KEYS=str(tmp_path / "keys")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        keys = (tmp_path / "keys").read_bytes().split()
+        assert len(keys) >= 5
+        assert in_sight(keys) == []
+        process.terminate()
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "RAY.md").read_text()
+COMMANDS = re.findall(r"^    \$ (dtrun .*)\n    (.*)\n", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_the_page(runs: Runs, command: str, shown: str) -> None:
+    """docs/RAY.md: its commands print what stands below them."""
+    program = re.search(r"^    # train.py\n((?:    .*\n|\n)+)", PAGE, re.MULTILINE)
+    assert program is not None
+    (runs.folder / "train.py").write_text(textwrap.dedent(program[1]))
+    done = runs.run("-m", *command.split())
+    assert shown in (done.stdout + done.stderr).splitlines()

@@ -1,0 +1,52 @@
+"""What is asked of Ray, as far as no Ray is needed to know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from disttensor.runtime.errors import StartError
+from disttensor.runtime.launch import ray
+from disttensor.runtime.launch.plan import Plan
+
+THERE = {"address": "127.0.0.1:6379"}
+
+
+def test_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("ray", most=3, python="/opt/python", options={**THERE, "num_gpus": "0.5", "strategy": "spread"})
+    asked = {"nodes": 3, "address": "127.0.0.1:6379", "python": "/opt/python"}
+    assert ray.request(plan) == {**asked, "num_cpus": 1.0, "num_gpus": 0.5, "strategy": "SPREAD"}
+    assert ray.listening(plan) == ("127.0.0.1",)
+    assert ray.listening(Plan("ray", interface=("::1",))) == ("::1",)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert ray.cluster(Plan("ray")) == "10.0.0.1:6379"
+    assert ray.cluster(plan) == "127.0.0.1:6379"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gpus": "1"}, "launcher='ray' has no option 'gpus' \\(known: address, num_cpus, num_gpus, strategy\\)"),
+        ({"strategy": "x"}, "strategy='X' is none of Ray's \\(known: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD\\)"),
+        ({"num_cpus": "x"}, "num_cpus='x' is no number"),
+    ],
+)
+def test_mistakes(options: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ray.request(Plan("ray", most=1, options={**THERE, **options}))
+
+
+def test_how_many() -> None:
+    with pytest.raises(ValueError, match="launcher='ray' has to know how many nodes: nodes=4, or dtrun -n 4"):
+        ray.request(Plan("ray", options=THERE))
+
+
+def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    note = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr(ray, "_CURRENT", str(note))
+    with pytest.raises(StartError, match="no Ray cluster runs on this host"):
+        ray.cluster(Plan("ray"))
+    note.write_text("10.0.0.2:6379")
+    assert ray.cluster(Plan("ray", options={"address": "auto"})) == "10.0.0.2:6379"
