@@ -189,7 +189,8 @@ def init_master_worker(
             starter.start(bundles)
         infer.warm()  # while the nodes start
         device_backend.register()
-        context = ChannelContext(rank=MASTER, job=job, host=starter.listen[0] if starter else LOOPBACK)
+        listen = starter.listen if starter else (LOOPBACK,)
+        context = ChannelContext(rank=MASTER, job=job, host=listen[0], further=listen[1:])
         channels = Channels(maker(context), channel_name, joint=False)
         session = Session(job, secret, hub, count, channels, starter, channel_name, trusted)
         session.allow = AllowList(allow_ops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import time
@@ -34,6 +35,29 @@ def way_to(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def interfaces_for(address: str, addresses: Sequence[str]) -> tuple[str, ...]:
+    """Where a node listens for others that has reached the master at ``address``: where the others reach it, too.
+
+    That is the interface of its connection with the master. A node of the master's own host, for which any address of
+    that will do, listens on all of those (``addresses``), as the master does: others may reach but one.
+    """
+    host = split(address)[0]
+    if not is_own(host):
+        return (way_to(host),)
+    return tuple(dict.fromkeys([host, *(split(other)[0] for other in addresses)]))
+
+
+def is_own(host: str) -> bool:
+    """Whether it is an address of this host."""
+    family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(where)
+        except OSError:
+            return False
+    return True
+
+
 def first_to_answer(addresses: Sequence[str], timeout: float) -> str:
     """The address that accepts a connection, earlier ones preferred; the first when none does in time."""
     if len(addresses) == 1:
@@ -59,9 +83,9 @@ def _race(addresses: Sequence[str], timeout: float) -> str | None:
                     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
                     sock = stack.enter_context(socket.socket(family, kind))
                     sock.setblocking(False)
-                    sock.connect_ex(where)
-                    running[sock.fileno()] = sock, address
-                    poller.register(sock, select.POLLOUT)
+                    if sock.connect_ex(where) in (0, errno.EINPROGRESS):
+                        running[sock.fileno()] = sock, address
+                        poller.register(sock, select.POLLOUT)
             patience = _HEAD_START if waiting else max(0.0, deadline - time.monotonic())
             for fd, _ in poller.poll(patience * 1000):
                 sock, address = running.pop(fd)

@@ -29,7 +29,7 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret_key: str = ""
     backend: str = "tcp"  #: the data channel's name
     addresses: tuple[str, ...] = ()  #: further ones of the master's; the node takes the first that answers
-    data_host: str = ""  #: the interface that the data channel listens on; empty: that of the control connection
+    data_hosts: tuple[str, ...] = ()  #: where the data channel listens; empty: as ``addresses.interfaces_for`` says
     nodes: int = 1  #: how many nodes the session begins with
     local_rank: int = 0  #: among the nodes of its host
     local_size: int = 1  #: how many those are

@@ -21,7 +21,7 @@ import torch
 
 from . import binding, codec
 from . import command as c
-from .addresses import LOOPBACK, first_to_answer, split, way_to
+from .addresses import LOOPBACK, first_to_answer, interfaces_for
 from .ahead import Ahead
 from .bundle import PROTOCOL, Bundle, read_bundle
 from .channel.base import ChannelContext
@@ -60,7 +60,8 @@ class Worker:
         self._unacknowledged = 0  #: bytes of messages since the last report
         self._telling = threading.RLock()  #: held by who reports: the thread that receives, or one of a stream
         self._receiver = threading.get_ident()
-        context = ChannelContext(rank=bundle.rank, job=bundle.job, host=bundle.data_host or LOOPBACK)
+        hosts = bundle.data_hosts or (LOOPBACK,)
+        context = ChannelContext(rank=bundle.rank, job=bundle.job, host=hosts[0], further=hosts[1:])
         self.channels = Channels(maker(context), bundle.backend)
         self.executor = Executor(
             bundle.rank,
@@ -184,9 +185,10 @@ def start(bundle: Bundle) -> int:
         print(f"disttensor: {bound.said}", file=sys.stderr)
     torch.set_num_threads(bound.threads)
     _keep_memory()
-    address = first_to_answer((bundle.address, *bundle.addresses), REACH)
-    if not bundle.data_host:
-        bundle = msgspec.structs.replace(bundle, data_host=way_to(split(address)[0]))
+    addresses = (bundle.address, *bundle.addresses)
+    address = first_to_answer(addresses, REACH)
+    if not bundle.data_hosts:
+        bundle = msgspec.structs.replace(bundle, data_hosts=interfaces_for(address, addresses))
     from .transport.zmq import ZmqSpoke
 
     spoke = ZmqSpoke(address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank)

@@ -300,3 +300,23 @@ class TestPool:
             receive.wait(20)
             del target, receive
         assert len(addresses) <= 2
+
+
+def test_several_interfaces() -> None:
+    """Of a peer that listens on several, the others take one that answers."""
+    several = TcpChannel(ChannelContext(0, "a job", "127.0.0.2", ("127.0.0.3", "127.0.0.1")))
+    one = TcpChannel(ChannelContext(1, "a job", "127.0.0.1"))
+    addresses = several.address().split(",")
+    assert [address.partition(":")[0] for address in addresses] == ["127.0.0.2", "127.0.0.3", "127.0.0.1"]
+    with socket.create_server(("127.0.0.4", 0)) as closed:
+        gone = f"127.0.0.4:{closed.getsockname()[1]}"
+    for channel, peer, address in ((several, 1, one.address()), (one, 0, ",".join([gone, addresses[2]]))):
+        channel.connect({peer: PeerInfo(peer, address, bytes(32))})
+    x = torch.arange(10.0)
+    y = torch.empty(10)
+    arriving = several.irecv(y, 1, 1)
+    one.isend(x, 0, 1).wait(10)
+    arriving.wait(10)
+    assert y.tolist() == x.tolist()
+    for channel in (several, one):
+        channel.close()

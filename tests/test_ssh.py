@@ -62,6 +62,17 @@ def test_a_session(hosts: Hosts) -> None:
     assert "[node 3] hello" in lines
 
 
+def test_an_interface_that_one_host_does_not_reach(hosts: Hosts) -> None:
+    """Nodes there take the other one, for commands and for tensors."""
+    hosts.run("ip", "address", "add", "10.79.0.1/32", "dev", "lo")
+    program = SESSION.format(arguments='hosts="left:2,right:2", interface="10.79.0.1,10.78.0.1", ')
+    lines = succeed(
+        hosts, "python", write(hosts, program + "    print(torch.ones(1 << 20).to('node:3').cpu().sum())\n")
+    )
+    assert lines.splitlines()[:2] == [str([[6.0] * 3] * 4), "['left', 'left', 'right', 'right']"]
+    assert "tensor(1048576.)" in lines
+
+
 def test_dtrun(hosts: Hosts) -> None:
     """Which has reached the hosts when the script asks for nodes."""
     script = write(hosts, SESSION.format(arguments=""))

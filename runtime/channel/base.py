@@ -49,6 +49,7 @@ class ChannelContext:
     rank: int  #: this peer's rank, or MASTER
     job: str  #: the job's id, a random text
     host: str  #: the address of the interface to listen on ("127.0.0.1" unless the user named one)
+    further: tuple[str, ...] = ()  #: those of more interfaces, by which some peers reach this one
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,11 @@ class TcpChannel(DataChannel):
         self._closed = ""  #: why nothing can be started any more
         self._pool = WarmPool()
         self._listener = Listener(
-            context.host, self.limits.handshake, self._admit, f"disttensor-tcp-{context.rank}-listen", self._look
+            (context.host, *context.further),
+            self.limits.handshake,
+            self._admit,
+            f"disttensor-tcp-{context.rank}-listen",
+            self._look,
         )
         _channels.add(self)
 
@@ -52,7 +56,7 @@ class TcpChannel(DataChannel):
         return f"<TcpChannel rank={self._context.rank} {self.address()} {self._closed or list(self._peers.values())}>"
 
     def address(self) -> str:
-        """``host:port``."""
+        """``host:port``, or several with commas between them."""
         return self._listener.address
 
     def connect(self, peers: Mapping[int, PeerInfo]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..addresses import first_to_answer
 from ..errors import BrokenError
 from .base import PeerInfo
 from .handshake import CROSSED, WELCOME, Secrets, call
@@ -27,11 +28,19 @@ _ATTEMPTS = 3
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port``. Raises ValueError."""
-    host, _, port = address.rpartition(":")
+    """``host:port`` or ``[v6]:port``; the first of several. Raises ValueError."""
+    host, _, port = address.partition(",")[0].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is no address of a tcp channel; it has to be host:port")
     return host.strip("[]"), int(port)
+
+
+def _reached(address: str, deadline: float) -> str:
+    """Of several addresses one that answers; the first if none does."""
+    if "," not in address:
+        return address
+    found = first_to_answer([f"tcp://{one}" for one in address.split(",")], (deadline - time.monotonic()) / 2)
+    return found.removeprefix("tcp://")
 
 
 def join_address(host: str, port: int) -> str:
@@ -96,7 +105,7 @@ def dial(
             time.sleep(0.05 * attempt)
         sock = None
         try:
-            host, port = split_address(info.address)
+            host, port = split_address(_reached(info.address, deadline))
             family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, proto)
             tune_before(sock, str(where[0]))

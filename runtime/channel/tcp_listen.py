@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .handshake import HELLO, NONCE, Hello
@@ -33,7 +33,7 @@ class _Guest:
 
 
 class Listener:
-    """Accepts on ``host`` at a random port and hands whoever said hello to ``admit``.
+    """Accepts on each of ``hosts`` at a random port and hands whoever said hello to ``admit``.
 
     ``admit(sock, hello, nonce)`` returns True when it took or closed the socket, False when it doesn't know the rank
     (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a word. Both are
@@ -42,7 +42,7 @@ class Listener:
 
     def __init__(
         self,
-        host: str,
+        hosts: Sequence[str],
         limit: float,
         admit: Callable[[socket.socket, Hello, bytes], bool],
         name: str,
@@ -51,46 +51,43 @@ class Listener:
         self._limit, self._admit, self._look = limit, admit, look
         self._guests: list[_Guest] = []  #: oldest first
         self._stopping = threading.Event()
-        if not host:
-            raise ValueError("the tcp channel needs the address of an interface to listen on, not an empty one")
-        family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        ip = str(where[0])
-        if ipaddress.ip_address(ip.partition("%")[0]).is_unspecified:
-            raise ValueError(f"the tcp channel does not listen on every interface ({host!r}); name one")
-        self._sock = socket.socket(family, kind, proto)
+        self._socks: list[socket.socket] = []
+        addresses = []
         try:
-            tune_before(self._sock, ip)
-            self._sock.bind(where)
-            self._sock.listen(128)
-            self._sock.setblocking(False)
-        except OSError:
-            self._sock.close()
+            for host in hosts:
+                sock, ip = _listen(host)
+                self._socks.append(sock)
+                addresses.append(join_address(ip, sock.getsockname()[1]))
+        except (OSError, ValueError):
+            self._close()
             raise
-        self.address = join_address(ip, self._sock.getsockname()[1])
-        self._round = None if is_loopback(ip) else _ROUND
+        self.address = ",".join(addresses)
+        self._round = None if all(is_loopback(sock.getsockname()[0]) for sock in self._socks) else _ROUND
         self._poll = selectors.PollSelector()  # poll, not epoll: a forked child shares no kernel object with us
-        self._poll.register(self._sock, selectors.EVENT_READ)
+        for sock in self._socks:
+            self._poll.register(sock, selectors.EVENT_READ)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
         """Ends the thread soon; it closes the sockets. Never blocks."""
         self._stopping.set()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the poll
+        for sock in self._socks:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the poll
 
     def disown(self) -> None:
         """In a forked child: closes the descriptors and leaves the connections to the parent."""
         for guest in list(self._guests):
             guest.sock.close()
-        self._sock.close()
+        self._close()
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
                 for key, _ in self._poll.select(self._next_timeout()):
                     if key.data is None:
-                        self._accept()
+                        self._accept(key.fileobj)  # type: ignore[arg-type]
                     else:
                         self._hear(key.data)
                 self._look_again()
@@ -100,7 +97,7 @@ class Listener:
             for guest in list(self._guests):
                 self._drop(guest)
             self._poll.close()
-            self._sock.close()
+            self._close()
 
     def _next_timeout(self) -> float | None:
         if not self._guests:
@@ -108,9 +105,13 @@ class Listener:
         until = max(0.0, self._guests[0].deadline - time.monotonic())
         return min(until, _RETRY) if any(guest.hello for guest in self._guests) else until
 
-    def _accept(self) -> None:
+    def _close(self) -> None:
+        for sock in self._socks:
+            sock.close()
+
+    def _accept(self, listening: socket.socket) -> None:
         try:
-            sock, _ = self._sock.accept()
+            sock, _ = listening.accept()
         except OSError as error:
             if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
                 return
@@ -165,3 +166,23 @@ class Listener:
         if guest.sock in self._poll.get_map():
             self._poll.unregister(guest.sock)
         guest.sock.close()
+
+
+def _listen(host: str) -> tuple[socket.socket, str]:
+    """A socket that listens there, and the address that it is. Raises ValueError, OSError."""
+    if not host:
+        raise ValueError("the tcp channel needs the address of an interface to listen on, not an empty one")
+    family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    ip = str(where[0])
+    if ipaddress.ip_address(ip.partition("%")[0]).is_unspecified:
+        raise ValueError(f"the tcp channel does not listen on every interface ({host!r}); name one")
+    sock = socket.socket(family, kind, proto)
+    try:
+        tune_before(sock, ip)
+        sock.bind(where)
+        sock.listen(128)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock, ip
