@@ -40,6 +40,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+#: Has a worker say that its torch is another one, whenever it is imported.
+PATCH = """
+import sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "disttensor.runtime.worker":
+            import torch
+            torch.__version__ = "1.2.3"
+sys.meta_path.insert(0, Finder())
+"""
+
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -123,6 +135,28 @@ def test_a_master_that_does_not_come(start: Start) -> None:
     assert worker.returncode == 1
     assert f"dtrun worker: error: the job cannot be joined: tcp://127.0.0.1:{number}: Connection refused" in err
     assert "the secret (" in err
+
+
+def test_a_host_without_torch_is_named_with_what_it_said(start: Start, tmp_path: Path) -> None:
+    url = f"tcp://localhost:{port()}"
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("import not_there")
+    path = os.pathsep.join([str(tmp_path / "broken"), str(Path(dt.__file__).parent.parent)])
+    worker = start("-m", "dtrun", "worker", "--init-method", url, PYTHONPATH=path)
+    expected = rf"node 0 on {socket.gethostname()} did not start: .*No module named 'not_there'\nits last output:\n"
+    with pytest.raises(StartError, match=expected):
+        dt.init_master_worker(init_method=url, nodes=1)
+    assert worker.wait(10) == 1
+
+
+def test_another_version_of_torch_is_named(start: Start, tmp_path: Path) -> None:
+    url = f"tcp://localhost:{port()}"
+    (tmp_path / "sitecustomize.py").write_text(PATCH)
+    path = os.pathsep.join([str(tmp_path), str(Path(dt.__file__).parent.parent)])
+    start("-m", "dtrun", "worker", "--init-method", url, PYTHONPATH=path)
+    mine = torch.__version__.split("+")[0]
+    with pytest.raises(StartError, match=rf"node 0 \(.*\) has torch 1.2.3, this master {mine}: install one version"):
+        dt.init_master_worker(init_method=url, nodes=1)
 
 
 # ---- what is left ----------------------------------------------------------------------------------------------------
