@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from host_kit import Hosts, signal_to, two_hosts, why_not
+from launch_kit import DIGITS, SPY, local_losses, losses
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 
@@ -138,3 +139,60 @@ def test_a_network_that_is_cut(hosts: Hosts) -> None:
             hosts.settle(30)
         finally:
             hosts.run("ip", "link", "set", "eth0", "up", host="right")
+
+
+def test_digits_by_dtrun_on_both_hosts(hosts: Hosts) -> None:
+    def dtrun(rank: int) -> tuple[str, ...]:
+        where = ("--node-rank", str(rank), "--master-addr", "left", "--master-port", "29500")
+        return ("left", "right")[rank], "-m", "dtrun", "--nnodes", "2", "-n", "2", *where, str(DIGITS)
+
+    with running(hosts, dtrun(0), dtrun(1)) as processes:
+        assert losses("\n".join(printed(*processes))) == pytest.approx(local_losses(), abs=2e-4)
+
+
+def test_no_secret_in_sight(hosts: Hosts) -> None:
+    keys = hosts.folder / "keys"
+    worker = ("-m", "dtrun", "worker", "--master-addr", "left", "--master-port", "29500")
+    with (
+        running(hosts, ("left", *worker), ("right", *worker)),
+        hosts.start("python", script(hosts, SPY + CUT), stdin=subprocess.PIPE, KEYS=str(keys)) as master,
+    ):
+        assert master.stdout is not None
+        assert master.stdout.readline() == "ready\n", master.communicate()[1]
+        with keys.open("ab") as file:
+            file.write((hosts.folder / ".config/disttensor/secret").read_bytes())
+        for host in ("left", "right"):
+            scan = hosts.run("python", "-m", "launch_kit", str(keys), host=host)
+            assert (scan.returncode, scan.stdout) == (0, ""), scan
+        master.communicate("go\n", timeout=40)
+
+
+SERVING = """
+import disttensor as dt, time
+dt.init_master_worker(threads=1)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"), [(0, signal.SIGTERM), (0, signal.SIGKILL), (0, signal.SIGHUP), (1, signal.SIGKILL)]
+)
+def test_killed(hosts: Hosts, victim: int, number: int) -> None:
+    """dtrun on the first host ends all; on the second one its nodes, and the script hears of it when it asks."""
+
+    def dtrun(rank: int) -> tuple[str, ...]:
+        where = ("--node-rank", str(rank), "--master-addr", "left", "--master-port", "29500")
+        return ("left", "right")[rank], "-m", "dtrun", "--nnodes", "2", "-n", "1", *where, script(hosts, SERVING)
+
+    with running(hosts, dtrun(0), dtrun(1)) as processes:
+        out = processes[0].stdout
+        assert out is not None
+        assert out.readline() == "ready\n", processes[0].communicate()[1]
+        signal_to(processes[victim], number)
+        if victim == 0:
+            hosts.settle(10)
+        else:
+            hosts.wait_until(lambda: not hosts.processes("right"), 10, "not all have ended on the right host")
+            assert hosts.processes("left")
+            signal_to(processes[0], signal.SIGTERM)
