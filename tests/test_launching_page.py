@@ -1,0 +1,85 @@
+"""docs/LAUNCHING.md: its commands, typed as they stand there, print what stands below them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "LAUNCHING.md").read_text()
+PROGRAM = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
+SHOWN = re.findall(r"^    \$ (.*)\n    (?!\$)(.+)\n", PAGE, re.MULTILINE)
+LATER = re.findall(r"^    \$ (.*--connection-file.*)\n", PAGE, re.MULTILINE)
+
+
+class Shell:
+    """Runs commands of the page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "hello.py").write_text(PROGRAM)
+        (folder / "bin").mkdir()
+        for name, module in (("python", ""), ("dtrun", "-m dtrun")):
+            (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
+            (folder / "bin" / name).chmod(0o700)
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("DISTTENSOR_")},
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, command: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, shell=True, cwd=self.folder, env=self.environment, stdout=pipe, stderr=pipe, text=True
+        )
+
+    def run(self, command: str) -> str:
+        with self.start(command) as process:
+            out, err = process.communicate(timeout=50)
+        assert process.returncode == 0, err
+        return out
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN[:2], ids=[command for command, _ in SHOWN[:2]])
+def test_on_a_laptop(shell: Shell, command: str, shown: str) -> None:
+    assert shell.run(command) == f"{shown}\n"
+
+
+def test_on_every_machine(shell: Shell) -> None:
+    ((command, shown),) = SHOWN[2:]
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = str(sock.getsockname()[1])
+    command = command.replace("--master-addr a", "--master-addr localhost").replace("29500", port)
+    with shell.start(command.replace("hello.py", "--node-rank 1 hello.py")) as other:
+        assert shell.run(command) == f"{shown}\n"
+        assert other.communicate(timeout=20) == ("", "")
+    assert (shell.folder / ".config/disttensor/secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_machines_that_come_later(shell: Shell) -> None:
+    first, later = LATER
+    (shell.folder / "hello.py").write_text(PROGRAM.replace("x =", "dt.wait_for_nodes(2)\nx ="))
+    with shell.start(first) as process:
+        assert shell.run(later) == ""
+        assert process.communicate(timeout=20)[0] == "12.0 from 2 nodes\n"
+
+
+def test_all_pages_are_named() -> None:
+    """From here one gets to the page of every way of launching."""
+    linked = set(re.findall(r"\]\((\w+\.md)\)", PAGE))
+    missing = {name for name in linked if not (ROOT / "docs" / name).exists()}
+    assert missing <= {"SLURM.md", "PROCESS_GROUPS.md"}
