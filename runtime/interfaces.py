@@ -37,12 +37,13 @@ def interfaces() -> dict[str, list[str]]:
 def addresses_of(names: Sequence[str]) -> tuple[str, ...]:
     """The addresses of this machine that are meant: each name is an interface, an address or a host name.
 
-    Raises ValueError for what is none of this machine's, with what it has.
+    In the order of the names, but loopback ones last: other hosts have to reach the first one. Raises ValueError for
+    what is none of this machine's, with what it has.
     """
     out: dict[str, None] = {}
     for name in names:
         out.update(dict.fromkeys(interfaces().get(name) or listening_as(name)))
-    return tuple(out)
+    return tuple(sorted(out, key=_is_loopback))
 
 
 def listening_as(host: str) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ def test_each_name_is_an_interface_an_address_or_a_host(machine: None) -> None:
     assert i.addresses_of(["eth0"]) == ("10.0.0.1", "10.0.0.2", "fd00::1")
     assert i.addresses_of(["ib0", "10.0.0.2", "fd00::1"]) == ("10.9.0.1", "10.0.0.2", "fd00::1")
     assert i.addresses_of(["node1", "eth0"]) == ("10.0.0.1", "10.0.0.2", "fd00::1")
+    assert i.addresses_of(["lo", "ib0"]) == ("10.9.0.1", "127.0.0.1", "::1"), "others reach the first one"
 
 
 def test_what_is_not_this_machines_is_refused_with_what_is(machine: None) -> None:

@@ -83,8 +83,7 @@ class JoinEngine(NearbyEngine):
         return self._reception.addresses
 
     def waiting(self) -> str:
-        there = [g for g in self.guests if g.knock is not None and g.gone is None]
-        came = ", ".join(f"{slots} on {host}" for host, slots in _by_host(there).items()) or "none"
+        came = ", ".join(f"{slots} on {host}" for host, slots in _by_host(self._present()).items()) or "none"
         text = f"nobody has joined with it yet ({came} of {self.plan.most or 'any number'} have; "
         if self._reception is not None:
             text += f"the door is {', '.join(self._reception.addresses)}"
@@ -107,25 +106,26 @@ class JoinEngine(NearbyEngine):
 
     def admits(self, guest: _Guest, knock: Knock) -> str:
         """Empty, or why not."""
-        there = [g for g in self.guests if g is not guest and g.knock is not None and g.gone is None]
-        taken = sum(g.slots for g in there) + sum(host.slots for host in self.plan.hosts)
-        if self.plan.most and taken + guest.slots > self.plan.most:
-            return f"the job has {taken} of its {self.plan.most} nodes already, so {guest.slots} more are too many"
-        for other in there:
+        if self.plan.most and self.slots + guest.slots > self.plan.most:
+            return f"the job has {self.slots} of its {self.plan.most} nodes already, so {guest.slots} more are too many"
+        for other in self._present():
             both = range(max(guest.wish, other.wish), min(guest.wish + guest.slots, other.wish + other.slots))
             if guest.wish >= 0 <= other.wish and both:
                 return f"node {spans(both)} has joined already, from process {other.pid} on {other.host}"
         return ""
 
+    def _present(self) -> list[_Guest]:
+        return [guest for guest in self.guests if guest.knock is not None and guest.gone is None]
+
+    @property
+    def slots(self) -> int:
+        """Of those who are here."""
+        return sum(guest.slots for guest in self._present()) + self.plan.slots
+
     def joined(self) -> None:
         """Somebody was let in: when nobody else may come, nobody needs the file any more."""
-        slots = sum(g.slots for g in self.guests if g.gone is None) + sum(host.slots for host in self.plan.hosts)
-        if self._file is not None and self.plan.most and slots >= self.plan.most:
+        if self._file is not None and self.plan.most and self.slots >= self.plan.most:
             self._file.remove()
-
-    def left(self, guest: _Guest) -> None:
-        if guest in self.guests:
-            self.guests.remove(guest)
 
 
 class _Guest(Branch):
@@ -144,9 +144,10 @@ class _Guest(Branch):
             self._wire.watch_room(self._loop)
 
     def close(self) -> None:
-        self._loop.forget(self._wire.fileno())
-        self._wire.close()
-        self._engine.left(self)
+        if self in self._engine.guests:
+            self._engine.guests.remove(self)
+            self._loop.forget(self._wire.fileno())
+            self._wire.close()
 
     def _hear(self) -> None:
         try:
