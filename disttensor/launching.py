@@ -49,7 +49,9 @@ def _plan_to_meet(where: Meeting, nodes: int | tuple[int, int] | None) -> Plan:
     most = most or (where.size or 1) - 1
     if not most:
         raise ValueError(f"how many nodes are to come to {where}? Give nodes, or rank and world_size")
-    return Plan("join", least=least or most, most=most, options=where.options, folder=_folder())
+    return Plan(
+        "join", least=least or most, most=most, interface=where.interface, options=where.options, folder=_folder()
+    )
 
 
 def plan_for(
@@ -78,8 +80,12 @@ def plan_for(
     else:
         if launcher == "auto":
             launcher = registry.automatic if hosts is None else "ssh"
-        most = (nodes[1] if isinstance(nodes, tuple) else nodes or 0) if launcher == "ray" else 0
-        plan = Plan(launcher, most=most, folder=_folder())
+        most = nodes[1] if isinstance(nodes, tuple) else nodes or 0
+        plan = Plan(launcher, most=most if launcher == "ray" else 0, folder=_folder())
+        if launcher == "slurm":
+            from .runtime.launch.slurm import plan_of_allocation
+
+            plan = plan_of_allocation(plan, most)
     changes: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if hosts is not None:
         if plan.launcher in ("local", "mpi", "inproc"):

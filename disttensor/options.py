@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from .runtime import mpi
+from .runtime import mpi, slurm
 from .runtime.binding import KINDS as BINDINGS
 from .runtime.binding import forwarded, gpus
 from .runtime.interfaces import listening_as
 from .runtime.launch import registry
 from .runtime.launch.hosts import parse_hosts, read_hostfile
-from .runtime.launch.meeting import Meeting
+from .runtime.launch.meeting import Meeting, of_slurm
 from .runtime.launch.output import Output
 from .runtime.launch.plan import Host, Plan
 
@@ -236,8 +236,8 @@ def _check_hosts(options: argparse.Namespace) -> None:
         raise ValueError("--launcher ssh needs --hosts a:4,b:4 or --hostfile")
     elif most > 1 and options.launcher is None:
         options.launcher = "join"
-    elif options.launcher is None and not options.standalone and (mpi.place() or (0, 1))[1] > 1:
-        options.launcher = "mpi"
+    elif options.launcher is None and not options.standalone:
+        options.launcher = _around(options.backend)
     if options.standalone and (most > 1 or options.launcher not in (None, "local")):
         raise ValueError("--standalone is this machine only: leave out what names others")
     if options.launcher == "join":
@@ -250,6 +250,14 @@ def _check_hosts(options: argparse.Namespace) -> None:
         raise ValueError("--python is for hosts that dtrun reaches itself, by --hosts")
     if options.launcher != "ssh" and options.ssh_options:
         raise ValueError("--ssh-options is for --hosts")
+
+
+def _around(backend: str | None) -> str | None:
+    """What has started this process, and several of it. A cluster may have every srun tell what mpiexec tells."""
+    task, place = slurm.task(), mpi.place() or (0, 1)
+    if place[1] > 1 and (task is None or backend == "mpi" or (task.rank, task.size) != place):
+        return "mpi"
+    return None if task is None else "slurm"
 
 
 def _check_meeting(options: argparse.Namespace) -> None:
@@ -302,13 +310,13 @@ def _check_script(options: argparse.Namespace) -> None:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Where nodes come from, for who starts them and for the script."""
+    """Where nodes come from, for who starts them and for the script. Raises ValueError where too little was said."""
     launcher = options.launcher or "local"
     hosts, (least, most) = tuple(options.hosts or ()), options.nnodes
     slots = options.nodes or max(2, len(gpus()))
     if launcher == "join":
         hosts = (Host(socket.gethostname(), slots),)
-    return Plan(
+    plan = Plan(
         launcher,
         hosts=hosts,
         least=least * slots if launcher == "join" else 0,
@@ -321,6 +329,13 @@ def plan_of(options: argparse.Namespace) -> Plan:
         output=options.output,
         folder="" if launcher == "local" else _folder(options),
     )
+    if launcher != "slurm":
+        return plan
+    from .runtime.launch.slurm import plan_of_allocation, plan_of_step
+
+    if slurm.task() is not None:
+        return plan_of_step(plan)
+    return plan_of_allocation(plan, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
 
 
 def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
@@ -338,12 +353,16 @@ def _meeting(options: argparse.Namespace) -> Meeting:
 
 def guest_of(options: argparse.Namespace) -> list[str] | None:
     """The arguments of `dtrun worker` that do what is asked for; None on the host that runs the script."""
+    patience = ["--timeout", str(options.timeout)] if options.timeout else []
+    task = slurm.task() if options.launcher == "slurm" else None
+    if task is not None and task.rank:
+        rank, *local = of_slurm().seat
+        return ["--init-method", "slurm://", "--rank", str(rank), "--local", *map(str, local), *patience]
     if options.launcher != "join" or not options.node_rank:
         return None
     slots = options.nodes or max(2, len(gpus()))
     where = ["--master-addr", options.master_addr, "--master-port", str(options.master_port)]
     which = ["--rank", str(slots * options.node_rank)] if options.node_rank > 0 else []
-    patience = ["--timeout", str(options.timeout)] if options.timeout else []
     return ["--nproc-per-node", str(slots), *where, *which, *patience]
 
 

@@ -32,11 +32,14 @@ from .runtime import mpi
 from .runtime.errors import StartError
 from .runtime.launch import registry
 from .runtime.launch.plan import PLAN, Plan
-from .runtime.launch.process import adopt_orphans, die_with_parent, end_children
+from .runtime.launch.process import adopt_orphans, die_with_parent, end_children, wait_any
 from .runtime.launch.spawn import LAUNCHER_FD, spawn_root, spawn_server
 
 #: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
 _PATIENCE = 2.0
+
+#: What the root of nodes that something else has started has to tell them of the end (seconds).
+_LINGER = 8.0
 
 #: Linux's si_code of signals that the kernel sends: Ctrl-C on the terminal.
 _SI_KERNEL = 0x80
@@ -55,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (guest := guest_of(options)) is not None:
         os.environ.update(options.env)
         return int(import_module("disttensor.runtime.launch.guest").main(guest))
-    plan = plan_of(options)
+    try:
+        plan = plan_of(options)
+    except ValueError as e:
+        print(f"dtrun: error: {e}", file=sys.stderr)
+        return 2
     environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
     if plan.launcher == "local":
@@ -63,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         spawn = partial(spawn_root, plan, tied=True)
     try:
-        code = _run(program_of(options), environment, spawn)
+        code = _run(program_of(options), environment, spawn, _LINGER if "all_come" in plan.options else 0.0)
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
@@ -129,10 +136,11 @@ def _run(
     program: list[str],
     environment: dict[str, str],
     spawn: Callable[[], tuple[socket.socket, subprocess.Popen[bytes]]],
+    patience: float = 0.0,
 ) -> int:
     """The script's return code, as subprocess counts it. When it returns nothing that was started is left.
 
-    ``spawn`` starts what starts the nodes.
+    ``spawn`` starts what starts the nodes, which after the script has ``patience`` seconds to end by itself.
     """
     forwarded = {s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}  # as after nohup
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -156,6 +164,7 @@ def _run(
             except OSError as e:
                 raise StartError(f"{program[0]!r} cannot be run: {e.strerror}") from e
         code = _watch(script, forwarded)
+        wait_any([server.pid], patience)
     finally:
         end_children(_PATIENCE)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -57,15 +57,15 @@ def listening_as(host: str) -> tuple[str, ...]:
     except OSError as e:
         raise ValueError(f"{host!r} is no interface of this machine, and does not resolve ({e}); {_known()}") from e
     own = {address for addresses in interfaces().values() for address in addresses}
-    mine = [address for address in found if address in own or _is_loopback(address)]
+    mine = [address for address in found if address in own or is_loopback(address)]
     if not mine:
         raise ValueError(f"{host!r} is {', '.join(found)}, which is not this machine; {_known()}")
-    if all(map(_is_loopback, mine)) and not (host == "localhost" or host in mine):
-        mine = [*sorted(address for address in own if not _is_loopback(address)), *mine]  # others reach these
+    if all(map(is_loopback, mine)) and not (host == "localhost" or host in mine):
+        mine = [*sorted(address for address in own if not is_loopback(address)), *mine]  # others reach these
     return tuple(mine)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

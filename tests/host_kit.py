@@ -72,7 +72,8 @@ class Hosts:
         self._pids = pids
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)},
-            "PATH": PATH,
+            "PATH": f"{_programs(folder)}:{PATH}",
+            "HOME": str(folder),
             "PYTHONPATH": os.pathsep.join((str(ROOT), os.path.dirname(__file__))),
             "OMP_NUM_THREADS": "1",
         }
@@ -152,6 +153,16 @@ class Hosts:
     def logs(self) -> str:
         """The last lines of what the daemons have to say."""
         return "\n".join("\n".join(log.read_text().splitlines()[-20:]) for log in sorted(self.folder.glob("*.log")))
+
+
+def _programs(folder: Path) -> Path:
+    """A folder with the programs that these tests are about, as they are installed elsewhere."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    dtrun = programs / "dtrun"
+    dtrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m dtrun "$@"\n')
+    dtrun.chmod(0o755)
+    return programs
 
 
 def signal_to(process: subprocess.Popen[str], number: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,16 @@ class Slurm(Hosts):
     def __init__(self, folder: Path, pids: dict[str, int]) -> None:
         super().__init__(folder, pids)
         self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
+
+    def batch(self, *command: str, timeout: float = 120) -> tuple[str, int]:
+        """Submits a batch job and waits for its end; gives its id and exit code. (sbatch --wait looks rarely.)"""
+        submitted = self.run("sbatch", "--parsable", *command)
+        job = submitted.stdout.strip()
+        if not job:
+            raise RuntimeError(submitted.stderr)
+        self.wait_until(lambda: job not in self.jobs(), timeout, f"job {job} has not ended")
+        code = re.findall(r"ExitCode=(\d+)", self.run("scontrol", "show", "job", job).stdout)
+        return job, int(code[0])
 
     def jobs(self) -> list[str]:
         """The ids of jobs that have not ended."""

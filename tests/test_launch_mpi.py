@@ -67,28 +67,6 @@ def test_a_script(mpi: Mpi) -> None:
     assert sorted(set(lines) - set(ours)) == ["[node 1] and a child", "[node 1] good morning"]
 
 
-def test_log_files(mpi: Mpi, tmp_path: Path) -> None:
-    """Each node writes its own; a script cannot choose, as they have begun before it."""
-    text = """
-    try:
-        dt.init_master_worker(log_dir="mine")
-    except dt.DisttensorError as e:
-        print(e)
-    with dt.init_master_worker():
-        dt.run(print, "good morning", node=[0, 1])
-    """
-    logs = tmp_path / "logs"
-    done = mpi.run(HEAD + dedented(text), options=("--log-dir", str(logs), "--redirects", "1:3"))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        "[node 0] good morning",
-        "under mpiexec the files of nodes' output are named to dtrun: mpiexec ... dtrun --log-dir DIR",
-    ]
-    written = sorted(path.relative_to(logs).as_posix() for path in logs.rglob("*.log"))
-    assert written == ["1/stderr.log", "1/stdout.log"]
-    assert (logs / "1/stdout.log").read_text() == "good morning\n"
-
-
 @pytest.mark.parametrize(
     ("body", "code", "says"),
     [

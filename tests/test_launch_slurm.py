@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import textwrap
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from host_kit import ADDRESSES, ROOT, signal_to
 from slurm_kit import Slurm, cluster, why_not
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+
+#: The two ways: tasks of one srun, of which the first is the master, and a master that has srun start its nodes.
+STEP = ["srun", "-N2", "-n4", "--overcommit", "dtrun"]
+ALLOCATION = ["salloc", "-N2", "-n3", "--overcommit", "dtrun", "--launcher", "slurm"]
+WAYS = pytest.mark.parametrize("way", [STEP, ALLOCATION], ids=["srun dtrun", "dtrun --launcher slurm"])
+
+HEAD = """
+import os, sys, time
+import torch
+import disttensor as dt
+"""
+
+FOREVER = """
+dt.init_master_worker()
+x = torch.ones(1000, device="node:0")
+print("busy", os.getpid(), dt.run(os.getpid, node=2), dt.nodes()[2]["host"], flush=True)
+while True:
+    x = (x + 1).to("node:2").to("node:0")
+    x.sum().item()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +46,187 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(slurm: Slurm) -> Iterator[None]:
-    """Fails a test that leaves a job or a process on one of the hosts."""
+    """Fails a test that leaves a job, a process on one of the hosts, or a connection file."""
     yield
     slurm.settle()
+    assert connection_files(slurm) == []
+
+
+def connection_files(slurm: Slurm) -> list[Path]:
+    return list((slurm.folder / ".config" / "disttensor").glob("*"))
+
+
+def script(slurm: Slurm, text: str) -> str:
+    (slurm.folder / "script.py").write_text(HEAD + textwrap.dedent(text))
+    return "script.py"
 
 
 def test_the_kit(slurm: Slurm) -> None:
     """What the other tests rely on: tasks on one host and on two, batch jobs, their exit codes and their ends."""
     assert slurm.run("srun", "-n", "4", "--overcommit", "hostname").stdout.split() == ["left"] * 4
     assert sorted(slurm.run("srun", "-N", "2", "hostname").stdout.split()) == ["left", "right"]
-    batch = slurm.run("sbatch", "--wait", "--output=batch.txt", "--wrap=hostname; exit 3")
-    assert batch.returncode == 3
+    assert slurm.batch("--output=batch.txt", "--wrap=hostname; exit 3")[1] == 3
     assert (slurm.folder / "batch.txt").read_text() == "left\n"
     submitted = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=srun sleep 1000")
     assert slurm.jobs() == [submitted.stdout.strip()]
     assert slurm.run("scancel", submitted.stdout.strip()).returncode == 0
+
+
+@WAYS
+def test_digits(slurm: Slurm, way: list[str]) -> None:
+    """The example's losses are those of one process."""
+    done = slurm.run(*way, str(ROOT / "examples" / "data_parallel.py"), "--nodes", "3", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "same losses: True"
+
+
+@WAYS
+def test_a_script(slurm: Slurm, way: list[str]) -> None:
+    text = """
+    dt.init_master_worker()
+    print([(node["host"], node["alive"]) for node in dt.nodes()])
+    dt.run(print, "good morning", node=2)
+    print([dt.run(os.getenv, "SLURM_PROCID", node=k) for k in range(3)])
+    sys.exit(7)
+    """
+    done = slurm.run(*way, script(slurm, text), timeout=120)
+    step = way is STEP
+    assert done.returncode == 7, done.stderr
+    hosts = ["left", "right" if step else "left", "right"]
+    assert sorted(done.stdout.splitlines()) == sorted(
+        [
+            str([(host, True) for host in hosts]),
+            "[node 2] good morning",
+            str([str(rank + step) for rank in range(3)]),
+        ]
+    )
+
+
+def test_init_method(slurm: Slurm) -> None:
+    """Without dtrun: every task runs the script, and all but the first are nodes from this call on."""
+    text = """
+    dt.init_master_worker(init_method="slurm://")
+    print("master of", dt.node_count(), torch.arange(3, device="node:2").sum().item())
+    """
+    done = slurm.run("srun", "-N2", "-n4", "--overcommit", "python", script(slurm, text), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "master of 3 3\n"
+
+
+@pytest.mark.parametrize("name", ["digits", "allreduce"])
+def test_batch_scripts(slurm: Slurm, name: str) -> None:
+    """The examples, as they are."""
+    link = slurm.folder / "examples"
+    if not link.exists():
+        link.symlink_to(ROOT / "examples")
+    job, code = slurm.batch("--overcommit", f"examples/slurm/{name}.sbatch")
+    said = (slurm.folder / f"{name}-{job}.txt").read_text().splitlines()
+    assert code == 0, said
+    if name == "digits":
+        assert said[-1] == "same losses: True"
+    else:
+        assert said == ["left: nodes 0, 1", "right: nodes 2, 3", "on the last node:" + 3 * " [10.0, 10.0, 10.0, 10.0]"]
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_one_of_eight_does_not_start(slurm: Slurm) -> None:
+    """One error, which names it and its host and has its last lines; the others are ended."""
+    python = slurm.folder / "bin" / "python-of-task-5-is-broken"
+    python.write_text(
+        '#!/bin/sh\n[ "$SLURM_PROCID" = 5 ] && { echo "no such module: torch" >&2; exit 3; }\nexec python "$@"\n'
+    )
+    python.chmod(0o755)
+    way = ["salloc", "-N2", "-n8", "--overcommit", "dtrun", "--launcher", "slurm", "--python", str(python)]
+    start = time.monotonic()
+    done = slurm.run(*way, script(slurm, "dt.init_master_worker()"), timeout=120)
+    assert time.monotonic() - start < 30
+    assert done.returncode == 1
+    assert re.search(r"node 5 on right has ended before it joined \(Exited with exit code 3\)", done.stderr)
+    assert "no such module: torch" in done.stderr
+    assert done.stderr.count("has ended before it joined") == 1
+
+
+def test_a_script_that_ends_at_once(slurm: Slurm) -> None:
+    """The other tasks are told, and do not wait for a master that never comes."""
+    start = time.monotonic()
+    done = slurm.run("srun", "-N2", "-n4", "--overcommit", "dtrun", script(slurm, "1 +"), timeout=120)
+    assert time.monotonic() - start < 30
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr
+    assert "connection" not in done.stderr
+
+
+def test_srun_itself_fails(slurm: Slurm) -> None:
+    way = ["salloc", "-n2", "dtrun", "--launcher", "slurm", "--launcher-option", "srun=--nodelist=nowhere"]
+    done = slurm.run(*way, script(slurm, "dt.init_master_worker()"), timeout=120)
+    assert done.returncode == 1
+    assert "srun ended (exit code 1) before all had joined" in done.stderr
+    assert "configuration is not available" in done.stderr, "what srun itself says"
+
+
+@WAYS
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda s: s.name)
+def test_the_launcher_is_ended(slurm: Slurm, way: list[str], number: signal.Signals) -> None:
+    """srun, or the dtrun below salloc: nothing is left 10 s later."""
+    with slurm.start(*way, script(slurm, FOREVER)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("busy"), process.communicate()[1]
+        if way is ALLOCATION:
+            slurm.run("pkill", f"-{number.name[3:]}", "-f", "python[^ ]* -m dtrun")  # inside of the host
+        else:
+            signal_to(process, number)
+        slurm.settle(10)
+        process.communicate(timeout=30)
+    assert process.returncode != 0 or way is ALLOCATION, "salloc has an opinion of its own"
+
+
+@WAYS
+def test_scancel(slurm: Slurm, way: list[str]) -> None:
+    with slurm.start(*way, script(slurm, FOREVER)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("busy"), process.communicate()[1]
+        slurm.run("scancel", *slurm.jobs())
+        slurm.settle(10)
+        process.communicate(timeout=30)
+
+
+@WAYS
+def test_a_node_is_killed(slurm: Slurm, way: list[str]) -> None:
+    """The others go on, as with any launcher."""
+    text = """
+    import signal
+    dt.init_master_worker()
+    x = torch.ones(3, device="node:2")
+    try:
+        dt.run(lambda: os.kill(os.getpid(), signal.SIGKILL), node=2)
+        x.sum().item()
+    except dt.NodeLost as error:
+        print(str(error).splitlines()[0])
+    print(torch.ones(3, device="node:1").sum().item())
+    """
+    done = slurm.run(*way, script(slurm, text), timeout=120)
+    lost, rest = done.stdout.splitlines()
+    assert lost.startswith("node 2 (host right, pid ")
+    assert "SIGKILL" in lost
+    assert rest == "3.0"
+
+
+@WAYS
+def test_what_others_can_see(slurm: Slurm, way: list[str]) -> None:
+    """No secret in any command line or environment; the connection file is gone when all have come."""
+    with slurm.start(*way, script(slurm, FOREVER)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("busy"), process.communicate()[1]
+        assert connection_files(slurm) == []
+        for host in ADDRESSES:
+            seen = slurm.run(
+                "sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ | tr '\\0' '\\n'", host=host
+            ).stdout
+            assert "dtrun" in seen
+            assert "secret_key" not in seen
+            # keys of CURVE are 40 characters of Z85
+            assert re.findall(r"(?<![^\s=])[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}(?!\S)", seen) == []
+        signal_to(process, signal.SIGTERM)
+        process.communicate(timeout=30)

@@ -25,6 +25,7 @@ LAYERS = {
     "interfaces": 0,
     "keys": 0,
     "mpi": 1,
+    "slurm": 1,
     "binding": 1,
     "codec": 1,
     "ops": 1,

@@ -79,7 +79,7 @@ def start(hosts: Hosts, command: list[str], text: str, *options: str) -> subproc
 def test_a_script(hosts: tuple[Hosts, Path], command: list[str]) -> None:
     text = """
     print([(node["host"], node["alive"]) for node in dt.nodes()])
-    print(dt.run(os.getcwd, node=2) == os.getcwd(), dt.run(os.environ.get, "FORWARDED", node=2))
+    print(dt.run(os.getcwd, node=2) == os.getcwd(), dt.run(os.getenv, "FORWARDED", node=2))
     xs = [torch.full((100_000,), float(k + 1), device=f"node:{k}") for k in range(3)]
     dt.all_reduce(xs)
     dt.all_reduce(xs[1:], algorithm="ring")

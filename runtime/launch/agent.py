@@ -25,7 +25,7 @@ import msgspec
 
 from ..bundle import PROTOCOL, VERSION
 from ..errors import ProtocolError, StartError
-from .control import Beat, Knock, News, Order, Refuse, Stop, Unfit
+from .control import Beat, Knock, News, Order, Ready, Refuse, Stop, Unfit
 from .loop import Loop
 from .output import Output
 from .process import adopt_orphans, describe_exit, end_children, name_process
@@ -67,7 +67,7 @@ class Agent:
         self._heard = time.monotonic()
         self._ending: float | None = None  #: when to be done with it at the latest
         self._code = 0
-        self._torch = ""
+        self._ready = False  #: the fork server is
         up.say(knock)
         adopt_orphans()
         sock, self._server = spawn_server(preload, tied=True)
@@ -109,11 +109,12 @@ class Agent:
                     self._down.say(order)
         if self._up.ended:
             self._loop.forget(self._up.fileno())
-            self._end(EX_BOSS_GONE)
+            self._end(EX_BOSS_GONE if self._ending is None else 0)
 
     def _take_news(self) -> None:
         for news in self._down.hear():
             self._up.say(news)
+            self._ready = self._ready or isinstance(news, Ready)
             if isinstance(news, Unfit):
                 self._end(1)
         if self._down.ended and self._ending is None:
@@ -143,7 +144,8 @@ class Agent:
 
     def _stop(self, grace: float) -> None:
         self._down.say(Stop(grace))
-        deadline = time.monotonic() + grace + PATIENCE
+        # before it is ready there are no nodes, and it would hear of this when it has imported torch only
+        deadline = time.monotonic() + (grace + PATIENCE if self._ready else 0)
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
 
     def _close(self) -> None:

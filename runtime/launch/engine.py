@@ -89,5 +89,9 @@ class Engine(ABC):
         """What nodes that no branch has taken are waiting for: "2 of 4 agents have come"."""
         return "no host has room for them"
 
+    def awaits(self) -> bool:
+        """Whether somebody is on the way who has to be told that it is over: a root that ends waits for those."""
+        return False
+
     def end(self) -> None:  # noqa: B027 - most have nothing beyond their branches
         """All branches are closed, and the root ends: what the engine itself has open or started is given back."""

@@ -166,10 +166,7 @@ def become_node(where: Meeting, timeout: float) -> NoReturn:
 
     Raises StartError when the invitation is not there within ``timeout`` seconds.
     """
-    rank = (where.rank or 0) - 1
-    local = where.local_rank, where.local_size
-    if where.local_size and os.environ.get("GROUP_RANK", "0") == "0":
-        local = where.local_rank - 1, where.local_size - 1  # the master is the first process of its host
+    rank, *local = where.seat
     told = os.memfd_create("invitation", 0)
     os.write(told, msgspec.json.encode(where.invitation(timeout)))
     os.lseek(told, 0, os.SEEK_SET)

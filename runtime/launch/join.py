@@ -58,11 +58,15 @@ class JoinLauncher(PlannedLauncher):
 
 
 class JoinEngine(NearbyEngine):
-    """Opens the door. Options of the plan: ``connection_file``, or ``host``, ``port`` and ``meeting``."""
+    """Opens the door. Options of the plan: ``connection_file``, or ``host``, ``port`` and ``meeting``.
+
+    ``all_come``: something outside starts all that are to join, so each of them has to hear of the end.
+    """
 
     def __init__(self, boss: Boss) -> None:
         super().__init__(boss)
         self.guests: list[_Guest] = []
+        self.came = 0  #: how many nodes have been here at once
         self._file: ConnectionFile | None = None
         self._reception: Reception | None = None
 
@@ -90,6 +94,9 @@ class JoinEngine(NearbyEngine):
             if self._reception.refused:
                 text += f"; {self._reception.refused} knocked with another job's key"
         return text + ")"
+
+    def awaits(self) -> bool:
+        return "all_come" in self.plan.options and self.came < self.plan.most
 
     def end(self) -> None:
         if self._file is not None:
@@ -124,6 +131,7 @@ class JoinEngine(NearbyEngine):
 
     def joined(self) -> None:
         """Somebody was let in: when nobody else may come, nobody needs the file any more."""
+        self.came = max(self.came, self.slots)
         if self._file is not None and self.plan.most and self.slots >= self.plan.most:
             self._file.remove()
 

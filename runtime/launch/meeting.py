@@ -3,6 +3,7 @@
     env://              MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torch.distributed's scripts have them
     tcp://host:port     the same, in the call; nodes prove themselves by the user's secret file
     file:///path        a connection file, which the master writes and removes
+    slurm://            the tasks of one srun, with a connection file of its own; slurm:///path: with that one
     torchrun            what env:// means under torchrun, which has a store of its own at that port
 
 As in torch.distributed every process may run the same script: rank 0 is the master, the others are its nodes.
@@ -18,17 +19,18 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
+from .. import slurm
 from .invitation import Invitation, derived, invite, read_connection_file, shared_secret
 
 #: Forms of init_method, for messages.
-FORMS = "'local://', 'env://', 'tcp://host:port', 'file:///path'"
+FORMS = "'local://', 'env://', 'tcp://host:port', 'file:///path', 'slurm://'"
 
 
 @dataclass(frozen=True)
 class Meeting:
     """One way to meet. ``rank`` and ``size`` count the processes of one script; None where nobody has said."""
 
-    kind: str  #: "tcp", "file" or "torchrun"
+    kind: str  #: "tcp", "file", "slurm" or "torchrun"
     host: str = ""
     port: int = 0
     path: str = ""
@@ -38,13 +40,16 @@ class Meeting:
     local_rank: int = -1  #: among the processes of its host, where something outside knows
     local_size: int = 0
 
+    beside: bool = True  #: rank 0, the master, is on this host as well, where something outside knows
+    interface: tuple[str, ...] = ()  #: where the master is to listen; empty: what the rest says
+
     def __str__(self) -> str:
-        return f"file://{self.path}" if self.path else f"{self.kind}://{_bracketed(self.host)}:{self.port}"
+        return f"{self.kind}://{self.path}" if self.path else f"{self.kind}://{_bracketed(self.host)}:{self.port}"
 
     @property
     def options(self) -> dict[str, str]:
         """For the root's plan."""
-        if self.kind == "file":
+        if self.path:
             return {"connection_file": self.path}
         found = {"host": self.host, "port": str(self.port), "meeting": self.name}
         if self.kind == "torchrun":  # which itself listens there
@@ -56,12 +61,18 @@ class Meeting:
         """What the keys are derived for, beside the secret: the same at both ends, whatever they call the host."""
         return f"port {self.port} {self.run}".rstrip()
 
+    @property
+    def seat(self) -> tuple[int, int, int]:
+        """Which node this process is, and its rank among those of its host, and how many these are (-1, 0: unknown)."""
+        rank, master = (self.rank or 0) - 1, int(self.beside)
+        return (rank, self.local_rank - master, self.local_size - master) if self.local_size else (rank, -1, 0)
+
     def invitation(self, timeout: float) -> Invitation:
         """For a guest: waits up to ``timeout`` seconds where it can be told only by who has come before.
 
         Raises StartError when that is not there in time, or there is no secret.
         """
-        if self.kind == "file":
+        if self.path:
             return read_connection_file(self.path, timeout)
         addresses: tuple[str, ...] = (f"tcp://{_bracketed(self.host)}:{self.port}",)
         if self.kind == "torchrun":
@@ -101,6 +112,8 @@ def meeting(
             if not os.path.isabs(path):
                 raise ValueError(f"init_method {init_method!r} names no absolute path, as in file:///home/me/job")
             found = Meeting("file", path=path, rank=rank, size=size)
+        case "slurm":
+            found = of_slurm(environ, unquote(url.netloc + url.path), rank, size)
         case _:
             raise ValueError(f"init_method {init_method!r} is unknown; it is one of {FORMS}")
     if found is not None:
@@ -124,6 +137,26 @@ def _of_environment(environ: Mapping[str, str], rank: int | None, size: int | No
         size=_number(environ, "WORLD_SIZE", "env://") if size is None else size,
         local_rank=_number(environ, "LOCAL_RANK", "env://", -1) or 0,
         local_size=_number(environ, "LOCAL_WORLD_SIZE", "env://", 0) or 0,
+        beside=environ.get("GROUP_RANK", "0") == "0",
+    )
+
+
+def of_slurm(
+    environ: Mapping[str, str] = os.environ, path: str = "", rank: int | None = None, size: int | None = None
+) -> Meeting:
+    """Where the tasks of one srun meet. Raises ValueError in a process that is none of several."""
+    task = slurm.task(environ)
+    if task is None:
+        raise ValueError("init_method 'slurm://' needs the tasks of one srun: srun -n 5 python script.py")
+    return Meeting(
+        "slurm",
+        path=path or slurm.connection_file(task.name, environ),
+        interface=slurm.own_addresses(environ) if task.hosts > 1 else (),
+        rank=task.rank if rank is None else rank,
+        size=task.size if size is None else size,
+        local_rank=task.local_rank,
+        local_size=task.local_size,
+        beside=task.host == 0,
     )
 
 

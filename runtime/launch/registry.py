@@ -15,6 +15,7 @@ _BUILTIN = {
     "nearby": ".planned:PlannedLauncher",  # for tests
     "join": ".join:JoinLauncher",
     "ray": ".ray:RayLauncher",
+    "slurm": ".slurm:SlurmLauncher",
 }
 
 #: The same of what a root gets its nodes by; the root imports its plan's only.
@@ -23,6 +24,7 @@ _ENGINES = {
     "nearby": ".piped:NearbyEngine",
     "join": ".join:JoinEngine",
     "ray": ".ray:RayEngine",
+    "slurm": ".slurm:SlurmEngine",
 }
 
 #: What "auto" stands for in this process: dtrun, when mpiexec has started it, runs the script where "mpi" is meant.

@@ -78,6 +78,7 @@ class Root:
         self._owed: deque[tuple[Branch, int]] = deque()  #: what was said and not taken yet, of whom
         self._flushing: dict[int, set[Branch]] = {}  #: by the id of a Flush: who has not answered it yet
         self._ending: float | None = None  #: when to be done with it at the latest
+        self._hurries = False  #: a signal has ended it
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -86,7 +87,7 @@ class Root:
         self.loop.later(BEAT, self._beat)
 
     def run(self) -> None:
-        while self._ending is None or (self._branches and time.monotonic() < self._ending):
+        while self._ending is None or (self._is_needed() and time.monotonic() < self._ending):
             self._watch_room()
             due = self._printer.due
             self.loop.turn(None if due is None else max(0.0, due - time.monotonic()))
@@ -102,6 +103,10 @@ class Root:
         end_children(2.0)
         self._printer.flush(0.5)
         self._up.push(0.5)
+
+    def _is_needed(self) -> bool:
+        """While it ends: for the time that it has at most."""
+        return bool(self._branches) or (self._engine is not None and not self._hurries and self._engine.awaits())
 
     def _watch_room(self) -> None:
         self._up.watch_room(self.loop)

@@ -1,0 +1,79 @@
+"""L1: Slurm as its jobs see it, by the environment that it gives them. Nothing is asked of Slurm itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .interfaces import interfaces, is_loopback, listening_as
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of the tasks that a ``srun`` has started together."""
+
+    name: str  #: of the step, unlike any other's: cluster, job and step
+    rank: int
+    size: int
+    local_rank: int  #: among the tasks of its host
+    local_size: int
+    host: int  #: which of the step's hosts this is; task 0 is on host 0
+    hosts: int  #: how many those are
+
+
+def task(environ: Mapping[str, str] = os.environ) -> Task | None:
+    """What this process is; None for one that no srun has started, or that is the only one of its step.
+
+    A batch script is no task, although Slurm gives it a rank of 0: it has no step's id.
+    """
+    try:
+        rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
+        job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
+        host, hosts = int(environ["SLURM_NODEID"]), int(environ["SLURM_STEP_NUM_NODES"])
+        local_rank, local_sizes = int(environ["SLURM_LOCALID"]), per_host(environ["SLURM_STEP_TASKS_PER_NODE"])
+    except (KeyError, ValueError):
+        return None
+    if size < 2:
+        return None
+    name = f"{environ.get('SLURM_CLUSTER_NAME', 'cluster')}-{job}.{step}"
+    return Task(name, rank, size, local_rank, local_sizes[host], host, hosts)
+
+
+def task_count(environ: Mapping[str, str] = os.environ) -> int:
+    """How many tasks the allocation around this process is for; 0 without one, or when nobody has said."""
+    if "SLURM_JOB_ID" not in environ:
+        return 0
+    if environ.get("SLURM_NTASKS", "").isdecimal():
+        return int(environ["SLURM_NTASKS"])
+    return sum(per_host(environ.get("SLURM_TASKS_PER_NODE", "")))
+
+
+def per_host(text: str) -> list[int]:
+    """``2(x3),1`` is 2, 2, 2, 1."""
+    found: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(count)] * int(times or 1)
+    return found
+
+
+def connection_file(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Where the connection file of a job is, on all hosts: in DISTTENSOR_CONNECTION_DIR, or in the user's home."""
+    folder = environ.get("DISTTENSOR_CONNECTION_DIR") or "~/.config/disttensor"
+    return os.path.join(os.path.abspath(os.path.expanduser(folder)), f"slurm-{name}")
+
+
+def own_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The addresses of this host for the other hosts of its cluster: those of the name that Slurm knows it by, if that
+    resolves, else of its own name, else all that it has."""
+    for name in (environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
+        try:
+            found = [address for address in listening_as(name) if not is_loopback(address)] if name else []
+        except ValueError:
+            continue
+        if found:
+            return tuple(found)
+    everything = [address for addresses in interfaces().values() for address in addresses]
+    return tuple(address for address in everything if not is_loopback(address)) or tuple(everything)
