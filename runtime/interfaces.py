@@ -43,7 +43,7 @@ def addresses_of(names: Sequence[str]) -> tuple[str, ...]:
     out: dict[str, None] = {}
     for name in names:
         out.update(dict.fromkeys(interfaces().get(name) or listening_as(name)))
-    return tuple(sorted(out, key=_is_loopback))
+    return tuple(sorted(out, key=is_loopback))
 
 
 def listening_as(host: str) -> tuple[str, ...]:
