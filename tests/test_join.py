@@ -272,8 +272,10 @@ def test_who_is_missing_is_said(job: Job) -> None:
     launcher = job(url, 3)
     launcher.start(asked("x", "y", "z"))
     assert "none of 3 have" in missing(launcher, "none of")
+    with Agent(meeting(url).invitation(LIMIT), knock("a", 1, 1)):
+        text = missing(launcher, "1 on a of 3 have, of nodes 0,2 nothing was heard")
     with Agent(meeting(url).invitation(LIMIT), knock("a", 2)):
-        text = missing(launcher, "2 on a of 3 have")
+        text = missing(launcher, "2 on a of 3 have;")
     assert f"the door is tcp://127.0.0.1:{url[-5:].strip(':')}" in text
 
 

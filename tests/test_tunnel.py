@@ -110,6 +110,17 @@ def test_a_writer_waits_for_its_reader() -> None:
         assert receive(here, 19) == b"there is room again"
 
 
+def test_a_writer_that_does_not_wait_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tunnelled() as (at, here, there):
+        monkeypatch.setattr(tunnel._End, "away", property(lambda self: 0, lambda self, value: None), raising=False)
+        with contextlib.suppress(OSError):
+            while True:
+                there.sendall(bytes(1 << 16))
+        assert at.accept() is None
+        while here.recv(1 << 20):
+            pass
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["root", "agent"])
 def test_the_end_of_one_is_the_end_of_the_other_after_all_that_was_said(which: int) -> None:
     with tunnelled() as (_, *ends):

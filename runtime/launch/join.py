@@ -87,10 +87,15 @@ class JoinEngine(NearbyEngine):
         return self._reception.addresses
 
     def waiting(self) -> str:
-        came = ", ".join(f"{slots} on {host}" for host, slots in _by_host(self._present()).items()) or "none"
-        text = f"nobody has joined with it yet ({came} of {self.plan.most or 'any number'} have; "
+        there, least = self._present(), self.plan.least or self.plan.most
+        came = ", ".join(f"{slots} on {host}" for host, slots in _by_host(there).items()) or "none"
+        text = f"too few have joined yet ({came} of {least or 'any number'} have"
+        if there and all(guest.wish >= 0 for guest in there) and not self.plan.hosts:
+            taken = {rank for guest in there for rank in range(guest.wish, guest.wish + guest.slots)}
+            absent = set(range(least)) - taken
+            text += f", of node{'s' * (len(absent) > 1)} {spans(absent)} nothing was heard"
         if self._reception is not None:
-            text += f"the door is {', '.join(self._reception.addresses)}"
+            text += f"; the door is {', '.join(self._reception.addresses)}"
             if self._reception.refused:
                 text += f"; {self._reception.refused} knocked with another job's key"
         return text + ")"

@@ -94,6 +94,9 @@ class _End:
         kind, rest = message[:1], message[1:]
         if kind == b"D":
             self.waiting += rest
+            if len(self.waiting) > WINDOW + _PIECE:  # it does not wait for us, as it should
+                self.waiting.clear()
+                self.over = True
         elif kind == b"A":
             self.away -= int.from_bytes(rest, "big")
         elif kind == b"E":
