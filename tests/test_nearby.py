@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 
 import pytest
 import torch
@@ -48,3 +50,12 @@ def test_session_after_session() -> None:
         with dt.init_master_worker(launcher="nearby", hosts="a,b", threads=1):
             assert torch.ones(2, device="node:1").sum().item() == 2
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTTENSOR_SSH", "/no/ssh/here")
+    for options in ({}, {"python": sys.executable}):
+        with dt.init_master_worker(hosts=["localhost:1", socket.gethostname()], launcher_options=options, threads=1):
+            assert torch.ones(2, device="node:1").sum().item() == 2
+    with pytest.raises(dt.StartError, match=r"ssh could not be started.*/no/ssh/here"):
+        dt.init_master_worker(hosts="localhost,elsewhere.invalid")

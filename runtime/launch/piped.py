@@ -35,9 +35,6 @@ PATIENCE = 1.0
 class PipedEngine(Engine):
     """Starts one process per host of the plan."""
 
-    #: What it is called, and what nodes are waiting for until the agent has knocked.
-    program = "the agent"
-
     def begin(self) -> None:
         for host in self.plan.hosts:
             PipedBranch(self, host)
@@ -45,6 +42,10 @@ class PipedEngine(Engine):
     @abstractmethod
     def command(self, host: Host) -> list[str]:
         """The command line that leads to an agent there. No secrets: everybody can read it."""
+
+    def called(self, host: Host) -> str:
+        """That program, in messages."""
+        return "the agent"
 
     def advice(self, host: str, code: int, lines: list[str]) -> str:
         """What to do when the process has ended before its agent has come."""
@@ -60,11 +61,12 @@ class PipedBranch(Branch):
         self._lines: deque[str] = deque(maxlen=LINES)
         self._rest = b""
         self._closed = False
+        self._program = engine.called(host)
         self._boss.add(self)
         me = os.getpid()
         ours, theirs = socket.socketpair()
+        err, err_in = os.pipe2(os.O_CLOEXEC)
         try:
-            err, err_in = os.pipe2(os.O_CLOEXEC)
             with contextlib.ExitStack() as stack:
                 stack.callback(os.close, err_in)
                 stack.enter_context(theirs)
@@ -78,8 +80,9 @@ class PipedBranch(Branch):
                 )
         except OSError as e:
             ours.close()
+            os.close(err)
             self._closed = True
-            self._boss.lost(self, f"{engine.program} could not be started: {e}", os.EX_OSERR, ())
+            self._boss.lost(self, f"{self._program} could not be started: {e}", os.EX_OSERR, ())
             return
         os.set_blocking(err, False)
         self._err = err
@@ -88,7 +91,7 @@ class PipedBranch(Branch):
         self._loop.watch(self._wire.fileno(), self._hear)
         self._loop.watch(err, self._read)
         self._loop.watch(self._pidfd, self._reap)
-        self._boss.doing(self, f"{engine.program} has not connected yet")
+        self._boss.doing(self, f"{self._program} has not connected yet")
         self._loop.later(engine.plan.timeout, self._too_late)
 
     def say(self, order: Order) -> None:
@@ -145,9 +148,9 @@ class PipedBranch(Branch):
             tail = self._tail()
             if self.knock is None:
                 advice = self._engine.advice(self.host, code, tail)
-                cause = f"{self._engine.program} ended ({how}) before an agent was there{advice and '; ' + advice}"
+                cause = f"{self._program} ended ({how}) before an agent was there{advice and '; ' + advice}"
             else:
-                cause = f"the connection with its agent has ended ({self._engine.program}: {how})"
+                cause = f"the connection with its agent has ended ({self._program}: {how})"
             self._boss.lost(self, cause, code or 1, tail)
 
     def _give_up(self) -> None:
@@ -156,7 +159,7 @@ class PipedBranch(Branch):
 
     def _too_late(self) -> None:
         if not self._closed and self.knock is None:
-            cause = f"no agent was there within {self._engine.plan.timeout:g} s ({self._engine.program} still tries)"
+            cause = f"no agent was there within {self._engine.plan.timeout:g} s ({self._program} still tries)"
             self._boss.lost(self, cause, os.EX_UNAVAILABLE, self._tail())
 
     def _tail(self) -> list[str]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from functools import cached_property
 
 from ..addresses import LOOPBACK, way_to
 from ..errors import StartError
-from .piped import PipedEngine
+from .piped import NearbyEngine
 from .plan import Host, Plan
 from .planned import PlannedLauncher
 
@@ -55,6 +56,12 @@ _ADVICE = {
 }
 
 
+def is_here(name: str) -> bool:
+    """Whether a host's name is this one's, or means it everywhere. Asks no name server."""
+    own = socket.gethostname()
+    return name in {own, own.partition(".")[0], "localhost", "127.0.0.1", "::1"}
+
+
 def ssh_command(plan: Plan) -> list[str]:
     """The program, with the user's options before ours."""
     program = shlex.split(plan.options.get("ssh") or os.environ.get(SSH) or "ssh")
@@ -62,13 +69,16 @@ def ssh_command(plan: Plan) -> list[str]:
     return [*program, *shlex.split(plan.options.get("ssh_options", "")), *ours]
 
 
-class SshEngine(PipedEngine):
-    """Starts one ssh per host."""
+class SshEngine(NearbyEngine):
+    """Starts one ssh per host, and an agent without ssh on this one, as mpirun does."""
 
-    program = "ssh"
+    def called(self, host: Host) -> str:
+        return "the agent" if is_here(host.name) else "ssh"
 
     def command(self, host: Host) -> list[str]:
-        return [*self._ssh, "--", host.name, self._agent]
+        if not is_here(host.name):
+            return [*self._ssh, "--", host.name, self._agent]
+        return ["/bin/sh", "-c", self._agent] if self.plan.python else super().command(host)
 
     @cached_property
     def _ssh(self) -> list[str]:
@@ -106,31 +116,32 @@ class SshLauncher(PlannedLauncher):
         nodes on this host would tell nodes on others to find them there."""
         found: dict[str, None] = {}
         # the last is for hosts that only ssh knows, as behind a jump host
-        for name in (*addresses_by_ssh(self.plan), _ANYWHERE):
-            if name != _ANYWHERE or not found:
+        others = addresses_by_ssh(self.plan)
+        for name in (*others, _ANYWHERE):
+            if name != _ANYWHERE or (others and not found):
                 with contextlib.suppress(OSError):
                     found[way_to(name)] = None
-        others = [address for address in found if not _is_loopback(address)]
-        return tuple(others) or (LOOPBACK,)
+        return tuple(address for address in found if not _is_loopback(address)) or (LOOPBACK,)
 
 
 def addresses_by_ssh(plan: Plan) -> list[str]:
-    """What ssh's configuration says that the hosts' addresses are; their names if it says nothing."""
+    """What ssh's configuration says that the other hosts' addresses are; their names if it says nothing."""
     command = [*ssh_command(plan), "-G", "--"]
+    hosts = [host.name for host in plan.hosts if not is_here(host.name)]
     try:
         asked = [
             subprocess.Popen(
-                [*command, host.name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                [*command, host], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
-            for host in plan.hosts
+            for host in hosts
         ]
     except OSError as e:
         raise StartError(f"ssh could not be started: {e}") from e
     found = []
-    for host, process in zip(plan.hosts, asked, strict=True):
+    for host, process in zip(hosts, asked, strict=True):
         lines = process.communicate()[0].decode(errors="replace").splitlines()
         names = [line.split()[1] for line in lines if line.startswith("hostname ")]
-        found.append(names[0] if names else host.name.rpartition("@")[2])
+        found.append(names[0] if names else host.rpartition("@")[2])
     return found
 
 
