@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from .options import guest_of, parse, plan_of, program_of, settings
+from .job import guest_of, parse, plan_of, program_of, settings
 from .runtime import mpi
 from .runtime.errors import StartError
 from .runtime.launch import registry

@@ -21,7 +21,7 @@ from stub_workers import LIGHT
 from test_launch import gone
 
 import disttensor
-from disttensor.options import parse
+from disttensor.job import parse
 from disttensor.runtime.launch.spawn import LAUNCHER_FD, inherited_server
 
 # The import would put the module in the place of the function disttensor.run, for all tests of this process.

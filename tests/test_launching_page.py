@@ -82,4 +82,4 @@ def test_all_pages_are_named() -> None:
     """From here one gets to the page of every way of launching."""
     linked = set(re.findall(r"\]\((\w+\.md)\)", PAGE))
     missing = {name for name in linked if not (ROOT / "docs" / name).exists()}
-    assert missing <= {"SLURM.md", "PROCESS_GROUPS.md"}
+    assert missing <= {"PROCESS_GROUPS.md"}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.options import guest_of, parse, parser, plan_of, settings
+from disttensor.job import guest_of, parse, plan_of, settings
+from disttensor.options import parser
 from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
 from disttensor.runtime.launch.plan import Host, Plan
 
@@ -118,6 +119,9 @@ TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
         ([*TOGETHER, "--rdzv-endpoint", "a:1"], "says the same as --master-addr"),
         (["--nnodes", "2", "--rdzv-endpoint", "a"], "--rdzv-endpoint is HOST:PORT, not 'a'"),
         ([*TOGETHER[:-1], "70000"], "a port is 65535 at most"),
+        (["--launcher", "ray", "--nnodes", "1:2"], "Ray is asked for all nodes at once"),
+        (["-n", "gpu"], "this machine has no GPU"),
+        (["-n", "0"], "a whole number of at least 1 is needed, not '0'"),
         (["--env", "1=2"], "NAME or NAME=VALUE is needed, not '1=2'"),
         (["--python", "/x"], "--python is for hosts that dtrun reaches itself"),
         (["--ssh-options=-v"], "--ssh-options is for --hosts"),
@@ -129,7 +133,14 @@ TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
         (["--log-dir", "logs", "--redirects", "0:4"], "'4' names no streams"),
     ],
 )
-def test_contradictions(script: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_contradictions(
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(SystemExit) as end:
         parse([*arguments, script])
     assert end.value.code == 2
@@ -168,6 +179,8 @@ def test_settings(script: str) -> None:
         "DISTTENSOR_BACKEND": "tcp",
     }
     assert options.arguments == ["-n", "9"]
+    assert parse(["-n", "cpu", script]).nodes == len(os.sched_getaffinity(0))
+    assert parse(["-n", "auto", script]).nodes is None
 
 
 def test_plan(script: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.options import parse, plan_of
+from disttensor.job import parse, plan_of
 from disttensor.runtime import slurm
 from disttensor.runtime.launch.meeting import meeting
 
