@@ -26,9 +26,9 @@ ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *second: str) -> Iterator[str]:
-    """The address of a cluster that lives as long as the block."""
-    command = [sys.executable, __file__, str(folder), *second]
+def cluster(folder: Path, *second: str, gpus: int = 0) -> Iterator[str]:
+    """The address of a cluster that lives as long as the block. ``gpus``: what each raylet is told to have."""
+    command = [sys.executable, __file__, str(gpus), *second]
     with (
         open(folder / "ray.log", "w") as log,
         subprocess.Popen(
@@ -45,12 +45,13 @@ def cluster(folder: Path, *second: str) -> Iterator[str]:
             process.wait(30)
 
 
-def main(folder: str, *second: str) -> None:
+def main(gpus: str, *second: str) -> None:
     from ray.cluster_utils import Cluster
 
-    whole = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS, "include_dashboard": False})
+    each = {"num_cpus": CPUS, "num_gpus": int(gpus)}
+    whole = Cluster(initialize_head=True, head_node_args={**each, "include_dashboard": False})
     os.environ.update(dict(text.partition("=")[::2] for text in second))
-    whole.add_node(num_cpus=CPUS)
+    whole.add_node(**each)
     whole.wait_for_nodes()
     print(whole.address, flush=True)
     sys.stdin.read()

@@ -133,6 +133,18 @@ def test_nodes_join_by_a_connection_file(job: Job, tmp_path: Path) -> None:
         ]
 
 
+def test_places_that_agents_know(job: Job, tmp_path: Path) -> None:
+    """Whoever has started them says which of a host they are, also of the last one, with which nodes are dealt."""
+    path = tmp_path / "job"
+    launcher = job(f"file://{path}", 2)
+    launcher.start(asked("x", "y"))
+    invitation = read_connection_file(path, LIMIT)
+    own = [msgspec.structs.replace(knock("a", wish=k), local_rank=0, local_size=1) for k in range(2)]
+    with Agent(invitation, own[0]) as first, Agent(invitation, own[1]) as second:
+        assert seated(first) == (0, 0, 1)
+        assert seated(second) == (1, 0, 1)
+
+
 def test_the_file_goes_with_the_job(job: Job, tmp_path: Path) -> None:
     path = tmp_path / "job"
     launcher = job(f"file://{path}", 2)

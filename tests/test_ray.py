@@ -150,6 +150,23 @@ def test_one_host_cannot(tmp_path: Path) -> None:
     assert "No module named 'nothing_of_the_kind'" in done.stderr
 
 
+def test_gpus(tmp_path: Path) -> None:
+    """Each node sees those that Ray has given it; by default one, where there are enough."""
+    (tmp_path / "run").mkdir()
+    with cluster(tmp_path, gpus=2) as found:
+        runs = Runs(tmp_path / "run", found)
+        script = runs.script("""
+import os, disttensor as dt
+for nodes, options in (4, {}), (2, {"num_gpus": 2}):
+    with dt.init_master_worker(nodes=nodes, launcher="ray", launcher_options=options):
+        print(sorted(dt.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "none"), node=range(nodes))))
+""")
+        done = runs.run(script)
+        runs.settle()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["['0', '0', '1', '1']", "['0,1', '0,1']"]
+
+
 BUSY = """
 import time, torch, disttensor as dt
 with dt.init_master_worker(nodes=4, launcher="ray"):

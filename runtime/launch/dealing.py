@@ -72,10 +72,8 @@ class Seats:
     def _complete(self, start: Start, branches: Sequence[Branch]) -> Start:
         """With its place among the nodes of its host."""
         branch, seat = self._at[start.bundle.rank]
-        knock = branch.knock
-        if knock is not None and knock.local_size:
-            first, size = max(knock.local_rank, 0), knock.local_size
-        else:
+        first, size = branch.place
+        if not size:
             # several agents may be on one host: those before it come first
             mates = [b for b in branches if b.host == branch.host]
             first = sum(len(self.of(b)) for b in mates[: mates.index(branch)])

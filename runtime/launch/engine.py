@@ -28,6 +28,7 @@ class Branch(ABC):
         self.slots = slots
         self.wish = wish  #: the rank of its first node, where something outside has dealt them; else -1
         self.expected = expected
+        self.place = 0, 0  #: of its first node among those of its host, and how many these are; 0: the root counts
         # the root's:
         self.what = "its agent has not come yet"  #: what its nodes are waiting for
         self.knock: Knock | None = None

@@ -177,6 +177,7 @@ class _Guest(Branch):
 
     def _greet(self, knock: Knock) -> bool:
         self.host, self.pid, self.slots, self.wish = knock.host, knock.pid, max(1, knock.slots), knock.wish
+        self.place = max(0, knock.local_rank), knock.local_size
         if why := self._engine.admits(self, knock):
             self.say(Refuse(why))
             self.close()

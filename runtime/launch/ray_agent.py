@@ -35,7 +35,8 @@ def main(argv: Sequence[str] = ()) -> int:
         return os.EX_USAGE
     threading.Thread(target=_watch, name="life-line", daemon=True).start()
     try:
-        return join(told.invitation, _TIMEOUT, told.slots, told.first)
+        # what Ray has given it, no other agent on the same machine may use
+        return join(told.invitation, _TIMEOUT, told.slots, told.first, 0, told.slots)
     except StartError as e:
         print(f"disttensor: {e}", file=sys.stderr)
         return 1
