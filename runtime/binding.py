@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from . import slurm
 from .bundle import Bundle
 
 KINDS = ("none", "gpu", "core", "numa")
@@ -43,6 +44,8 @@ class Host:
     gpus: tuple[str, ...] = ()  #: as CUDA_VISIBLE_DEVICES names them
     domains: tuple[tuple[int, ...], ...] = ((0,),)  #: cores by NUMA domain, those of one physical core side by side
     cpus: int = 0  #: how many may be busy at a time, where that is less than all (a container's quota); 0: all
+    own_gpus: bool = False  #: the GPUs are for one node: whoever started it has divided those of the host
+    own_cores: bool = False  #: the cores are
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -75,8 +78,11 @@ def plan(kind: str, place: int, size: int, host: Host, threads: int = 0) -> Bind
     kind = kind or DEFAULT
     if kind not in KINDS:
         raise ValueError(f"bind={kind!r} is unknown (known: {', '.join(map(repr, KINDS))})")
+    nodes = size  #: of the host
     usable = min(len(host.cores), host.cpus or len(host.cores))
-    gpus = block(host.gpus, place, size) if kind != "none" and host.gpus else None
+    gpus = block(host.gpus, *((0, 1) if host.own_gpus else (place, size))) if kind != "none" and host.gpus else None
+    if host.own_cores:
+        place, size = 0, 1
     cores: tuple[int, ...] = ()
     mates = size  #: nodes that share those cores
     if kind == "core":
@@ -87,8 +93,8 @@ def plan(kind: str, place: int, size: int, host: Host, threads: int = 0) -> Bind
         mates = homes.count(homes[place])
     fitting = min(len(cores) // mates, usable // size) if cores else usable // size
     said = []
-    if gpus is not None and len(host.gpus) < size:
-        said.append(f"{size} nodes share {_number(len(host.gpus), 'GPU')}")
+    if gpus is not None and len(host.gpus) < nodes and not host.own_gpus:
+        said.append(f"{nodes} nodes share {_number(len(host.gpus), 'GPU')}")
     if usable < size:
         said.append(f"{size} nodes share {_number(usable, 'core')}")
     return Binding(gpus, cores, threads or max(1, fitting), ", and ".join(said))
@@ -104,7 +110,8 @@ def _number(n: int, what: str) -> str:
 @cache
 def this_host() -> Host:
     """What affinity, container and CUDA_VISIBLE_DEVICES leave to this process before it is bound. Never raises."""
-    return Host(gpus(), _domains(os.sched_getaffinity(0)), _quota())
+    seen, cores = gpus(), os.sched_getaffinity(0)
+    return Host(seen, _domains(cores), _quota(), *slurm.divided(len(seen), len(cores)))
 
 
 def gpus() -> tuple[str, ...]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from .interfaces import interfaces, is_loopback, listening_as
 
+#: Set where a task is one node, so that what it was given is the node's.
+NODE = "DISTTENSOR_SLURM_NODE"
+
 
 @dataclass(frozen=True)
 class Task:
@@ -40,6 +43,22 @@ def task(environ: Mapping[str, str] = os.environ) -> Task | None:
         return None
     name = f"{environ.get('SLURM_CLUSTER_NAME', 'cluster')}-{job}.{step}"
     return Task(name, rank, size, local_rank, local_sizes[host], host, hosts)
+
+
+def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> tuple[bool, bool]:
+    """Whether the GPUs, and the cores, that this node sees are its own, as Slurm has divided those of the host.
+
+    ``gpus`` and ``cores``: how many it sees. False for a node that is no task.
+    """
+    found = task(environ)
+    if found is None or NODE not in environ:
+        return False, False
+    all_gpus = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
+    all_cores = environ.get("SLURM_CPUS_ON_NODE", "")
+    return (
+        bool(gpus) and ("SLURM_GPUS_PER_TASK" in environ or gpus * found.local_size <= len(all_gpus.split(","))),
+        all_cores.isdecimal() and cores * found.local_size <= int(all_cores),
+    )
 
 
 def task_count(environ: Mapping[str, str] = os.environ) -> int:

@@ -102,6 +102,16 @@ def test_what_is_shared_is_said_in_one_line() -> None:
     assert plan("gpu", 0, 1, host).said == ""
 
 
+def test_what_was_divided_already_is_not_divided_again() -> None:
+    """As by Slurm, for each of its tasks: what a node sees is all its own."""
+    one = plan("gpu", 2, 4, Host(("2",), ((4, 5),), own_gpus=True, own_cores=True))
+    assert (one.gpus, one.threads, one.said) == (("2",), 2, "")
+    one = plan("core", 1, 2, Host(("0", "1"), ((4, 5),), own_cores=True))
+    assert (one.gpus, one.cores, one.threads) == (("1",), (4, 5), 2)
+    one = plan("gpu", 1, 2, Host(("3",), ((0, 1),), own_gpus=True))
+    assert (one.gpus, one.threads) == (("3",), 1)
+
+
 def test_an_unknown_kind() -> None:
     with pytest.raises(ValueError, match="bind='socket' is unknown"):
         plan("socket", 0, 1, LARGE)

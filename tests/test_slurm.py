@@ -68,6 +68,16 @@ def test_how_many_tasks() -> None:
     assert slurm.per_host("2(x3),1") == [2, 2, 2, 1]
 
 
+def test_what_slurm_has_divided() -> None:
+    job = {**STEP, "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "12", "SLURM_STEP_GPUS": "0,1,2", slurm.NODE: "1"}
+    assert slurm.divided(1, 4, {name: value for name, value in job.items() if name != slurm.NODE}) == (False, False)
+    assert slurm.divided(3, 12, job) == (False, False)
+    assert slurm.divided(1, 4, job) == (True, True)
+    assert slurm.divided(0, 4, job) == (False, True)
+    assert slurm.divided(1, 12, {**job, "SLURM_STEP_GPUS": "0", "SLURM_GPUS_PER_TASK": "1"}) == (True, False)
+    assert slurm.divided(1, 12, {**job, "SLURM_STEP_GPUS": "0"}) == (False, False), "all tasks have the same one"
+
+
 def test_seats() -> None:
     """Node k is task k + 1; on the first host, the master is the first task."""
     far = meeting("slurm://", environ=STEP)

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
+from .. import slurm
 from ..addresses import split
 from ..errors import BrokenError, ProtocolError, StartError
 from ..transport.tunnel import Visit
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dtrun worker: error: {e}", file=sys.stderr)
         return 2
     rank, local = options.rank if options.rank is not None else -1, tuple(options.local)
+    if found is not None and found.kind == "slurm" and options.slots == 1:
+        os.environ[slurm.NODE] = "1"
     if found is not None and found.kind != "file" and options.rank is None and found.rank is not None:
         rank, local = found.rank, (found.local_rank, found.local_size)  # all of them are nodes
     try:
@@ -167,6 +170,8 @@ def become_node(where: Meeting, timeout: float) -> NoReturn:
     Raises StartError when the invitation is not there within ``timeout`` seconds.
     """
     rank, *local = where.seat
+    if where.kind == "slurm":
+        os.environ[slurm.NODE] = "1"
     told = os.memfd_create("invitation", 0)
     os.write(told, msgspec.json.encode(where.invitation(timeout)))
     os.lseek(told, 0, os.SEEK_SET)
