@@ -379,3 +379,26 @@ def test_in_its_own_process(
     if "def f" in text:
         lines = err.splitlines()
         assert lines[1:5:2] == [f'  File "{script}", line 3, in <module>', f'  File "{script}", line 2, in f']
+
+
+AGAIN = """
+import os, torch, disttensor as dt
+seen = []
+for k in range(3):
+    with dt.init_master_worker(nodes=2, threads=1):
+        assert torch.full((2,), k, device="node:1").sum().item() == 2 * k
+        seen.append(dt.run(os.getppid, node=[0, 1]))
+        pids = dt.run(os.getpid, node=[0, 1])
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+print("one server:", len(set(map(tuple, seen))) == 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--launcher", "nearby", "--hosts", "a,b"]], ids=["local", "root"])
+def test_sessions_of_one_script_share_what_dtrun_has_started(tmp_path: Path, options: list[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AGAIN)
+    done = subprocess.run(
+        [sys.executable, "-m", "dtrun", *options, str(script)], capture_output=True, text=True, timeout=50
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one server: True\n", "")

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from output_kit import unfolded
-from test_launch import STUBS, bundles, collect
+from test_launch import STUBS, bundles, collect, gone
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.launch import Exited, Started
@@ -103,3 +104,20 @@ def test_what_nodes_are_waiting_for(tree: Tree, tmp_path: Path, monkeypatch: pyt
     while launcher.missing([0, 1, 2]) != expected:
         assert select.select([launcher], [], [], 10)[0]
         launcher.events()
+
+
+def test_rest(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
+    """Between sessions no node is left, and all that has imported torch is still there."""
+    launcher = tree(2, 1)
+    launcher.start(asked("serve", "stubborn", "serve"))
+    first = collect(launcher, 3)
+    servers = {event.rank: psutil.Process(event.pid).ppid() for event in first}
+    assert launcher._rest(0)
+    assert gone([event.pid for event in first], 0)
+    launcher.events()
+    launcher.start(asked("serve", "serve"))
+    second = collect(launcher, 2)
+    assert {(type(e), e.rank, e.host) for e in second} == {(Started, 0, "a"), (Started, 1, "a")}
+    assert all(psutil.Process(event.pid).ppid() == servers[0] for event in second)
+    launcher.stop(0)
+    assert gone([event.pid for event in second], 0)

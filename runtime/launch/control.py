@@ -1,6 +1,6 @@
 """What the processes of a job's launching tell each other: one set of frames for every wire between them.
 
-    master -- Plan, then Start, Kill, Stop ----------> root -- the same, Modules, Took, Beat --> agent --> fork server
+    master -- Plan, then Start, Kill, Stop, Rest ----> root -- the same, Modules, Took, Beat --> agent --> fork server
            <-- Ready, Began, Ended, Unfit, Doing, Room      <-- Knock, the same, Said ----------       <--
 
 A master of local nodes speaks to a fork server directly (without Plan, Doing, Room). Each struct goes as msgpack; how
@@ -45,6 +45,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     grace: float
     code: int = 0  #: an agent's exit code: not 0 where nobody has asked for this end
+
+
+class Rest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """As Stop, but stay for the session after this one: ``Rested`` says that no worker is left."""
+
+    grace: float
 
 
 class Took(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -118,6 +124,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     host: str = ""  #: where; the root fills it in
 
 
+class Rested(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """All workers have ended, as Rest wanted."""
+
+
 class Said(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A piece of what a node has written to its stdout (fd 1) or stderr (2), as it came: no prefix, any cut."""
 
@@ -153,5 +163,5 @@ class Listening(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     addresses: tuple[str, ...]
 
 
-Order = Plan | Output | Modules | Start | Kill | Stop | Took | Flush | Beat | Refuse
-News = Knock | Ready | Unfit | Began | Ended | Said | Flushed | Doing | Room | Listening
+Order = Plan | Output | Modules | Start | Kill | Stop | Rest | Took | Flush | Beat | Refuse
+News = Knock | Ready | Unfit | Began | Ended | Rested | Said | Flushed | Doing | Room | Listening

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .plan import plan_of_dtrun
+from .plan import Plan, plan_of_dtrun
 from .served import WORKER, ServedLauncher
 from .spawn import PRELOAD, inherited_server, spawn_server
 
@@ -28,3 +28,7 @@ class LocalLauncher(ServedLauncher):
         if sock is None:
             sock, process = spawn_server(preload)
         super().__init__(sock, process, entry)
+
+    @classmethod
+    def of(cls, plan: Plan) -> LocalLauncher:
+        return cls.again(plan) or cls()

@@ -36,7 +36,10 @@ class PlannedLauncher(ServedLauncher):
 
     @classmethod
     def of(cls, plan: Plan) -> PlannedLauncher:
-        return cls(plan)
+        return cls.again(plan) or cls(plan)
+
+    def serves(self, plan: Plan) -> bool:
+        return msgspec.structs.replace(plan, timeout=self.plan.timeout) == self.plan
 
     def ways(self) -> tuple[str, ...]:
         """The addresses of this host on which nodes reach the master, when no interface was named."""

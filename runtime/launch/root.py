@@ -35,6 +35,8 @@ from .control import (
     Order,
     Ready,
     Refuse,
+    Rest,
+    Rested,
     Room,
     Said,
     Start,
@@ -77,6 +79,7 @@ class Root:
         self._printer = Printer()
         self._owed: deque[tuple[Branch, int]] = deque()  #: what was said and not taken yet, of whom
         self._flushing: dict[int, set[Branch]] = {}  #: by the id of a Flush: who has not answered it yet
+        self._awake: set[Branch] = set()  #: who is to rest and has nodes left
         self._ending: float | None = None  #: when to be done with it at the latest
         self._hurries = False  #: a signal has ended it
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
@@ -141,6 +144,8 @@ class Root:
                         branch.say(order)
                 case Stop():
                     self._stop(order.grace)
+                case Rest():
+                    self._rest(order)
         if self._up.ended:
             self.loop.forget(self._up.fileno())
             self._stop(0, EX_BOSS_GONE)
@@ -170,6 +175,27 @@ class Root:
                 self.lost(branch, "was not needed any more", 0, ())
             else:
                 branch.say(Stop(grace, code))
+
+    def _rest(self, order: Rest) -> None:
+        self._seats.unseated.clear()
+        for branch in self._branches:
+            branch.waiting.clear()
+            if branch.knock is not None and branch.gone is None:
+                self._awake.add(branch)
+                branch.say(order)
+            else:
+                for rank in self._seats.of(branch):
+                    self._seats.leave(rank)
+        self._rested()
+
+    def _rested(self, branch: Branch | None = None) -> None:
+        """A branch has, or is gone, or there may be none."""
+        if branch is not None:
+            self._awake.discard(branch)
+        if not self._awake:
+            self._printer.flush()
+            self._up.say(Rested())
+            self._deal()
 
     # ---- dealing ---------------------------------------------------------------------------------------------------
 
@@ -236,6 +262,8 @@ class Root:
             case Said():
                 self._printer.take(news.rank, news.fd, news.data)
                 self._owed.append((branch, len(news.data)))
+            case Rested():
+                self._rested(branch)
             case Flushed():
                 self._flushed(news.id, branch)
             case Ready():
@@ -295,6 +323,8 @@ class Root:
             self._flushed(id, branch)
         for rank in self._seats.of(branch):
             self._end_node(branch, rank)
+        if branch in self._awake:
+            self._rested(branch)
         if not branch.expected or self._ending is not None:
             self._branches.remove(branch)
         self._deal()

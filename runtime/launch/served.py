@@ -6,6 +6,7 @@ and ``python -c`` work. Under dtrun there is a warm one already; its socket is i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -15,13 +16,31 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
 from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
-from .control import Began, Doing, Ended, Flush, Flushed, Kill, Listening, News, Ready, Room, Start, Stop, Unfit
+from .control import (
+    Began,
+    Doing,
+    Ended,
+    Flush,
+    Flushed,
+    Kill,
+    Listening,
+    News,
+    Ready,
+    Rest,
+    Rested,
+    Room,
+    Start,
+    Stop,
+    Unfit,
+)
 from .output import Output
+from .plan import Plan
 from .printer import spans
 from .process import describe_exit, wait_any
 from .wire import Stream, Wire
@@ -33,6 +52,9 @@ WORKER = "disttensor.runtime.worker:main"
 _PATIENCE = 4.0
 
 _live: weakref.WeakSet[ServedLauncher] = weakref.WeakSet()
+
+#: Those whose server is dtrun's, between sessions.
+_resting: list[ServedLauncher] = []
 
 
 class ServedLauncher(Launcher):
@@ -57,6 +79,7 @@ class ServedLauncher(Launcher):
         self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and what it is waiting for
         self._asked = 0  #: how many have been asked for
         self._flushes = self._flushed = 0  #: the ids of the last Flush and of the last that was answered
+        self._shown = self._rested = False
         self._trouble = ""  #: why the server is of no use any more
         self._stopped = False
         _live.add(self)
@@ -67,16 +90,14 @@ class ServedLauncher(Launcher):
 
     def show(self, output: Output) -> None:
         with self._using():
+            self._shown = True
             self._wire.say(output)
 
     def flush(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
         with contextlib.suppress(StartError, ForkError), self._using():
             self._flushes += 1
             self._wire.say(Flush(self._flushes))
-            while self._flushed < self._flushes and not self._trouble and (left := deadline - time.monotonic()) > 0:
-                if select.select([self._wire], [], [], left)[0]:
-                    self._hear()
+            self._await(lambda: self._flushed == self._flushes or bool(self._trouble), timeout)
 
     def start(self, bundles: Sequence[Bundle]) -> None:
         """Raises StartError when the server is gone or stopped, ValueError for a rank that runs."""
@@ -140,20 +161,52 @@ class ServedLauncher(Launcher):
             if self._stopped:
                 return
             self._stopped = True
-            try:
-                self._hear()
-                if self._server_pid:
-                    self._wire.say(Stop(grace))
-                    self._await_end(grace + _PATIENCE)
-            finally:
-                self._wire.close()  # by itself enough: the server ends its workers when the socket ends
-                self._end_server()
-                self._trouble = ""
+            self._hear()
+            if self._server is None and self._server_pid and self._rest(grace):
+                _resting.append(self)
+            else:
+                self._end(grace)
 
-    def _await_end(self, seconds: float) -> None:
+    def _rest(self, grace: float) -> bool:
+        """Ends the workers of a server that is dtrun's, which may be wanted again; False if it is of no use then."""
+        self._rested = False
+        self._wire.say(Rest(grace))
+        self._await(lambda: self._rested, grace + _PATIENCE)
+        return self._rested and not self._trouble
+
+    @classmethod
+    def again(cls, plan: Plan) -> Self | None:
+        """The one that rests since the session before this one, if it is for this plan; used again."""
+        for launcher in _resting:
+            if type(launcher) is cls and launcher._pid == os.getpid() and launcher.serves(plan):
+                _resting.remove(launcher)
+                launcher._stopped = False
+                launcher._events.clear()
+                launcher._doing.clear()
+                if launcher._shown:
+                    launcher.show(plan.output)
+                return launcher
+        return None
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether it is what this plan means."""
+        return True
+
+    def _end(self, grace: float) -> None:
+        try:
+            if self._server_pid:
+                self._wire.say(Stop(grace))
+                self._await(lambda: False, grace + _PATIENCE)
+        finally:
+            self._wire.close()  # by itself enough: the server ends its workers when the socket ends
+            self._end_server()
+            self._trouble = ""
+
+    def _await(self, true: Callable[[], bool], seconds: float) -> None:
+        """Hears what there is until that is true, the server has ended, or the time is over."""
         deadline = time.monotonic() + seconds
         self._wire.push(seconds)
-        while not self._wire.ended and (left := deadline - time.monotonic()) > 0:
+        while not (true() or self._wire.ended) and (left := deadline - time.monotonic()) > 0:
             if select.select([self._wire], [], [], left)[0]:
                 self._hear()
 
@@ -198,6 +251,8 @@ class ServedLauncher(Launcher):
                     self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
                 case Unfit():
                     self._trouble = "\n  ".join((f"{self.unfit}: {news.why}", *news.tail))
+                case Rested():
+                    self._rested = True
                 case Flushed():
                     self._flushed = max(self._flushed, news.id)
                 case Doing():
@@ -218,6 +273,15 @@ class ServedLauncher(Launcher):
         self._wire.close()
         if self._server is not None:
             self._server.returncode = 0  # not this process's child: nothing to wait for
+
+
+@atexit.register
+def _end_resting() -> None:
+    """Said, the end is another than when this process dies: the agents' exit codes tell."""
+    while _resting:
+        launcher = _resting.pop()
+        if launcher._pid == os.getpid():
+            launcher._end(0)
 
 
 def _after_fork() -> None:

@@ -29,7 +29,23 @@ from functools import partial
 
 from ..bundle import Bundle, write_bundle
 from .child import become_worker
-from .control import Began, Ended, Flush, Flushed, Kill, Modules, Order, Ready, Said, Start, Stop, Took, Unfit
+from .control import (
+    Began,
+    Ended,
+    Flush,
+    Flushed,
+    Kill,
+    Modules,
+    Order,
+    Ready,
+    Rest,
+    Rested,
+    Said,
+    Start,
+    Stop,
+    Took,
+    Unfit,
+)
 from .lines import Tail
 from .output import Output
 from .printer import Printer
@@ -74,6 +90,7 @@ class Server:
         self._nodes: dict[int, Node] = {}
         self._selector = selectors.PollSelector()  # epoll refuses regular files
         self._deadline: float | None = None  #: set while stopping: when to use more force
+        self._resting = False  #: it is only the session that ends
         self._force: int | None = None  #: the signal that the workers were sent last
         self._upward = False  #: the boss shows what nodes print
         self._unheard = 0  #: bytes of that which have not found their place yet
@@ -85,7 +102,11 @@ class Server:
         signal.signal(signal.SIGTERM, lambda *_: None)
 
     def run(self) -> None:
-        while self._nodes or self._deadline is None:
+        while True:
+            if not self._nodes and self._deadline is not None:
+                if not self._resting:
+                    break
+                self._wake()
             self._watch_room()
             times = [t for t in (self._deadline, self._printer.due) if t is not None]
             timeout = max(0.0, min(times) - time.monotonic()) if times else None
@@ -121,6 +142,9 @@ class Server:
                     self._nodes[order.rank].signal(order.signal)
                 case Stop():
                     self._stop(order.grace)
+                case Rest():
+                    self._stop(order.grace)
+                    self._resting = True
         if self._wire.ended:
             self._selector.unregister(self._wire)
             self._stop(0)
@@ -129,7 +153,16 @@ class Server:
         os.read(self._wakeup[0], 64)
         self._stop(0)
 
+    def _wake(self) -> None:
+        """No worker is left of a session after which there may be another."""
+        self._deadline = self._force = None
+        self._resting = False
+        end_children(0)
+        self._printer.flush()
+        self._wire.say(Rested())
+
     def _stop(self, grace: float) -> None:
+        self._resting = False
         deadline = time.monotonic() + grace
         if self._deadline is None or (self._force is None and deadline < self._deadline):
             self._deadline = deadline
