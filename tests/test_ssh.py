@@ -238,15 +238,21 @@ def test_network_cut(hosts: Hosts) -> None:
             hosts.run("ip", "link", "set", "eth0", "up", host="right")
 
 
-@pytest.mark.parametrize("victim", ["ssh", "agent"])
-def test_the_way_to_a_host_ends(hosts: Hosts, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "victim", "seen"),
+    [
+        ("left", "ssh .* -- right ", "3.0\nlost 1 right\n"),
+        ("right", "python.* dtrun agent", "3.0\nlost 1 right\n"),
+        ("left", "boot.py root ", "lost 0 left\nlost 1 right\n"),
+    ],
+    ids=["ssh", "agent", "root"],
+)
+def test_the_way_to_a_host_ends(hosts: Hosts, where: str, victim: str, seen: str) -> None:
     with hosts.start("python", write(hosts, CUT), stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", process.communicate()[1]
-        where, pattern = ("left", "ssh .* -- right ") if victim == "ssh" else ("right", "python.* dtrun agent")
-        assert hosts.run("pkill", "-9", "-f", pattern, host=where).returncode == 0
-        out, err = process.communicate("go\n", timeout=30)
-        assert (out, err) == ("3.0\nlost 1 right\n", "")
+        assert hosts.run("pkill", "-9", "-f", victim, host=where).returncode == 0
+        assert process.communicate("go\n", timeout=30) == (seen, "")
     hosts.settle(10)
 
 
