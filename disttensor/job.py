@@ -115,7 +115,7 @@ def _check_hosts(options: argparse.Namespace) -> None:
 
 def _around(backend: str | None) -> str | None:
     """What has started this process, and several of it. A cluster may have every srun tell what mpiexec tells."""
-    task, place = slurm.task(), mpi.place() or (0, 1)
+    task, place = slurm.one_of_several(), mpi.place() or (0, 1)
     if place[1] > 1 and (task is None or backend == "mpi" or (task.rank, task.size) != place):
         return "mpi"
     return None if task is None else "slurm"
@@ -194,7 +194,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         return plan
     from .runtime.launch.slurm import plan_of_allocation, plan_of_step
 
-    if slurm.task() is not None:
+    if slurm.one_of_several() is not None:
         return plan_of_step(plan)
     return plan_of_allocation(plan, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
 
@@ -215,7 +215,7 @@ def _meeting(options: argparse.Namespace) -> Meeting:
 def guest_of(options: argparse.Namespace) -> list[str] | None:
     """The arguments of `dtrun worker` that do what is asked for; None on the host that runs the script."""
     patience = ["--timeout", str(options.timeout)] if options.timeout else []
-    task = slurm.task() if options.launcher == "slurm" else None
+    task = slurm.one_of_several() if options.launcher == "slurm" else None
     if task is not None and task.rank:
         rank, *local = of_slurm().seat
         return ["--init-method", "slurm://", "--rank", str(rank), "--local", *map(str, local), *patience]

@@ -28,21 +28,25 @@ class Task:
 
 
 def task(environ: Mapping[str, str] = os.environ) -> Task | None:
-    """What this process is; None for one that no srun has started, or that is the only one of its step.
+    """What this process is; None for one that no srun has started.
 
     A batch script is no task, although Slurm gives it a rank of 0: it has no step's id.
     """
     try:
         rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
-        job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
+        job, step, restarts = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT")
         host, hosts = int(environ["SLURM_NODEID"]), int(environ["SLURM_STEP_NUM_NODES"])
         local_rank, local_sizes = int(environ["SLURM_LOCALID"]), per_host(environ["SLURM_STEP_TASKS_PER_NODE"])
     except (KeyError, ValueError):
         return None
-    if size < 2:
-        return None
-    name = f"{environ.get('SLURM_CLUSTER_NAME', 'cluster')}-{job}.{step}"
+    name = f"{environ.get('SLURM_CLUSTER_NAME', 'cluster')}-{job}.{step}" + (f".{restarts}" if restarts else "")
     return Task(name, rank, size, local_rank, local_sizes[host], host, hosts)
+
+
+def one_of_several(environ: Mapping[str, str] = os.environ) -> Task | None:
+    """What this process is, if the same srun has started others, which could be its nodes."""
+    found = task(environ)
+    return found if found is not None and found.size > 1 else None
 
 
 def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> tuple[bool, bool]:
@@ -53,12 +57,12 @@ def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> t
     found = task(environ)
     if found is None or NODE not in environ:
         return False, False
-    all_gpus = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
-    all_cores = environ.get("SLURM_CPUS_ON_NODE", "")
-    return (
-        bool(gpus) and ("SLURM_GPUS_PER_TASK" in environ or gpus * found.local_size <= len(all_gpus.split(","))),
-        all_cores.isdecimal() and cores * found.local_size <= int(all_cores),
-    )
+
+    def own(seen: int, on_host: str) -> bool:  # of the step's
+        count = environ.get(on_host, "")
+        return count.isdecimal() and seen * found.local_size <= int(count)
+
+    return bool(gpus) and own(gpus, "SLURM_GPUS_ON_NODE"), own(cores, "SLURM_CPUS_ON_NODE")
 
 
 def task_count(environ: Mapping[str, str] = os.environ) -> int:

@@ -39,8 +39,9 @@ ReturnToService=2
 KillWait=3
 InactiveLimit=0
 SlurmdParameters=config_overrides
-NodeName=left NodeAddr=10.78.0.1 CPUs={cpus}
-NodeName=right NodeAddr=10.78.0.2 CPUs={cpus}
+GresTypes=gpu
+NodeName=left NodeAddr=10.78.0.1 CPUs={cpus} Gres=gpu:2
+NodeName=right NodeAddr=10.78.0.2 CPUs={cpus} Gres=gpu:2
 PartitionName=all Nodes=left,right Default=YES OverSubscribe=FORCE:8 MaxTime=60
 """
 
@@ -85,6 +86,8 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         (folder / name).mkdir(mode=0o700)
     (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, cpus=CPUS))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # any: it finds no controller, and needs none
+    # GPUs that nobody uses: a task is only told which it has
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     munge = folder / "munge"
     (munge / "key").touch(mode=0o600)
     (munge / "key").write_bytes(os.urandom(128))

@@ -103,6 +103,31 @@ def test_a_script(slurm: Slurm, way: list[str]) -> None:
     )
 
 
+def test_a_session_after_another(slurm: Slurm) -> None:
+    """Outside of an allocation srun asks for one. A node takes what its task has been given, and no part of that."""
+    text = """
+    for nodes, gpus in (1, "--gpus-per-task=2"), (2, "--gpus-per-task=1"), (2, "--gpus-per-node=1"):
+        options = {"srun": f"--nodes=1 {gpus}"}
+        with dt.init_master_worker(launcher="slurm", nodes=nodes, launcher_options=options):
+            print([dt.run(os.getenv, "CUDA_VISIBLE_DEVICES", node=k) for k in range(nodes)])
+    """
+    done = slurm.run("python", script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["['0,1']", "['0', '1']", "['0', '0']"]
+    assert done.stderr.count("share 1 GPU") == 1, done.stderr
+
+
+def test_srun_waits_for_resources(slurm: Slurm) -> None:
+    """A start that takes too long says what it waits for."""
+    job = slurm.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    way = ["dtrun", "--launcher", "slurm", "-n", "2", "--launcher-option", "srun=--exclusive"]
+    done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker(timeout=1)"), timeout=120)
+    slurm.run("scancel", job.stdout.strip())
+    assert done.returncode == 1
+    assert "nodes [0, 1] of 2 have not answered within 1 s" in done.stderr
+    assert "queued and waiting for resources" in done.stderr
+
+
 def test_init_method(slurm: Slurm) -> None:
     """Without dtrun: every task runs the script, and all but the first are nodes from this call on."""
     text = """
@@ -201,6 +226,24 @@ def test_scancel(slurm: Slurm, way: list[str]) -> None:
         slurm.run("scancel", *slurm.jobs())
         slurm.settle(10)
         process.communicate(timeout=30)
+
+
+def test_what_slurm_has_to_say(slurm: Slurm) -> None:
+    """As of a task that it has ended itself, for the memory that it took."""
+    text = """
+    dt.init_master_worker()
+    step = dt.run(os.getenv, "SLURM_JOB_ID", node=1) + "." + dt.run(os.getenv, "SLURM_STEP_ID", node=1)
+    os.system(f"scancel --signal=KILL {step}")
+    try:
+        torch.ones(3, device="node:1").sum().item()
+        time.sleep(60)
+    except dt.NodeLost as error:
+        print(str(error).splitlines()[0])
+    """
+    way = ["salloc", "-N2", "-n2", "dtrun", "--launcher", "slurm"]
+    done = slurm.run(*way, script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
+    assert re.search(r"^\[srun\] srun: error: right: task 1: Killed$", done.stderr, re.MULTILINE), done.stderr
+    assert done.stdout.startswith("node 1 (host right, pid ")
 
 
 @WAYS

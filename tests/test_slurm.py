@@ -53,11 +53,20 @@ def test_a_task() -> None:
     assert slurm.task({**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}) == slurm.Task(
         "hal-17.0", 1, 4, 1, 3, 0, 2
     )
+    assert slurm.task({**STEP, "SLURM_RESTART_COUNT": "2"}).name == "hal-17.0.2", "of the job that runs now"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("environ", [{}, BATCH, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, {**STEP, "SLURM_PROCID": "x"}])
+@pytest.mark.parametrize("environ", [{}, BATCH, {**STEP, "SLURM_PROCID": "x"}])
 def test_no_task(environ: dict[str, str]) -> None:
     assert slurm.task(environ) is None
+
+
+def test_a_task_without_others() -> None:
+    """`srun -n 1 dtrun` starts local nodes; a single node of a master elsewhere is a task as any."""
+    alone = {**STEP, "SLURM_STEP_NUM_TASKS": "1"}
+    assert slurm.task(alone) is not None
+    assert slurm.one_of_several(alone) is None
+    assert slurm.one_of_several(STEP) == slurm.task(STEP)
 
 
 def test_how_many_tasks() -> None:
@@ -69,13 +78,18 @@ def test_how_many_tasks() -> None:
 
 
 def test_what_slurm_has_divided() -> None:
-    job = {**STEP, "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "12", "SLURM_STEP_GPUS": "0,1,2", slurm.NODE: "1"}
+    job = {
+        **STEP,
+        "SLURM_NODEID": "0",
+        "SLURM_CPUS_ON_NODE": "12",
+        "SLURM_GPUS_ON_NODE": "3",
+        slurm.NODE: "1",
+    }  # 3 tasks
     assert slurm.divided(1, 4, {name: value for name, value in job.items() if name != slurm.NODE}) == (False, False)
     assert slurm.divided(3, 12, job) == (False, False)
     assert slurm.divided(1, 4, job) == (True, True)
     assert slurm.divided(0, 4, job) == (False, True)
-    assert slurm.divided(1, 12, {**job, "SLURM_STEP_GPUS": "0", "SLURM_GPUS_PER_TASK": "1"}) == (True, False)
-    assert slurm.divided(1, 12, {**job, "SLURM_STEP_GPUS": "0"}) == (False, False), "all tasks have the same one"
+    assert slurm.divided(1, 12, {**job, "SLURM_GPUS_ON_NODE": "1"}) == (False, False), "all tasks have the same one"
 
 
 def test_seats() -> None:

@@ -59,8 +59,8 @@ class Boss(Protocol):
     def heard(self, branch: Branch, news: News) -> None:
         """Every frame from its agent, of which a Knock is the first."""
 
-    def remark(self, branch: Branch, lines: Sequence[bytes]) -> None:
-        """What its agent, or the host, has to say to the user."""
+    def remark(self, who: str, lines: Sequence[bytes]) -> None:
+        """What a host, or what has started something there, has to say to the user."""
 
     def reconsider(self) -> None:
         """``waiting`` has something else to say."""

@@ -131,7 +131,7 @@ class PipedBranch(Branch):
         *lines, self._rest = (self._rest + piece).split(b"\n")
         self._lines.extend(line.decode(errors="replace").rstrip()[:WIDTH] for line in lines)
         if self.knock is not None:
-            self._boss.remark(self, lines)
+            self._boss.remark(self.host, lines)
 
     def _reap(self) -> None:
         code = self._process.poll()

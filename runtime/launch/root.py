@@ -246,8 +246,8 @@ class Root:
         self._branches.append(branch)
         self._deal()
 
-    def remark(self, branch: Branch, lines: Sequence[bytes]) -> None:
-        self._printer.remark(branch.host, lines)
+    def remark(self, who: str, lines: Sequence[bytes]) -> None:
+        self._printer.remark(who, lines)
 
     def doing(self, branch: Branch, what: str) -> None:
         branch.what = what

@@ -50,7 +50,7 @@ def plan_of_allocation(plan: Plan, nodes: int = 0, per_host: int = 0, hosts: int
 
     Raises ValueError when nobody says how many.
     """
-    if slurm.task() is not None:
+    if slurm.one_of_several() is not None:
         raise ValueError(
             "srun has started several of this script: let the others be nodes, by `srun dtrun script.py` or by "
             "init_method='slurm://'"
@@ -114,6 +114,7 @@ class SlurmEngine(JoinEngine):
                 self._srun.wait(1.0)
             if self._srun.poll() is None:
                 self._srun.terminate()
+            self._read()
         for fd in (self._err, self._pidfd):
             if fd >= 0:
                 self.loop.forget(fd)
@@ -165,6 +166,8 @@ class SlurmEngine(JoinEngine):
         if not piece:
             self.loop.forget(self._err)
         *lines, self._rest = (self._rest + piece).split(b"\n")
+        if self.came >= self.plan.most:
+            self.boss.remark("srun", lines)
         for line in (line.decode(errors="replace").rstrip()[:WIDTH] for line in lines):
             self._lines.append(line)
             if (match := _ENDED.match(line)) and self.came < self.plan.most:
