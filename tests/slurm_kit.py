@@ -43,6 +43,7 @@ GresTypes=gpu
 NodeName=left NodeAddr=10.78.0.1 CPUs={cpus} Gres=gpu:2
 NodeName=right NodeAddr=10.78.0.2 CPUs={cpus} Gres=gpu:2
 PartitionName=all Nodes=left,right Default=YES OverSubscribe=FORCE:8 MaxTime=60
+PartitionName=gpu Nodes=left,right OverSubscribe=FORCE:8 MaxTime=60
 """
 
 
@@ -103,7 +104,8 @@ def cluster(folder: Path) -> Iterator[Slurm]:
             daemons.enter_context(slurm.daemon(host, "slurmd", "-D"))
 
         def idle() -> bool:
-            return slurm.run("sinfo", "--noheader", "--format=%D %t").stdout.split() == ["2", "idle"]
+            hosts = slurm.run("sinfo", "--Node", "--noheader", "--format=%N %t").stdout.splitlines()
+            return set(hosts) == {f"{host} idle" for host in ADDRESSES}
 
         slurm.wait_until(idle, 30, "Slurm did not start")
         yield slurm

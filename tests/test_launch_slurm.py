@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import textwrap
 import time
@@ -128,6 +129,17 @@ def test_srun_waits_for_resources(slurm: Slurm) -> None:
     assert "queued and waiting for resources" in done.stderr
 
 
+def test_sessions_of_one_step(slurm: Slurm) -> None:
+    text = """
+    for nodes in 3, 1, 2:
+        with dt.init_master_worker(nodes=nodes):
+            print(nodes, torch.arange(nodes, device=f"node:{nodes - 1}").sum().item(), flush=True)
+    """
+    done = slurm.run(*STEP, script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["3 3", "1 0", "2 1"]
+
+
 def test_init_method(slurm: Slurm) -> None:
     """Without dtrun: every task runs the script, and all but the first are nodes from this call on."""
     text = """
@@ -139,6 +151,22 @@ def test_init_method(slurm: Slurm) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "master of 3 3\n"
+
+
+PAGE = (ROOT / "docs" / "SLURM.md").read_text()
+
+
+@pytest.mark.parametrize("command", re.findall(r"^    ((?:srun|dtrun) .*\.py)$", PAGE, re.MULTILINE))
+def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
+    """What docs/SLURM.md says to type, if it says so outside of a batch script; dtrun is typed below salloc."""
+    if "examples" in command:
+        assert command in (ROOT / "examples" / "slurm" / "digits.sbatch").read_text()
+        return
+    below = [] if command.startswith("srun") else ["salloc", "-N", "2", "-n", "4", "--gpus-per-task=1"]
+    script(slurm, HEAD + "with dt.init_master_worker():\n    print(dt.node_count(), 'nodes')")
+    done = slurm.run(*below, *shlex.split(command), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "4 nodes\n"
 
 
 @pytest.mark.parametrize("name", ["digits", "allreduce"])
