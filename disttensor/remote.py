@@ -19,9 +19,10 @@ from .edited import Modules
 from .groups import Group, new_group
 from .meta import Handle, meta_of, new_ref
 from .placement import Place, one_session
+from .process_groups import worlds_of
 from .runtime import codec
 from .runtime import command as c
-from .runtime.errors import DisttensorError
+from .runtime.errors import DisttensorError, PeerFailed
 from .runtime.failure import line_of
 from .runtime.functions import MAX_PICKLE, decode_result, key_of
 from .runtime.interrupts import whole
@@ -37,7 +38,13 @@ _serial = count()
 PIECE = 512 << 10
 
 
-def run(fn: Callable[..., Any], *args: Any, node: int | Iterable[int] | None = None, **kwargs: Any) -> Any:
+def run(
+    fn: Callable[..., Any],
+    *args: Any,
+    node: int | Iterable[int] | None = None,
+    nodes: Iterable[int] | None = None,
+    **kwargs: Any,
+) -> Any:
     """Runs ``fn(*args, **kwargs)`` on a node (the current one by default) and gives its result.
 
     The function goes there with cloudpickle, once. Tensors among the arguments (at any depth) arrive as ordinary local
@@ -47,13 +54,22 @@ def run(fn: Callable[..., Any], *args: Any, node: int | Iterable[int] | None = N
     ``node`` may be several, such as a ``Group``: it runs on all of them at once, and the results come in a list. An
     argument ``dt.Each(values)`` is another one for each of them.
 
+    ``nodes`` is the same with torch.distributed initialized on them: the first is rank 0 of the default process group,
+    by gloo (NCCL for CUDA tensors, where each has a GPU of its own). It stays for the next call with the same nodes. A
+    rank that fails ends the others' waiting for it (docs/PROCESS_GROUPS.md).
+
     Raises what the function raised, with the node's traceback as a note, TypeError for other results, NodeLost. Of
-    several nodes all have ended then, and what else failed is in notes.
+    several nodes all have ended then, and what else failed is in notes. For ``nodes`` ValueError, too, where gloo must
+    not be used between their hosts, and DisttensorError where they are threads (launcher="inproc").
     """
     session = state.session()
     site = here()
+    if nodes is not None:
+        if node is not None:
+            raise TypeError("run takes node= or nodes=, not both")
+        return _run_as_ranks(session, new_group(nodes), fn, args, kwargs, site)
     if node is not None and not isinstance(node, int):
-        return _run_on_all(session, new_group(node), fn, args, kwargs, site)
+        return _run_on_all(session, new_group(node), fn, args, kwargs, site)[0]
     call = _Call(session, session.places.at(current_node() if node is None else node), fn, args, kwargs, site)
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
@@ -68,30 +84,52 @@ class Each:
         self.values = values
 
 
+def _run_as_ranks(session: Session, nodes: Group, fn: Callable[..., Any], args: Any, kwargs: Any, site: Any) -> Any:
+    worlds = worlds_of(session)
+    world = worlds.of(session, nodes.nodes, site)
+    kept = False
+    try:
+        results, kept = _run_on_all(session, nodes, fn, args, kwargs, site, world)
+        return results
+    finally:
+        if not kept:
+            worlds.end(world)
+
+
 def _run_on_all(
-    session: Session, nodes: Group, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], site: Any
-) -> list[Any]:
+    session: Session,
+    nodes: Group,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    site: Any,
+    world: c.World | None = None,
+) -> tuple[list[Any], bool]:
+    """The results, and whether all nodes still have the world."""
     for each in (*args, *kwargs.values()):
         if isinstance(each, Each) and len(each.values) != len(nodes):
             raise ValueError(f"Each has {len(each.values)} values for the {len(nodes)} nodes of {nodes}")
     waits("a function")
     link, calls, requests, results = session.link, [], [], []
     failed: list[Exception] = []
+    kept = True
     try:
         for i, node in enumerate(nodes):
             mine = [x.values[i] if isinstance(x, Each) else x for x in args]
             named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
             calls.append(_Call(session, session.places.at(node), fn, mine, named, site))
+        commands = []
         for call in calls:
             requests.append(link.request(call.place.node, c.Result))
-            call.place.outbox.add(call.command(requests[-1].id), site)
-        link.flush_all()
+            commands.append((call.place.node, call.command(requests[-1].id, world), site))
+        link.together(commands)
         for call, request in zip(calls, requests, strict=True):
             try:
                 reply: Any = link.wait(request)
                 if isinstance(reply, c.Poisoned):
                     raise session.failure(reply.rank, reply.seq)
                 results.append(call.result(reply))
+                kept = kept and reply.kept
             except Exception as error:
                 failed.append(error)
     finally:
@@ -99,11 +137,21 @@ def _run_on_all(
             call.end()
         for request in requests:
             link.drop(request)
-    for other in failed[1:]:
-        failed[0].add_note(f"and on another node: {type(other).__name__}: {other}")
     if failed:
-        raise failed[0]
-    return results
+        raise _first_of(failed)
+    return results, kept
+
+
+def _first_of(failed: list[Exception]) -> Exception:
+    """With the others as notes. Those that broke off because a rank had failed come last, in one line."""
+    first, *others = sorted(failed, key=lambda error: isinstance(error, PeerFailed))
+    broke_off = [other for other in others if isinstance(other, PeerFailed)]
+    for other in others:
+        if other not in broke_off:
+            first.add_note(f"and on another node: {type(other).__name__}: {other}")
+    if broke_off:
+        first.add_note(f"and {len(broke_off)} other nodes broke off, as ranks wait for each other")
+    return first
 
 
 class _Call:
@@ -128,10 +176,10 @@ class _Call:
         known = None if self._holds_tensors else self._sent
         _send(place, known, (self._function, function), (self._arguments, arguments), site)
 
-    def command(self, id: int) -> c.Command:
+    def command(self, id: int, world: c.World | None = None) -> c.Command:
         self._request = id
         refs = tuple(t._h.ref for t in self._keep)
-        return c.Run(id, self._function, self._arguments, not self._holds_tensors, line_of(self._site), refs)
+        return c.Run(id, self._function, self._arguments, not self._holds_tensors, line_of(self._site), refs, world)
 
     def result(self, reply: c.Result) -> Any:
         """What the function has returned."""

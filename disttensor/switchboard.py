@@ -202,6 +202,8 @@ class Switchboard:
         replies = self._ask(lambda request: c.Open(request, number, name_for_nodes(name)), site, ranks)
         mine = self._channels.open(number, name)
         self.introduce(number, {rank: str(reply.value) for rank, reply in replies.items()}, mine)
+        # One that is busy before it has heard of its peers would refuse their calls, after some seconds for good.
+        self._ask(lambda request: c.Usable(request, ()), site)
 
     def _ask(
         self, command: Callable[[int], c.Command], site: Site | None, ranks: Collection[int] | None = None

@@ -85,6 +85,15 @@ class Piece(Wire, frozen=True, tag=17):
     last: bool
 
 
+class World(Wire, frozen=True):
+    """Nodes with a process group of torch.distributed's, in the order of its ranks."""
+
+    number: int  #: counts the process groups of a session
+    ranks: tuple[int, ...]
+    channel: int  #: the number of the data channel by which they find each other
+    backend: str  #: torch's name of it
+
+
 class Run(Wire, frozen=True, tag=18):
     """Runs a user's function: ``function`` and ``arguments`` name collected pieces; answers with Result."""
 
@@ -94,6 +103,7 @@ class Run(Wire, frozen=True, tag=18):
     keep: bool  #: the function will be run again (it holds no tensors)
     site: str
     refs: tuple[int, ...] = ()  #: of the tensors that the function and its arguments name
+    world: World | None = None  #: it is run as a rank of that
 
 
 class Adopt(Wire, frozen=True, tag=19):
@@ -415,6 +425,7 @@ class Result(Wire, frozen=True, tag=43):
     request: int
     data: bytes
     tensors: tuple[Geometry, ...]
+    kept: bool = True  #: the world that it was run in is still there
 
 
 class Failed(Wire, frozen=True, tag=44):

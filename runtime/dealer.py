@@ -218,7 +218,13 @@ class Dealer(Lanes):
             executor.finish_run(command, *job(values.__getitem__))
             return None
 
-        self._task(lane, "Run", run, command.refs, spoil=self._answers(command.request))
+        answer = self._answers(command.request)
+
+        def spoil(poison: Poison) -> None:
+            executor.functions.skip(command)
+            answer(poison)
+
+        self._task(lane, "Run", run, command.refs, spoil=spoil)
 
     def _seed(self, lane: Lane, command: c.Seed) -> None:
         self._task(lane, "Seed", lambda values: self.executor.other(command))

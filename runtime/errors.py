@@ -70,6 +70,10 @@ class ChannelError(DisttensorError):
     """A data channel's transfer failed."""
 
 
+class PeerFailed(DisttensorError):
+    """Another rank of a process group has failed, or is gone, and this one could not go on without it."""
+
+
 class BusyError(ChannelError):
     """The transfer id is in use by another transfer with the same peer."""
 

@@ -335,7 +335,7 @@ class Executor:
         geometries = tuple(map(self.geometry, tensors))
         if tensors:
             self._results[command.request] = tensors
-        self.emit(c.Result(command.request, data, geometries))
+        self.emit(c.Result(command.request, data, geometries, self.functions.kept(command)))
 
     def synchronized(self, command: c.Sync) -> None:
         """The answer to a Sync, when all is done but what CUDA devices are still at."""
@@ -433,6 +433,8 @@ class Executor:
             self.store.entries[command.out] = poison
         elif isinstance(command, c.Keep) and not command.restore:
             self.store.entries[command.ref] = poison
+        elif isinstance(command, c.Run):
+            self.functions.skip(command)
         elif isinstance(command, c.Collective):
             for ref in command.outs:
                 self.spoil(ref, poison)

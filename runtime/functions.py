@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -40,11 +40,28 @@ def key_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
+class Worlds(Protocol):
+    """What runs a function as a rank of several: see process_groups.py."""
+
+    def within(self, told: c.World, job: Job) -> Job:
+        """The same job, run as such a rank."""
+
+    def give_up(self, told: c.World) -> None:
+        """This rank does not take part: the others need not wait for it."""
+
+    def has(self, told: c.World) -> bool:
+        """Whether it is still there."""
+
+    def close(self) -> None:
+        """Leaves what there is."""
+
+
 class Functions:
     """Collects pieces, keeps functions by digest, runs them."""
 
-    def __init__(self, allowed: str = "any") -> None:
+    def __init__(self, allowed: str = "any", worlds: Worlds | None = None) -> None:
         self._allowed = allowed
+        self._worlds = worlds
         self._pieces: dict[bytes, bytearray] = {}
         self._whole: dict[bytes, bytes] = {}
         self._kept: dict[bytes, _Function] = {}
@@ -80,7 +97,25 @@ class Functions:
             while len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[command.function] = function
-        return partial(_run, function, arguments)
+        job = partial(_run, function, arguments)
+        if command.world is None:
+            return job
+        if self._worlds is None:
+            raise DisttensorError("this node has no process groups")
+        return self._worlds.within(command.world, job)
+
+    def skip(self, command: c.Run) -> None:
+        """It is not going to be run."""
+        if command.world is not None and self._worlds is not None:
+            self._worlds.give_up(command.world)
+
+    def kept(self, command: c.Run) -> bool:
+        """It has been run: whether the world is still there in which that was."""
+        return command.world is None or self._worlds is None or self._worlds.has(command.world)
+
+    def close(self) -> None:
+        if self._worlds is not None:
+            self._worlds.close()
 
 
 class _Function:

@@ -30,6 +30,7 @@ from .errors import ClosedError, ProtocolError
 from .executor import Executor
 from .functions import Functions
 from .ops import AllowList
+from .process_groups import ProcessGroups
 from .transport.base import Spoke
 
 #: Commands applied without a word to the master, at most; its window is several times that.
@@ -68,7 +69,7 @@ class Worker:
             self._emit,
             self.channels,
             AllowList(bundle.allow_ops),
-            Functions(bundle.functions),
+            Functions(bundle.functions, ProcessGroups(bundle.rank, self.channels)),
             bundle.simulate_cuda,
             self._progress,
         )
@@ -111,6 +112,7 @@ class Worker:
             return 70
         finally:
             self.executor.close()
+            self.executor.functions.close()
             self.channels.close()
             self._spoke.close()
             self.executor.join(JOIN)

@@ -43,6 +43,7 @@ LAYERS = {
     "caller": 4,
     "template": 4,
     "functions": 4,
+    "process_groups": 4,
     "executor": 4,
     "joint": 4,
     "dealer": 4,

@@ -70,7 +70,7 @@ class GlooChannel(GroupedChannel):
 
     def meet(self, name: str, ranks: Sequence[int], over: Callable[[], BrokenError | None], limit: float) -> GlooGroup:
         """A new group. Raises as GlooGroup does."""
-        hosts, tell = [self._host(rank) for rank in ranks], self.teller(ranks)
+        hosts, tell = [self.host_of(rank) for rank in ranks], self.teller(ranks)
         return GlooGroup(name, hosts, list(ranks).index(self.rank), self.board, tell, over, limit)
 
     def hung_up(self, ranks: Sequence[int]) -> BrokenError | None:
@@ -80,7 +80,7 @@ class GlooChannel(GroupedChannel):
                 return BrokenError(peer.lost(EOFError("it hung up")), rank)
         return None
 
-    def _host(self, rank: int) -> str:
+    def host_of(self, rank: int) -> str:
         """Its IP address."""
         return split_address(self.address() if rank == self.rank else self._peer(rank, 0).info.address)[0]
 

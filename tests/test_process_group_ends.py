@@ -1,0 +1,86 @@
+"""``dt.run(fn, nodes=...)``: nodes that die, and sessions of other kinds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import disttensor as dt
+from disttensor import state
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x)
+    return x
+
+
+def test_all_nodes_know_each_other_when_a_channel_is_open() -> None:
+    with dt.init_master_worker(nodes=2):
+        session = state.session()
+        session.board.open("gloo", None)
+        assert [outbox.queue for outbox in session.link.outboxes] == [[]] * 2
+
+
+def killed(who: int, size: int) -> None:
+    x = torch.ones(size)
+    dist.all_reduce(x)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        dist.all_reduce(x)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 22])
+def test_a_killed_node_ends_the_others_waiting(size: int) -> None:
+    with dt.init_master_worker(nodes=3, threads=1):
+        with pytest.raises(dt.NodeLost, match="SIGKILL") as caught:
+            dt.run(killed, 1, size, nodes=[0, 1, 2])
+        assert caught.value.rank == 1
+        assert "and 2 other nodes broke off, as ranks wait for each other" in caught.value.__notes__
+        assert [one.item() for one in dt.run(reduced, torch.ones(1), nodes=[0, 2])] == [2.0] * 2
+        with pytest.raises(dt.NodeLost):
+            dt.run(reduced, torch.ones(1), nodes=[0, 1, 2])
+
+
+def test_threads_have_no_process_groups() -> None:
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        with pytest.raises(dt.DisttensorError, match="one process group per process"):
+            dt.run(reduced, torch.ones(1), nodes=[0, 1])
+        assert dt.run(lambda: 1, node=[0, 1]) == [1, 1]
+
+
+def test_nodes_that_run_no_functions() -> None:
+    refused = pytest.raises(dt.DisttensorError, match="runs no user functions")
+    with dt.init_master_worker(nodes=2, functions="none"), refused:
+        dt.run(reduced, torch.ones(1), nodes=[0, 1])
+
+
+@pytest.mark.parametrize("blocking", ["0", "1"])
+def test_sessions_after_each_other(script: Callable[..., Any], blocking: str) -> None:
+    """The end of a session with a process group is as any other's."""
+    found = script(
+        "import torch.distributed as dist, disttensor as dt\n"
+        "for backend in ('auto', 'gloo'):\n"
+        "    with dt.init_master_worker(backend, nodes=2):\n"
+        "        print(dt.run(lambda: dist.get_rank(), nodes=[0, 1]))\n",
+        DISTTENSOR_LAUNCH_BLOCKING=blocking,
+    )
+    assert (found.stdout, found.stderr, found.returncode) == ("[0, 1]\n" * 2, "", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nccl() -> None:
+    def total() -> tuple[str, float]:
+        x = torch.ones(4, device="cuda")
+        dist.all_reduce(x)
+        return dist.get_backend(), x.sum().item()
+
+    with dt.init_master_worker(nodes=2):
+        assert dt.run(total, nodes=[0, 1]) == [("nccl", 8.0)] * 2
