@@ -86,17 +86,18 @@ def test_a_connection_file_and_an_interface(hosts: Hosts, interface: str) -> Non
 
 
 def test_a_master_that_only_its_own_host_reaches(hosts: Hosts) -> None:
-    job = str(hosts.folder / "job")
+    job = hosts.folder / "job"
     master = ("left", script(hosts), repr({"init_method": f"file://{job}", "nodes": 1}))
-    worker = ("right", "-m", "dtrun", "worker", "--connection-file", job, "--timeout", "2")
-    with running(hosts, master, worker) as processes:
-        _, error = processes[1].communicate(timeout=60)
-        assert processes[1].returncode == 1
-        assert "127.0.0.1" in error
-        assert "on host left" in error
-        assert "listens to its own host only: give it --interface for others" in error
+    with running(hosts, master) as processes:
+        hosts.wait_until(job.exists, 60, "there is no connection file")
+        worker = ("python", "-m", "dtrun", "worker", "--connection-file", str(job), "--timeout", "2")
+        done = hosts.run(*worker, host="right")
+        assert done.returncode == 1
+        assert "127.0.0.1" in done.stderr
+        assert "on host left" in done.stderr
+        assert "listens to its own host only: give it --interface for others" in done.stderr
         signal_to(processes[0], signal.SIGTERM)
-    hosts.run("rm", "-f", job)
+    job.unlink(missing_ok=True)
 
 
 def test_torchrun_on_both_hosts(hosts: Hosts) -> None:
