@@ -13,8 +13,9 @@ from transport_kit import LIMIT, Proxy, nothing_leaks
 
 from disttensor.runtime.errors import BrokenError
 from disttensor.runtime.keys import curve_pair
-from disttensor.runtime.transport import tunnel
-from disttensor.runtime.transport.tunnel import WINDOW, Reception, Visit
+from disttensor.runtime.transport import pump, tunnel
+from disttensor.runtime.transport.pump import WINDOW
+from disttensor.runtime.transport.tunnel import Reception, Visit
 
 HOST, GUEST = curve_pair(), curve_pair()
 
@@ -112,7 +113,7 @@ def test_a_writer_waits_for_its_reader() -> None:
 
 def test_a_writer_that_does_not_wait_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with tunnelled() as (at, here, there):
-        monkeypatch.setattr(tunnel._End, "away", property(lambda self: 0, lambda self, value: None), raising=False)
+        monkeypatch.setattr(pump.End, "away", property(lambda self: 0, lambda self, value: None), raising=False)
         with contextlib.suppress(OSError):
             while True:
                 there.sendall(bytes(1 << 16))
