@@ -21,7 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from . import slurm
 from .bundle import Bundle
 
 KINDS = ("none", "gpu", "core", "numa")
@@ -31,6 +30,10 @@ DEFAULT = "gpu"
 
 #: CUDA's own: indices, or UUIDs of GPUs or of parts of them.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+#: What a node does not share with others of its host, of what it sees ("gpus,cores"): whoever has started it, a
+#: scheduler for instance, has divided that.
+OWN = "DISTTENSOR_OWN"
 
 _SYSTEM = Path("/sys/devices/system")
 
@@ -110,8 +113,8 @@ def _number(n: int, what: str) -> str:
 @cache
 def this_host() -> Host:
     """What affinity, container and CUDA_VISIBLE_DEVICES leave to this process before it is bound. Never raises."""
-    seen, cores = gpus(), os.sched_getaffinity(0)
-    return Host(seen, _domains(cores), _quota(), *slurm.divided(len(seen), len(cores)))
+    own = os.environ.get(OWN, "").split(",")
+    return Host(gpus(), _domains(os.sched_getaffinity(0)), _quota(), "gpus" in own, "cores" in own)
 
 
 def gpus() -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class Card(msgspec.Struct, frozen=True):
     machine: str  #: the same for two processes that can see each other's pids
     pid: int
     addresses: tuple[str, ...] = ()  #: at which others may reach its host
+    cores: str = ""  #: on which it may run, as a number with a bit for each
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ class World:
             raise StartError(f"host {self.me.host} has no way to {', '.join(sorted({card.host for card in far}))}")
         return tuple(ways)
 
+    def keeps_apart(self, rank: int) -> bool:
+        """Whether mpiexec has bound that process to cores that no other one of its host has."""
+        card = self.cards[rank]
+        others = [c for c in self.cards if c.machine == card.machine and c.pid != card.pid]
+        return bool(others) and not any(int(card.cores, 16) & int(other.cores, 16) for other in others)
+
     def near(self, rank: int) -> bool:
         """Whether that process and this one are on one machine."""
         return self.cards[rank].machine == self.me.machine
@@ -142,7 +149,7 @@ def world() -> World:
     for name in (name for names in _RANK_AND_SIZE for name in names):
         os.environ.pop(name, None)  # this process's children are none of mpiexec's
     comm = MPI.COMM_WORLD.Dup()
-    card = Card(socket.gethostname()[:200], _machine(), os.getpid(), _addresses())
+    card = Card(socket.gethostname()[:200], _machine(), os.getpid(), _addresses(), _cores())
     all_cards = bytearray(_CARD * comm.size)
     comm.Allgather([msgspec.json.encode(card).ljust(_CARD), MPI.BYTE], [all_cards, MPI.BYTE])
     cards = (all_cards[i : i + _CARD] for i in range(0, len(all_cards), _CARD))
@@ -162,6 +169,10 @@ def _machine() -> str:
     """The kernel that runs, and which pids it shows us."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _cores() -> str:
+    return f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
 
 
 def _addresses() -> tuple[str, ...]:

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 
 from .interfaces import interfaces, is_loopback, listening_as
 
-#: Set where a task is one node, so that what it was given is the node's.
-NODE = "DISTTENSOR_SLURM_NODE"
-
 
 @dataclass(frozen=True)
 class Task:
@@ -49,20 +46,19 @@ def one_of_several(environ: Mapping[str, str] = os.environ) -> Task | None:
     return found if found is not None and found.size > 1 else None
 
 
-def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> tuple[bool, bool]:
-    """Whether the GPUs, and the cores, that this node sees are its own, as Slurm has divided those of the host.
+def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> str:
+    """What of the GPUs and cores that this task sees is its own, as "gpus,cores": Slurm may have divided a host's.
 
-    ``gpus`` and ``cores``: how many it sees. False for a node that is no task.
+    ``gpus`` and ``cores``: how many it sees. Empty for what is no task.
     """
     found = task(environ)
-    if found is None or NODE not in environ:
-        return False, False
 
     def own(seen: int, on_host: str) -> bool:  # of the step's
         count = environ.get(on_host, "")
-        return count.isdecimal() and seen * found.local_size <= int(count)
+        return found is not None and bool(seen) and count.isdecimal() and seen * found.local_size <= int(count)
 
-    return bool(gpus) and own(gpus, "SLURM_GPUS_ON_NODE"), own(cores, "SLURM_CPUS_ON_NODE")
+    told = {"gpus": own(gpus, "SLURM_GPUS_ON_NODE"), "cores": own(cores, "SLURM_CPUS_ON_NODE")}
+    return ",".join(name for name, is_own in told.items() if is_own)
 
 
 def task_count(environ: Mapping[str, str] = os.environ) -> int:

@@ -102,8 +102,10 @@ def test_what_is_shared_is_said_in_one_line() -> None:
     assert plan("gpu", 0, 1, host).said == ""
 
 
-def test_what_was_divided_already_is_not_divided_again() -> None:
+def test_what_was_divided_already_is_not_divided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by Slurm, for each of its tasks: what a node sees is all its own."""
+    monkeypatch.setenv(binding.OWN, "cores")
+    assert (binding.this_host().own_gpus, binding.this_host().own_cores) == (False, True)
     one = plan("gpu", 2, 4, Host(("2",), ((4, 5),), own_gpus=True, own_cores=True))
     assert (one.gpus, one.threads, one.said) == (("2",), 2, "")
     one = plan("core", 1, 2, Host(("0", "1"), ((4, 5),), own_cores=True))

@@ -78,18 +78,12 @@ def test_how_many_tasks() -> None:
 
 
 def test_what_slurm_has_divided() -> None:
-    job = {
-        **STEP,
-        "SLURM_NODEID": "0",
-        "SLURM_CPUS_ON_NODE": "12",
-        "SLURM_GPUS_ON_NODE": "3",
-        slurm.NODE: "1",
-    }  # 3 tasks
-    assert slurm.divided(1, 4, {name: value for name, value in job.items() if name != slurm.NODE}) == (False, False)
-    assert slurm.divided(3, 12, job) == (False, False)
-    assert slurm.divided(1, 4, job) == (True, True)
-    assert slurm.divided(0, 4, job) == (False, True)
-    assert slurm.divided(1, 12, {**job, "SLURM_GPUS_ON_NODE": "1"}) == (False, False), "all tasks have the same one"
+    job = {**STEP, "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "12", "SLURM_GPUS_ON_NODE": "3"}  # for three tasks
+    assert slurm.divided(1, 4, {}) == ""
+    assert slurm.divided(3, 12, job) == ""
+    assert slurm.divided(1, 4, job) == "gpus,cores"
+    assert slurm.divided(0, 4, job) == "cores"
+    assert slurm.divided(1, 12, {**job, "SLURM_GPUS_ON_NODE": "1"}) == "", "all tasks have the same one"
 
 
 def test_seats() -> None:

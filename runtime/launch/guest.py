@@ -25,6 +25,7 @@ import msgspec
 
 from .. import slurm
 from ..addresses import split
+from ..binding import OWN, gpus
 from ..errors import BrokenError, ProtocolError, StartError
 from ..transport.tunnel import Visit
 from .agent import Agent, knock
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rank, local = options.rank if options.rank is not None else -1, tuple(options.local)
     if found is not None and found.kind == "slurm" and options.slots == 1:
-        os.environ[slurm.NODE] = "1"
+        _note_own()
     if found is not None and found.kind != "file" and options.rank is None and found.rank is not None:
         rank, local = found.rank, (found.local_rank, found.local_size)  # all of them are nodes
     try:
@@ -171,7 +172,7 @@ def become_node(where: Meeting, timeout: float) -> NoReturn:
     """
     rank, *local = where.seat
     if where.kind == "slurm":
-        os.environ[slurm.NODE] = "1"
+        _note_own()
     told = os.memfd_create("invitation", 0)
     os.write(told, msgspec.json.encode(where.invitation(timeout)))
     os.lseek(told, 0, os.SEEK_SET)
@@ -188,6 +189,11 @@ def worker_command(*arguments: str) -> list[str]:
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     path = json.dumps([p for p in sys.path if isinstance(p, str)])
     return [sys.executable, *flags, "-P", BOOT, "worker", path, *arguments]
+
+
+def _note_own() -> None:
+    """For a task that is one node."""
+    os.environ[OWN] = slurm.divided(len(gpus()), len(os.sched_getaffinity(0)))
 
 
 def _take(fd: int) -> Invitation:

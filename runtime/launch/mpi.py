@@ -29,6 +29,7 @@ import msgspec
 
 from .. import mpi
 from ..addresses import LOOPBACK
+from ..binding import OWN
 from ..bundle import Bundle
 from ..errors import ForkError, StartError
 from .base import Exited, Launcher, Started
@@ -120,8 +121,13 @@ class MpiLauncher(Launcher):
             if world.near(bundle.rank + 1):
                 self._watch(bundle.rank, card.pid)
             self._running.add(bundle.rank)
-            near = {"local_rank": hosts[:i].count(hosts[i]), "local_size": hosts.count(hosts[i])}
-            self._crew.order(bundle.rank, msgspec.json.encode(msgspec.structs.replace(bundle, **near)))
+            changed = msgspec.structs.replace(
+                bundle,
+                local_rank=hosts[:i].count(hosts[i]),
+                local_size=hosts.count(hosts[i]),
+                env=bundle.env | {OWN: "cores" if world.keeps_apart(bundle.rank + 1) else ""},
+            )
+            self._crew.order(bundle.rank, msgspec.json.encode(changed))
             self._events.append(Started(bundle.rank, card.pid, card.host))
 
     def _watch(self, rank: int, pid: int) -> None:
