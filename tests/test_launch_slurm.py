@@ -6,13 +6,12 @@ import re
 import shlex
 import signal
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from host_kit import ADDRESSES, ROOT, signal_to
-from launch_kit import DIGITS, SPY, local_losses, losses
+from launch_kit import SPY, local_losses, losses
 from slurm_kit import Slurm, cluster, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
@@ -72,14 +71,6 @@ def test_the_kit(slurm: Slurm) -> None:
     submitted = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=srun sleep 1000")
     assert slurm.jobs() == [submitted.stdout.strip()]
     assert slurm.run("scancel", submitted.stdout.strip()).returncode == 0
-
-
-def test_digits(slurm: Slurm) -> None:
-    """The losses are those of local nodes. (The batch script has the other way.)"""
-    way = ["salloc", "-N2", "-n4", "--overcommit", "dtrun", "--launcher", "slurm"]
-    done = slurm.run(*way, str(DIGITS), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout) == local_losses()
 
 
 @WAYS
@@ -171,7 +162,7 @@ def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
 
 @pytest.mark.parametrize("name", ["digits", "allreduce"])
 def test_batch_scripts(slurm: Slurm, name: str) -> None:
-    """The examples, as they are."""
+    """The examples, as they are, by one way and the other. The digits' losses are those of local nodes."""
     link = slurm.folder / "examples"
     if not link.exists():
         link.symlink_to(ROOT / "examples")
@@ -199,9 +190,7 @@ def test_one_of_eight_does_not_start(slurm: Slurm) -> None:
     )
     python.chmod(0o755)
     way = ["salloc", "-N2", "-n8", "--overcommit", "dtrun", "--launcher", "slurm", "--python", str(python)]
-    start = time.monotonic()
     done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker()"), timeout=120)
-    assert time.monotonic() - start < 30
     assert done.returncode == 1
     assert re.search(r"node 5 on right has ended before it joined \(Exited with exit code 3\)", done.stderr)
     assert "no such module: torch" in done.stderr
@@ -210,12 +199,10 @@ def test_one_of_eight_does_not_start(slurm: Slurm) -> None:
 
 def test_a_script_that_ends_at_once(slurm: Slurm) -> None:
     """The other tasks are told, and do not wait for a master that never comes."""
-    start = time.monotonic()
     done = slurm.run("srun", "-N2", "-n4", "--overcommit", "dtrun", script(slurm, "1 +"), timeout=120)
-    assert time.monotonic() - start < 30
     assert done.returncode == 1
     assert "SyntaxError" in done.stderr
-    assert "connection" not in done.stderr
+    assert "connection file" not in done.stderr, "they have not waited until their time was over"
 
 
 def test_srun_itself_fails(slurm: Slurm) -> None:
@@ -274,8 +261,7 @@ def test_what_slurm_has_to_say(slurm: Slurm) -> None:
     assert done.stdout.startswith("node 1 (host right, pid ")
 
 
-@WAYS
-def test_a_node_is_killed(slurm: Slurm, way: list[str]) -> None:
+def test_a_node_is_killed(slurm: Slurm) -> None:
     """The others go on, as with any launcher."""
     text = """
     import signal
@@ -288,7 +274,7 @@ def test_a_node_is_killed(slurm: Slurm, way: list[str]) -> None:
         print(str(error).splitlines()[0])
     print(torch.ones(3, device="node:1").sum().item())
     """
-    done = slurm.run(*way, script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
+    done = slurm.run(*STEP, script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
     lost, rest = done.stdout.splitlines()
     assert lost.startswith("node 2 (host right, pid ")
     assert "SIGKILL" in lost

@@ -146,7 +146,7 @@ class SlurmEngine(JoinEngine):
     def srun_command(self) -> list[str]:
         """srun's command line. Everybody can read it: it says where the connection file is, not what is in it."""
         plan, count = self.plan, self.plan.most
-        options = ["--ntasks", str(count), "--unbuffered", "--input=none", "--kill-on-bad-exit=0"]
+        options = ["--ntasks", str(count), "--unbuffered", "--input=none", "--mpi=none", "--kill-on-bad-exit=0"]
         if "SLURM_JOB_ID" in os.environ:
             options.append("--overlap")  # with a step that this process may be in
         if count > slurm.task_count() > 0:
