@@ -47,12 +47,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _check_hosts(options)
         _check_launcher(options.launcher)
         _check_script(options)
+        _check_process_group(options)
         options.output = _output(options)
         options.env = forwarded(options.env or ())
     except (ValueError, OSError) as e:
         it.error(str(e))
-    if options.process_group:
-        it.error("--process-group is not supported yet")
     return options
 
 
@@ -168,6 +167,17 @@ def _check_script(options: argparse.Namespace) -> None:
     elif not options.module and not os.path.isfile(options.script):
         what = "is a directory" if os.path.isdir(options.script) else "does not exist"
         raise ValueError(f"script {options.script!r} {what}")
+
+
+def _check_process_group(options: argparse.Namespace) -> None:
+    """What says something about a master has no meaning without one."""
+    if not options.process_group:
+        return
+    if options.launcher == "mpi":
+        raise ValueError("--process-group: under mpiexec each process already runs the script; leave dtrun out")
+    for name in ("simulate_cuda", "backend"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for nodes with a master, and --process-group has none")
 
 
 def plan_of(options: argparse.Namespace) -> Plan:

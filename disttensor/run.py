@@ -29,6 +29,7 @@ import msgspec
 
 from .job import guest_of, parse, plan_of, program_of, settings
 from .runtime import mpi
+from .runtime.binding import gpus
 from .runtime.errors import StartError
 from .runtime.launch import registry
 from .runtime.launch.plan import PLAN, Plan
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 2
+    if options.process_group:
+        return _run_everywhere(options, plan)
     environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
     environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
     if plan.launcher == "local":
@@ -75,6 +78,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
+
+
+def _run_everywhere(options: argparse.Namespace, plan: Plan) -> int:
+    """The script on every node, without a master."""
+    everywhere = import_module("disttensor.runtime.launch.everywhere")
+    count = plan.least or plan.slots or options.nodes or max(2, len(gpus()))
+    program = program_of(options)
+    try:
+        return int(
+            everywhere.lead(
+                plan, program if options.no_python else ["", *program[1:]], count, options.bind or "none",
+                bool(options.trusted_network),
+            )
+        )  # fmt: skip
+    except (StartError, ValueError) as e:
+        print(f"dtrun: error: {e}", file=sys.stderr)
+        return 1
 
 
 def _run_by_mpi(options: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol: int = PROTOCOL
     sys_path: tuple[str, ...] = ()  #: the master's import path, so that the user's modules import here too
     cwd: str = ""
+    program: tuple[str, ...] = ()  #: what to be instead of a worker (see launch/everywhere.py)
 
     def __repr__(self) -> str:
         return f"<Bundle job={self.job} rank={self.rank} address={self.address}>"

@@ -67,7 +67,7 @@ class ServedLauncher(Launcher):
     server_name, unfit = "the server", "no node can be started"
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None, entry: str = WORKER) -> None:
-        self._entry = entry
+        self.entry = entry
         self._server = process
         self._wire: Wire[News] = Stream(News, sock.detach())
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class ServedLauncher(Launcher):
                 self._address = " or ".join((bundle.address, *bundle.addresses))
                 self._asked += 1
                 self.vacant = max(0, self.vacant - 1)
-                self._wire.say(Start(bundle, self._entry))
+                self._wire.say(Start(bundle, self.entry))
             self._wire.push(1.0)  # more than its buffer holds goes when the server has imported torch
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:

@@ -1,0 +1,45 @@
+"""docs/PROCESS_GROUPS.md: its programs and commands print what stands below them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "PROCESS_GROUPS.md").read_text()
+FUNCTION, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = re.findall(r"^    \$ (.*)\n((?:    (?!\$).*\n)+)", PAGE, re.MULTILINE)
+
+
+def dtrun(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Types a line of the page."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "dtrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m dtrun "$@"\n')
+    (folder / "dtrun").chmod(0o700)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=50)
+
+
+def shown(number: int) -> str:
+    return re.sub("^    ", "", COMMANDS[number][1], flags=re.MULTILINE)
+
+
+def test_a_function(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = script(FUNCTION)
+    printed = re.findall(r"^prints\n\n    (.*)\n", PAGE, re.MULTILINE)[0]
+    assert done.stdout == f"{printed}\n", done.stderr
+
+
+def test_a_script(tmp_path: Path) -> None:
+    done = dtrun(COMMANDS[0][0], tmp_path)
+    assert (done.returncode, done.stdout) == (0, shown(0)), done.stderr
+
+
+def test_one_that_fails(tmp_path: Path) -> None:
+    done = dtrun(COMMANDS[1][0], tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.endswith(shown(1))
