@@ -18,7 +18,7 @@ import pytest
 from launch_kit import DIGITS, SPY, in_sight, local_losses, losses
 from ray_kit import CPUS, ENVIRONMENT, cluster
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 #: Names the processes of one run: they inherit it, but for those that Ray starts.
 MARK = "DISTTENSOR_TEST_RUN"
