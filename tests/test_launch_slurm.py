@@ -120,6 +120,24 @@ def test_srun_waits_for_resources(slurm: Slurm) -> None:
     assert "queued and waiting for resources" in done.stderr
 
 
+def test_process_group(slurm: Slurm) -> None:
+    """A script of torch.distributed on all tasks, each with the GPU that Slurm has given it."""
+    text = """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    x = torch.tensor(dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    print(x.item(), dist.get_world_size(), os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"])
+    dist.destroy_process_group()
+    """
+    (slurm.folder / "train.py").write_text(textwrap.dedent(text))
+    command = re.findall(r"^    (dtrun .* train\.py)$", PAGE, re.MULTILINE)[0].split()
+    done = slurm.run("salloc", "-N2", "-n4", "--gpus-per-task=1", *command, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = {line.partition("] ")[2] for line in done.stdout.splitlines()}
+    assert said == {"10.0 4 0 0", "10.0 4 0 1"}, done.stdout
+
+
 def test_sessions_of_one_step(slurm: Slurm) -> None:
     text = """
     for nodes in 3, 1, 2:
@@ -147,12 +165,9 @@ def test_init_method(slurm: Slurm) -> None:
 PAGE = (ROOT / "docs" / "SLURM.md").read_text()
 
 
-@pytest.mark.parametrize("command", re.findall(r"^    ((?:srun|dtrun) .*\.py)$", PAGE, re.MULTILINE))
+@pytest.mark.parametrize("command", re.findall(r"^    ((?:srun|dtrun) .* script\.py)$", PAGE, re.MULTILINE))
 def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
-    """What docs/SLURM.md says to type, if it says so outside of a batch script; dtrun is typed below salloc."""
-    if "examples" in command:
-        assert command in (ROOT / "examples" / "slurm" / "digits.sbatch").read_text()
-        return
+    """What docs/SLURM.md says to type; dtrun is typed below salloc."""
     below = [] if command.startswith("srun") else ["salloc", "-N", "2", "-n", "4", "--gpus-per-task=1"]
     script(slurm, HEAD + "with dt.init_master_worker():\n    print(dt.node_count(), 'nodes')")
     done = slurm.run(*below, *shlex.split(command), timeout=120)

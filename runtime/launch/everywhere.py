@@ -66,11 +66,13 @@ def main(lifeline: int) -> int:
 def _told(bundle: Bundle) -> dict[str, str]:
     """As torchrun does. MASTER_ADDR, MASTER_PORT and what goes with them are the same for all (``lead``)."""
     rank, size = str(bundle.rank), str(bundle.nodes)
+    # programs say torch.cuda.set_device(LOCAL_RANK): of its own GPUs, where somebody has divided those
+    alone = binding.this_host().own_gpus
     return {
         "RANK": rank,
         "WORLD_SIZE": size,
-        "LOCAL_RANK": str(bundle.local_rank),
-        "LOCAL_WORLD_SIZE": str(bundle.local_size),
+        "LOCAL_RANK": "0" if alone else str(bundle.local_rank),
+        "LOCAL_WORLD_SIZE": "1" if alone else str(bundle.local_size),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
