@@ -14,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import msgspec
+
 from .options import parser
 from .runtime import mpi, slurm
 from .runtime.binding import forwarded, gpus
@@ -205,7 +207,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
     from .runtime.launch.slurm import plan_of_allocation, plan_of_step
 
     if slurm.one_of_several() is not None:
-        return plan_of_step(plan)
+        plan = plan_of_step(plan)
+        if options.process_group:  # without a master this task, too, is a node
+            size = plan.most + 1
+            plan = msgspec.structs.replace(plan, hosts=(Host(socket.gethostname()),), least=size, most=size)
+        return plan
     return plan_of_allocation(plan, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
 
 
@@ -228,7 +234,9 @@ def guest_of(options: argparse.Namespace) -> list[str] | None:
     task = slurm.one_of_several() if options.launcher == "slurm" else None
     if task is not None and task.rank:
         rank, *local = of_slurm().seat
-        return ["--init-method", "slurm://", "--rank", str(rank), "--local", *map(str, local), *patience]
+        # Slurm's word on places leaves the master's task out
+        place = [] if options.process_group else ["--local", *map(str, local)]
+        return ["--init-method", "slurm://", "--rank", str(rank), *place, *patience]
     if options.launcher != "join" or not options.node_rank:
         return None
     slots = options.nodes or max(2, len(gpus()))

@@ -294,3 +294,21 @@ def test_a_node_is_killed(slurm: Slurm) -> None:
     assert lost.startswith("node 2 (host right, pid ")
     assert "SIGKILL" in lost
     assert rest == "3.0"
+
+
+def test_a_program_of_torch_distributed_on_every_task(slurm: Slurm) -> None:
+    text = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.all_reduce(x := torch.ones(1))
+    print(os.uname().nodename, *map(os.environ.get, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK")), x.item(), flush=True)
+    dist.destroy_process_group()
+    """
+    for way in (STEP, [*ALLOCATION[:-3], "dtrun", "--launcher", "slurm"]):
+        name = script(slurm, HEAD + textwrap.dedent(text))
+        done = slurm.run(*way, "--process-group", "--trusted-network", name)
+        assert done.returncode == 0, done.stderr
+        places = sorted(line.split()[2:5] for line in done.stdout.splitlines())
+        right = [["right", "0", "2"], ["right", "1", "2"]] if way is STEP else [["right", "0", "1"]]
+        assert places == [["left", "0", "2"], ["left", "1", "2"], *right]
+        assert done.stdout.count(f" {len(places)}.0\n") == len(places)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import select
 import signal
 import socket
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .. import binding
 from ..bundle import Bundle, read_bundle
@@ -34,10 +35,14 @@ from .served import ServedLauncher
 
 ENTRY = "disttensor.runtime.launch.everywhere:main"
 
-#: Seconds for the other nodes to end by themselves when one has failed, and after Ctrl-C.
-_GRACE, _AFTER_SIGNAL = 1.0, 5.0
+#: Seconds for the other nodes to end by themselves: when one has failed, when one has because another's end was seen
+#: (whose process may take a while to end), and after Ctrl-C.
+_GRACE, _AFTER_OTHERS, _AFTER_SIGNAL = 1.0, 3.0, 5.0
 #: What end_children has to wait for the store's host (seconds).
 _PATIENCE = 1.0
+
+#: What gloo and NCCL say where another rank has ended. Such a node may be gone before the other's process is.
+_OF_OTHERS = re.compile(r"Connection (closed|reset) by peer|[Ss]ocket [Cc]losed|remote process exited|Broken pipe")
 
 _STORE_HOST = os.path.join(os.path.dirname(__file__), "store_host.py")
 
@@ -93,8 +98,13 @@ class _Course:
 
     running: set[int]
     begun: set[int]
-    first: Exited | None = None  #: of the nodes that have failed
+    failed: list[Exited] = field(default_factory=list)
     told: int = 0  #: the signal that dtrun was sent
+
+    @property
+    def culprits(self) -> list[Exited]:
+        """Those that have not failed because of others."""
+        return [one for one in self.failed if not any(map(_OF_OTHERS.search, one.tail))]
 
 
 def lead(plan: Plan, program: Sequence[str], count: int, bind: str, trusted: bool) -> int:
@@ -130,7 +140,7 @@ def lead(plan: Plan, program: Sequence[str], count: int, bind: str, trusted: boo
         launcher.start(bundles)
         course = _Course(set(range(count)), set())
         _follow(launcher, woken, store, course, time.monotonic() + plan.timeout)
-        launcher.stop(_GRACE if course.first and not course.told else 0)
+        launcher.stop(0)
     return _verdict(course)
 
 
@@ -194,11 +204,12 @@ def _signals() -> Iterator[int]:
 
 
 def _follow(launcher: ServedLauncher, woken: int, store: int, course: _Course, deadline: float) -> None:
-    """Returns when all nodes have ended, when one has failed, or some time after a signal.
+    """Returns when all nodes have ended, or some time after one has failed or after a signal.
 
     Raises StartError when a node has not begun by ``deadline``, or the store is gone.
     """
     until: float | None = deadline
+    ending = False
     while course.running:
         left = None if until is None else max(0.0, until - time.monotonic())
         watched = [launcher.fileno(), woken, *([] if course.told else [store])]
@@ -210,21 +221,23 @@ def _follow(launcher: ServedLauncher, woken: int, store: int, course: _Course, d
                 course.begun.add(event.rank)
             elif isinstance(event, Exited):
                 course.running.discard(event.rank)
-                if event.code and course.first is None:
-                    course.first = event
+                if event.code:
+                    course.failed.append(event)
         if until == deadline and course.running <= course.begun:
             until = None
-        if course.first is not None and not course.told:
-            return
+        if course.failed and not ending:
+            until, ending = time.monotonic() + _AFTER_OTHERS, True
+        if until is not None and course.culprits and not course.told:
+            until = min(until, time.monotonic() + _GRACE)
         if woken in ready:
             number = max(os.read(woken, 64))
             if course.told:
                 return
-            course.told, until = number, time.monotonic() + _AFTER_SIGNAL
+            course.told, until, ending = number, time.monotonic() + _AFTER_SIGNAL, True
             for rank in course.running:
                 launcher.kill(rank, number)
         elif until is not None and time.monotonic() >= until:
-            if until == deadline:
+            if not ending:
                 late = sorted(course.running - course.begun)
                 raise StartError(f"nodes {late} have not begun in time\n{launcher.missing(late)}")
             return
@@ -233,9 +246,9 @@ def _follow(launcher: ServedLauncher, woken: int, store: int, course: _Course, d
 def _verdict(course: _Course) -> int:
     if course.told:
         return 128 + course.told
-    if course.first is None:
+    if not course.failed:
         return 0
-    first = course.first
+    first = (course.culprits or course.failed)[0]
     where = f" on {first.host}" if first.host else ""
     print(f"dtrun: error: node {first.rank}{where} failed first: {first.cause}", file=sys.stderr)
     if first.tail:
