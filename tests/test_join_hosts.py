@@ -177,7 +177,13 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("victim", "number"), [(0, signal.SIGTERM), (0, signal.SIGKILL), (0, signal.SIGHUP), (1, signal.SIGKILL)]
+    ("victim", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_killed(hosts: Hosts, victim: int, number: int) -> None:
     """dtrun on the first host ends all; on the second one its nodes, and the script hears of it when it asks."""

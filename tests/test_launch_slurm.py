@@ -229,7 +229,11 @@ def test_srun_itself_fails(slurm: Slurm) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP))],
+    ids=lambda s: s.name,
+)
 def test_the_launcher_is_ended(slurm: Slurm, way: list[str], number: signal.Signals) -> None:
     """srun, or the dtrun below salloc: nothing is left 10 s later. Before that, a look at what others can see."""
     keys = slurm.folder / f"keys-{number}-{way[0]}"

@@ -179,7 +179,12 @@ with dt.init_master_worker(nodes=4, launcher="ray"):
 
 @pytest.mark.parametrize(
     ("by", "number"),
-    [("dtrun", signal.SIGTERM), ("dtrun", signal.SIGHUP), ("dtrun", signal.SIGKILL), ("python", signal.SIGKILL)],
+    [
+        ("dtrun", signal.SIGKILL),
+        ("python", signal.SIGKILL),
+        pytest.param("dtrun", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("dtrun", signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_left(runs: Runs, by: str, number: signal.Signals) -> None:
     program = ["-m", "dtrun", "--launcher", "ray", "-n", "4"] if by == "dtrun" else []

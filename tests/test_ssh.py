@@ -201,7 +201,10 @@ def serving(hosts: Hosts, *dtrun: str, spy: bool = False, **environment: str) ->
             signal_to(process, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 @pytest.mark.parametrize("launcher", ["dtrun", "script"])
 def test_launcher_killed(hosts: Hosts, launcher: str, number: int) -> None:
     with serving(hosts, *(["--hosts", "left:2,right:2"] if launcher == "dtrun" else [])) as process:
