@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from output_kit import SHARING
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = Path(os.environ.get("DISTTENSOR_MPI_VENVS", ROOT / ".venv-mpi"))
@@ -79,10 +80,10 @@ class Mpi:
                 process.kill()
 
     def run(self, text: str, *arguments: str, timeout: float = 120, **how: Any) -> subprocess.CompletedProcess[str]:
-        """Runs it to its end."""
+        """Runs it to its end. That nodes share the cores is not among its stderr."""
         with self.start(text, *arguments, **how) as process:
             out, err = process.communicate(timeout=timeout)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, SHARING.sub("", err))
 
 
 def left(mark: str, within: float) -> list[psutil.Process]:

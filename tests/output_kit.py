@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+#: What node 0 of a host says where there are more nodes than cores, which depends on the machine.
+SHARING = re.compile(r"\[node 0\] disttensor: \S+: \d+ nodes share \d+ cores?\n")
+
 _PREFIX = re.compile(r"\[(?:node (\d+)|(\d+) nodes|nodes ([\d,-]+))\] (.*)", re.DOTALL)
 
 
