@@ -130,9 +130,15 @@ def test_gpus_that_the_environment_names(monkeypatch: pytest.MonkeyPatch, told: 
     assert binding.gpus() == expected
 
 
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no such variable now, nor afterwards (of one that is not there monkeypatch remembers nothing)."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
 def test_gpus_are_bound_before_anything_asks_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    unset(monkeypatch)
     monkeypatch.setenv("MARK", "")
     for _ in range(2):  # a process of mpiexec's has one session after the other
         bound = binding.apply(Bundle("job", 5, "", local_rank=1, local_size=2, env={"MARK": "set"}))
@@ -145,7 +151,7 @@ def test_gpus_are_bound_before_anything_asks_cuda(monkeypatch: pytest.MonkeyPatc
 def test_only_the_first_of_a_host_says_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "_uuids", lambda: ("GPU-a",))
     for place in range(2):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        unset(monkeypatch)
         said = binding.apply(Bundle("job", 7, "", local_rank=place, local_size=2)).said
         assert said.startswith(f"{os.uname().nodename}: 2 nodes share 1 GPU") == (place == 0)
 
