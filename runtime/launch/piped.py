@@ -14,20 +14,19 @@ import socket
 import subprocess
 import sys
 from abc import abstractmethod
-from collections import deque
 
 import msgspec
 
 from ..errors import ProtocolError
 from .control import News, Order
 from .engine import Branch, Engine
+from .lines import TAIL_LINES, TAIL_WIDTH
 from .plan import Host
 from .process import describe_exit, die_with_parent
+from .reasons import Reasons
 from .spawn import BOOT
 from .wire import MARK, Stream
 
-#: Lines of stderr that are kept, and characters of each.
-LINES, WIDTH = 20, 500
 #: Seconds for a process to end when its stdout has.
 PATIENCE = 1.0
 
@@ -58,8 +57,6 @@ class PipedBranch(Branch):
     def __init__(self, engine: PipedEngine, host: Host) -> None:
         super().__init__(host.name, host.slots)
         self._engine, self._boss, self._loop = engine, engine.boss, engine.loop
-        self._lines: deque[str] = deque(maxlen=LINES)
-        self._rest = b""
         self._closed = False
         self._program = engine.called(host)
         self._boss.add(self)
@@ -84,12 +81,10 @@ class PipedBranch(Branch):
             self._closed = True
             self._boss.lost(self, f"{self._program} could not be started: {e}", os.EX_OSERR, ())
             return
-        os.set_blocking(err, False)
-        self._err = err
+        self._reasons = Reasons(self._loop, err, self._remark)
         self._wire = _Marked(ours.detach())
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.watch(self._wire.fileno(), self._hear)
-        self._loop.watch(err, self._read)
         self._loop.watch(self._pidfd, self._reap)
         self._boss.doing(self, f"{self._program} has not connected yet")
         self._loop.later(engine.plan.timeout, self._too_late)
@@ -104,8 +99,7 @@ class PipedBranch(Branch):
             self._closed = True
             self._loop.forget(self._wire.fileno())
             self._wire.close()
-            self._loop.forget(self._err)
-            os.close(self._err)
+            self._reasons.close()
             if self._process.poll() is None:
                 self._process.terminate()
 
@@ -120,16 +114,8 @@ class PipedBranch(Branch):
             self._loop.forget(self._wire.fileno())  # how the process ends says more
             self._loop.later(PATIENCE, self._give_up)
 
-    def _read(self) -> None:
-        """Its stderr: kept, and shown once the agent is there, when it is the host's own output."""
-        try:
-            piece = os.read(self._err, 1 << 16)
-        except OSError:
-            return
-        if not piece:
-            self._loop.forget(self._err)
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        self._lines.extend(line.decode(errors="replace").rstrip()[:WIDTH] for line in lines)
+    def _remark(self, lines: list[bytes]) -> None:
+        """Its stderr is the host's own output, once the agent is there."""
         if self.knock is not None:
             self._boss.remark(self.host, lines)
 
@@ -142,7 +128,7 @@ class PipedBranch(Branch):
         if self._closed:
             return
         self._hear()
-        self._read()
+        self._reasons.read()
         if not self._closed:
             how = describe_exit(code)
             tail = self._tail()
@@ -164,8 +150,7 @@ class PipedBranch(Branch):
 
     def _tail(self) -> list[str]:
         before = self._wire.preamble.decode(errors="replace").splitlines() if self.knock is None else []
-        rest = [self._rest.decode(errors="replace")[:WIDTH]] if self._rest else []
-        return [*before, *self._lines, *rest][-LINES:]
+        return [*before, *self._reasons.lines][-TAIL_LINES:]
 
 
 class _Marked(Stream[News]):
@@ -183,7 +168,7 @@ class _Marked(Stream[News]):
         self.preamble += piece
         before, mark, after = self.preamble.partition(MARK)
         self._begun = bool(mark)
-        self.preamble = before[-(LINES * WIDTH) :]
+        self.preamble = before[-(TAIL_LINES * TAIL_WIDTH) :]
         self._in += after
 
 

@@ -13,8 +13,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,19 +25,17 @@ from .control import Order
 from .engine import Branch
 from .invitation import Invitation
 from .join import JoinEngine
-from .loop import Loop
 from .plan import Plan, plan_of_dtrun
 from .planned import PlannedLauncher
 from .process import describe_exit, die_with_parent
 from .ray_agent import Told
+from .reasons import Reasons
 
 _DRIVER = os.path.join(os.path.dirname(__file__), "ray_driver.py")
 
 #: Where Ray itself notes which cluster runs on this host.
 _CURRENT = "/tmp/ray/ray_current_cluster"
 
-#: Lines of the driver's stderr that are kept for the error.
-_LINES = 20
 #: Seconds for Ray to take back what it has given.
 _PATIENCE = 4.0
 
@@ -123,7 +119,6 @@ class RayEngine(JoinEngine):
     def begin(self) -> None:
         self._doing = "Ray has not answered yet"
         self._hosts: list[_Host] = []
-        self._tail: deque[str] = deque(maxlen=_LINES)
         asked, me = request(self.plan), os.getpid()
         try:
             self._driver = subprocess.Popen(
@@ -137,9 +132,10 @@ class RayEngine(JoinEngine):
         except OSError as e:
             raise StartError(f"a process for Ray could not be started: {e}") from e
         self._say(asked)
-        for stream, then in ((self._driver.stdout, self._hear), (self._driver.stderr, self._tail.append)):
-            if stream is not None:
-                _read_lines(self.loop, stream.fileno(), then)
+        streams = self._driver.stdout, self._driver.stderr
+        out, err = (os.dup(stream.fileno()) for stream in streams if stream is not None)
+        Reasons(self.loop, out, self._hear)
+        self._reasons = Reasons(self.loop, err, lambda lines: None)
         self._pidfd = os.pidfd_open(self._driver.pid)
         self.loop.watch(self._pidfd, self._reap)
 
@@ -160,8 +156,11 @@ class RayEngine(JoinEngine):
                 stdin.close() if order is None else stdin.write(msgspec.json.encode(order) + b"\n")
                 stdin.closed or stdin.flush()
 
-    def _hear(self, line: str) -> None:
-        news = msgspec.json.decode(line, type=_News)
+    def _hear(self, lines: list[bytes]) -> None:
+        for line in lines:
+            self._take(msgspec.json.decode(line, type=_News))
+
+    def _take(self, news: _News) -> None:
         if news.doing:
             self._doing = news.doing
             self.boss.reconsider()
@@ -196,7 +195,7 @@ class RayEngine(JoinEngine):
         self.loop.forget(self._pidfd)
         os.close(self._pidfd)
         how = describe_exit(self._driver.wait())
-        self.boss.give_up(f"the process that talks with Ray has ended ({how})", list(self._tail))
+        self.boss.give_up(f"the process that talks with Ray has ended ({how})", self._reasons.lines)
 
 
 class _Host(msgspec.Struct):
@@ -230,18 +229,3 @@ class _Absent(Branch):
 
     def close(self) -> None:
         pass
-
-
-def _read_lines(loop: Loop, fd: int, then: Callable[[str], object]) -> None:
-    rest = b""
-
-    def read() -> None:
-        nonlocal rest
-        piece = os.read(fd, 1 << 16)
-        if not piece:
-            loop.forget(fd)
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            then(line.decode(errors="replace").rstrip())
-
-    loop.watch(fd, read)

@@ -17,7 +17,6 @@ import secrets
 import shlex
 import socket
 import subprocess
-from collections import deque
 
 import msgspec
 
@@ -30,10 +29,8 @@ from .join import JoinEngine, JoinLauncher
 from .meeting import of_slurm
 from .plan import Plan
 from .process import describe_exit, die_with_parent
+from .reasons import Reasons
 from .spawn import LAUNCHER_FD
-
-#: Lines of srun's that are kept, and characters of each.
-LINES, WIDTH = 20, 500
 
 #: What srun says of tasks that have ended: "srun: error: node1: tasks 3-4: Exited with exit code 2".
 _ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.*)")
@@ -94,9 +91,8 @@ class SlurmEngine(JoinEngine):
     def __init__(self, boss: Boss) -> None:
         super().__init__(boss)
         self._srun: subprocess.Popen[bytes] | None = None
-        self._err = self._pidfd = -1
-        self._lines: deque[str] = deque(maxlen=LINES)
-        self._rest = b""
+        self._reasons: Reasons | None = None
+        self._pidfd = -1
         self._failed = False
 
     def begin(self) -> None:
@@ -104,7 +100,7 @@ class SlurmEngine(JoinEngine):
         super().begin()
 
     def waiting(self) -> str:
-        return "\n  ".join([super().waiting(), *self._lines])
+        return "\n  ".join([super().waiting(), *self._said])
 
     def end(self) -> None:
         super().end()
@@ -114,16 +110,21 @@ class SlurmEngine(JoinEngine):
                 self._srun.wait(1.0)
             if self._srun.poll() is None:
                 self._srun.terminate()
-            self._read()
-        for fd in (self._err, self._pidfd):
-            if fd >= 0:
-                self.loop.forget(fd)
-                os.close(fd)
+        if self._reasons is not None:
+            self._reasons.read()
+            self._reasons.close()
+        if self._pidfd >= 0:
+            self.loop.forget(self._pidfd)
+            os.close(self._pidfd)
+
+    @property
+    def _said(self) -> list[str]:
+        return self._reasons.lines if self._reasons is not None else []
 
     def _start(self) -> None:
         me = os.getpid()
-        self._err, err_in = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._err, False)
+        err, err_in = os.pipe2(os.O_CLOEXEC)
+        self._reasons = Reasons(self.loop, err, self._look)
         environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_FD}
         try:
             self._srun = subprocess.Popen(
@@ -140,7 +141,6 @@ class SlurmEngine(JoinEngine):
         finally:
             os.close(err_in)
         self._pidfd = os.pidfd_open(self._srun.pid)
-        self.loop.watch(self._err, self._read)
         self.loop.watch(self._pidfd, self._reap)
 
     def srun_command(self) -> list[str]:
@@ -158,19 +158,12 @@ class SlurmEngine(JoinEngine):
             worker[0] = plan.python
         return ["srun", *options, *shlex.split(plan.options.get("srun", "")), *worker]
 
-    def _read(self) -> None:
-        try:
-            piece = os.read(self._err, 1 << 16)
-        except OSError:
-            return
-        if not piece:
-            self.loop.forget(self._err)
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+    def _look(self, lines: list[bytes]) -> None:
         if self.came >= self.plan.most:
             self.boss.remark("srun", lines)
-        for line in (line.decode(errors="replace").rstrip()[:WIDTH] for line in lines):
-            self._lines.append(line)
-            if (match := _ENDED.match(line)) and self.came < self.plan.most:
+            return
+        for line in lines:
+            if match := _ENDED.match(line.decode(errors="replace")):
                 self._fail(f"node {match['tasks']} on {match['host']} has ended before it joined ({match['how']})")
 
     def _reap(self) -> None:
@@ -180,7 +173,8 @@ class SlurmEngine(JoinEngine):
         self.loop.forget(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        self._read()
+        if self._reasons is not None:
+            self._reasons.read()
         if self.came < self.plan.most:
             self._fail(f"srun ended ({describe_exit(code)}) before all had joined")
 
@@ -188,5 +182,5 @@ class SlurmEngine(JoinEngine):
         """Nobody waits for nodes that never come."""
         if not self._failed:
             self._failed = True
-            tail = "".join(f"\n  {line}" for line in self._lines)
+            tail = "".join(f"\n  {line}" for line in self._said)
             self.boss.tell(Unfit(f"{why}{tail and f'; what srun has said:{tail}'}"))
