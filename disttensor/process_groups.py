@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -25,8 +27,12 @@ class Worlds:
         self._numbers = count(1)
         self._lock = threading.Lock()
 
-    def of(self, session: Session, nodes: tuple[int, ...], site: Site | None) -> c.World:
+    @contextmanager
+    def turn(self, session: Session, nodes: tuple[int, ...], site: Site | None) -> Iterator[c.World]:
         """The process group of these nodes, in the order of its ranks: that of the last call, if it is still there.
+
+        Its commands are to be issued inside: so groups that overlap take turns in one order on all of their nodes. A
+        node that came back to a group that another one has replaced there would wait for ranks that never left it.
 
         Raises DisttensorError for nodes that are threads, ValueError where gloo must not be used between the hosts.
         """
@@ -41,7 +47,7 @@ class Worlds:
             if world is None or world.ranks != nodes or any(self._of.get(node) is not world for node in nodes):
                 world = c.World(next(self._numbers), nodes, channel, _backend(session, nodes))
                 self._of.update(dict.fromkeys(nodes, world))
-            return world
+            yield world
 
     def end(self, world: c.World) -> None:
         """It is not to be used again, as it may be gone on some of its nodes."""

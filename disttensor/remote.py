@@ -67,9 +67,9 @@ def run(
     if nodes is not None:
         if node is not None:
             raise TypeError("run takes node= or nodes=, not both")
-        return _run_as_ranks(session, new_group(nodes), fn, args, kwargs, site)
+        return _run_on_all(session, new_group(nodes), fn, args, kwargs, site, as_ranks=True)
     if node is not None and not isinstance(node, int):
-        return _run_on_all(session, new_group(node), fn, args, kwargs, site)[0]
+        return _run_on_all(session, new_group(node), fn, args, kwargs, site)
     call = _Call(session, session.places.at(current_node() if node is None else node), fn, args, kwargs, site)
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
@@ -84,18 +84,6 @@ class Each:
         self.values = values
 
 
-def _run_as_ranks(session: Session, nodes: Group, fn: Callable[..., Any], args: Any, kwargs: Any, site: Any) -> Any:
-    worlds = worlds_of(session)
-    world = worlds.of(session, nodes.nodes, site)
-    kept = False
-    try:
-        results, kept = _run_on_all(session, nodes, fn, args, kwargs, site, world)
-        return results
-    finally:
-        if not kept:
-            worlds.end(world)
-
-
 def _run_on_all(
     session: Session,
     nodes: Group,
@@ -103,43 +91,49 @@ def _run_on_all(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     site: Any,
-    world: c.World | None = None,
-) -> tuple[list[Any], bool]:
-    """The results, and whether all nodes still have the world."""
+    as_ranks: bool = False,
+) -> list[Any]:
     for each in (*args, *kwargs.values()):
         if isinstance(each, Each) and len(each.values) != len(nodes):
             raise ValueError(f"Each has {len(each.values)} values for the {len(nodes)} nodes of {nodes}")
     waits("a function")
     link, calls, requests, results = session.link, [], [], []
     failed: list[Exception] = []
-    kept = True
+    worlds = worlds_of(session)
+    world: c.World | None = None
+    kept = False  #: all nodes still have the world
     try:
         for i, node in enumerate(nodes):
             mine = [x.values[i] if isinstance(x, Each) else x for x in args]
             named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
             calls.append(_Call(session, session.places.at(node), fn, mine, named, site))
-        commands = []
-        for call in calls:
-            requests.append(link.request(call.place.node, c.Result))
-            commands.append((call.place.node, call.command(requests[-1].id, world), site))
-        link.together(commands)
+        with worlds.turn(session, nodes.nodes, site) if as_ranks else contextlib.nullcontext() as world:
+            commands = []
+            for call in calls:
+                requests.append(link.request(call.place.node, c.Result))
+                commands.append((call.place.node, call.command(requests[-1].id, world), site))
+            link.together(commands)
+        stays = True
         for call, request in zip(calls, requests, strict=True):
             try:
                 reply: Any = link.wait(request)
                 if isinstance(reply, c.Poisoned):
                     raise session.failure(reply.rank, reply.seq)
                 results.append(call.result(reply))
-                kept = kept and reply.kept
+                stays = stays and reply.kept
             except Exception as error:
                 failed.append(error)
+        kept = stays and not failed
     finally:
         for call in calls:
             call.end()
         for request in requests:
             link.drop(request)
+        if world is not None and not kept:
+            worlds.end(world)
     if failed:
         raise _first_of(failed)
-    return results, kept
+    return results
 
 
 def _first_of(failed: list[Exception]) -> Exception:

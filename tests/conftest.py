@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import glob
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,10 @@ import pytest
 import torch
 
 import disttensor as dt
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # the job of a shell's "&" ignores Ctrl-C, and so would all that tests start and interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Seconds that what a test has closed may take to go away by itself.
 GRACE = 3.0

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import disttensor as dt
+from disttensor import state
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +228,24 @@ def test_groups_that_overlap_in_two_threads(four: None) -> None:
     for thread in threads:
         thread.join()
     assert sorted(map(str, results)) == sorted(map(str, [[3] * 3] * 5 + [[2] * 2] * 10))
+
+
+def test_a_group_is_replaced_between_the_choice_of_a_group_and_its_commands(
+    four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread waits its turn. Otherwise node 1 alone would come back to the first group, and wait for ever."""
+    dt.run(dist.get_world_size, nodes=[1, 3])
+    link, sizes = state.session().link, []
+    other = threading.Thread(target=lambda: sizes.append(dt.run(dist.get_world_size, nodes=[1, 2])))
+    issue = link.together
+
+    def late(commands: Any) -> None:
+        monkeypatch.undo()
+        other.start()
+        other.join(1)  # in vain, if it waits
+        issue(commands)
+
+    monkeypatch.setattr(link, "together", late)
+    assert dt.run(dist.get_world_size, nodes=[1, 3]) == [2, 2]
+    other.join()
+    assert sizes == [[2, 2]]
