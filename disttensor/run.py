@@ -4,6 +4,9 @@
       |              ^ control socket
       +----> python script.py args   (DISTTENSOR_LAUNCHER_FD, DISTTENSOR_NODES, ...)
 
+    dtrun --hosts a,b script.py: in the fork server's place is a root, which has ssh, srun or Ray start agents on other
+    hosts, each with a fork server of its own (see launch/root.py)
+
     mpiexec -n 3 dtrun script.py: rank 0 runs the script, ranks 1 and 2 become nodes 0 and 1 (see launch/mpi.py)
 
 A script works without dtrun too. With it, the server imports torch while the script does, several settings can be

@@ -124,6 +124,12 @@ class Hosts:
         """Waits until nothing is left on either host. Raises RuntimeError saying what is, after so many seconds."""
         self.wait_until(self.over, within, "not everything has ended")
 
+    def nobody_sees(self, secrets: Path) -> None:
+        """Raises AssertionError if others on a host can read one of these secrets, one a line (launch_kit.py's SPY)."""
+        for host in ADDRESSES:
+            scan = self.run("python", "-m", "launch_kit", str(secrets), host=host)
+            assert (scan.returncode, scan.stdout) == (0, ""), (host, scan)
+
     def wait_until(self, true: Callable[[], bool], within: float, what: str) -> None:
         """Raises RuntimeError with ``what`` went wrong, and what runs, when it takes longer than so many seconds."""
         deadline = time.monotonic() + within
@@ -233,6 +239,16 @@ def ssh(hosts: Hosts) -> Iterator[Path]:
 
             hosts.wait_until(answers, 20, f"sshd on {host} does not answer")
         yield client
+
+
+@contextlib.contextmanager
+def hosts_by_ssh(folder: Path) -> Iterator[Hosts]:
+    """Two hosts with sshd, which disttensor's ssh reaches."""
+    with two_hosts(folder) as pids:
+        hosts = Hosts(folder, pids)
+        with ssh(hosts) as client:
+            hosts.environment["DISTTENSOR_SSH"] = str(client)
+            yield hosts
 
 
 @contextlib.contextmanager

@@ -29,6 +29,21 @@ def _spy(make=zmq.curve_keypair):
 zmq.curve_keypair = _spy
 """
 
+#: A script that has two nodes, and after a line of input says which of them it can reach.
+CUT_OFF = """
+import disttensor as dt, sys, torch
+dt.init_master_worker({})
+xs = [torch.ones(3, device=f"node:{{k}}") for k in range(2)]
+dt.synchronize()
+print("ready", flush=True)
+sys.stdin.readline()
+for x in xs:
+    try:
+        print(x.sum().item())
+    except dt.NodeLost as error:
+        print("lost", error.rank, error.host)
+"""
+
 
 def losses(out: str) -> list[float]:
     """Of each epoch, from what the digits have printed. They have to be those of one process, as the example says."""

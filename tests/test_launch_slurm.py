@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_kit import ADDRESSES, ROOT, signal_to
+from host_kit import ROOT, signal_to
 from launch_kit import SPY, local_losses, losses
 from slurm_kit import Slurm, cluster, why_not
 
@@ -241,8 +241,7 @@ def test_the_launcher_is_ended(slurm: Slurm, way: list[str], number: signal.Sign
         assert process.stdout is not None
         assert process.stdout.readline().startswith("busy"), process.communicate()[1]
         assert connection_files(slurm) == []
-        for host in ADDRESSES if number is signal.SIGHUP else ():
-            assert slurm.run("python", str(ROOT / "tests" / "launch_kit.py"), str(keys), host=host).stdout == ""
+        slurm.nobody_sees(keys)
         if way is ALLOCATION:
             slurm.run("pkill", f"-{number.name[3:]}", "-f", "python[^ ]* -m dtrun")  # inside of the host
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ import disttensor as dt
 from disttensor import state
 from disttensor.runtime import codec
 from disttensor.runtime import command as c
+from disttensor.runtime.link import IDLE
 from disttensor.runtime.outbox import SWEEP
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -164,11 +166,13 @@ def test_dropping_many_proxies_costs_few_messages() -> None:
     kept = [torch.zeros(1, device="node:1") for _ in range(n)]
     assert torch.node.memory_allocated("node:1") >= 4 * n
     counter = Counter()
+    start = time.monotonic()
     kept.clear()
     dt.synchronize()
-    # one per pause of the thread that flushes what lies about, of which a busy machine sees more
-    assert counter.messages <= n / 100
-    assert counter.commands <= n / 100
+    # the thread that flushes what lies about may send one message each time that it looks; a busy machine takes longer
+    looks = (time.monotonic() - start) / IDLE
+    assert counter.messages <= n / 5000 + looks
+    assert counter.commands <= n / 5000 + looks
     assert torch.node.memory_allocated("node:1") < 4 * n
 
 

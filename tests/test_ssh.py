@@ -13,8 +13,8 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
-from host_kit import Hosts, signal_to, ssh, two_hosts
-from launch_kit import DIGITS, ROOT, SPY, local_losses, losses
+from host_kit import Hosts, hosts_by_ssh, signal_to
+from launch_kit import CUT_OFF, DIGITS, ROOT, SPY, local_losses, losses
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION
 
@@ -23,12 +23,8 @@ pytestmark = [pytest.mark.ssh, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    folder = tmp_path_factory.mktemp("hosts")
-    with two_hosts(folder) as pids:
-        both = Hosts(folder, pids)
-        with ssh(both) as client:
-            both.environment["DISTTENSOR_SSH"] = str(client)
-            yield both
+    with hosts_by_ssh(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
 
 
 def write(hosts: Hosts, text: str) -> str:
@@ -88,9 +84,7 @@ def test_digits(hosts: Hosts) -> None:
 def test_no_secret_in_sight(hosts: Hosts) -> None:
     keys = hosts.folder / "keys"
     with serving(hosts, spy=True, KEYS=str(keys)):
-        for host in ("left", "right"):
-            scan = hosts.run("python", "-m", "launch_kit", str(keys), host=host)
-            assert (scan.returncode, scan.stdout) == (0, ""), scan
+        hosts.nobody_sees(keys)
     hosts.settle(10)
 
 
@@ -212,19 +206,7 @@ def test_launcher_killed(hosts: Hosts, launcher: str, number: int) -> None:
         hosts.settle(10)
 
 
-CUT = """
-import disttensor as dt, sys, torch
-dt.init_master_worker(hosts="left:1,right:1", threads=1)
-xs = [torch.ones(3, device=f"node:{k}") for k in range(2)]
-dt.synchronize()
-print("ready", flush=True)
-sys.stdin.readline()
-for x in xs:
-    try:
-        print(x.sum().item())
-    except dt.NodeLost as error:
-        print("lost", error.rank, error.host)
-"""
+CUT = CUT_OFF.format('hosts="left:1,right:1", threads=1')
 
 
 def test_network_cut(hosts: Hosts) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from host_kit import Hosts, ssh, two_hosts
+from host_kit import Hosts, hosts_by_ssh
 
 pytestmark = [pytest.mark.ssh, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    folder = tmp_path_factory.mktemp("hosts")
-    with two_hosts(folder) as pids:
-        both = Hosts(folder, pids)
-        with ssh(both) as client:
-            both.environment["DISTTENSOR_SSH"] = str(client)
-            yield both
+    with hosts_by_ssh(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
 
 
 FUNCTION = """
