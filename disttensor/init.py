@@ -277,7 +277,9 @@ def _tail(lines: Sequence[str]) -> str:
 
 
 def shutdown() -> None:
-    """Ends the session and its nodes. Proxies that are left can't be used any more. Without a session it does nothing.
+    """Waits until the nodes have done all that was issued, and ends them. Without a session it does nothing.
+
+    Proxies that are left can't be used any more. Ctrl-C ends the waiting.
 
     Raises what nothing has raised yet: the earliest error of an operation, else NodeLost for a node that was lost.
     """

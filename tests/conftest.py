@@ -6,6 +6,7 @@ They share the process's random generator, so a node that is seeded draws what l
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import glob
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 import disttensor as dt
 
@@ -29,6 +31,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: Seconds that what a test has closed may take to go away by itself.
 GRACE = 3.0
+#: Seconds after which a teardown hangs.
+HANGS = 120.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Where a test hangs, its session may wait for the same thing: pytest-timeout ends only the first of the two."""
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+
+
+def pytest_unconfigure() -> None:
+    """The end of the program waits for threads, too."""
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="module")
