@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -230,6 +231,13 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 def same_seed() -> None:
     """Every test starts from the same random numbers, whichever ran before."""
     torch.default_generator.manual_seed(0)
+
+
+def mostly_slow(values: Iterable[Any], fast: int) -> list[Any]:
+    """Values for parametrize: the first ones in every run; the others, which take seconds each and differ little, in
+    ``make slow``."""
+    first, others = (values := list(values))[:fast], values[fast:]
+    return [*first, *(pytest.param(other, marks=pytest.mark.slow) for other in others)]
 
 
 # ---- differential testing --------------------------------------------------------------------------------------------

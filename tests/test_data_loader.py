@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from conftest import mostly_slow
 
 PROGRAM = """
 import torch, disttensor as dt
@@ -37,7 +38,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("options", ["", "persistent_workers=True", "multiprocessing_context='spawn'"])
+@pytest.mark.parametrize("options", mostly_slow(["", "persistent_workers=True", "multiprocessing_context='spawn'"], 2))
 def test_workers(options: str, script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = script(PROGRAM.replace("{body}", f"print(total(num_workers=2, {options}))"))
     assert done.stderr == ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from conftest import mostly_slow
 from output_kit import unfolded
 from stub_workers import LIGHT
 from test_launch import gone
@@ -394,7 +395,9 @@ print("one server:", len(set(map(tuple, seen))) == 1, flush=True)
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--launcher", "nearby", "--hosts", "a,b"]], ids=["local", "root"])
+@pytest.mark.parametrize(
+    "options", mostly_slow([["--launcher", "nearby", "--hosts", "a,b"], []], 1), ids=["root", "local"]
+)
 def test_sessions_of_one_script_share_what_dtrun_has_started(tmp_path: Path, options: list[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(AGAIN)

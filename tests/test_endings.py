@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from conftest import mostly_slow
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -30,15 +31,15 @@ print("began", time.time(), flush=True)
 
 ENDS = {
     "end": ("", 0),
-    "sys.exit": ("sys.exit(3)", 3),
     "exception": ("raise ValueError('mine')", 1),
     "interrupt": ("raise KeyboardInterrupt", 130),
+    "sys.exit": ("sys.exit(3)", 3),
     "os._exit": ("os._exit(4)", 4),
     "in a thread": ("import threading; threading.Thread(target=lambda: y + 1).start()", 0),
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", mostly_slow(ENDS, 3))
 def test_the_end_with_work_in_flight(how: str, script: Script) -> None:
     line, code = ENDS[how]
     done = script(WORK + line)
@@ -64,7 +65,7 @@ f = F()
 }
 
 
-@pytest.mark.parametrize("what", LEFT_OVER)
+@pytest.mark.parametrize("what", mostly_slow(LEFT_OVER, 4))
 def test_proxies_that_are_left_at_the_end(what: str, script: Script) -> None:
     done = script(
         "import os\nimport torch\nimport disttensor as dt\ndt.init_master_worker(nodes=2)\n" + LEFT_OVER[what]
@@ -85,7 +86,10 @@ print(*pids, flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["", "os.kill(pids[1], 9); dt.shutdown()", "os.kill(os.getpid(), 9)", "os._exit(0)"])
+HOW = ["os.kill(pids[1], 9); dt.shutdown()", "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
+
+
+@pytest.mark.parametrize("how", mostly_slow(HOW, 2))
 def test_what_a_user_function_started_dies_with_its_node(how: str, script: Script) -> None:
     done = script(CHILD + how)
     pids = [int(p) for p in done.stdout.split()]

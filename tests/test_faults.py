@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from conftest import mostly_slow
 from test_error_matrix import in_any_thread, run, usable, wherever
 
 import disttensor as dt
@@ -122,7 +123,7 @@ MASTER = """
 """
 
 
-@pytest.mark.parametrize("mode", ["idle", "busy"])
+@pytest.mark.parametrize("mode", mostly_slow(["busy", "idle"], 1))
 def test_no_worker_outlives_a_killed_master(mode: str) -> None:
     script = MASTER if mode == "busy" else MASTER.replace("while True:", "while sys.stdin.read():")
     master = subprocess.Popen(
@@ -217,7 +218,7 @@ print("end of script")
     assert "SIGKILL" in done.stderr
 
 
-@pytest.mark.parametrize("end", ["pass", "dt.shutdown()"])
+@pytest.mark.parametrize("end", mostly_slow(["pass", "dt.shutdown()"], 1))
 def test_a_loss_that_was_said_is_not_said_again(script: Script, end: str) -> None:
     done = script(f"""{KILL}
 dt.init_master_worker(nodes=2)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import same
+from conftest import mostly_slow, same
 
 import disttensor as dt
 from disttensor import state
@@ -187,7 +187,7 @@ def test_a_fetch_does_not_wait_for_the_window_of_another_node(at_window: threadi
         issuing.result(SOON)
 
 
-@pytest.mark.parametrize("busy", [0, 1])
+@pytest.mark.parametrize("busy", mostly_slow([0, 1], 1))
 def test_transfers_between_nodes_wait_for_the_window(busy: int, at_window: threading.Event, tmp_path: Path) -> None:
     x = torch.ones(1, device="node:0")
     x.to("node:1")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import mostly_slow
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -184,7 +185,7 @@ def test_the_stores_host_is_ended(dtrun: Dtrun) -> None:
         assert not psutil.wait_procs(others, timeout=10)[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 2))
 def test_dtrun_is_ended(dtrun: Dtrun, number: signal.Signals) -> None:
     """One node ignores what it can."""
     with dtrun(WAITING, "1") as process:

@@ -169,7 +169,7 @@ ordinary = settings(
 )
 
 
-@settings(ordinary, max_examples=40)
+@settings(ordinary, max_examples=16)
 @given(st.lists(STEPS, max_size=25))
 def test_random_programs(program: list[tuple[str, int, int, int]]) -> None:
     check(program)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import same
+from conftest import mostly_slow, same
 from stream_kit import held, hold, release, run_on, thread
 
 import disttensor as dt
@@ -108,10 +108,10 @@ def test_every_operation_waits_if_launches_block(monkeypatch: pytest.MonkeyPatch
         assert s.query()
 
 
-WAITS = ("s.synchronize()", "s.record_event().synchronize()", "y.cpu()", "dt.synchronize(0)", "y.sum().item()")
+WAITS = ("s.synchronize()", "y.cpu()", "s.record_event().synchronize()", "dt.synchronize(0)", "y.sum().item()")
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", mostly_slow(WAITS, 2))
 def test_ctrl_c_ends_the_wait_for_a_stream(script: Callable[..., subprocess.CompletedProcess[str]], wait: str) -> None:
     done = script(
         f"""

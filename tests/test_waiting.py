@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 import disttensor as dt
 from disttensor import init, state
@@ -63,7 +64,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.usefixtures("busy_node")
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("name", mostly_slow(WAITS, 3))
 def test_the_end_of_the_session_ends_the_waiting_of_other_threads(name: str) -> None:
     x = torch.ones(3, device="node:1")
     polls, link, raised = threading.Event(), state.session().link, list[BaseException]()
