@@ -234,10 +234,11 @@ def same_seed() -> None:
 
 
 def mostly_slow(values: Iterable[Any], fast: int) -> list[Any]:
-    """Values for parametrize: the first ones in every run; the others, which take seconds each and differ little, in
-    ``make slow``."""
+    """Values for parametrize (tuples for several names): the first ones in every run; the others, which take seconds
+    each and differ little, in ``make slow``."""
     first, others = (values := list(values))[:fast], values[fast:]
-    return [*first, *(pytest.param(other, marks=pytest.mark.slow) for other in others)]
+    sets = [other if isinstance(other, tuple) else (other,) for other in others]
+    return [*first, *(pytest.param(*each, marks=pytest.mark.slow) for each in sets)]
 
 
 # ---- differential testing --------------------------------------------------------------------------------------------

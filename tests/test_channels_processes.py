@@ -9,12 +9,12 @@ from contextlib import suppress
 import pytest
 import test_joint_programs as programs
 import torch
-from conftest import bits
+from conftest import bits, mostly_slow
 
 import disttensor as dt
 
 
-@pytest.mark.parametrize("backend", ["auto", "tcp"])
+@pytest.mark.parametrize("backend", mostly_slow(["auto", "tcp"], 1))
 def test_channels_side_by_side(backend):
     with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):
         dt.channels.select("*", "tcp", min_bytes=256)

@@ -65,7 +65,7 @@ f = F()
 }
 
 
-@pytest.mark.parametrize("what", mostly_slow(LEFT_OVER, 4))
+@pytest.mark.parametrize("what", mostly_slow(LEFT_OVER, 3))
 def test_proxies_that_are_left_at_the_end(what: str, script: Script) -> None:
     done = script(
         "import os\nimport torch\nimport disttensor as dt\ndt.init_master_worker(nodes=2)\n" + LEFT_OVER[what]
@@ -89,7 +89,7 @@ print(*pids, flush=True)
 HOW = ["os.kill(pids[1], 9); dt.shutdown()", "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
 
 
-@pytest.mark.parametrize("how", mostly_slow(HOW, 2))
+@pytest.mark.parametrize("how", mostly_slow(HOW, 1))
 def test_what_a_user_function_started_dies_with_its_node(how: str, script: Script) -> None:
     done = script(CHILD + how)
     pids = [int(p) for p in done.stdout.split()]

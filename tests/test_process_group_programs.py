@@ -148,7 +148,10 @@ dist.all_reduce(x)
 """
 
 
-@pytest.mark.parametrize(("how", "code", "said"), [("raise", 1, "exit code 1"), ("kill", 137, "killed by SIGKILL")])
+FAILURES = [("raise", 1, "exit code 1"), ("kill", 137, "killed by SIGKILL")]
+
+
+@pytest.mark.parametrize(("how", "code", "said"), mostly_slow(FAILURES, 1))
 def test_the_first_failure_ends_all(dtrun: Dtrun, how: str, code: int, said: str) -> None:
     with dtrun(FAILING, how) as process:
         _, err = process.communicate(timeout=50)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 from two_hosts import run, why_not
 
 pytestmark = pytest.mark.netns
@@ -174,8 +175,10 @@ def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[i
     assert within < 0.05 * N if backend == "auto" else within >= N
 
 
-@pytest.mark.parametrize("end", ["left", "right"])
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in the middle"])
+CUTS = [("left", False), ("right", True), ("left", True), ("right", False)]
+
+
+@pytest.mark.parametrize(("end", "busy"), mostly_slow(CUTS, 2))
 def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
     """The node beyond it is lost; who waits for it gets an error, though no connection ends; the others go on."""
     path = tmp_path / "program.py"
