@@ -58,6 +58,7 @@ def test_one_script(home: Path) -> None:
     assert printed(*(start(home, f"script.py {rank}") for rank in (1, 2, 0))) == ["the sum is 12.0"]
 
 
+@pytest.mark.slow
 def test_torchrun(home: Path) -> None:
     (home / "script.py").write_text(re.sub(r"init_method=.*\)", 'init_method="env://")', PROGRAM))
     [command] = section("torchrun")

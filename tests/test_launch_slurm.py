@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import mostly_slow
 from host_kit import ROOT, signal_to
 from launch_kit import SPY, local_losses, losses
 from slurm_kit import Slurm, cluster, why_not
@@ -165,7 +166,10 @@ def test_init_method(slurm: Slurm) -> None:
 PAGE = (ROOT / "docs" / "SLURM.md").read_text()
 
 
-@pytest.mark.parametrize("command", re.findall(r"^    ((?:srun|dtrun) .* script\.py)$", PAGE, re.MULTILINE))
+COMMANDS = re.findall(r"^    ((?:srun|dtrun) .* script\.py)$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", mostly_slow(COMMANDS, 2))
 def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
     """What docs/SLURM.md says to type; dtrun is typed below salloc."""
     below = [] if command.startswith("srun") else ["salloc", "-N", "2", "-n", "4", "--gpus-per-task=1"]

@@ -92,6 +92,7 @@ def test_flush(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
 PAGE = (Path(__file__).parent.parent / "docs/OUTPUT.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path: Path) -> None:
     """Its commands print what stands below them."""
     [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import mostly_slow
 from launch_kit import DIGITS, SPY, in_sight, local_losses, losses
 from ray_kit import CPUS, ENVIRONMENT, cluster
 
@@ -150,6 +151,7 @@ def test_one_host_cannot(tmp_path: Path) -> None:
     assert "No module named 'nothing_of_the_kind'" in done.stderr
 
 
+@pytest.mark.slow
 def test_gpus(tmp_path: Path) -> None:
     """Each node sees those that Ray has given it; by default one, where there are enough."""
     (tmp_path / "run").mkdir()
@@ -233,7 +235,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "RAY.md").read_text()
 COMMANDS = re.findall(r"^    \$ (dtrun .*)\n    (.*)\n", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
+@pytest.mark.parametrize(("command", "shown"), mostly_slow(COMMANDS, 1), ids=[command for command, _ in COMMANDS])
 def test_the_page(runs: Runs, command: str, shown: str) -> None:
     """docs/RAY.md: its commands print what stands below them."""
     program = re.search(r"^    # train.py\n((?:    .*\n|\n)+)", PAGE, re.MULTILINE)

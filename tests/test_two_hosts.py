@@ -153,7 +153,7 @@ def times(count: int) -> int:
 
 
 @pytest.mark.parametrize("backend", ["tcp", "auto"])
-@pytest.mark.parametrize("right", [(2, 3), (3, 4)], ids=["even", "uneven"])
+@pytest.mark.parametrize("right", [(3, 4), pytest.param((2, 3), marks=pytest.mark.slow)], ids=["uneven", "even"])
 def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[int, int]) -> None:
     """Two nodes on the right, two or three on the left: an all_reduce moves as much as if each host were one node."""
     nodes = max(right) + 1
