@@ -1,7 +1,8 @@
 """Two hosts on one machine: namespaces with a name, a network, processes and shared memory of their own each, and a
 veth pair between them as the slow link. For scripts that ``run`` starts; all ends with them, however they end, as
-everything they start is in a namespace of processes of which they are the first. It needs no
-sshd; host_kit.py has hosts with real daemons, for commands as users type them.
+everything they start is in a namespace of processes of which they are the first.
+
+It needs no sshd; host_kit.py has hosts with real daemons, for commands as users type them.
 
     left:  10.77.0.1, the master and some nodes                right:  10.77.0.2, the other nodes
 """
