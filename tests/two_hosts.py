@@ -24,6 +24,8 @@ from disttensor.runtime.launch.plan import PLAN, Host, Plan
 from disttensor.runtime.launch.ssh import SSH
 
 LEFT, RIGHT = "10.77.0.1", "10.77.0.2"
+#: Bytes of a packet's headers: Ethernet's, IPv4's, and TCP's with its time stamps.
+HEADERS = 14 + 20 + 32
 #: Where `cut` and `mend` find the process whose namespaces are the right host.
 _OTHER = "TWO_HOSTS_RIGHT"
 #: In ssh's place: it goes where it should, without a network.
@@ -61,9 +63,18 @@ def run(script: Path, timeout: float = 55) -> subprocess.CompletedProcess[str]:
 
 
 def crossed(interface: str = "left") -> tuple[int, int]:
-    """How many bytes have gone from the left host to the right one, and back; by an interface's counters."""
+    """How many bytes have gone from the left host to the right one, and back; by an interface's counters.
+
+    Without the headers of packets: into how many the kernel cuts the same bytes, and how often it acknowledges them,
+    depends on what else the machine does.
+    """
     statistics = Path(f"/sys/class/net/{interface}/statistics")
-    return int((statistics / "tx_bytes").read_text()), int((statistics / "rx_bytes").read_text())
+
+    def counted(way: str) -> int:
+        of, packets = (int((statistics / f"{way}_{what}").read_text()) for what in ("bytes", "packets"))
+        return of - HEADERS * packets
+
+    return counted("tx"), counted("rx")
 
 
 def cut(end: str) -> None:
