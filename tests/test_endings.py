@@ -39,7 +39,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", mostly_slow(ENDS, 3))
+@pytest.mark.parametrize("how", mostly_slow(ENDS, 2))
 def test_the_end_with_work_in_flight(how: str, script: Script) -> None:
     line, code = ENDS[how]
     done = script(WORK + line)
@@ -65,7 +65,7 @@ f = F()
 }
 
 
-@pytest.mark.parametrize("what", mostly_slow(LEFT_OVER, 3))
+@pytest.mark.parametrize("what", mostly_slow(LEFT_OVER, 2))
 def test_proxies_that_are_left_at_the_end(what: str, script: Script) -> None:
     done = script(
         "import os\nimport torch\nimport disttensor as dt\ndt.init_master_worker(nodes=2)\n" + LEFT_OVER[what]

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 import disttensor as dt
 
@@ -30,7 +31,7 @@ def test_hosts_of_a_launcher_without() -> None:
         dt.init_master_worker(launcher="local", hosts="a")
 
 
-@pytest.mark.parametrize("interface", ["::1", ["127.0.0.2", "127.0.0.1"]])
+@pytest.mark.parametrize("interface", mostly_slow(["::1", ["127.0.0.2", "127.0.0.1"]], 1))
 def test_interfaces(interface: str) -> None:
     with dt.init_master_worker(launcher="nearby", hosts="a,b", interface=interface, threads=1):
         x = torch.ones(1 << 20, device="node:0").to("node:1")
@@ -43,6 +44,7 @@ def test_an_interface_of_somebody_else() -> None:
         dt.init_master_worker(launcher="nearby", hosts="a", interface="eth77")
 
 
+@pytest.mark.slow
 def test_session_after_session() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

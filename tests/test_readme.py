@@ -131,7 +131,7 @@ def test_graph_training(tmp_path: Path) -> None:
     assert re.fullmatch(r"a step takes [\d.]+ ms in eager, [\d.]+ ms replayed", lines[-1])
 
 
-@pytest.mark.parametrize("backend", mostly_slow(["auto", "gloo", "shm", "tcp"], 2))
+@pytest.mark.parametrize("backend", mostly_slow(["auto", "gloo", "shm", "tcp"], 1))
 def test_data_parallel(backend: str, tmp_path: Path) -> None:
     """The same script whatever the backend, and the same losses."""
     lines = python(str(ROOT / "examples/data_parallel.py"), "--backend", backend, cwd=tmp_path).splitlines()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import same
+from conftest import mostly_slow, same
 from test_faults import gone
 
 import disttensor as dt
@@ -161,7 +161,10 @@ print(dt.run(seen, node=0), dt.run(seen, node=1))
     assert re.fullmatch(r"the script, in \d+\nTrue True\n", done.stdout)
 
 
-@pytest.mark.parametrize(("end", "code"), [("1 / 0", 1), ("os.kill(os.getpid(), signal.SIGINT)", -2)])
+ENDS = [("os.kill(os.getpid(), signal.SIGINT)", -2), ("1 / 0", 1)]
+
+
+@pytest.mark.parametrize(("end", "code"), mostly_slow(ENDS, 1))
 def test_nodes_end_with_the_script(script: Script, end: str, code: int) -> None:
     done = script(f"""
 import os, signal, torch

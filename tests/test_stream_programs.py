@@ -238,7 +238,7 @@ ordinary = settings(
 
 
 @pytest.mark.usefixtures("session")
-@settings(ordinary, max_examples=6)
+@settings(ordinary, max_examples=4)
 @example([(name, i, i * 5 % 12, i * 7 % 12) for i, name in enumerate([*NAMES, *reversed(NAMES), *NAMES])])
 @given(st.lists(STEPS, max_size=30))
 def test_random_programs_over_streams(program: list[Step]) -> None:
