@@ -124,6 +124,12 @@ class Hosts:
         """Waits until nothing is left on either host. Raises RuntimeError saying what is, after so many seconds."""
         self.wait_until(self.over, within, "not everything has ended")
 
+    def await_nodes_end(self, host: str, within: float = 10.0) -> None:
+        """Raises RuntimeError if there is a node on the host for longer than so many seconds."""
+        self.wait_until(
+            lambda: self.run("pgrep", "^dt-node", host=host).returncode == 1, within, f"a node on {host} goes on"
+        )
+
     def nobody_sees(self, secrets: Path) -> None:
         """Raises AssertionError if others on a host can read one of these secrets, one a line (launch_kit.py's SPY)."""
         for host in ADDRESSES:

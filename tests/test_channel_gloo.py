@@ -12,6 +12,7 @@ import time
 import channel_kit
 import pytest
 import torch
+from conftest import mostly_slow
 
 from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT
@@ -54,7 +55,7 @@ def nothing_left():
     assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
-@pytest.mark.parametrize("make", [connected, met], ids=["from the start", "met"])
+@pytest.mark.parametrize("make", mostly_slow([met, connected], 1), ids=["met", "from the start"])
 def test_conformance(make):
     check_data_channel(make)
 

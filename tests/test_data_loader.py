@@ -38,7 +38,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("options", mostly_slow(["", "persistent_workers=True", "multiprocessing_context='spawn'"], 2))
+@pytest.mark.parametrize("options", mostly_slow(["", "persistent_workers=True", "multiprocessing_context='spawn'"], 1))
 def test_workers(options: str, script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = script(PROGRAM.replace("{body}", f"print(total(num_workers=2, {options}))"))
     assert done.stderr == ""

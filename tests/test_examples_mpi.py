@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import mostly_slow
 from mpi_kit import KINDS, Mpi
 from test_patterns import told
 from test_readme import ROOT
@@ -27,7 +28,7 @@ def test_data_parallel(mpi: Mpi) -> None:
     assert lines[6] == "same losses: True"
 
 
-@pytest.mark.parametrize(("name", "n"), [("point_to_point", 3), ("all_reduce", 5)])
+@pytest.mark.parametrize(("name", "n"), mostly_slow([("point_to_point", 3), ("all_reduce", 5)], 1))
 def test_patterns(mpi: Mpi, name: str, n: int) -> None:
     """One of mpiexec's processes is the master."""
     path = ROOT / "examples" / "patterns" / f"{name}.py"

@@ -108,6 +108,7 @@ def test_nodes_do_not_run_the_script_any_further(start: Start, tmp_path: Path) -
 # ---- workers by hand -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_of_torchrun_finds_a_master_elsewhere(start: Start, tmp_path: Path) -> None:
     number = port()
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(number)]

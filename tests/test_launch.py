@@ -49,6 +49,13 @@ def collect(launcher: LocalLauncher, count: int, timeout: float = 10) -> list[St
     return events
 
 
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # since
+        return False
+
+
 def gone(pids: Sequence[int], within: float) -> bool:
     """Whether all these processes end (or are zombies of somebody's) within so many seconds."""
     procs = []
@@ -56,7 +63,7 @@ def gone(pids: Sequence[int], within: float) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             procs.append(psutil.Process(pid))
     deadline = time.monotonic() + within
-    while alive := [p for p in procs if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+    while alive := [p for p in procs if _runs(p)]:
         if time.monotonic() > deadline:
             return False
         with contextlib.suppress(psutil.TimeoutExpired):

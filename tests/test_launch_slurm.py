@@ -74,6 +74,7 @@ def test_the_kit(slurm: Slurm) -> None:
     assert slurm.run("scancel", submitted.stdout.strip()).returncode == 0
 
 
+@pytest.mark.slow
 @WAYS
 def test_a_script(slurm: Slurm, way: list[str]) -> None:
     text = """
@@ -96,6 +97,7 @@ def test_a_script(slurm: Slurm, way: list[str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_session_after_another(slurm: Slurm) -> None:
     """Outside of an allocation srun asks for one. A node takes what its task has been given, and no part of that."""
     text = """
@@ -139,6 +141,7 @@ def test_process_group(slurm: Slurm) -> None:
     assert said == {"10.0 4 0 0", "10.0 4 0 1"}, done.stdout
 
 
+@pytest.mark.slow
 def test_sessions_of_one_step(slurm: Slurm) -> None:
     text = """
     for nodes in 3, 1, 2:
@@ -179,7 +182,7 @@ def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
     assert done.stdout == "4 nodes\n"
 
 
-@pytest.mark.parametrize("name", ["digits", "allreduce"])
+@pytest.mark.parametrize("name", mostly_slow(["digits", "allreduce"], 1))
 def test_batch_scripts(slurm: Slurm, name: str) -> None:
     """The examples, as they are, by one way and the other. The digits' losses are those of local nodes."""
     link = slurm.folder / "examples"
@@ -255,7 +258,7 @@ def test_the_launcher_is_ended(slurm: Slurm, way: list[str], number: signal.Sign
     assert process.returncode != 0 or way is ALLOCATION, "salloc has an opinion of its own"
 
 
-@WAYS
+@pytest.mark.parametrize("way", mostly_slow([STEP, ALLOCATION], 1))
 def test_scancel(slurm: Slurm, way: list[str]) -> None:
     with slurm.start(*way, script(slurm, HEAD + FOREVER)) as process:
         assert process.stdout is not None
@@ -303,6 +306,7 @@ def test_a_node_is_killed(slurm: Slurm) -> None:
     assert rest == "3.0"
 
 
+@pytest.mark.slow
 def test_a_program_of_torch_distributed_on_every_task(slurm: Slurm) -> None:
     text = """
     import torch.distributed as dist

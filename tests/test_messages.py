@@ -162,7 +162,7 @@ def test_node_to_node_is_one_command_each(x: torch.Tensor) -> None:
 
 
 def test_dropping_many_proxies_costs_few_messages() -> None:
-    n = 100_000
+    n = 40_000
     kept = [torch.zeros(1, device="node:1") for _ in range(n)]
     assert torch.node.memory_allocated("node:1") >= 4 * n
     counter = Counter()

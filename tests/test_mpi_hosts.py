@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import mostly_slow
 from host_kit import Hosts, signal_to, ssh, two_hosts, why_not
 from mpi_kit import ENVIRONMENTS, KINDS
 
@@ -105,7 +106,7 @@ def test_a_script(hosts: tuple[Hosts, Path], command: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("victim", ["mpiexec", "far node"])
+@pytest.mark.parametrize("victim", mostly_slow(["far node", "mpiexec"], 1))
 def test_one_is_killed(hosts: tuple[Hosts, Path], command: list[str], victim: str) -> None:
     with start(hosts[0], command, "print(dt.run(os.getpid, node=2), flush=True)\n" + FOREVER) as process:
         assert process.stdout is not None

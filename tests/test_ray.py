@@ -119,12 +119,13 @@ print(ray.get(ray.remote(lambda: 7).remote()))
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            "nodes=9, timeout=6, launcher_options={'num_gpus': 2}",
-            "Ray has no room for 9 x {'CPU': 1.0, 'GPU': 2.0} (PACK) yet; now there is {'CPU': 8.0}",
-        ),
         ("nodes=1, launcher_options={'address': '127.0.0.1:1'}", "no Ray cluster answers at 127.0.0.1:1: Connection"),
         ("nodes=1, launcher_options={'python': '/nowhere'}", "node 0 on HOST did not start: its agent"),
+        pytest.param(
+            "nodes=9, timeout=6, launcher_options={'num_gpus': 2}",
+            "Ray has no room for 9 x {'CPU': 1.0, 'GPU': 2.0} (PACK) yet; now there is {'CPU': 8.0}",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_mistakes(runs: Runs, options: str, says: str) -> None:

@@ -203,6 +203,7 @@ with dt.init_master_worker("mine", nodes=2):
 CARRIED = ["10", "[node 0] my channel carries 5 to 1", "my channel carries 5 to 0"]
 
 
+@pytest.mark.slow
 def test_a_channel_of_an_installed_package(script: Script, tmp_path: Path) -> None:
     (tmp_path / "my_channel.py").write_text(CHANNEL)
     info = tmp_path / "my_channel-1.dist-info"

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
+from conftest import mostly_slow
 from host_kit import Hosts, hosts_by_ssh, signal_to
 from launch_kit import CUT_OFF, DIGITS, ROOT, SPY, local_losses, losses
 
@@ -123,6 +124,7 @@ def test_wrong_python(hosts: Hosts) -> None:
     assert "/no/such/python" in lines[-1]
 
 
+@pytest.mark.slow
 def test_no_key_that_leads_there(hosts: Hosts) -> None:
     lines = fail(hosts, "nobody@right", ssh_options="-o PreferredAuthentications=none")
     assert lines[0].startswith(
@@ -156,6 +158,7 @@ def test_one_of_eight_cannot_import(hosts: Hosts) -> None:
     assert lines[-1] == "  ModuleNotFoundError: No module named 'not_there'"
 
 
+@pytest.mark.slow
 def test_another_version(hosts: Hosts) -> None:
     patch = "import disttensor.runtime.bundle as b\nb.PROTOCOL, b.VERSION = 99, '9.9'\n"
     lines = fail(hosts, "left:1,right:1", python=python_of(hosts, sitecustomize=patch))
@@ -165,6 +168,7 @@ def test_another_version(hosts: Hosts) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_shell_that_greets(hosts: Hosts) -> None:
     arguments = f'hosts="left:2,right:2", launcher_options={{"python": {python_of(hosts)!r}}}, '
     out = succeed(hosts, "python", write(hosts, SESSION.format(arguments=arguments)))
@@ -227,18 +231,23 @@ def test_network_cut(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize(
     ("where", "victim", "seen"),
-    [
-        ("left", "ssh .* -- right ", "3.0\nlost 1 right\n"),
-        ("right", "python.* dtrun agent", "3.0\nlost 1 right\n"),
-        ("left", "boot.py root ", "lost 0 left\nlost 1 right\n"),
-    ],
-    ids=["ssh", "agent", "root"],
+    mostly_slow(
+        [
+            ("left", "boot.py root ", "lost 0 left\nlost 1 right\n"),
+            ("right", "python.* dtrun agent", "3.0\nlost 1 right\n"),
+            ("left", "ssh .* -- right ", "3.0\nlost 1 right\n"),
+        ],
+        2,
+    ),
+    ids=["root", "agent", "ssh"],
 )
 def test_the_way_to_a_host_ends(hosts: Hosts, where: str, victim: str, seen: str) -> None:
     with hosts.start("python", write(hosts, CUT), stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", process.communicate()[1]
         assert hosts.run("pkill", "-9", "-f", victim, host=where).returncode == 0
+        for host in re.findall(r"lost \d (\w+)", seen):
+            hosts.await_nodes_end(host)  # until then they may answer
         assert process.communicate("go\n", timeout=30) == (seen, "")
     hosts.settle(10)
 

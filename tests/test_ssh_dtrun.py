@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from conftest import mostly_slow
 from host_kit import Hosts, hosts_by_ssh
 
 pytestmark = pytest.mark.ssh
@@ -52,7 +53,7 @@ except ValueError as e:
 """
 
 
-@pytest.mark.parametrize("there", ["nothing", "something else"])
+@pytest.mark.parametrize("there", mostly_slow(["something else", "nothing"], 1))
 def test_modules_beside_the_script(hosts: Hosts, there: str) -> None:
     """A module's functions go by name, so the module has to be found on a host whose disk has another one, or none."""
     project = hosts.folder / there / "project"

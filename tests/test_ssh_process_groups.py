@@ -65,6 +65,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_program(hosts: Hosts) -> None:
     (hosts.folder / "program.py").write_text(PROGRAM)
     command = ["dtrun", "--process-group", "--hosts", "left:1,right:2", "program.py"]

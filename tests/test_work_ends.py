@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 import disttensor as dt
 from disttensor import state
@@ -138,7 +139,7 @@ dt.shutdown()
 """
 
 
-@pytest.mark.parametrize("launcher", ["inproc", "local"])
+@pytest.mark.parametrize("launcher", mostly_slow(["local", "inproc"], 1))
 def test_interrupts_at_any_moment(script: Script, launcher: str) -> None:
     done = script(INTERRUPTED.replace("LAUNCHER", repr(launcher)))
     assert (done.returncode, done.stdout) == (0, "40 of 40 {} {}\n"), done.stderr[-3000:]
