@@ -6,13 +6,14 @@ kernels that are missing or wrong (one per signature).
 
 from __future__ import annotations
 
-import gc
 import threading
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
+
+from .runtime.garbage import no_collection
 
 #: Meta kernels whose shapes or strides differ from what the CPU kernel returns: the node is asked once per signature.
 WRONG_META = frozenset(
@@ -144,14 +145,9 @@ _warming: threading.Thread | None = None
 
 
 def _warm() -> None:
-    enabled = gc.isenabled()
-    gc.disable()  # nothing becomes garbage here; the imports take a third less
-    try:
+    with no_collection():  # nothing becomes garbage here; the imports take a third less
         x = torch.empty(2, 2, device="meta")
         torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def stand_ins(tree: Any, tensor_type: Any) -> Any:

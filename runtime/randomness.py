@@ -7,26 +7,21 @@ for ever (CPython 3.11, torch 2.13: `THPVariable_clear` below `THPGenerator_getS
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from .garbage import no_collection
+
 _lock = threading.RLock()
 
 
 def get_rng_state() -> torch.Tensor:
     """As ``torch.get_rng_state``."""
-    with _lock:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return torch.default_generator.get_state()
-        finally:
-            if enabled:
-                gc.enable()
+    with _lock, no_collection():
+        return torch.default_generator.get_state()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ LAYERS = {
     "argument": 0,
     "command": 0,
     "errors": 0,
+    "garbage": 0,
     "generated": 0,
     "bundle": 0,
     "addresses": 0,
