@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import mostly_slow
 
 
 @pytest.fixture
@@ -56,7 +55,8 @@ print([servers.index(s) for s in servers], torch.ones(3, device="node:1").sum().
 """
 
 
-@pytest.mark.parametrize("rank", mostly_slow([["--node-rank"], []], 0), ids=["ranks", "no ranks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [["--node-rank"], []], ids=["ranks", "no ranks"])
 def test_one_command_on_every_host(tmp_path: Path, environment: dict[str, str], rank: list[str]) -> None:
     """As with torchrun. Without ranks the host with the address is the first; here both have it, so one is told."""
     (tmp_path / "script.py").write_text(COUNT)

@@ -146,8 +146,8 @@ def counted(tmp_path: Path, **case: Any) -> dict[str, Any]:
 
 
 def times(count: int) -> int:
-    """How often N bytes; commands, messages' headers and what the kernel sent again are less than 5 % of it."""
-    assert count % N < 0.05 * N, f"{count / N} times"
+    """How often N bytes; commands, messages' headers and what the kernel sent again are less than 2 % of it."""
+    assert count % N < 0.02 * N, f"{count / N} times"
     return count // N
 
 
