@@ -94,9 +94,9 @@ class Worker:
         torch.set_grad_enabled(False)
         self._receiver = threading.get_ident()
         ahead = Ahead(self._spoke, self.executor)
-        self._emit(self.hello())
-        self._flush()
         try:
+            self._emit(self.hello())
+            self._flush()
             while not self.executor.stopped:
                 batch, size = ahead.next()
                 self.executor.apply(batch)

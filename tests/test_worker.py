@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +11,7 @@ from disttensor.runtime import codec, outbox, worker
 from disttensor.runtime import command as c
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.transport.base import Spoke
+from disttensor.runtime.transport.inproc import InprocHub
 from disttensor.runtime.worker import Worker
 
 
@@ -56,3 +58,12 @@ def test_the_window_opens_before_it_is_full() -> None:
     """A node has said all but a part of the window's content, whatever measure fills it."""
     assert 2 * (worker.ACK_EVERY + outbox.MAX_BATCH) < outbox.MAX_COMMANDS
     assert 2 * (worker.ACK_BYTES + codec.MAX_MESSAGE) < outbox.MAX_BYTES
+
+
+def test_a_master_that_has_gone_before_the_hello() -> None:
+    """As when another node has failed to start meanwhile: it ends as it does later, and says nothing."""
+    hub = InprocHub(1)
+    node = Worker(Bundle(job="worker gone", rank=0, address="", backend="inproc"), hub.spoke(0))
+    hub.close()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(node.serve).result() == worker.EX_MASTER_GONE
