@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
+# So many processes run `make test`, each a file at a time.
+JOBS ?= 2
 # Of the tests that need sshd, Slurm, MPI, Ray or namespaces; `make ssh CASES=` runs the slow ones as well.
 CASES ?= and not slow
 export CASES
@@ -35,7 +37,7 @@ check: dev
 	$(BIN)/mypy
 
 test: dev
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n $(JOBS) --dist loadfile
 
 slow: dev
 	$(BIN)/pytest -q -m "slow and not netns and not ssh and not slurm and not mpi and not ray"
