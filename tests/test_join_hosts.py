@@ -111,6 +111,26 @@ def test_torchrun_on_both_hosts(hosts: Hosts) -> None:
         assert sorted(printed(*processes)) == sorted(PRINTED)
 
 
+PROGRAM = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(x := torch.ones(1))
+print(os.environ["RANK"], os.environ["LOCAL_RANK"], socket.gethostname(), x.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_of_a_process_group(hosts: Hosts) -> None:
+    def run(host: str, *further: str) -> tuple[str, ...]:
+        where = ("--nnodes", "2", "--master-addr", "left", "--master-port", "29500", *further)
+        return host, "-m", "dtrun", "--process-group", *where, "-n", "2", script(hosts, PROGRAM)
+
+    with running(hosts, run("left", "--trusted-network"), run("right")) as processes:
+        lines = sorted(line.partition("] ")[2] for line in printed(*processes))
+    assert lines == ["0 0 left 4.0", "1 1 left 4.0", "2 0 right 4.0", "3 1 right 4.0"]
+
+
 CUT = CUT_OFF.format('init_method="tcp://left:29500", nodes=2')
 
 

@@ -116,6 +116,29 @@ print(ray.get(ray.remote(lambda: 7).remote()))
     assert (float(room), second, float(more_room), answer) == (2.0, f"{[1.0] * 3} [0, 0] True", 6.0, "7")
 
 
+PROGRAM = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(x := torch.ones(1))
+print(os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], x.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_of_a_process_group(runs: Runs) -> None:
+    """More nodes than one host has room for."""
+    count = CPUS + 1
+    script = runs.script(PROGRAM)
+    done = runs.run(
+        "-m", "dtrun", "--process-group", "--launcher", "ray", "-n", str(count), "--trusted-network", script
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
+    places = [(rank, CPUS) for rank in range(CPUS)] + [(0, 1)]
+    assert lines == [f"{rank} {local} {size} {count}.0" for rank, (local, size) in enumerate(places)]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -115,7 +115,7 @@ WAITS = ("s.synchronize()", "y.cpu()", "s.record_event().synchronize()", "dt.syn
 def test_ctrl_c_ends_the_wait_for_a_stream(script: Callable[..., subprocess.CompletedProcess[str]], wait: str) -> None:
     done = script(
         f"""
-import os, signal
+import os, signal, threading
 import torch, disttensor as dt
 from stream_kit import hold, held, release, run_on, thread
 
@@ -127,8 +127,10 @@ with dt.init_master_worker(nodes=1, threads=1):
     run_on(t, held, "c")
     with dt.stream(s):
         y = x + 1
-    killer = thread(lambda: (run_on(t, len, "abc"), os.kill(os.getpid(), signal.SIGINT)))
+    waits = threading.Event()
+    killer = thread(lambda: (waits.wait(), run_on(t, len, "abc"), os.kill(os.getpid(), signal.SIGINT)))
     try:
+        waits.set()
         {wait}
     except KeyboardInterrupt:
         print("interrupted")
