@@ -7,6 +7,7 @@ kernels that are missing or wrong (one per signature).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -129,25 +130,39 @@ def _expanded(tensor: torch.Tensor) -> bool:
     return any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def warm() -> None:
-    """Has torch import what its meta kernels need: over a second that the first operation would pay otherwise.
+def warm(then: Callable[[], None]) -> None:
+    """Has torch import what its meta kernels need, over a second that the first operation would pay otherwise, and
+    calls ``then``; once. Raises what that has raised.
 
-    In a thread of its own, which goes on after a Ctrl-C: an import that is broken off spoils some modules for good.
+    In a thread of its own, which goes on after a Ctrl-C: what is broken off in the middle is spoilt for good.
     """
     global _warming
     if _warming is None:
-        _warming = threading.Thread(target=_warm, name="disttensor-warm", daemon=True)
-        _warming.start()
-    _warming.join()
+        thread = threading.Thread(target=_warm, args=(then,), name="disttensor-warm", daemon=True)
+        thread.start()
+        _warming = thread
+    _warmed.wait()  # not the thread's join: a Ctrl-C in that has Python 3.11 take the thread for ended
+    if _failed:
+        raise _failed[0]
 
 
 _warming: threading.Thread | None = None
+_once, _warmed, _failed = threading.Lock(), threading.Event(), list[BaseException]()
 
 
-def _warm() -> None:
-    with no_collection():  # nothing becomes garbage here; the imports take a third less
-        x = torch.empty(2, 2, device="meta")
-        torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
+def _warm(then: Callable[[], None]) -> None:
+    with _once:  # a Ctrl-C that met `start` lets the next call start another one
+        if _warmed.is_set():
+            return
+        try:
+            with no_collection():  # nothing becomes garbage here; the imports take a third less
+                x = torch.empty(2, 2, device="meta")
+                torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
+                then()
+        except BaseException as e:
+            _failed.append(e)
+        finally:
+            _warmed.set()
 
 
 def stand_ins(tree: Any, tensor_type: Any) -> Any:

@@ -149,6 +149,7 @@ def init_master_worker(
     starter: Launcher | None = None if launcher == "inproc" else get_launcher(launcher).of(plan)
     hub: Hub | None = None
     session: Session | None = None
+    channels: Channels | None = None
     try:
         count = _count(nodes, starter, plan.least)
         job, secret = job_id(), job_secret()
@@ -187,8 +188,7 @@ def init_master_worker(
             if log_dir:
                 starter.show(output)
             starter.start(bundles)
-        infer.warm()  # while the nodes start
-        device_backend.register()
+        infer.warm(device_backend.register)  # while the nodes start
         listen = starter.listen if starter else (LOOPBACK,)
         context = ChannelContext(rank=MASTER, job=job, host=listen[0], further=listen[1:])
         channels = Channels(maker(context), channel_name, joint=False)
@@ -209,6 +209,8 @@ def init_master_worker(
         if session is not None:
             session.close(0)
         else:
+            if channels is not None:
+                channels.close()
             if hub is not None:
                 hub.close()
             if starter is not None:

@@ -19,9 +19,10 @@ from typing import Any
 from . import state
 
 #: Seconds that a cell waits at its end for nodes' output, at most.
-PATIENCE = 1.0
-#: Seconds after which nobody is reading what nobody has begun to read: it is the pipe of somebody else.
-STILL = 0.1
+PATIENCE = 5.0
+#: Looks, a millisecond apart, after which nobody is reading what nobody has begun to read: it is the pipe of somebody
+#: else. Not seconds: this process may be kept from running, and its reader with it.
+STILL = 100
 
 
 def attach() -> None:
@@ -34,10 +35,9 @@ def _after_cell(*_: Any) -> None:
     session = state.current()
     if session is not None and session.launcher is not None:
         session.launcher.flush(PATIENCE)
-    deadline, before = time.monotonic() + STILL, 0
-    while (unread := sum(map(_unread, (1, 2)))) and time.monotonic() < deadline:
-        if unread != before:
-            deadline, before = time.monotonic() + STILL, unread
+    looks, before = STILL, 0
+    while (unread := sum(map(_unread, (1, 2)))) and looks:
+        looks, before = (looks - 1 if unread == before else STILL), unread
         time.sleep(0.001)
     if any(map(_is_pipe, (1, 2))):
         time.sleep(0.002)  # the thread has read it, and needs the GIL to pass it on

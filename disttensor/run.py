@@ -16,6 +16,7 @@ given from outside, and whatever the script leaves behind is ended with it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import signal
@@ -35,15 +36,18 @@ from .runtime import mpi
 from .runtime.binding import gpus
 from .runtime.errors import StartError
 from .runtime.launch import registry
+from .runtime.launch.control import Stop
 from .runtime.launch.plan import PLAN, Plan
 from .runtime.launch.process import adopt_orphans, die_with_parent, end_children, wait_any
 from .runtime.launch.spawn import LAUNCHER_FD, spawn_root, spawn_server
+from .runtime.launch.wire import frame
 
 #: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
 _PATIENCE = 2.0
 
-#: What the root of nodes that something else has started has to tell them of the end (seconds).
-_LINGER = 8.0
+#: What a root has to end nodes on other hosts, and one whose nodes something else has started to tell them of the end
+#: (seconds). More than it takes itself (root.py).
+_ROOTS_END, _LINGER = 6.0, 8.0
 
 #: Linux's si_code of signals that the kernel sends: Ctrl-C on the terminal.
 _SI_KERNEL = 0x80
@@ -76,11 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         spawn = partial(spawn_root, plan, tied=True)
     try:
-        code = _run(program_of(options), environment, spawn, _LINGER if "all_come" in plan.options else 0.0)
+        code = _run(program_of(options), environment, spawn, _patience(plan))
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
+
+
+def _patience(plan: Plan) -> float:
+    if plan.launcher == "local":
+        return 0.0
+    return _LINGER if "all_come" in plan.options else _ROOTS_END
 
 
 def _run_everywhere(options: argparse.Namespace, plan: Plan) -> int:
@@ -178,7 +188,7 @@ def _run(
 
     try:
         control, server = spawn()
-        with control:  # closed here then: the server sees the socket's end when the script ends
+        with control:
             fd = control.fileno()
             try:
                 script = subprocess.Popen(
@@ -186,7 +196,10 @@ def _run(
                 )
             except OSError as e:
                 raise StartError(f"{program[0]!r} cannot be run: {e.strerror}") from e
-        code = _watch(script, forwarded)
+            code = _watch(script, forwarded)
+            if code >= 0:  # by itself, which the end of a socket does not tell
+                with contextlib.suppress(OSError):
+                    control.sendall(frame(Stop(0.0)))
         wait_any([server.pid], patience)
     finally:
         end_children(_PATIENCE)

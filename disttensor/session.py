@@ -29,9 +29,10 @@ from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedErr
 from .runtime.failure import Failure, Site, line_of
 from .runtime.interrupts import whole
 from .runtime.launch.base import Launcher
-from .runtime.link import Link, Request
+from .runtime.link import Link
 from .runtime.ops import AllowList
 from .runtime.outbox import Outbox
+from .runtime.request import Request
 from .runtime.route import waits
 from .runtime.transport.base import Hub
 from .switchboard import Switchboard
@@ -393,11 +394,13 @@ class Session:
         said = frozenset(link.said)  # what is raised below is said to nobody
         errors: list[Exception] = []
 
+        asked: dict[int, Request] = {}
+
         def send(outbox: Outbox) -> None:
-            link.flush(outbox, wait=False)
+            asked[outbox.rank] = self._ask_sync(outbox.rank)
 
         def wait(outbox: Outbox) -> None:
-            self._sync(outbox.rank, _left(deadline))
+            link.wait(asked.get(outbox.rank) or self._ask_sync(outbox.rank), _left(deadline))
             self._receive_all(outbox.rank, _left(deadline))
 
         for act in (send, wait):  # to all first: nodes may wait for each other

@@ -22,7 +22,7 @@ from .runtime.collective import Way
 from .runtime.errors import DisttensorError, NodeLost
 from .runtime.failure import Site
 from .runtime.keys import pair_key
-from .runtime.link import Request
+from .runtime.request import Request
 
 if TYPE_CHECKING:
     from .placement import Place

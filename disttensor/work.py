@@ -15,7 +15,7 @@ import torch
 
 from .runtime.channel.base import Arrival
 from .runtime.errors import ChannelError, DisttensorError, NodeLost
-from .runtime.link import Request
+from .runtime.request import Request
 from .session import Session, when_done
 from .site import here
 from .tensor import DistributedTensor

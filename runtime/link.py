@@ -20,43 +20,24 @@ from typing import Any
 
 from . import codec
 from . import command as c
-from .errors import BrokenError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
+from .errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
 from .failure import Failure, Failures, Site, line_of, position
 from .interrupts import Interrupts, whole
 from .launch.base import Exited, Launcher
 from .outbox import Outbox
+from .request import Request, Waker
 from .transport.base import Hub
 
 #: Commands that nobody flushed leave after about this long (seconds).
 IDLE = 0.002
 #: A node that neither dies nor answers is looked after at this interval while somebody waits.
 TICK = 0.5
+#: Seconds for the launcher, which may have other news first, to say why a node is gone.
+WORD = 1.0
 #: Seconds for which an operation waits at a full window before it says so.
 SLOW = 5.0
 
 _log = logging.getLogger("disttensor")
-
-
-class Request:
-    """An answer that a thread waits for. ``reply`` is set before ``done``."""
-
-    __slots__ = ("done", "id", "kind", "node", "reply", "waker")
-
-    def __init__(self, id: int, node: int, kind: type[c.Reply] = c.Done) -> None:
-        self.id = id
-        self.node = node
-        self.kind = kind  #: of the reply, if nothing has failed
-        self.reply: c.Reply | None = None
-        self.done = False
-        self.waker: _Waker | None = None  #: wakes the thread that waits
-
-    def resolve(self, reply: c.Reply | None = None) -> None:
-        """Ends the waiting. Called by any thread."""
-        self.reply = reply
-        self.done = True
-        waker = self.waker  # read once: the thread may stop waiting, and even end, while this one is here
-        if waker is not None:
-            waker.wake()
 
 
 class Link:
@@ -230,7 +211,7 @@ class Link:
                 self.hub.send(outbox.rank, ready[0])
                 ready.popleft()
         except BrokenError as e:
-            self._look_at_launcher(0.2)
+            self._await_word(outbox, time.monotonic() + WORD)
             self.lose(outbox.rank, str(e))
 
     def _wait_window(self, outbox: Outbox) -> None:
@@ -268,9 +249,10 @@ class Link:
                     self.lose(rank, f"broke the protocol: {e}")
                     continue
                 self.outboxes[rank].acknowledge(report.done)
+            deadline = time.monotonic() + WORD  # for all of them
             for rank in self.hub.gone():
                 if self.outboxes[rank].lost is None and not self.closing:
-                    self._look_at_launcher(0.3)  # which knows why, if the process ended
+                    self._await_word(self.outboxes[rank], deadline)
                     self.lose(rank, "its connection ended")
 
     def _take(self, rank: int, reply: c.Reply) -> None:
@@ -294,6 +276,11 @@ class Link:
                     raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
                 del self._requests[reply.request]
                 request.resolve(reply)
+
+    def _await_word(self, outbox: Outbox, deadline: float) -> None:
+        """Until the launcher has said why the node is gone: it knows, if the process has ended."""
+        while self.launcher is not None and outbox.lost is None and (left := deadline - time.monotonic()) > 0:
+            self._look_at_launcher(left)
 
     def _look_at_launcher(self, timeout: float) -> None:
         if timeout and self.launcher is not None:
@@ -376,12 +363,12 @@ class Link:
         outbox.restart()
         return request.reply
 
-    def _poller(self) -> tuple[select.poll, _Waker]:
+    def _poller(self) -> tuple[select.poll, Waker]:
         """A poll object for this thread and what wakes it; to be put back among the idle ones."""
         try:
             return self._local.idle.pop()  # type: ignore[no-any-return]
         except (AttributeError, IndexError):  # its first wait, or one by a signal's handler in the middle of another
-            poller, waker = select.poll(), _Waker()
+            poller, waker = select.poll(), Waker()
             with self._lock:  # the launcher is not stopped meanwhile
                 fds = [self._hub_fd, waker.fd, *([self.launcher.fileno()] if self.launcher else [])]
             for fd in fds:
@@ -390,7 +377,7 @@ class Link:
             return poller, waker
 
     @whole
-    def _readable(self, ready: list[tuple[int, int]], waker: _Waker) -> None:
+    def _readable(self, ready: list[tuple[int, int]], waker: Waker) -> None:
         """Takes in what a poll has found. Finding nothing for so long is a reason to look everywhere."""
         with self._lock:
             for fd, _ in ready:
@@ -418,6 +405,8 @@ class Link:
         while not self.closed:
             try:
                 quiet = self._look_about(quiet)
+            except ClosedError:  # the hub: a session that a Ctrl-C met while it was made
+                return
             except Exception:  # without this thread nothing would leave by itself any more
                 if not said:
                     _log.exception("what flushes behind the script's back failed; it goes on")
@@ -482,19 +471,3 @@ class Link:
         self._wake.set()
         if threading.current_thread() is not self._flusher:
             self._flusher.join(5)
-
-
-class _Waker:
-    """Wakes a thread that polls. Whoever holds it can do so, though the thread may have ended."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.polling = False  #: it polls: if by this very thread, then below the handler of a signal
-        self._thread = threading.get_ident()
-
-    def wake(self) -> None:
-        if self.polling or self._thread != threading.get_ident():
-            os.eventfd_write(self.fd, 1)
-
-    def __del__(self) -> None:
-        os.close(self.fd)

@@ -33,7 +33,7 @@ from .interfaces import interfaces
 #: For ranks to connect once all of them have come, and as torch has it for a collective.
 _CONNECT, _LIMIT = timedelta(seconds=15), timedelta(minutes=30)
 #: Seconds after an error that may be another's for news of whose it was.
-_NEWS = 1.0
+_NEWS = 5.0
 #: Seconds for a function to see by itself that another rank has ended, before it is helped.
 _PATIENCE = 5.0
 #: What such errors say.

@@ -61,6 +61,7 @@ LAYERS = {
     "ahead": 5,
     "worker": 5,
     "link": 5,
+    "request": 5,
     "launch": 6,
 }
 

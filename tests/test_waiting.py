@@ -14,8 +14,8 @@ import disttensor as dt
 from disttensor import init, state
 from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.errors import BrokenError
-from disttensor.runtime.link import Request, _Waker
 from disttensor.runtime.outbox import Outbox
+from disttensor.runtime.request import Request, Waker
 
 busy, release = threading.Event(), threading.Event()
 
@@ -130,7 +130,7 @@ def test_a_request_outlives_the_thread_that_waited() -> None:
     request = Request(1, 0)
 
     def wait() -> None:
-        request.waker = _Waker()
+        request.waker = Waker()
 
     in_thread(wait).join()
     assert request.waker is not None

@@ -47,6 +47,7 @@ class _Watch:
 
 
 def main(role: str, path: str, *arguments: str) -> int:
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # dtrun blocks some while it starts this process
     sys.path[:] = json.loads(path)
     roles: dict[str, Callable[..., int]] = {"server": server, "root": root, "agent": agent, "worker": worker}
     return roles[role](*arguments)

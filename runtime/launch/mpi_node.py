@@ -20,6 +20,7 @@ import torch
 
 from .. import mpi, worker
 from ..bundle import Bundle
+from ..errors import BrokenError
 from ..keys import curve_pair
 from .mpi import ARRIVE, OFFER, ORDER, Offer, await_true, exit_at_once, flush, take
 from .output import Output
@@ -77,7 +78,11 @@ def _work(world: mpi.World) -> int:
         if bundle.public_key:
             bundle = msgspec.structs.replace(bundle, secret_key=secret)
         _be_new()
-        code = worker.start(bundle)
+        try:
+            code = worker.start(bundle)
+        except BrokenError as e:  # its master may have given the session up meanwhile
+            print(f"disttensor: {e}", file=sys.stderr)
+            code = worker.EX_MASTER_GONE
         flush()
         if code not in (0, worker.EX_MASTER_GONE):  # whose connection may end before its process
             return code

@@ -57,7 +57,7 @@ class PipedBranch(Branch):
     def __init__(self, engine: PipedEngine, host: Host) -> None:
         super().__init__(host.name, host.slots)
         self._engine, self._boss, self._loop = engine, engine.boss, engine.loop
-        self._closed = False
+        self._closed = True  #: or nothing is open yet
         self._program = engine.called(host)
         self._boss.add(self)
         me = os.getpid()
@@ -78,12 +78,12 @@ class PipedBranch(Branch):
         except OSError as e:
             ours.close()
             os.close(err)
-            self._closed = True
             self._boss.lost(self, f"{self._program} could not be started: {e}", os.EX_OSERR, ())
             return
         self._reasons = Reasons(self._loop, err, self._remark)
         self._wire = _Marked(ours.detach())
         self._pidfd = os.pidfd_open(self._process.pid)
+        self._closed = False
         self._loop.watch(self._wire.fileno(), self._hear)
         self._loop.watch(self._pidfd, self._reap)
         self._boss.doing(self, f"{self._program} has not connected yet")

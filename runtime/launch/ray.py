@@ -116,12 +116,14 @@ class RayLauncher(PlannedLauncher):
 class RayEngine(JoinEngine):
     """Has the driver place nodes, and lets in the agents that come of it."""
 
+    _driver: subprocess.Popen[bytes] | None = None
+
     def begin(self) -> None:
         self._doing = "Ray has not answered yet"
         self._hosts: list[_Host] = []
         asked, me = request(self.plan), os.getpid()
         try:
-            self._driver = subprocess.Popen(
+            self._driver = driver = subprocess.Popen(
                 [sys.executable, "-P", _DRIVER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -132,11 +134,11 @@ class RayEngine(JoinEngine):
         except OSError as e:
             raise StartError(f"a process for Ray could not be started: {e}") from e
         self._say(asked)
-        streams = self._driver.stdout, self._driver.stderr
+        streams = driver.stdout, driver.stderr
         out, err = (os.dup(stream.fileno()) for stream in streams if stream is not None)
         Reasons(self.loop, out, self._hear)
         self._reasons = Reasons(self.loop, err, lambda lines: None)
-        self._pidfd = os.pidfd_open(self._driver.pid)
+        self._pidfd = os.pidfd_open(driver.pid)
         self.loop.watch(self._pidfd, self._reap)
 
     def waiting(self) -> str:
@@ -144,13 +146,15 @@ class RayEngine(JoinEngine):
 
     def end(self) -> None:
         super().end()
+        if self._driver is None:
+            return
         self._say(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._driver.wait(_PATIENCE)
 
     def _say(self, order: object) -> None:
         """To the driver; None: that there is nothing more."""
-        stdin = self._driver.stdin
+        stdin = self._driver.stdin if self._driver is not None else None
         with contextlib.suppress(OSError):
             if stdin is not None and not stdin.closed:
                 stdin.close() if order is None else stdin.write(msgspec.json.encode(order) + b"\n")
@@ -194,6 +198,7 @@ class RayEngine(JoinEngine):
     def _reap(self) -> None:
         self.loop.forget(self._pidfd)
         os.close(self._pidfd)
+        assert self._driver is not None
         how = describe_exit(self._driver.wait())
         self.boss.give_up(f"the process that talks with Ray has ended ({how})", self._reasons.lines)
 

@@ -62,6 +62,8 @@ EX_BOSS_GONE = 75
 BEAT = 3.0
 #: Seconds that agents have to end their nodes and themselves, beyond the grace.
 PATIENCE = 5.0
+#: More of them where somebody is on the way who has to be told; all of it is less than what dtrun waits (run.py).
+LATE = 2.5
 
 
 class Root:
@@ -103,6 +105,7 @@ class Root:
             self.lost(branch, "was ended", 0, ())
         if self._engine is not None:
             self._engine.end()
+        self._printer.flush(0.5)  # the master may have no patience with what comes now
         end_children(2.0)
         self._printer.flush(0.5)
         self._up.push(0.5)
@@ -148,7 +151,7 @@ class Root:
                     self._rest(order)
         if self._up.ended:
             self.loop.forget(self._up.fileno())
-            self._stop(0, EX_BOSS_GONE)
+            self._stop(0, EX_BOSS_GONE if self._ending is None else 0)
 
     def _begin(self, plan: Plan) -> None:
         self.plan = plan
@@ -164,10 +167,12 @@ class Root:
 
     def _take_signal(self) -> None:
         os.read(self._wakeup[0], 64)
+        self._hurries = True
         self._stop(0, EX_BOSS_GONE)
 
     def _stop(self, grace: float, code: int = 0) -> None:
-        deadline = time.monotonic() + grace + PATIENCE
+        late = self._engine is not None and self._engine.awaits()
+        deadline = time.monotonic() + grace + PATIENCE + (LATE if late else 0.0)
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
         self._branches = [branch for branch in self._branches if branch.gone is None]
         for branch in list(self._branches):

@@ -17,6 +17,7 @@ import secrets
 import shlex
 import socket
 import subprocess
+from functools import partial
 
 import msgspec
 
@@ -31,6 +32,11 @@ from .plan import Plan
 from .process import describe_exit, die_with_parent
 from .reasons import Reasons
 from .spawn import LAUNCHER_FD
+
+#: Seconds at the end for srun, whose tasks have ended: it waits for what they have left open.
+_PATIENCE = 3.0
+#: Seconds until what a task has said is here, when srun has said that it ended.
+_LAST_WORDS = 0.5
 
 #: What srun says of tasks that have ended: "srun: error: node1: tasks 3-4: Exited with exit code 2".
 _ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.*)")
@@ -107,7 +113,7 @@ class SlurmEngine(JoinEngine):
         if self._srun is not None:
             # Its tasks have ended, or do so as the door is closed: srun waits for them, and ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._srun.wait(1.0)
+                self._srun.wait(_PATIENCE)
             if self._srun.poll() is None:
                 self._srun.terminate()
         if self._reasons is not None:
@@ -164,7 +170,9 @@ class SlurmEngine(JoinEngine):
             return
         for line in lines:
             if match := _ENDED.match(line.decode(errors="replace")):
-                self._fail(f"node {match['tasks']} on {match['host']} has ended before it joined ({match['how']})")
+                why = f"node {match['tasks']} on {match['host']} has ended before it joined ({match['how']})"
+                self.loop.later(_LAST_WORDS, partial(self._fail, why))
+        self.boss.reconsider()  # `waiting` has more to say
 
     def _reap(self) -> None:
         code = self._srun.poll() if self._srun is not None else None
