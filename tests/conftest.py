@@ -6,11 +6,14 @@ They share the process's random generator, so a node that is seeded draws what l
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import glob
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -225,6 +228,15 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+def free_port() -> int:
+    """A port for somebody to listen at later: none that the kernel gives away, and no other test process's."""
+    first = 20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in random.SystemRandom().sample(range(first, first + 1_000), 1_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
+            return number
+    raise OSError(f"no port from {first} on is free")
 
 
 @pytest.fixture(autouse=True)

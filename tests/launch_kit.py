@@ -42,6 +42,7 @@ for x in xs:
         print(x.sum().item())
     except dt.NodeLost as error:
         print("lost", error.rank, error.host)
+dt.shutdown()
 """
 
 

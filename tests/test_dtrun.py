@@ -295,11 +295,11 @@ def test_killed(dtrun: Dtrun, victim: str) -> None:
                 process.kill()
             case "script":
                 os.kill(pids[0], signal.SIGKILL)
-                assert process.wait(5) == 137
+                assert process.wait(10) == 137
             case "terminal":
                 process.send_signal(signal.SIGHUP)
-                assert process.wait(5) == 129
-        assert gone(pids, 2)
+                assert process.wait(10) == 129
+        assert gone(pids, 6)
 
 
 def test_the_real_thing(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import free_port
 
 
 @pytest.fixture
@@ -16,11 +16,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
     secret = tmp_path / "secrets" / "secret"
     path = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DISTTENSOR_SECRET_FILE": str(secret)}
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return str(sock.getsockname()[1])
 
 
 def test_hosts(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -61,7 +56,7 @@ def test_one_command_on_every_host(tmp_path: Path, environment: dict[str, str], 
     """As with torchrun. Without ranks the host with the address is the first; here both have it, so one is told."""
     (tmp_path / "script.py").write_text(COUNT)
     common = [sys.executable, "-m", "dtrun", "--nnodes=2", "-n2", "--master-addr=127.0.0.1"]
-    common += ["--master-port", free_port()]
+    common += ["--master-port", str(free_port())]
     how = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     second = subprocess.Popen([*common, "--node-rank", "1", "script.py"], **how)
     first = subprocess.Popen([*common, *(["--node-rank", "0"] if rank else []), "script.py"], **how)

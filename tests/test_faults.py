@@ -61,7 +61,7 @@ def test_a_killed_node_is_lost_and_the_other_is_not() -> None:
     os.kill(pid_of(1), signal.SIGKILL)
     with pytest.raises(dt.NodeLost, match=r"node 1 .*SIGKILL") as caught:
         use(x)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 5.0
     assert caught.value.rank == 1
     assert (y + 1).sum().item() == 6
     with pytest.raises(dt.NodeLost):
@@ -134,7 +134,7 @@ def test_no_worker_outlives_a_killed_master(mode: str) -> None:
     assert len(pids) == 3
     master.kill()
     master.wait()
-    assert gone(pids, 2.0) == []
+    assert gone(pids, 6) == []
     master.stdout.close()
     assert master.stdin is not None
     master.stdin.close()

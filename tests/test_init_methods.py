@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import free_port
 
 import disttensor as dt
 from disttensor.runtime.errors import StartError
@@ -78,11 +79,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 def ended(process: subprocess.Popen[str]) -> str:
     """What it has printed, when it has ended well."""
     out, err = process.communicate(timeout=50)
@@ -110,7 +106,7 @@ def test_nodes_do_not_run_the_script_any_further(start: Start, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_worker_of_torchrun_finds_a_master_elsewhere(start: Start, tmp_path: Path) -> None:
-    number = port()
+    number = free_port()
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(number)]
     nodes = start(*torchrun, "-m", "disttensor.run", "worker")
     with dt.init_master_worker(init_method=f"torchrun://localhost:{number}", nodes=2, timeout=50):
@@ -119,8 +115,10 @@ def test_a_worker_of_torchrun_finds_a_master_elsewhere(start: Start, tmp_path: P
 
 
 def test_a_node_that_does_not_come_is_named(start: Start) -> None:
-    url = f"tcp://localhost:{port()}"
-    start("-m", "dtrun", "worker", "--init-method", url, "--rank", "0")
+    url = f"tcp://localhost:{free_port()}"
+    worker = start("-m", "dtrun", "worker", "--init-method", url, "--rank", "0")
+    while b"dt-worker" not in Path(f"/proc/{worker.pid}/comm").read_bytes():
+        time.sleep(0.01)
     with pytest.raises(
         StartError, match=r"nodes \[0, 1\] of 2 have not answered within 4.0 s:\nnodes 0-1: .*1 on .* of 2"
     ):
@@ -128,7 +126,7 @@ def test_a_node_that_does_not_come_is_named(start: Start) -> None:
 
 
 def test_a_master_that_does_not_come(start: Start) -> None:
-    number = port()
+    number = free_port()
     worker = start(
         "-m", "dtrun", "worker", "--master-addr", "localhost", "--master-port", str(number), "--timeout", "1"
     )
@@ -139,7 +137,7 @@ def test_a_master_that_does_not_come(start: Start) -> None:
 
 
 def test_a_host_without_torch_is_named_with_what_it_said(start: Start, tmp_path: Path) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "torch.py").write_text("import not_there")
     path = os.pathsep.join([str(tmp_path / "broken"), str(Path(dt.__file__).parent.parent)])
@@ -151,7 +149,7 @@ def test_a_host_without_torch_is_named_with_what_it_said(start: Start, tmp_path:
 
 
 def test_another_version_of_torch_is_named(start: Start, tmp_path: Path) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     (tmp_path / "sitecustomize.py").write_text(PATCH)
     path = os.pathsep.join([str(tmp_path), str(Path(dt.__file__).parent.parent)])
     start("-m", "dtrun", "worker", "--init-method", url, PYTHONPATH=path)
@@ -168,7 +166,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def test_a_killed_worker_is_lost_and_leaves_nothing(start: Start) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     workers = [start("-m", "dtrun", "worker", "--init-method", url, "--rank", str(rank)) for rank in range(2)]
     with dt.init_master_worker(init_method=url, nodes=2):
         processes = family(workers[1].pid)
@@ -192,7 +190,7 @@ sys.stdin.read()
 
 
 def test_a_killed_master_takes_the_workers_along(start: Start) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     worker = start("-m", "dtrun", "worker", "--init-method", url)
     master = start("-c", MASTER, url)
     assert master.stdout is not None
@@ -208,7 +206,7 @@ def test_a_killed_master_takes_the_workers_along(start: Start) -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Start) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     worker = start("-m", "dtrun", "worker", "--init-method", url)
     if not joined:
         while b"dt-worker" not in Path(f"/proc/{worker.pid}/comm").read_bytes():
@@ -226,7 +224,7 @@ def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Star
 def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
     from disttensor.runtime.launch.meeting import meeting
 
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     worker = start("-m", "dtrun", "worker", "--init-method", url)
     with dt.init_master_worker(init_method=url, nodes=1):
         secret = (tmp_path / ".config/disttensor/secret").read_text().strip()
@@ -242,7 +240,7 @@ def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
 
 
 def test_nodes_join_while_the_session_runs(start: Start) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
 
     def worker() -> subprocess.Popen[str]:
         return start("-m", "dtrun", "worker", "--init-method", url)

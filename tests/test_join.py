@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from conftest import free_port
 from test_launch import bundles, collect
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION
@@ -99,11 +99,6 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 def asked(*jobs: str, nodes: int = 0) -> list:
     return [msgspec.structs.replace(bundle, nodes=nodes or len(jobs)) for bundle in bundles(*jobs)]
 
@@ -162,7 +157,7 @@ def test_a_file_that_is_there_already(job: Job, tmp_path: Path) -> None:
 
 
 def test_nodes_join_by_the_users_secret(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
     with Agent(meeting(url).invitation(LIMIT), knock()) as agent:
@@ -170,7 +165,7 @@ def test_nodes_join_by_the_users_secret(job: Job) -> None:
 
 
 def test_a_secret_in_the_environment_is_for_the_root_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = port()
+    number = free_port()
     monkeypatch.setenv("DISTTENSOR_SECRET", "swordfish")
     launcher = job(f"tcp://localhost:{number}", 1)
     assert "DISTTENSOR_SECRET" not in os.environ
@@ -182,7 +177,7 @@ def test_a_secret_in_the_environment_is_for_the_root_only(job: Job, monkeypatch:
 
 @pytest.mark.parametrize("url", ["tcp://[::1]:{}", "tcp://127.0.0.1:{}"])
 def test_addresses(job: Job, url: str) -> None:
-    url = url.format(port())
+    url = url.format(free_port())
     launcher = job(url, 1)
     launcher.start(asked("x"))
     with Agent(meeting(url).invitation(LIMIT), knock()) as agent:
@@ -190,7 +185,7 @@ def test_addresses(job: Job, url: str) -> None:
 
 
 def test_ranks_go_to_those_who_wish_for_them(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 4)
     launcher.start(asked("w", "x", "y", "z"))
     invitation = meeting(url).invitation(LIMIT)
@@ -200,7 +195,7 @@ def test_ranks_go_to_those_who_wish_for_them(job: Job) -> None:
 
 
 def test_nodes_of_one_host_are_told_apart_whoever_started_them(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 3)
     launcher.start(asked("x", "y", "z"))
     invitation = meeting(url).invitation(LIMIT)
@@ -213,7 +208,7 @@ def test_nodes_of_one_host_are_told_apart_whoever_started_them(job: Job) -> None
 
 
 def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
     with Agent(meeting(url).invitation(LIMIT), knock("old", protocol=PROTOCOL + 1)) as agent:
@@ -227,18 +222,21 @@ def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
 
 
 def test_one_too_many(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
-    job(url, 2)
+    url = f"tcp://localhost:{free_port()}"
+    launcher = job(url, 2)
     invitation = meeting(url).invitation(LIMIT)
-    with Agent(invitation, knock("a", 2)), Agent(invitation, knock("b")) as third:
-        assert third.hears(Refuse).why == "the job has 2 of its 2 nodes already, so 1 more are too many"
+    with Agent(invitation, knock("a", 2)):
+        assert vacant(launcher, 2)  # it is in
+        with Agent(invitation, knock("b")) as third:
+            assert third.hears(Refuse).why == "the job has 2 of its 2 nodes already, so 1 more are too many"
 
 
 def test_a_rank_that_is_there_already(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
-    job(url, 3)
+    url = f"tcp://localhost:{free_port()}"
+    launcher = job(url, 3)
     invitation = meeting(url).invitation(LIMIT)
     with Agent(invitation, knock("a", 2)) as first, Agent(invitation, knock("b", 1, 1)) as second:
+        assert vacant(launcher, 3)  # they are in
         with Agent(invitation, knock("c", 1, 1)) as third:
             refused = third.hears(Refuse).why
         assert refused in (
@@ -249,7 +247,7 @@ def test_a_rank_that_is_there_already(job: Job) -> None:
 
 
 def test_another_secret_opens_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = port()
+    number = free_port()
     url = f"tcp://localhost:{number}"
     job(url, 1)
     stranger = invite(derived(b"another secret", f"port {number}"), (f"tcp://127.0.0.1:{number}",))
@@ -280,7 +278,7 @@ def missing(launcher: JoinLauncher, word: str) -> str:
 
 
 def test_who_is_missing_is_said(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 3)
     launcher.start(asked("x", "y", "z"))
     assert "none of 3 have" in missing(launcher, "none of")
@@ -295,7 +293,7 @@ def test_who_is_missing_is_said(job: Job) -> None:
 
 
 def test_an_agent_that_hangs_up_loses_its_nodes(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
     with Agent(meeting(url).invitation(LIMIT), knock("a")) as agent:
@@ -308,7 +306,7 @@ def test_an_agent_that_hangs_up_loses_its_nodes(job: Job) -> None:
 
 
 def test_one_that_says_nonsense_is_lost_and_hurts_nobody(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 2)
     launcher.start(asked("x", "y"))
     invitation = meeting(url).invitation(LIMIT)
@@ -323,7 +321,7 @@ def test_one_that_says_nonsense_is_lost_and_hurts_nobody(job: Job) -> None:
 
 
 def test_the_end_of_the_job_is_theirs(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
     with Agent(meeting(url).invitation(LIMIT), knock("a")) as agent:
@@ -336,7 +334,7 @@ def test_the_end_of_the_job_is_theirs(job: Job) -> None:
 
 
 def test_a_seat_that_is_free_again_is_told(job: Job) -> None:
-    url = f"tcp://localhost:{port()}"
+    url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 2, least=1)
     launcher.start(asked("x"))
     invitation = meeting(url).invitation(LIMIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import select
@@ -38,7 +39,7 @@ def bundles(*jobs: str) -> list[Bundle]:
     return [Bundle(job=job, rank=rank, address="none", secret_key=SECRET) for rank, job in enumerate(jobs)]
 
 
-def collect(launcher: LocalLauncher, count: int, timeout: float = 10) -> list[Started | Exited]:
+def collect(launcher: LocalLauncher, count: int, timeout: float = 40) -> list[Started | Exited]:
     """Events until there are ``count``."""
     deadline, events = time.monotonic() + timeout, list[Started | Exited]()
     while len(events) < count:
@@ -87,7 +88,7 @@ def launch() -> Iterator[Launch]:
 
 def lines_of(capfd: pytest.CaptureFixture[str], count: int) -> tuple[list[str], list[str]]:
     """What was relayed to stdout and stderr, once ``count`` lines have come."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     # capfd's own reading loses what comes meanwhile, as it shares the file's position with the writers
     while sum(len(unfolded(os.pread(fd, 1 << 20, 0).decode().splitlines(True))) for fd in (1, 2)) < count:
         assert time.monotonic() < deadline, capfd.readouterr()
@@ -206,7 +207,7 @@ def test_server_killed(launch: Launch, capfd: pytest.CaptureFixture[str]) -> Non
     os.kill(launcher._server_pid, signal.SIGKILL)
     with pytest.raises(StartError, match=r"fork server \(pid \d+\) has ended.*killed by SIGKILL"):
         collect(launcher, 1)
-    assert gone(pids, 2)
+    assert gone(pids, 6)
     for child in map(int, out[1].split()[3:]):  # of a node's, which only the server could have found
         os.kill(child, signal.SIGKILL)
 
@@ -217,7 +218,7 @@ def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) 
     pids += [int(word) for word in out[0].split()[3:]]
     begin = time.monotonic()
     launcher.stop(0.1)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 8
     assert gone(pids, 0)
     causes = {e.rank: e.cause for e in launcher.events() if isinstance(e, Exited)}
     assert causes == {0: "killed by SIGKILL", 1: "killed by SIGTERM", 2: "killed by SIGTERM"}
@@ -260,6 +261,7 @@ def test_siblings_draw_other_numbers(launch: Launch) -> None:
 
 
 def test_cycles_leak_nothing() -> None:
+    gc.collect()  # what earlier tests have left to the collector has descriptors, too
     before = os.listdir("/proc/self/fd"), psutil.Process().children()
     for _ in range(20):
         launcher = LocalLauncher("stub_workers:act", STUBS)
@@ -383,7 +385,7 @@ def test_master_killed() -> None:
         found = told(process, "children", "pids", "forked")
         process.kill()
         # a forked child of the master's is still there, and holds nothing that keeps the nodes alive
-        assert gone(found["pids"] + found["children"], 2)
+        assert gone(found["pids"] + found["children"], 6)
         os.kill(found["forked"][0], signal.SIGKILL)
 
 
@@ -392,14 +394,14 @@ def test_master_killed_while_the_server_imports(tmp_path: Path) -> None:
     with master("slow_to_import", "serve", path=str(tmp_path)) as process:
         pids = told(process, "pids")["pids"]
         process.kill()
-        assert gone(pids, 2)
+        assert gone(pids, 6)
 
 
 def test_reader_that_stalls() -> None:
     with master("stub_workers", "flood", "flood") as process:
         found = told(process, "pids", "forked")
         process.kill()  # nobody has read: the pipe is full and nodes and server have much to say
-        assert gone(found["pids"], 2)
+        assert gone(found["pids"], 6)
         os.kill(found["forked"][0], signal.SIGKILL)
 
 

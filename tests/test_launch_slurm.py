@@ -70,7 +70,7 @@ def test_the_kit(slurm: Slurm) -> None:
     assert slurm.batch("--output=batch.txt", "--wrap=hostname; exit 3")[1] == 3
     assert (slurm.folder / "batch.txt").read_text() == "left\n"
     submitted = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=srun sleep 1000")
-    assert slurm.jobs() == [submitted.stdout.strip()]
+    slurm.wait_until(lambda: slurm.jobs() == [submitted.stdout.strip()], 20, "other jobs are there")  # which complete
     assert slurm.run("scancel", submitted.stdout.strip()).returncode == 0
 
 
@@ -225,6 +225,14 @@ def test_a_script_that_ends_at_once(slurm: Slurm) -> None:
     assert done.returncode == 1
     assert "SyntaxError" in done.stderr
     assert "connection file" not in done.stderr, "they have not waited until their time was over"
+
+
+def test_a_script_without_a_session(slurm: Slurm) -> None:
+    """The other tasks have come, and have nothing to complain of."""
+    text = "import sys, time\ntime.sleep(4)\nsys.exit(int(sys.argv[1]))"  # or they would be told before they come
+    for code in (0, 3):
+        way = ("srun", "-N2", "-n3", "--overcommit", "dtrun", script(slurm, text), str(code))
+        assert slurm.run(*way, timeout=120).returncode == code
 
 
 def test_srun_itself_fails(slurm: Slurm) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import free_port
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "LAUNCHING.md").read_text()
@@ -61,8 +61,7 @@ def test_on_a_laptop(shell: Shell, command: str, shown: str) -> None:
 
 def test_on_every_machine(shell: Shell) -> None:
     ((command, shown),) = SHOWN[2:]
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = str(sock.getsockname()[1])
+    port = str(free_port())
     command = command.replace("--master-addr a", "--master-addr localhost").replace("29500", port)
     with shell.start(command.replace("hello.py", "--node-rank 1 hello.py")) as other:
         assert shell.run(command) == f"{shown}\n"

@@ -20,6 +20,7 @@ import nbformat
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from output_kit import unfolded
 from test_launch import gone
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -59,9 +60,10 @@ def plain(text: str) -> str:
 
 def printed(outputs: list[Any]) -> list[str]:
     """What a cell has put out: stdout and stderr together, then its value."""
-    streams = "".join(o["text"] for o in outputs if o["output_type"] == "stream")
+    streams = plain("".join(o["text"] for o in outputs if o["output_type"] == "stream"))
+    streams = "".join(sorted(unfolded(streams.splitlines(keepends=True))))  # nodes may say the same at different times
     values = [o["data"]["text/plain"] for o in outputs if o["output_type"] == "execute_result"]
-    return [text for text in map(plain, (streams, *values)) if text]
+    return [text for text in (streams, *map(plain, values)) if text]
 
 
 def the_example(tmp_path: Path) -> None:

@@ -89,9 +89,10 @@ def lines_of(out: str) -> list[str]:
     return sorted(line.partition("] ")[2] if line.startswith("[node") else line for line in out.splitlines())
 
 
+@pytest.mark.timeout(180)
 def test_the_same_as_under_torchrun(dtrun: Dtrun, tmp_path: Path) -> None:
     with dtrun(TRAINING) as process:
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=100)
         assert process.returncode == 0, err
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

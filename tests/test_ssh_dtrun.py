@@ -8,7 +8,7 @@ import pytest
 from conftest import mostly_slow
 from host_kit import Hosts, hosts_by_ssh
 
-pytestmark = pytest.mark.ssh
+pytestmark = [pytest.mark.ssh, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ WHERE = """
 import socket, disttensor as dt
 dt.init_master_worker()
 print(dt.run(socket.gethostname, node=range(dt.node_count())))
+dt.shutdown()
 """
 
 
@@ -50,6 +51,7 @@ try:
     dt.synchronize()
 except ValueError as e:
     print(*e.__notes__)
+dt.shutdown()
 """
 
 

@@ -33,6 +33,7 @@ for rank in range(3):
     except ValueError as e:
         print(e.__notes__[-1])
 print(dt.run(total, nodes=[2, 0]))
+dt.shutdown()
 """
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
+from conftest import free_port
 from transport_kit import LIMIT, Proxy, nothing_leaks
 
 from disttensor.runtime.errors import BrokenError
@@ -214,11 +215,6 @@ def test_a_stranger_leaves_no_trace(noise: bytes) -> None:
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def test_a_guest_may_come_before_its_root() -> None:

@@ -54,7 +54,7 @@ def why_not() -> str:
     return tried.stderr.strip() or f"exit code {tried.returncode}" if tried.returncode else ""
 
 
-def run(script: Path, timeout: float = 55) -> subprocess.CompletedProcess[str]:
+def run(script: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     """Runs a script on the left host."""
     path = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
     command = [*_UNSHARE, sys.executable, str(script)]
