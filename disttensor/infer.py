@@ -134,14 +134,21 @@ def warm(then: Callable[[], None]) -> None:
     """Has torch import what its meta kernels need, over a second that the first operation would pay otherwise, and
     calls ``then``; once. Raises what that has raised.
 
-    In a thread of its own, which goes on after a Ctrl-C: what is broken off in the middle is spoilt for good.
+    In a thread of its own, where no Ctrl-C comes: what is broken off in the middle is spoilt for good. It is raised
+    when the thread has ended; a second one at once.
     """
     global _warming
     if _warming is None:
-        thread = threading.Thread(target=_warm, args=(then,), name="disttensor-warm", daemon=True)
+        thread = threading.Thread(
+            target=_warm, args=(then,), name="disttensor-warm"
+        )  # the interpreter's end waits for it
         thread.start()
         _warming = thread
-    _warmed.wait()  # not the thread's join: a Ctrl-C in that has Python 3.11 take the thread for ended
+    try:
+        _warmed.wait()  # not the thread's join: a Ctrl-C in that has Python 3.11 take the thread for ended
+    except BaseException:
+        _warmed.wait()  # torch aborts where the interpreter ends meanwhile
+        raise
     if _failed:
         raise _failed[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -139,25 +140,51 @@ TELLING = """
 import os, signal, threading
 from disttensor import infer
 
-begun, interrupted, seen = threading.Event(), threading.Event(), []
+begun, pressed, seen = threading.Event(), threading.Event(), []
 
 def tell():
     begun.set()
-    interrupted.wait(30)
+    pressed.wait(30)
     seen.append("told")
 
-threading.Thread(target=lambda: (begun.wait(30), os.kill(os.getpid(), signal.SIGINT))).start()
+def press():
+    begun.wait(30)
+    os.kill(os.getpid(), signal.SIGINT)
+    pressed.set()
+
+threading.Thread(target=press).start()
 try:
     infer.warm(tell)
 except KeyboardInterrupt:
     seen.append("interrupted")
-interrupted.set()
 infer.warm(tell)
 print(seen)
 """
 
 
 def test_ctrl_c_while_torch_is_told_of_the_device(script: Script) -> None:
-    """Which goes on; the next session waits for it."""
+    """Which is not broken off."""
     done = script(TELLING)
-    assert (done.stdout, done.returncode) == ("['interrupted', 'told']\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("['told', 'interrupted']\n", 0), done.stderr
+
+
+ENDING = """
+import os, signal, threading, time
+import disttensor as dt
+
+def interrupt():
+    while all(thread.name != "disttensor-warm" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+dt.init_master_worker(nodes=1)
+"""
+
+
+def test_ctrl_c_while_torch_imports_ends_the_script(script: Script) -> None:
+    """As any other: the interpreter does not end below the imports, which C++ has called for and would abort it for."""
+    done = script(ENDING)
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt", done.stderr
+    assert done.returncode == -signal.SIGINT
