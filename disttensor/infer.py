@@ -139,15 +139,13 @@ def warm(then: Callable[[], None]) -> None:
     """
     global _warming
     if _warming is None:
-        thread = threading.Thread(
-            target=_warm, args=(then,), name="disttensor-warm"
-        )  # the interpreter's end waits for it
+        thread = threading.Thread(target=_warm, args=(then,), name="disttensor-warm")
         thread.start()
         _warming = thread
     try:
         _warmed.wait()  # not the thread's join: a Ctrl-C in that has Python 3.11 take the thread for ended
     except BaseException:
-        _warmed.wait()  # torch aborts where the interpreter ends meanwhile
+        _warmed.wait()  # torch aborts when the interpreter ends meanwhile
         raise
     if _failed:
         raise _failed[0]
