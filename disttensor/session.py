@@ -431,6 +431,7 @@ class Session:
         self._beginning = threading.RLock()
         self.pieces = threading.RLock()
         self.board.forked()
+        self.callbacks.forked()
         self.places.lock = threading.RLock()
         for node in self.states:
             node.lock = threading.RLock()

@@ -33,7 +33,7 @@ IDLE = 0.002
 #: A node that neither dies nor answers is looked after at this interval while somebody waits.
 TICK = 0.5
 #: Seconds for the launcher, which may have other news first, to say why a node is gone.
-WORD = 1.0
+WORD = 2.0
 #: Seconds for which an operation waits at a full window before it says so.
 SLOW = 5.0
 
@@ -279,8 +279,11 @@ class Link:
 
     def _await_word(self, outbox: Outbox, deadline: float) -> None:
         """Until the launcher has said why the node is gone: it knows, if the process has ended."""
-        while self.launcher is not None and outbox.lost is None and (left := deadline - time.monotonic()) > 0:
-            self._look_at_launcher(left)
+        while self.launcher is not None and outbox.lost is None:
+            left = deadline - time.monotonic()
+            self._look_at_launcher(max(0.0, left))  # once at least: this process may have been kept from running
+            if left <= 0:
+                return
 
     def _look_at_launcher(self, timeout: float) -> None:
         if timeout and self.launcher is not None:

@@ -45,8 +45,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     faulthandler.dump_traceback_later(HANGS, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """The end of the program waits for threads, too."""
+    if hasattr(config, "workerinput"):
+        return  # a process of xdist's, which waits for the others at its end
     faulthandler.dump_traceback_later(HANGS, exit=True, file=sys.__stderr__)
 
 

@@ -55,6 +55,8 @@ def probed(channels: list[ShmChannel]) -> list[ShmChannel]:
 def nothing_left():
     threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)  # abort waits for half a second only
     gc.collect()
     assert set(threading.enumerate()) <= threads
     assert set(os.listdir("/proc/self/fd")) <= descriptors

@@ -181,11 +181,11 @@ def test_a_killed_worker_is_lost_and_leaves_nothing(start: Start) -> None:
 
 
 MASTER = """
-import sys
+import signal, sys
 import disttensor as dt
 dt.init_master_worker(init_method=sys.argv[1], nodes=1)
 print("ready", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 

@@ -14,6 +14,7 @@ import pytest
 from output_kit import unfolded
 
 from disttensor.runtime.launch import printer as module
+from disttensor.runtime.launch.folding import Folder
 from disttensor.runtime.launch.lines import Lines, Tail
 from disttensor.runtime.launch.output import Choice, Output
 from disttensor.runtime.launch.printer import Printer, spans
@@ -58,6 +59,7 @@ def make(pipes: Pipes) -> Iterator[Make]:
 
     def make(nodes: int = 2, environment: dict[str, str] | None = None, **output: object) -> Printer:
         printer = Printer(Output(**output), (pipes.into[0], pipes.into[1]), environment or {})  # type: ignore[arg-type]
+        printer._folder = Folder(hold=0.5)  # this process may be kept from running for longer than HOLD
         for rank in range(nodes):
             printer.begin(rank)
         made.append(printer)

@@ -151,8 +151,8 @@ def test_what_no_safe_point_follows_arrives_again() -> None:
 
     with handled(time_up):
         torch.ones(3, device="node:1").sum().item()
-        finalizer()
-        with pytest.raises(TimeUp):
+        with pytest.raises(TimeUp):  # noqa: PT012
+            finalizer()
             threading.Event().wait(SOON)
 
 

@@ -297,11 +297,11 @@ def test_a_forked_child_does_not_keep_connections_alive(world):
 
 
 def test_a_silent_network_is_noticed_by_both_ends():
-    net = World("curve", silence=0.3)
+    net = World("curve", silence=1.5)
     proxy = Proxy(net.hub.address)
     try:
-        spoke = net.join(0, address=proxy.address, silence=0.3)
-        assert spoke.recv(0.5) is None  # an idle connection is no silent one
+        spoke = net.join(0, address=proxy.address, silence=1.5)
+        assert spoke.recv(2.0) is None  # an idle connection is no silent one
         proxy.frozen = True
         assert net.lost() == ([], [0])
         with pytest.raises(ClosedError):
@@ -319,7 +319,7 @@ def test_connecting_is_tried_again(net, proxy):
 def test_a_master_that_is_not_there():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(BrokenError, match=f"cannot reach the master at tcp://127.0.0.1:{port}: 3 attempts"):
+    with pytest.raises(BrokenError, match=rf"cannot reach the master at tcp://127.0.0.1:{port}: \d+ attempts in 0.3 s"):
         ZmqSpoke(f"tcp://127.0.0.1:{port}", curve_pair()[0], *curve_pair(), 0, connect_timeout=0.3)
 
 

@@ -79,7 +79,9 @@ def test_callbacks_at_the_end_and_after_it() -> None:
         work.add_done_callback(lambda work: dt.shutdown())  # in its own thread, which it mustn't wait for
         while dt.is_initialized():
             threading.Event().wait(0.01)
-    work.add_done_callback(lambda work: seen.append("after"))
+    ended = threading.Event()
+    work.add_done_callback(lambda work: (seen.append("after"), ended.set()))
+    assert ended.wait(20)  # the thread of callbacks may still be at the shutdown
     assert seen == ["before", "after"]
 
 

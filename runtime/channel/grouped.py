@@ -20,7 +20,7 @@ from .base import ChannelContext
 from .tcp import TcpChannel
 
 #: Seconds after a failure for news of who it was.
-_NEWS = 1.0
+_NEWS = 5.0
 
 Tensors = Sequence[torch.Tensor]
 

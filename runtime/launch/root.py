@@ -83,7 +83,8 @@ class Root:
         self._flushing: dict[int, set[Branch]] = {}  #: by the id of a Flush: who has not answered it yet
         self._awake: set[Branch] = set()  #: who is to rest and has nodes left
         self._ending: float | None = None  #: when to be done with it at the latest
-        self._hurries = False  #: a signal has ended it
+        self._dismissed = False  #: the master has ended it
+        self._hurries = False  #: a signal has
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -146,12 +147,13 @@ class Root:
                     if branch is not None and branch.knock is not None:
                         branch.say(order)
                 case Stop():
+                    self._dismissed = True
                     self._stop(order.grace)
                 case Rest():
                     self._rest(order)
         if self._up.ended:
             self.loop.forget(self._up.fileno())
-            self._stop(0, EX_BOSS_GONE if self._ending is None else 0)
+            self._stop(0, 0 if self._dismissed else EX_BOSS_GONE)
 
     def _begin(self, plan: Plan) -> None:
         self.plan = plan
