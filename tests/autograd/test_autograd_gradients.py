@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import same, send
 from differential import batch, leaves, net
+from equal import same, send
 
 import disttensor as dt
 

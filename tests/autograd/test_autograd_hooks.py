@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same, send
 from differential import leaves
+from equal import same, send
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("clean")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fw
-from conftest import same, send
 from differential import batch, leaves, net
+from equal import same, send
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),

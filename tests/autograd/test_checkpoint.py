@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from conftest import same
+from equal import same
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,

@@ -12,7 +12,7 @@ import time
 import channel_kit
 import pytest
 import torch
-from conftest import mostly_slow
+from variants import mostly_slow
 
 from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.check_kit import LIMIT

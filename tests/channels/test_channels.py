@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 from native_channel import NativeChannel
 
 import disttensor as dt

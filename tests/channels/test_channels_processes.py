@@ -6,10 +6,11 @@ import os
 import signal
 from contextlib import suppress
 
+import joint_programs as programs
 import pytest
-import test_joint_programs as programs
 import torch
-from conftest import bits, mostly_slow
+from equal import bits
+from variants import mostly_slow
 
 import disttensor as dt
 
@@ -23,8 +24,8 @@ def test_channels_side_by_side(backend):
         dt.channels.select("upload", "auto", max_bytes=128)
         for seed in range(300, 312):
             programs.run(seed)
-        programs.test_random_programs_of_several_threads()
-        programs.test_random_programs_with_streams()
+        programs.by_threads()
+        programs.with_streams()
         for n in (1, 33, 300_001):
             x = torch.randn(n)
             ys = [x.to(f"node:{k}") for k in range(programs.N)]

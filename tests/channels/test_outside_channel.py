@@ -1,4 +1,4 @@
-"""A data channel of another distribution, which disttensor finds by its entry point: tests/outside, as if installed."""
+"""A data channel of another distribution, which disttensor finds by its entry point: `outside`, as if installed."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import os
 import signal
 from contextlib import suppress
 
+import joint_programs as programs
 import pytest
-import test_joint_programs as programs
 import torch
 from channel_kit import BETWEEN_PROCESSES
 
@@ -48,8 +48,8 @@ def test_other_transfers_do_not_stand_in_the_way(backend):
     with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):
         for seed in range(200, 212):
             programs.run(seed)
-        programs.test_random_programs_of_several_threads()
-        programs.test_random_programs_with_streams()
+        programs.by_threads()
+        programs.with_streams()
         dt.synchronize()
 
 

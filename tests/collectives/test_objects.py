@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 
 import disttensor as dt
 

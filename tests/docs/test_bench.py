@@ -6,11 +6,11 @@ import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-BENCH = Path(__file__).resolve().parent.parent / "tools" / "bench"
+BENCH = ROOT / "tools" / "bench"
 
 
 def test_sizes():

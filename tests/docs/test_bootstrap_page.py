@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/BOOTSTRAP.md").read_text()
 PROGRAM = re.search(r"```python\n(import torch.*?)```", PAGE, re.DOTALL)[1]
 WAITING = re.search(r"```python\n(dt\.wait_for_nodes.*?)```", PAGE, re.DOTALL)[1]

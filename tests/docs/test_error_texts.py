@@ -1,6 +1,6 @@
 """What errors say: docs/ERRORS.md is the transcript of the mistakes below; each names the line and the way out.
 
-After a change of a text, `python tests/test_error_texts.py` writes it anew.
+After a change of a text, `python tests/docs/test_error_texts.py` writes it anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-TRANSCRIPT = Path(__file__).resolve().parent.parent / "docs" / "ERRORS.md"
+from checkout import ROOT
+
+TRANSCRIPT = ROOT / "docs" / "ERRORS.md"
 
 #: What a user may do wrong, or have happen: a title, lines, and a word of what the text must say to do.
 MISTAKES = [
@@ -140,5 +142,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(BrokenPipeError):
         TRANSCRIPT.write_text(
             "# Errors\n\nWhat they say, each after the line that raises it; `a` is a 3x3 tensor on node 1. "
-            "`tests/test_error_texts.py` compares.\n\n" + transcript(Path(directory)).rstrip() + "\n"
+            "`tests/docs/test_error_texts.py` compares.\n\n" + transcript(Path(directory)).rstrip() + "\n"
         )

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import mostly_slow
 from mpi_kit import KINDS, Mpi
 from test_patterns import told
 from test_readme import ROOT
+from variants import mostly_slow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 

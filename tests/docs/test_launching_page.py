@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from checkout import ROOT
+from ports import free_port
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "LAUNCHING.md").read_text()
 PROGRAM = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
 SHOWN = re.findall(r"^    \$ (.*)\n    (?!\$)(.+)\n", PAGE, re.MULTILINE)

@@ -18,12 +18,13 @@ from typing import Any
 import nbclient
 import nbformat
 import pytest
+from checkout import ROOT, search_path
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from output_kit import unfolded
-from test_launch import gone
+from processes import alive_after
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -39,7 +40,7 @@ def test_a_kernel(tmp_path: Path) -> None:
 def alone(function: str, tmp_path: Path) -> None:
     """Calls a function of this module with that directory."""
     code = f"import test_notebooks as t, pathlib; t.{function}(pathlib.Path({str(tmp_path)!r}))"
-    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    path = search_path()
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
@@ -164,9 +165,9 @@ def story(kernel: Kernel, tmp_path: Path) -> None:
     # restart, by force; then by itself
     pids = [int(pid) for pid in kernel.run(PIDS).split()]
     kernel.manager.restart_kernel(now=True)
-    assert gone(pids, 5)
+    assert alive_after(5, pids) == []
     kernel.client.wait_for_ready(60)
     same(kernel.run(START), "")
     pids = [int(pid) for pid in kernel.run(PIDS).split()]
     os.kill(pids[0], signal.SIGKILL)
-    assert gone(pids, 5)
+    assert alive_after(5, pids) == []

@@ -7,8 +7,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import mostly_slow
 from test_readme import ROOT, python
+from variants import mostly_slow
 
 PATTERNS = sorted((ROOT / "examples" / "patterns").glob("*.py"))
 #: Those that are run each time.

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from checkout import ROOT
+
 PAGE = (ROOT / "docs" / "PROCESS_GROUPS.md").read_text()
 FUNCTION, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^    \$ (.*)\n((?:    (?!\$).*\n)+)", PAGE, re.MULTILINE)

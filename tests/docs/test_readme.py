@@ -10,10 +10,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import mostly_slow
+from checkout import ROOT
 from output_kit import SHARING
+from variants import mostly_slow
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import mostly_slow, same
-from test_faults import gone
+from checkout import ROOT
+from equal import same
+from processes import alive_after
+from variants import mostly_slow
 
 import disttensor as dt
 
-ROOT = Path(__file__).resolve().parent.parent
 ROWS = (ROOT / "docs" / "ROWS.md").read_text()
 #: How many rows each ancestor has.
 COUNTS = {"M": 26, "T": 58, "I": 39, "P": 11, "G": 17}
@@ -40,7 +41,7 @@ def names_of(file: str) -> frozenset[str]:
 
 
 def test_everything_named_exists() -> None:
-    named = re.findall(r"`(tests/\w+\.py)::([\w:]+)`", ROWS)
+    named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", ROWS)
     assert len(named) > 40
     missing = [f"{file}::{name}" for file, name in named if not (ROOT / file).exists() or name not in names_of(file)]
     assert missing == []
@@ -179,7 +180,7 @@ x.sum().item()
 """)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    assert gone(pids, 3) == []
+    assert alive_after(3, pids) == []
     assert done.returncode == code, done.stderr
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from conftest import mostly_slow
+from variants import mostly_slow
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 

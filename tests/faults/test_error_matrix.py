@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same
-from test_autograd_errors import RAISING, Boom, boom
+from equal import same
+from raising import RAISING, Boom, boom
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
@@ -254,7 +254,7 @@ HOOKS: dict[str, Cause] = {
 def test_hooks(name: str, place: str, thread: str) -> None:
     with pytest.raises(Boom, match="boom") as caught:
         run(thread, place, HOOKS[name])
-    assert caught.traceback[-1].path.name == "test_autograd_errors.py"  # where it was raised
+    assert caught.traceback[-1].path.name == "raising.py"  # where it was raised
     usable()
 
 

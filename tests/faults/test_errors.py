@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import same
+from equal import same
 
 import disttensor as dt
 

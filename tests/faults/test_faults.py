@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import mostly_slow
+from processes import alive_after
 from test_error_matrix import in_any_thread, run, usable, wherever
+from variants import mostly_slow
 
 import disttensor as dt
 from disttensor import state
@@ -31,20 +31,6 @@ def cluster() -> Iterator[None]:
 
 def pid_of(node: int) -> int:
     return int(dt.nodes()[node]["pid"])
-
-
-def gone(pids: list[int], seconds: float) -> list[int]:
-    """The pids that are still alive after ``seconds``; waits on pidfds, not in steps."""
-    deadline, alive = time.monotonic() + seconds, []
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            alive.append(pid)
-        os.close(fd)
-    return alive
 
 
 def use(x: torch.Tensor, how: Callable[[torch.Tensor], object] = lambda x: x.sum().item()) -> None:
@@ -99,7 +85,7 @@ def test_waiting_for_a_node_that_dies_ends() -> None:
 
     with pytest.raises(dt.NodeLost, match="SIGKILL"):
         dt.run(die, node=1)
-    assert gone([pid], 1.0) == []
+    assert alive_after(1.0, [pid]) == []
 
 
 @pytest.mark.usefixtures("cluster")
@@ -134,7 +120,7 @@ def test_no_worker_outlives_a_killed_master(mode: str) -> None:
     assert len(pids) == 3
     master.kill()
     master.wait()
-    assert gone(pids, 6) == []
+    assert alive_after(6, pids) == []
     master.stdout.close()
     assert master.stdin is not None
     master.stdin.close()

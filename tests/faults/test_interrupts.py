@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from conftest import mostly_slow
+from variants import mostly_slow
 
 PROGRAM = """
 import os, random, signal, sys, threading, torch, disttensor as dt

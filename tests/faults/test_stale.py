@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 
 import disttensor as dt
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import mostly_slow
+from variants import mostly_slow
 
 import disttensor as dt
 from disttensor import init, state

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import bits
+from equal import bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import same, send
+from equal import same, send
 
 import disttensor as dt
 

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from checkout import KIT, ROOT
+
 ADDRESSES = {"left": "10.78.0.1", "right": "10.78.0.2"}
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
 
@@ -74,7 +75,7 @@ class Hosts:
             **{name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)},
             "PATH": f"{_programs(folder)}:{PATH}",
             "HOME": str(folder),
-            "PYTHONPATH": os.pathsep.join((str(ROOT), os.path.dirname(__file__))),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(KIT))),
             "OMP_NUM_THREADS": "1",
         }
 

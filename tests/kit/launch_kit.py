@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from checkout import ROOT
 
 #: The same digits by every launcher: data parallel on four nodes.
 DIGITS = ROOT / "examples" / "data_parallel.py"

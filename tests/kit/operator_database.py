@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from conftest import same, send
+from equal import same, send
 from torch.utils._pytree import tree_leaves, tree_map
 
 import disttensor as dt

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from checkout import KIT, ROOT
+
 CPUS = 4  #: of each raylet
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith(("DISTTENSOR_", "RAY_"))},
-    "PYTHONPATH": os.pathsep.join((str(ROOT), os.path.dirname(__file__))),
+    "PYTHONPATH": os.pathsep.join((str(ROOT), str(KIT))),
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from checkout import search_path
 
 from disttensor.runtime.launch.plan import PLAN, Host, Plan
 from disttensor.runtime.launch.ssh import SSH
@@ -56,9 +57,8 @@ def why_not() -> str:
 
 def run(script: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     """Runs a script on the left host."""
-    path = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
     command = [*_UNSHARE, sys.executable, str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=script.parent)
 
 

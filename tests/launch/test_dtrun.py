@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from conftest import mostly_slow
+from checkout import search_path
 from output_kit import unfolded
+from processes import alive_after
 from stub_workers import LIGHT
-from test_launch import gone
+from variants import mostly_slow
 
 import disttensor
 from disttensor.job import parse
@@ -54,7 +55,7 @@ def dtrun(tmp_path: Path) -> Dtrun:
     def run(text: str, *arguments: str, options: tuple[str, ...] = (), **how: Any) -> Iterator[subprocess.Popen[str]]:
         script = tmp_path / "script.py"
         script.write_text(text)
-        path = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+        path = search_path()
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
         how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
         command = [sys.executable, "-c", DTRUN, *options, str(script), *arguments]
@@ -207,7 +208,7 @@ print(subprocess.Popen(["sleep 600 & echo $!"], shell=True, stdout=subprocess.PI
         out, _ = process.communicate(timeout=20)
         assert process.returncode == 0
     assert len(out.split()) == 2
-    assert gone([int(pid) for pid in out.split()], 0)
+    assert alive_after(0, [int(pid) for pid in out.split()]) == []
 
 
 NODES = (
@@ -260,7 +261,7 @@ def test_nodes_of_the_script(dtrun: Dtrun) -> None:
         assert lines[1:] == ["[node 0] serving\n", "[node 1] serving\n"]
         out, err = process.communicate("go", timeout=20)
         assert (process.returncode, out, err) == (0, "stopped\n", "")
-        assert gone([int(pid) for pid in lines[0].split()], 0)
+        assert alive_after(0, [int(pid) for pid in lines[0].split()]) == []
 
 
 ENDING = (
@@ -299,7 +300,7 @@ def test_killed(dtrun: Dtrun, victim: str) -> None:
             case "terminal":
                 process.send_signal(signal.SIGHUP)
                 assert process.wait(10) == 129
-        assert gone(pids, 6)
+        assert alive_after(6, pids) == []
 
 
 def test_the_real_thing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from ports import free_port
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import free_port
+from ports import free_port
 
 import disttensor as dt
 from disttensor.runtime.errors import StartError

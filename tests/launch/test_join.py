@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import free_port
+from ports import free_port
 from test_launch import bundles, collect
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION

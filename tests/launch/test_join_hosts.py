@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from conftest import mostly_slow
 from host_kit import Hosts, signal_to, two_hosts, why_not
 from launch_kit import CUT_OFF, DIGITS, SPY, local_losses, losses
+from variants import mostly_slow
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 

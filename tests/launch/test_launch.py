@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from checkout import search_path
 from output_kit import unfolded
+from processes import alive_after
 from stub_workers import LIGHT
 
 from disttensor.runtime.bundle import Bundle
@@ -48,28 +50,6 @@ def collect(launcher: LocalLauncher, count: int, timeout: float = 40) -> list[St
         if select.select([launcher], [], [], left)[0]:
             events += launcher.events()
     return events
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # since
-        return False
-
-
-def gone(pids: Sequence[int], within: float) -> bool:
-    """Whether all these processes end (or are zombies of somebody's) within so many seconds."""
-    procs = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            procs.append(psutil.Process(pid))
-    deadline = time.monotonic() + within
-    while alive := [p for p in procs if _runs(p)]:
-        if time.monotonic() > deadline:
-            return False
-        with contextlib.suppress(psutil.TimeoutExpired):
-            alive[0].wait(0.02)
-    return True
 
 
 @pytest.fixture
@@ -107,7 +87,7 @@ def test_start_relay_stop(launch: Launch, capfd: pytest.CaptureFixture[str]) -> 
     assert len({os.getpgid(p) for p in (*pids, server, os.getpid())}) == 4
     assert os.getsid(server) != os.getsid(0)
     launcher.stop(0)
-    assert gone([*pids, server], 0)
+    assert alive_after(0, [*pids, server]) == []
     assert sorted((e.rank, e.cause) for e in launcher.events()) == [(0, "killed by SIGTERM"), (1, "killed by SIGTERM")]
     launcher.stop(0)
     with pytest.raises(StartError, match="was stopped"):
@@ -207,7 +187,7 @@ def test_server_killed(launch: Launch, capfd: pytest.CaptureFixture[str]) -> Non
     os.kill(launcher._server_pid, signal.SIGKILL)
     with pytest.raises(StartError, match=r"fork server \(pid \d+\) has ended.*killed by SIGKILL"):
         collect(launcher, 1)
-    assert gone(pids, 6)
+    assert alive_after(6, pids) == []
     for child in map(int, out[1].split()[3:]):  # of a node's, which only the server could have found
         os.kill(child, signal.SIGKILL)
 
@@ -219,7 +199,7 @@ def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) 
     begin = time.monotonic()
     launcher.stop(0.1)
     assert time.monotonic() - begin < 8
-    assert gone(pids, 0)
+    assert alive_after(0, pids) == []
     causes = {e.rank: e.cause for e in launcher.events() if isinstance(e, Exited)}
     assert causes == {0: "killed by SIGKILL", 1: "killed by SIGTERM", 2: "killed by SIGTERM"}
 
@@ -350,7 +330,7 @@ sys.stdin.read()
 @contextlib.contextmanager
 def master(*arguments: str, path: str = "", **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A process that has started nodes and then waits. It has no __main__ guard and no file."""
-    search = os.pathsep.join([path, os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    search = search_path(path)
     environment = {**os.environ, "PYTHONPATH": search}
     process = subprocess.Popen(
         [sys.executable, "-c", MASTER, *arguments],
@@ -385,7 +365,7 @@ def test_master_killed() -> None:
         found = told(process, "children", "pids", "forked")
         process.kill()
         # a forked child of the master's is still there, and holds nothing that keeps the nodes alive
-        assert gone(found["pids"] + found["children"], 6)
+        assert alive_after(6, found["pids"] + found["children"]) == []
         os.kill(found["forked"][0], signal.SIGKILL)
 
 
@@ -394,14 +374,14 @@ def test_master_killed_while_the_server_imports(tmp_path: Path) -> None:
     with master("slow_to_import", "serve", path=str(tmp_path)) as process:
         pids = told(process, "pids")["pids"]
         process.kill()
-        assert gone(pids, 6)
+        assert alive_after(6, pids) == []
 
 
 def test_reader_that_stalls() -> None:
     with master("stub_workers", "flood", "flood") as process:
         found = told(process, "pids", "forked")
         process.kill()  # nobody has read: the pipe is full and nodes and server have much to say
-        assert gone(found["pids"], 6)
+        assert alive_after(6, found["pids"]) == []
         os.kill(found["forked"][0], signal.SIGKILL)
 
 
@@ -433,7 +413,7 @@ def test_without_standard_descriptors() -> None:
         "while len(events) < 2:\n    select.select([l], [], [])\n    events += l.events()\n"
         "l.stop(0)\nos._exit(events[1].code)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    environment = {**os.environ, "PYTHONPATH": search_path()}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=30).returncode == 3
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import mostly_slow
 from host_kit import ROOT, signal_to
 from launch_kit import SPY, local_losses, losses
 from slurm_kit import Slurm, cluster, why_not
+from variants import mostly_slow
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 

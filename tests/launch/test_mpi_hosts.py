@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import mostly_slow
 from host_kit import Hosts, signal_to, ssh, two_hosts, why_not
 from mpi_kit import ENVIRONMENTS, KINDS
+from variants import mostly_slow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 

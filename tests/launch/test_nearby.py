@@ -7,7 +7,7 @@ import socket
 
 import pytest
 import torch
-from conftest import mostly_slow
+from variants import mostly_slow
 
 import disttensor as dt
 

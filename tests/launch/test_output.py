@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from output_kit import unfolded
-from test_printer import Screen
+from screen import Screen
 
 import disttensor as dt
 from disttensor import state
@@ -89,7 +90,7 @@ def test_flush(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
             )
 
 
-PAGE = (Path(__file__).parent.parent / "docs/OUTPUT.md").read_text()
+PAGE = (ROOT / "docs/OUTPUT.md").read_text()
 
 
 @pytest.mark.slow

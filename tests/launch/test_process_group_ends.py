@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import mostly_slow
+from variants import mostly_slow
 
 import disttensor as dt
 from disttensor import state

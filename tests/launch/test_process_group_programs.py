@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import mostly_slow
-
-ROOT = Path(__file__).resolve().parent.parent
+from checkout import ROOT
+from variants import mostly_slow
 
 TRAINING = """
 import os, sys

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import mostly_slow
+from checkout import ROOT
 from launch_kit import DIGITS, SPY, in_sight, local_losses, losses
 from ray_kit import CPUS, ENVIRONMENT, cluster
+from variants import mostly_slow
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -258,7 +259,7 @@ def test_no_secret_in_sight(runs: Runs, tmp_path: Path) -> None:
         process.terminate()
 
 
-PAGE = (Path(__file__).parent.parent / "docs" / "RAY.md").read_text()
+PAGE = (ROOT / "docs" / "RAY.md").read_text()
 COMMANDS = re.findall(r"^    \$ (dtrun .*)\n    (.*)\n", PAGE, re.MULTILINE)
 
 

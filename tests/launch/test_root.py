@@ -11,7 +11,8 @@ import msgspec
 import psutil
 import pytest
 from output_kit import unfolded
-from test_launch import STUBS, bundles, collect, gone
+from processes import alive_after
+from test_launch import STUBS, bundles, collect
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.launch import Exited, Started
@@ -111,11 +112,11 @@ def test_rest(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
     first = collect(launcher, 3)
     servers = {event.rank: psutil.Process(event.pid).ppid() for event in first}
     assert launcher._rest(0)
-    assert gone([event.pid for event in first], 0)
+    assert alive_after(0, [event.pid for event in first]) == []
     launcher.events()
     launcher.start(asked("serve", "serve"))
     second = collect(launcher, 2)
     assert {(type(e), e.rank, e.host) for e in second} == {(Started, 0, "a"), (Started, 1, "a")}
     assert all(psutil.Process(event.pid).ppid() == servers[0] for event in second)
     launcher.stop(0)
-    assert gone([event.pid for event in second], 0)
+    assert alive_after(0, [event.pid for event in second]) == []

@@ -14,8 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
+from checkout import search_path
+from processes import alive_after
 from stub_workers import LIGHT
-from test_launch import SECRET, collect, gone, told
+from test_launch import SECRET, collect, told
 from test_root import Tree, asked, tree
 
 from disttensor.runtime.errors import StartError
@@ -53,7 +55,7 @@ def test_root_killed(tree: Tree, number: int) -> None:
     os.kill(levels.root, number)
     with pytest.raises(StartError, match=r"the root of the nodes' hosts .* has ended, and its nodes with it"):
         collect(launcher, 5)
-    assert gone(levels.all, 5)
+    assert alive_after(5, levels.all) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -63,10 +65,10 @@ def test_agent_killed(tree: Tree, number: int) -> None:
     os.kill(levels.agents["b"], number)
     ended = {e.rank: e for e in collect(launcher, 2) if isinstance(e, Exited)}
     assert {(e.rank, e.pid, e.host) for e in ended.values()} == {(k, levels.nodes[k], "b") for k in (2, 3)}
-    assert gone(levels.below("b"), 5)
-    assert not gone(levels.below("a"), 0)
+    assert alive_after(5, levels.below("b")) == []
+    assert alive_after(0, levels.below("a")) != []
     launcher.stop(0)
-    assert gone(levels.all, 0)
+    assert alive_after(0, levels.all) == []
 
 
 def test_fork_server_killed(tree: Tree) -> None:
@@ -78,7 +80,7 @@ def test_fork_server_killed(tree: Tree) -> None:
     assert {e.cause for e in ended} == {
         "no node can be started there: the fork server has ended (killed by SIGKILL), and its nodes with it"
     }
-    assert gone(levels.below("b"), 5)
+    assert alive_after(5, levels.below("b")) == []
 
 
 def test_stopped_agent(tree: Tree) -> None:
@@ -87,7 +89,7 @@ def test_stopped_agent(tree: Tree) -> None:
     levels = Levels(launcher)
     os.kill(levels.agents["b"], signal.SIGSTOP)
     launcher.stop(0)
-    assert gone(levels.all, 10)
+    assert alive_after(10, levels.all) == []
 
 
 def test_cut_off_agent(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +97,7 @@ def test_cut_off_agent(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = tree(2, 2, lease="4")  # more than a root that is well takes between two beats
     levels = Levels(launcher)
     os.kill(levels.root, signal.SIGSTOP)
-    assert gone(levels.below("a") + levels.below("b"), 20)
+    assert alive_after(20, levels.below("a") + levels.below("b")) == []
     os.kill(levels.root, signal.SIGCONT)
     causes = {e.cause for e in collect(launcher, 4) if isinstance(e, Exited)}
     assert len(causes) >= 1
@@ -142,7 +144,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def master(**options: Any) -> Iterator[subprocess.Popen[str]]:
-    search = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    search = search_path()
     command = [sys.executable, "-c", MASTER]
     environment = {**os.environ, "PYTHONPATH": search}
     pipe = subprocess.PIPE
@@ -159,4 +161,4 @@ def test_master_killed(number: int) -> None:
         found = told(process, "children", "pids")
         agents = [p.pid for p in psutil.Process(found["pids"][0]).children(recursive=True)]
         process.send_signal(number)
-        assert gone(found["pids"] + agents + found["children"], 5)
+        assert alive_after(5, found["pids"] + agents + found["children"]) == []

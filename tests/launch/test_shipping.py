@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import KIT
 from test_launch import STUBS, bundles, collect
 
 from disttensor.runtime.launch import Exited, shipping
@@ -106,7 +107,7 @@ def test_where_they_are_imported(project: Path, tmp_path: Path, there: str) -> N
         capture_output=True,
         text=True,
         timeout=30,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(KIT), *filter(None, sys.path)])},
     )
     assert done.returncode == 0, done.stderr
     took, value, file, source, trace, absent, path, umlaut = json.loads(done.stdout)

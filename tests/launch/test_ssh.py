@@ -13,9 +13,9 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
-from conftest import mostly_slow
 from host_kit import Hosts, hosts_by_ssh, signal_to
 from launch_kit import CUT_OFF, DIGITS, ROOT, SPY, local_losses, losses
+from variants import mostly_slow
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import mostly_slow
 from host_kit import Hosts, hosts_by_ssh
+from variants import mostly_slow
 
 pytestmark = [pytest.mark.ssh, pytest.mark.timeout(180)]
 

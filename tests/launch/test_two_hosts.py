@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import mostly_slow
+from checkout import ROOT
 from two_hosts import run, why_not
+from variants import mostly_slow
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
@@ -206,7 +207,7 @@ def test_a_short_cut_harms_nobody(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_example_trains_on_both(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
-    path.write_text(TRAINING % str(Path(__file__).parent.parent / "examples" / "data_parallel.py"))
+    path.write_text(TRAINING % str(ROOT / "examples" / "data_parallel.py"))
     done = run(path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "same losses: True"

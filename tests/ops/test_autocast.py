@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import same, send
 from differential import batch, cases, evaluate, inputs, leaves, net
+from equal import same, send
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 

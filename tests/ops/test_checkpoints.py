@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same
 from differential import Tied, batch, net
+from equal import same
 
 import disttensor as dt
 

@@ -7,8 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import same, send
 from differential import as_local, cases, leaves, on_devices
+from equal import same, send
 
 import disttensor as dt
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from conftest import same
+from equal import same
 
 import disttensor as dt
 

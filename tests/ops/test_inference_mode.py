@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import same
 from differential import as_local, cases
+from equal import same
 from test_ops_elementwise import COMPARE, ELEMENTWISE
 from test_ops_indexing import INDEX
 from test_ops_linalg import LINALG, MATMUL

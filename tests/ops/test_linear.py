@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import bits, same
+from equal import bits, same
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from conftest import same, send
 from differential import leaves
+from equal import same, send
 from torch.nn.modules import module as hooks
 from torch.nn.utils import parametrizations, parametrize, prune
 

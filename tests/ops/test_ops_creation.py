@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import same, send
 from differential import as_local, cases, evaluate, inputs, lines, on_devices
+from equal import same, send
 
 import disttensor as dt
 

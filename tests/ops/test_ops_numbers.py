@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import same, send
 from differential import as_local, cases, inf, nan, on_devices
+from equal import same, send
 
 pytestmark = pytest.mark.usefixtures("clean")
 

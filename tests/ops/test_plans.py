@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 
 import disttensor as dt
 from disttensor import plan

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 
 import disttensor as dt
 from disttensor import state

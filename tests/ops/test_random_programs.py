@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import same, send
+from equal import same, send
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same
 from differential import on_devices
+from equal import same
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import same
+from equal import same
 
 import disttensor as dt
 

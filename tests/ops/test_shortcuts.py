@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

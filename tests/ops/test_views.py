@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 
 import disttensor as dt
 

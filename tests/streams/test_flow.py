@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import mostly_slow, same
+from equal import same
+from variants import mostly_slow
 
 import disttensor as dt
 from disttensor import state

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import mostly_slow, same
+from equal import same
 from stream_kit import held, hold, release, run_on, thread
+from variants import mostly_slow
 
 import disttensor as dt
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 from stream_kit import busy, run_on, thread
 
 import disttensor as dt

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import same
+from equal import same
 from stream_kit import busy, meet, run_on, thread
 
 import disttensor as dt

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import bits
+from equal import bits
 from test_flow import DTYPES, LAYOUTS, Busy
 
 import disttensor as dt

@@ -10,6 +10,7 @@ import struct
 
 import pytest
 import zmq
+from checkout import ROOT
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
 
 from disttensor.runtime.errors import BrokenError
@@ -18,7 +19,6 @@ from disttensor.runtime.transport import sockets
 from disttensor.runtime.transport import zmq as transport
 from disttensor.runtime.transport.spoke import plain_name
 
-ROOT = pathlib.Path(__file__).parent.parent
 MEBI = 1 << 20
 
 

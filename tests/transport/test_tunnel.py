@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from conftest import free_port
+from ports import free_port
 from transport_kit import LIMIT, Proxy, nothing_leaks
 
 from disttensor.runtime.errors import BrokenError

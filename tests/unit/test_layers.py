@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FRONT = [ROOT / "dtrun.py", *sorted((ROOT / "disttensor").glob("*.py"))]
 ENGINE = sorted((ROOT / "runtime").rglob("*.py"))
 OTHERS = sorted(p for folder in ("tests", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import pty
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pyte
 import pytest
 from output_kit import unfolded
+from screen import Screen
 
 from disttensor.runtime.launch import printer as module
 from disttensor.runtime.launch.folding import Folder
@@ -297,42 +296,6 @@ def test_names_of_several() -> None:
 
 
 # ---- terminals -------------------------------------------------------------------------------------------------------
-
-
-class Screen:
-    """A terminal of 40 columns and 8 rows, and what is on it."""
-
-    def __init__(self) -> None:
-        self.printers: list[Printer] = []
-        self._ours, self.fd = pty.openpty()
-        termios.tcsetwinsize(self.fd, (8, 40))
-        self.screen = pyte.HistoryScreen(40, 8, history=100)
-        self._stream = pyte.ByteStream(self.screen)
-
-    def script(self, text: str) -> None:
-        """What the user's own process writes."""
-        os.write(self.fd, text.encode())
-        self.look()
-
-    def look(self) -> list[str]:
-        """All lines, those that have scrolled away included, without the empty ones at the end."""
-        os.set_blocking(self._ours, False)
-        try:
-            while True:
-                self._stream.feed(os.read(self._ours, 1 << 16))
-        except BlockingIOError:
-            pass
-        above = ["".join(row[x].data for x in range(40)).rstrip() for row in self.screen.history.top]
-        lines = [*above, *(line.rstrip() for line in self.screen.display)]
-        while lines and not lines[-1]:
-            lines.pop()
-        return lines
-
-    def close(self) -> None:
-        for printer in self.printers:
-            printer.close()
-        os.close(self._ours)
-        os.close(self.fd)
 
 
 @pytest.fixture

@@ -18,4 +18,4 @@ if ! command -v ip >/dev/null; then
 fi
 probe=$(unshare --net --uts --mount --pid --fork --mount-proc ip link add name left type veth 2>&1) ||
     skipped "no namespaces with a link between them: $probe"
-exec ${1:-pytest} -q -m "netns ${CASES-and not slow}" $(grep -l "mark.netns" tests/test_*.py)
+exec ${1:-pytest} -q -m "netns ${CASES-and not slow}" $(grep -rl --include="test_*.py" "mark.netns" tests)

@@ -21,4 +21,4 @@ for tool in slurmctld slurmd munged srun sbatch ip; do
 done
 probe=$(unshare --net --uts --mount --pid --fork --mount-proc ip link add name left type veth 2>&1) ||
     skipped "no namespaces with a link between them: $probe"
-exec ${1:-pytest} -q -m "slurm ${CASES-and not slow}" $(grep -l "mark.slurm" tests/test_*.py)
+exec ${1:-pytest} -q -m "slurm ${CASES-and not slow}" $(grep -rl --include="test_*.py" "mark.slurm" tests)
