@@ -14,7 +14,7 @@ MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
 
-.PHONY: demo dev check test slow netns mpi slurm ssh ray bench clean
+.PHONY: demo dev check unit test slow gpu netns mpi slurm ssh ray bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -36,11 +36,19 @@ check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# No process and no session: for every edit.
+unit: dev
+	$(BIN)/pytest -q tests/unit
+
 test: dev
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile
 
 slow: dev
-	$(BIN)/pytest -q -m "slow and not netns and not ssh and not slurm and not mpi and not ray"
+	$(BIN)/pytest -q -m "slow and not netns and not ssh and not slurm and not mpi and not ray and not gpu"
+
+# All that needs a CUDA device.
+gpu: dev
+	tools/ci/gpu.sh $(BIN)/python
 
 netns: dev
 	tools/ci/netns.sh $(BIN)/pytest

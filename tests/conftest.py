@@ -6,6 +6,7 @@ They share the process's random generator, so a node that is seeded draws what l
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import glob
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from checkout import search_path
 
@@ -30,10 +32,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # the job of a shell's "&" ignores Ctrl-C, and so would all that tests start and interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if not os.environ.get("DISTTENSOR_TESTS_COLD"):
+    warm.install()
+
 #: Seconds that what a test has closed may take to go away by itself.
 GRACE = 3.0
 #: Seconds after which a teardown hangs.
 HANGS = 120.0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that is marked ``gpu(2)`` needs two CUDA devices; `make gpu` says where there are fewer."""
+    if mark := item.get_closest_marker("gpu"):
+        needed, there = mark.args[0] if mark.args else 1, torch.cuda.device_count()
+        if there < needed:
+            pytest.skip(f"needs {needed} CUDA devices, and here are {there}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,7 +140,7 @@ def _children() -> frozenset[int]:
             pids.update(map(int, Path(path).read_text().split()))
         except OSError:
             continue  # the thread has ended
-    return frozenset(pids)
+    return frozenset(pids - warm.held()[0])
 
 
 def _threads() -> frozenset[threading.Thread]:
@@ -136,8 +149,10 @@ def _threads() -> frozenset[threading.Thread]:
 
 
 def _sockets() -> frozenset[str]:
-    found = set()
+    found, ours = set(), warm.held()[1]
     for fd in os.listdir("/proc/self/fd"):
+        if int(fd) in ours:
+            continue
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
@@ -226,6 +241,13 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def cold(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Has programs of tests that are marked so started as ever, and not as forks of one that has imported torch."""
+    with warm.cold() if request.node.get_closest_marker("cold") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

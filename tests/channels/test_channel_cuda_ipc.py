@@ -118,7 +118,7 @@ def test_buffers_are_bounded(pair, monkeypatch):
         assert sum(buffer.nbytes for buffer in carrier._buffers) <= 8 << 20
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_between_two_nodes_on_one_device():
     with dt.init_master_worker(nodes=2, backend="shm"):
         local = torch.randn(1 << 22)

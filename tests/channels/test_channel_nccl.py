@@ -215,7 +215,7 @@ def test_what_it_is_for():
             assert not dt.channels.available()["all_reduce", "cuda", "nccl"]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_between_two_gpus():
     with dt.init_master_worker(nodes=2, backend="nccl"):
         local = [torch.randn(1 << 20) for _ in range(2)]

@@ -40,8 +40,7 @@ def test_a_kernel(tmp_path: Path) -> None:
 def alone(function: str, tmp_path: Path) -> None:
     """Calls a function of this module with that directory."""
     code = f"import test_notebooks as t, pathlib; t.{function}(pathlib.Path({str(tmp_path)!r}))"
-    path = search_path()
-    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+    environment = {**os.environ, "PYTHONPATH": search_path(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
 

@@ -129,6 +129,7 @@ with dt.init_master_worker(nodes=2):
 """
 
 
+@pytest.mark.cold
 def test_ctrl_c_while_nodes_start(script: Script) -> None:
     """Whenever it comes it is raised once, nothing is left over, and the next session works."""
     done = script(CONNECTING)
@@ -162,6 +163,7 @@ print(seen)
 """
 
 
+@pytest.mark.cold
 def test_ctrl_c_while_torch_is_told_of_the_device(script: Script) -> None:
     """Which is not broken off."""
     done = script(TELLING)
@@ -183,6 +185,7 @@ dt.init_master_worker(nodes=1)
 """
 
 
+@pytest.mark.cold
 def test_ctrl_c_while_torch_imports_ends_the_script(script: Script) -> None:
     """As any other: the interpreter does not end below the imports, which C++ has called for and would abort it for."""
     done = script(ENDING)

@@ -162,7 +162,6 @@ def test_a_program_on_the_cpu_stays(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device() -> None:
     x, w = torch.randn(4, 4, device="cuda:0"), torch.randn(4, 4, device="cuda:0")
     program, inputs = record(lambda: step(x, w), 3)
@@ -173,7 +172,6 @@ def test_on_a_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_training_step_on_a_device() -> None:
     """A step of a small net: forward, backward and SGD with momentum, as an interpreter and as a CUDA graph."""
     torch.manual_seed(0)

@@ -201,7 +201,7 @@ def test_sharing_is_said_once_for_a_host(script: Script) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_real_gpus() -> None:
     count = torch.cuda.device_count()
     assert len(binding.gpus()) == count

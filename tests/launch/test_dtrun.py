@@ -406,3 +406,14 @@ def test_sessions_of_one_script_share_what_dtrun_has_started(tmp_path: Path, opt
         [sys.executable, "-m", "dtrun", *options, str(script)], capture_output=True, text=True, timeout=50
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "one server: True\n", "")
+
+
+@pytest.mark.cold
+def test_it_starts_without_torch() -> None:
+    """Which takes seconds; a worker by hand and whoever asks for help should not wait for it."""
+    show = "import sys, dtrun; dtrun.main(['--help']); print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, timeout=30, env=environment)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    asked = subprocess.run([sys.executable, "-m", "dtrun", "-n", "x"], capture_output=True, text=True, env=environment)
+    assert (asked.returncode, asked.stderr[:13]) == (2, "dtrun: error:")

@@ -165,6 +165,7 @@ def family(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
+@pytest.mark.cold
 def test_a_killed_worker_is_lost_and_leaves_nothing(start: Start) -> None:
     url = f"tcp://localhost:{free_port()}"
     workers = [start("-m", "dtrun", "worker", "--init-method", url, "--rank", str(rank)) for rank in range(2)]
@@ -221,6 +222,7 @@ def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Star
             torch.ones(1, device="node:0").item()
 
 
+@pytest.mark.cold
 def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
     from disttensor.runtime.launch.meeting import meeting
 

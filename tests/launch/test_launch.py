@@ -225,6 +225,7 @@ def test_workers_hold_nothing_of_others(launch: Launch, capfd: pytest.CaptureFix
     assert [os.readlink(f"/proc/{pid}/fd/0") for pid in pids] == ["/dev/null"] * 3
 
 
+@pytest.mark.cold
 def test_no_secret_in_sight(launch: Launch) -> None:
     launcher, pids = launch("serve")
     for pid in (*pids, launcher._server_pid):
@@ -369,6 +370,7 @@ def test_master_killed() -> None:
         os.kill(found["forked"][0], signal.SIGKILL)
 
 
+@pytest.mark.cold
 def test_master_killed_while_the_server_imports(tmp_path: Path) -> None:
     tmp_path.joinpath("slow_to_import.py").write_text("import time\ntime.sleep(600)\n")
     with master("slow_to_import", "serve", path=str(tmp_path)) as process:

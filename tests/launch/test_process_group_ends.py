@@ -76,7 +76,7 @@ def test_sessions_after_each_other(script: Callable[..., Any], blocking: str) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_nccl() -> None:
     def total() -> tuple[str, float]:
         x = torch.ones(4, device="cuda")

@@ -103,6 +103,7 @@ def test_cut_off_agent(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(causes) >= 1
 
 
+@pytest.mark.cold
 def test_no_secret_in_sight(tree: Tree) -> None:
     for pid in Levels(tree(2, 2)).all:
         for name in ("cmdline", "environ"):

@@ -131,16 +131,13 @@ def test_events_are_done_when_the_device_has_come_to_them(log: list[tuple[str, .
     assert mark.is_completed()
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 @pytest.fixture
 def node() -> Iterator[None]:
     with dt.init_master_worker(nodes=1):
         yield
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("node")
 def test_on_a_gpu() -> None:
     s, t = dt.Stream(0, "cuda:0"), dt.Stream(0, "cuda:0", priority=-1)
@@ -172,7 +169,7 @@ def test_on_a_gpu() -> None:
     same(x[:3].cpu().to("node:0"), torch.tensor([2.0, 4.0, 6.0]))
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("node")
 def test_elapsed_time_agrees_with_cuda() -> None:
     def measured() -> tuple[float, float]:

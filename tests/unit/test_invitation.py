@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -71,14 +69,13 @@ def test_a_file_that_is_there_is_an_error_that_says_whose_it_is(tmp_path: Path) 
         i.ConnectionFile(tmp_path / "job", made)
 
 
-def ended_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+def no_process() -> int:
+    """A number that no process can have."""
+    return int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
 
 
 def test_a_file_that_was_left_over_says_so_to_both(tmp_path: Path) -> None:
-    pid = ended_process()
+    pid = no_process()
     left = msgspec.structs.replace(i.invite(i.fresh(), ADDRESSES), pid=pid)
     i.ConnectionFile(tmp_path / "job", left)
     expected = rf"job was left over by process {pid} on host .*, which has ended: remove it"
@@ -89,7 +86,7 @@ def test_a_file_that_was_left_over_says_so_to_both(tmp_path: Path) -> None:
 
 
 def test_a_process_of_another_machine_is_not_taken_for_dead() -> None:
-    assert not msgspec.structs.replace(i.invite(i.fresh(), ADDRESSES), pid=ended_process(), place="elsewhere").over
+    assert not msgspec.structs.replace(i.invite(i.fresh(), ADDRESSES), pid=no_process(), place="elsewhere").over
 
 
 def test_what_is_no_connection_file(tmp_path: Path) -> None:
