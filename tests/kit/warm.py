@@ -370,19 +370,23 @@ def _signals(request: dict[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
 
 
+#: Of stdin, stdout and stderr; the locale decides.
+_ERRORS = [getattr(stream, "errors", None) for stream in (sys.stdin, sys.stdout, sys.stderr)]
+
+
 def _streams() -> None:
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        stream = None
+        stream, errors = None, _ERRORS[number]
         if _is_open(number):
             raw = io.FileIO(number, mode, closefd=False)
             raw.name = f"<{name}>"
-            through = mode == "w" and bool(os.environ.get("PYTHONUNBUFFERED"))
+            unbuffered = mode == "w" and bool(os.environ.get("PYTHONUNBUFFERED"))
             stream = io.TextIOWrapper(
-                raw if through else io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw),  # type: ignore
+                raw if unbuffered else io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw),  # type: ignore
                 encoding="utf-8",
-                errors="backslashreplace" if number == 2 else "strict",
-                line_buffering=number == 2 or raw.isatty(),
-                write_through=through,
+                errors=errors,
+                line_buffering=not unbuffered and (number == 2 or raw.isatty()),
+                write_through=unbuffered,
             )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -407,13 +411,12 @@ def _prepare(request: dict[str, Any]) -> Callable[[], object]:
         import runpy
 
         return lambda: runpy._run_module_as_main(what)  # type: ignore[attr-defined]
-    if kind == "-c":
-        code = compile(what, "<string>", "exec", dont_inherit=True)
-    else:
-        main.__file__ = what
-        with io.open_code(what) as file:
-            code = compile(file.read(), what, "exec", dont_inherit=True)
-    return lambda: exec(code, main.__dict__)
+    name, text = "<string>", what.encode()
+    if kind == "file":
+        name = main.__file__ = os.path.abspath(what)
+        with io.open_code(name) as file:
+            text = file.read()
+    return lambda: exec(compile(text, name, "exec", dont_inherit=True), main.__dict__)
 
 
 def _run(call: Callable[[], object]) -> None:

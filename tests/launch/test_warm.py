@@ -1,0 +1,163 @@
+"""Programs that start from a process which has imported torch (tests/kit/warm.py) are what ordinary ones are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm
+from processes import alive_after
+
+#: Prints what a program can see of how it was started.
+PROBE = """
+import json, os, resource, signal, sys
+fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))
+print(json.dumps({
+    "name": __name__, "file": globals().get("__file__"), "argv": sys.argv, "orig": sys.orig_argv, "path": sys.path,
+    "cwd": os.getcwd(), "environ": dict(os.environ), "parent": os.getppid(),
+    "leads": [os.getpid() == os.getsid(0), os.getpid() == os.getpgid(0)], "group": os.getpgid(os.getppid()),
+    "handlers": {s.name: str(signal.getsignal(s)) for s in signal.valid_signals() if isinstance(s, signal.Signals)},
+    "mask": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+    "limits": [resource.getrlimit(n) for n in range(16)], "cores": sorted(os.sched_getaffinity(0)),
+    "umask": oct(os.umask(0)), "open": [fd for fd in fds if fd in (0, 1, 2, %d)],
+    "streams": [(s.name, s.encoding, s.errors, s.line_buffering, s.write_through) for s in (sys.stdout, sys.stderr)],
+    "stdin": sys.stdin.read() if sys.stdin else None,
+    "disttensor": "disttensor" in sys.modules,
+}))
+"""
+
+
+def both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """What comes of a warm start and of an ordinary one."""
+    zygotes = warm.held()[0]
+    with_zygote = run()
+    assert warm.held()[0] >= zygotes
+    with warm.cold():
+        return with_zygote, run()
+
+
+@pytest.mark.parametrize("kind", ["file", "-c", "-m", "-P file"])
+def test_it_sees_what_an_ordinary_one_sees(kind: str, tmp_path: Path) -> None:
+    out, into = os.pipe()
+    text = PROBE % out
+    (tmp_path / "probe.py").write_text(text)
+    how = {
+        "file": ["probe.py"],
+        "-c": ["-c", text],
+        "-m": ["-m", "probe"],
+        "-P file": ["-P", str(tmp_path / "probe.py")],
+    }
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "more"), "SAID": "yes"}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+
+    def run() -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, *how[kind], "one", "two words"],
+            cwd=tmp_path,
+            env=environment,
+            input="told",
+            pass_fds=(out,),
+            capture_output=True,
+            text=True,
+            timeout=50,
+            start_new_session=kind == "-c",
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    try:
+        ours, ordinary = both(run)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        os.close(out)
+        os.close(into)
+    assert ours["parent"] == os.getpid()
+    assert ours["stdin"] == "told"
+    assert ours == ordinary
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit('in words')", 1),
+        ("def f(): 1 / 0\nf()", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("import os; os._exit(9)", 9),
+        ("import atexit, threading, time; atexit.register(print, 'last')\n"
+         "threading.Thread(target=lambda: print('thread')).start()", 0),
+        ("this is no program", 1),
+        ("print('kept'); import sys; sys.stderr.write('half a line')", 0),
+    ],
+)  # fmt: skip
+def test_it_ends_as_an_ordinary_one(program: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+
+    def run() -> tuple[int, str, list[str]]:
+        command = [sys.executable, str(tmp_path / "program.py")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        # an interrupt passes through two frames of warm.py
+        lines = [line for line in done.stderr.splitlines() if "warm.py" not in line and not line.startswith("    ")]
+        return done.returncode, done.stdout, lines
+
+    ours, ordinary = both(run)
+    assert ours[0] == code
+    assert ours == ordinary
+
+
+def test_what_it_starts_is_its_child_and_warm_as_well(tmp_path: Path) -> None:
+    inner = "import os, sys; print(os.getppid(), 'torch' in sys.modules)"
+    code = f"""
+import os, subprocess, sys
+print(os.getpid(), flush=True)
+subprocess.run([sys.executable, "-c", {inner!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    (pid,), (parent, has) = (line.split() for line in done.stdout.splitlines())
+    assert (pid, has) == (parent, "True")
+
+
+def test_what_cannot_be_warm_is_ordinary(tmp_path: Path) -> None:
+    """A module that stands before one of the zygote's is the program's; so is a variable that is read at the start."""
+    (tmp_path / "torch.py").write_text("value = 'mine'")
+    code = "import sys, torch; print(torch.value)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=env)
+    assert done.stdout == "mine\n", done.stderr
+    with warm.cold():
+        done = subprocess.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], capture_output=True)
+    assert done.stdout == b"False\n"
+
+
+def test_a_zygote_ends_with_its_process() -> None:
+    """Also where that is killed; and nobody's end of file waits for it."""
+    code = "import warm, os, signal; print(*warm.held()[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    (pid,) = map(int, done.stdout.split())
+    assert done.returncode == -signal.SIGKILL
+    assert alive_after(20, [pid]) == []
+
+
+def test_several_threads_start_programs() -> None:
+    found: list[str] = []
+
+    def start(k: int) -> None:
+        code = f"import os; print({k}, os.getppid())"
+        found.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50).stdout)
+
+    threads = [threading.Thread(target=start, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [f"{k} {os.getpid()}\n" for k in range(8)]
