@@ -41,6 +41,11 @@ class Hub(ABC):
         """Lets in one more node, the one with this public key (Z85; of no meaning where nothing is encrypted)."""
 
     @abstractmethod
+    def cut(self, rank: int) -> None:
+        """Breaks the connection with node ``rank`` as a network does that fails; for tests. Without one it does
+        nothing. Both ends find out by themselves."""
+
+    @abstractmethod
     def forked(self) -> None:
         """In a forked child: lets go of its copies of the connections without a word to the nodes."""
 

@@ -9,8 +9,10 @@ It sleeps unless somebody connects or a connection ends, so it costs the running
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import struct
 import threading
 import time
@@ -86,6 +88,13 @@ class Doorman:
             if out:
                 os.eventfd_read(self.wake)
             return out
+
+    def cut(self, rank: int) -> None:
+        """Breaks the connection that ``rank`` is registered on, if there is one."""
+        with self._lock:
+            for descriptor in [d for d, watched in self._watched.items() if watched == rank]:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def descriptors(self) -> list[int]:
         """The connections and the wake-up, for a forked child to close. No lock: who held it is not there."""

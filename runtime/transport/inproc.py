@@ -88,6 +88,11 @@ class InprocHub(Hub):
             raise ValueError(f"node {rank} is not the next one after those that there are, 0 to {self._n - 1}")
         self._n += 1
 
+    def cut(self, rank: int) -> None:
+        spoke = self._spokes.get(rank)
+        if spoke is not None:
+            spoke.close()
+
     def fileno(self) -> int:
         return self._event
 

@@ -144,6 +144,9 @@ class ZmqHub(Hub):
         else:
             self._door.admit(_raw_keys({rank: key}))
 
+    def cut(self, rank: int) -> None:
+        self._door.cut(rank)
+
     def fileno(self) -> int:
         return self._epoll.fileno()
 

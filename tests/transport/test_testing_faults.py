@@ -1,0 +1,87 @@
+"""``disttensor.testing``: what its helpers break is broken, and nothing else; sessions of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from processes import alive_after
+
+import disttensor as dt
+from disttensor import testing
+
+#: Seconds for what takes a moment; longer is a hang.
+SOON = 20
+
+
+def use(x: torch.Tensor) -> None:
+    """Until it raises; the test's time limit ends it otherwise."""
+    while True:
+        x.sum().item()
+
+
+def test_a_log_outlives_the_session() -> None:
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        x = torch.ones(4, device="node:1")
+        with testing.MessageLog() as log:
+            x.sum().item()
+    assert log.replies == ["Answer"]
+    with pytest.raises(IndexError, match="node 2 does not exist; there are 2 nodes"):
+        log[2]
+
+
+@pytest.fixture(params=["inproc", "local"])
+def breakable(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A session of two nodes that the test may break."""
+    with dt.init_master_worker(nodes=2, threads=1, launcher=request.param):
+        yield request.param
+
+
+def test_cutting_the_control_connection_loses_the_node(breakable: str) -> None:
+    x, y = torch.ones(3, device="node:1"), torch.ones(3, device="node:0")
+    pid = int(dt.nodes()[1]["pid"])
+    dt.synchronize()
+    testing.cut(1)
+    with pytest.raises(dt.NodeLost) as caught:
+        use(x)
+    assert caught.value.rank == 1
+    assert y.sum().item() == 3
+    assert breakable == "inproc" or alive_after(SOON, [pid]) == []
+    with pytest.raises(dt.NodeLost):
+        testing.cut(1)
+
+
+@pytest.mark.parametrize("backend", ["auto", "tcp"])
+def test_cutting_the_data_connection_loses_copies_and_not_the_node(backend: str) -> None:
+    launcher = "inproc" if backend == "auto" else "local"
+    with dt.init_master_worker(backend, nodes=2, threads=1, launcher=launcher):
+        x, y = torch.ones(3, device="node:1"), torch.ones(3, device="node:0")
+        assert (x.cpu().tolist(), y.cpu().tolist()) == ([1, 1, 1], [1, 1, 1])
+        testing.cut(1, control=False, data=True)
+        with pytest.raises(dt.ChannelError, match=r"disttensor\.testing\.cut"):
+            x.cpu()
+        assert x.sum().item() == 3
+        assert y.cpu().tolist() == [1, 1, 1]
+        assert y.to("node:1").sum().item() == 3  # the nodes still reach each other
+        assert all(node["alive"] for node in dt.nodes())
+
+
+def test_a_stopped_process_goes_on_when_it_is_resumed() -> None:
+    with dt.init_master_worker(nodes=1, threads=1):
+        x = torch.ones(3, device="node:0")
+        dt.synchronize()
+        testing.stop(0)
+        work = dt.fetch(x)
+        with pytest.raises(TimeoutError):
+            work.wait(0.05)
+        testing.resume(0)
+        assert work.result().tolist() == [1, 1, 1]
+        testing.stop(0)
+        pid = int(dt.nodes()[0]["pid"])
+        testing.kill(0)
+        assert alive_after(0, [pid]) == []
+        with pytest.raises(dt.NodeLost, match="SIGKILL"):
+            use(x)
+        with pytest.raises(dt.NodeLost):
+            testing.resume(0)
