@@ -22,14 +22,14 @@ from equal import same
 from variants import mostly_slow
 
 import disttensor as dt
-from disttensor import state
-from disttensor.device_module import usage
-from disttensor.runtime.outbox import MAX_BATCH, MAX_COMMANDS, Outbox
+from disttensor import testing
 
 #: More than sockets hold back by themselves.
 LARGE = 64 << 20
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
+#: Commands in flight to a node, and those of a message, at most.
+WINDOW, MESSAGE = int(testing.limit("window")), int(testing.limit("message"))
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,6 @@ def cluster(_cluster: None) -> Iterator[None]:
     dt.synchronize()
     yield
     dt.synchronize()
-
-
-def outbox(node: int) -> Outbox:
-    return state.session().link.outboxes[node]
 
 
 class Busy:
@@ -108,26 +104,25 @@ def resident(pid: int) -> int:
 def test_live_proxies(n: int) -> None:
     """They cost the master at most 1 KB each; dropping them frees everything on the node, in few messages."""
     x = torch.ones(1, device="node:0")
-    place = x._place  # type: ignore[attr-defined]
     worker = int(dt.nodes()[0]["pid"])
     kept = [x + 1 for _ in range(1000)]
     kept.clear()
     gc.collect()
     dt.synchronize()
-    tensors, at_master, at_node = usage(place)[0], resident(os.getpid()), resident(worker)
+    tensors, at_master, at_node = testing.usage(0).tensors, resident(os.getpid()), resident(worker)
 
     kept = [x + 1 for _ in range(n)]
     dt.synchronize()
-    assert usage(place)[0] == tensors + n
+    assert testing.usage(0).tensors == tensors + n
     assert resident(os.getpid()) - at_master <= 1024 * n
     peak = resident(worker)
     assert kept[n // 2].item() == 2
 
-    messages = outbox(0).messages
-    kept.clear()
-    dt.synchronize()
-    assert usage(place)[0] == tensors
-    assert outbox(0).messages - messages <= 1000
+    with testing.MessageLog() as log:
+        kept.clear()
+        dt.synchronize()
+    assert testing.usage(0).tensors == tensors
+    assert log[0].messages <= 1000
     if n > 500_000:  # a node keeps the memory of some tens of thousands for the next ones
         assert resident(worker) - at_node <= 0.2 * (peak - at_node)
 
@@ -136,40 +131,33 @@ def test_live_proxies(n: int) -> None:
 
 
 @pytest.fixture
-def at_window(cluster: None, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def at_window(cluster: None) -> Iterator[threading.Event]:
     """Set when a thread waits because the window of a node is full."""
-    reached, link = threading.Event(), state.session().link
-    wait = link._wait_window
-
-    def wait_window(outbox: Outbox) -> None:
-        reached.set()
-        wait(outbox)
-
-    monkeypatch.setattr(link, "_wait_window", wait_window)
-    return reached
+    reached = threading.Event()
+    with testing.at("window", reached.set):
+        yield reached
 
 
 def test_a_busy_node_holds_its_issuer_at_the_window(at_window: threading.Event, tmp_path: Path) -> None:
-    box = outbox(1)
     x, y = torch.zeros(1, device="node:1"), torch.ones(1, device="node:0")
-    total, issued = 3 * MAX_COMMANDS, 0
+    total, issued = 3 * WINDOW, 0
 
     def issue() -> None:
         nonlocal issued
         for _ in range(total):
             x.add_(1)
             issued += 1
-            assert box.sent - box.done <= MAX_COMMANDS + MAX_BATCH
+            assert testing.queued(1).in_flight <= WINDOW + MESSAGE
 
     with ThreadPoolExecutor(1) as pool, Busy(1, tmp_path) as busy:
         issuing = pool.submit(issue)
         assert at_window.wait(SOON)
-        then, sent = issued, box.sent
-        assert MAX_COMMANDS < sent - box.done <= MAX_COMMANDS + MAX_BATCH
+        then, queued = issued, testing.queued(1)
+        assert WINDOW < queued.in_flight <= WINDOW + MESSAGE
         for i in range(100):
             assert (y + i).item() == 1 + i  # the other node works on
-        assert (issued, box.sent) == (then, sent)
-        assert len(box.commands) == 0
+        assert (issued, testing.queued(1)) == (then, queued)  # in flight are as many, so that no more was sent
+        assert queued.commands == 0
         assert busy.running
         busy.release()
         issuing.result(SOON)
@@ -181,7 +169,7 @@ def test_a_fetch_does_not_wait_for_the_window_of_another_node(at_window: threadi
     dropped = [x + 1]
     with ThreadPoolExecutor(2) as pool:
         with Busy(1, tmp_path):
-            issuing = pool.submit(lambda: [x.add_(1) for _ in range(2 * MAX_COMMANDS)])
+            issuing = pool.submit(lambda: [x.add_(1) for _ in range(2 * WINDOW)])
             assert at_window.wait(SOON)
             dropped.clear()  # there is something to tell the busy node
             assert pool.submit(y.item).result(SOON) == 1
@@ -194,27 +182,15 @@ def test_transfers_between_nodes_wait_for_the_window(busy: int, at_window: threa
     x.to("node:1")
     with ThreadPoolExecutor(1) as pool:
         with Busy(busy, tmp_path):
-            issuing = pool.submit(lambda: [x.to("node:1") for _ in range(MAX_COMMANDS + 500)][-1])
+            issuing = pool.submit(lambda: [x.to("node:1") for _ in range(WINDOW + 500)][-1])
             assert at_window.wait(SOON)
-            assert outbox(busy).sent - outbox(busy).done <= MAX_COMMANDS + MAX_BATCH
+            assert testing.queued(busy).in_flight <= WINDOW + MESSAGE
         assert issuing.result(SOON).item() == 1
-
-
-def test_synchronize_ends_in_time_at_a_full_window(at_window: threading.Event, tmp_path: Path) -> None:
-    x = torch.zeros(1, device="node:1")
-    with ThreadPoolExecutor(2) as pool:
-        with Busy(1, tmp_path):
-            issuing = pool.submit(lambda: [x.add_(1) for _ in range(2 * MAX_COMMANDS)])
-            assert at_window.wait(SOON)
-            with pytest.raises(TimeoutError, match="node 1 has not answered"):
-                pool.submit(state.session().synchronize, 1, 0.01).result(SOON)
-        issuing.result(SOON)
 
 
 def test_waiting_long_at_the_window_is_said(
     at_window: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("disttensor.runtime.link.SLOW", 0.0)
     said = threading.Event()
     logger = logging.getLogger("disttensor")
     handler = logging.Handler()
@@ -222,8 +198,8 @@ def test_waiting_long_at_the_window_is_said(
     logger.addHandler(handler)
     x = torch.zeros(1, device="node:1")
     try:
-        with ThreadPoolExecutor(1) as pool, Busy(1, tmp_path):
-            issuing = pool.submit(lambda: [x.add_(1) for _ in range(MAX_COMMANDS + 3 * MAX_BATCH)])
+        with testing.limits(slow=0.0), ThreadPoolExecutor(1) as pool, Busy(1, tmp_path):
+            issuing = pool.submit(lambda: [x.add_(1) for _ in range(WINDOW + 3 * MESSAGE)])
             assert said.wait(SOON)
         issuing.result(SOON)
     finally:
@@ -233,29 +209,19 @@ def test_waiting_long_at_the_window_is_said(
     assert "so this operation waits; it is at what was issued at" in message
 
 
-@pytest.mark.usefixtures("cluster")
-def test_the_line_that_a_busy_node_is_at(tmp_path: Path) -> None:
-    dt.synchronize(1)
-    with Busy(1, tmp_path):
-        assert outbox(1).running() is not None
-
-
 # ---- transfers beside computation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_tensor_arrives_while_the_node_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_arrives_while_the_node_computes(tmp_path: Path) -> None:
     local = torch.arange(LARGE // 4, dtype=torch.float32)
-    channel = state.session().channel
-    isend, asked, allowed = channel.isend, threading.Event(), threading.Event()
+    asked, allowed = threading.Event(), threading.Event()
 
-    def later(tensor: torch.Tensor, peer: int, transfer: int) -> object:
+    def later() -> None:
         asked.set()
         assert allowed.wait(SOON)
-        return isend(tensor, peer, transfer)
 
-    monkeypatch.setattr(channel, "isend", later)
-    with ThreadPoolExecutor(1) as pool:
+    with testing.at("upload", later), ThreadPoolExecutor(1) as pool:
         upload = pool.submit(local.to, "node:1")
         try:
             assert asked.wait(SOON)  # the node knows what will come, and turns to something else
@@ -384,14 +350,12 @@ def test_bytes_per_command_of_a_training_step() -> None:
 
     for _ in range(2):  # operators are named once
         step()
-    dt.synchronize()
-    box = outbox(0)
-    sent, length = box.sent, box.bytes
-    for _ in range(3):
-        step()
-    dt.synchronize()
-    assert box.sent - sent > 300
-    assert (box.bytes - length) / (box.sent - sent) <= 20
+    with testing.MessageLog() as log:
+        for _ in range(3):
+            step()
+        dt.synchronize()
+    assert len(log[0].commands) > 300
+    assert log[0].bytes_sent / len(log[0].commands) <= 20
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------

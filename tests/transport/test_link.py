@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import disttensor as dt
-from disttensor import state
+from disttensor import state, testing
 from disttensor.runtime import command as c
 from disttensor.runtime.errors import BrokenError
 from disttensor.runtime.link import Link
+
+#: Seconds for what takes a moment; longer is a hang.
+SOON = 20
 
 
 @pytest.fixture
@@ -72,3 +77,39 @@ def test_a_question_that_cannot_be_sent(link: Link) -> None:
     with pytest.raises(dt.DisttensorError, match="can't be sent"):
         place.session.ask(place, c.Answer, lambda id: c.Ask(id, c.Call(0, 1, (1 << 70,))), None)
     assert link._requests == {}
+
+
+started, release = threading.Event(), threading.Event()
+
+
+def hold() -> None:
+    """Keeps a node busy."""
+    started.set()
+    assert release.wait(SOON)
+
+
+@pytest.fixture
+def pool(link: Link) -> Iterator[ThreadPoolExecutor]:
+    """For what has to wait; node 1 is busy until the end of the test."""
+    started.clear()
+    release.clear()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(dt.run, hold, node=1)
+        assert started.wait(SOON)
+        yield pool
+        release.set()
+
+
+def test_synchronize_ends_in_time_at_a_full_window(pool: ThreadPoolExecutor) -> None:
+    x, full = torch.zeros(1, device="node:1"), threading.Event()
+    with testing.at("window", full.set):
+        issuing = pool.submit(lambda: [x.add_(1) for _ in range(2 * int(testing.limit("window")))])
+        assert full.wait(SOON)
+        with pytest.raises(TimeoutError, match="node 1 has not answered"):
+            pool.submit(state.session().synchronize, 1, 0.01).result(SOON)
+        release.set()
+        issuing.result(SOON)
+
+
+def test_the_line_that_a_busy_node_is_at(link: Link, pool: ThreadPoolExecutor) -> None:
+    assert link.outboxes[1].running() is not None

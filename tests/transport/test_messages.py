@@ -10,36 +10,9 @@ import torch
 from equal import same
 
 import disttensor as dt
-from disttensor import state
-from disttensor.runtime import codec
-from disttensor.runtime import command as c
-from disttensor.runtime.link import IDLE
-from disttensor.runtime.outbox import SWEEP
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-class Counter:
-    """Commands and messages to node 1, and replies from anywhere, since it was made."""
-
-    def __init__(self) -> None:
-        self.link = state.session().link
-        self.box = self.link.outboxes[1]
-        dt.synchronize()
-        self.link.flush_all()
-        self._at = (self.box.sent, self.box.messages, self.link.reports)
-
-    @property
-    def commands(self) -> int:
-        return self.box.sent - self._at[0] + len(self.box.commands) // 2
-
-    @property
-    def messages(self) -> int:
-        return self.box.messages - self._at[1]
-
-    @property
-    def reports(self) -> int:
-        return self.link.reports - self._at[2]
 
 
 @pytest.fixture
@@ -74,11 +47,11 @@ ONE_COMMAND: dict[str, Callable[[torch.Tensor], object]] = {
 def test_one_command_and_no_reply(name: str, x: torch.Tensor) -> None:
     program = ONE_COMMAND[name]
     kept = [program(x), program(x)]
-    counter = Counter()
-    kept.append(program(x))
+    with testing.MessageLog() as log:
+        kept.append(program(x))
     extra = {"linear": 1, "factory": 1, "randn": 1}.get(name, 0)  # a view; the memory
-    assert counter.commands == 1 + extra
-    assert counter.reports == 0
+    assert len(log[1].commands) == 1 + extra, log[1].commands
+    assert log.reports == 0
     del kept
 
 
@@ -103,61 +76,60 @@ NOTHING: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_is_sent(name: str, x: torch.Tensor) -> None:
     kept = [NOTHING[name](x)]
-    counter = Counter()
-    kept.append(NOTHING[name](x))
-    assert counter.commands == 0
-    assert counter.reports == 0
+    with testing.MessageLog() as log:
+        kept.append(NOTHING[name](x))
+    assert log.commands == []
+    assert log.reports == 0
 
 
 def test_a_view_is_made_where_it_is_used(x: torch.Tensor) -> None:
-    counter = Counter()
-    row = x[0]
-    assert counter.commands == 0
-    y = row.exp()
-    assert counter.commands == 2
-    z = row.exp()
-    assert counter.commands == 3
+    with testing.MessageLog() as log:
+        row = x[0]
+        assert log.commands == []
+        y = row.exp()
+        assert log[1].commands == ["Call aten::select.int", "Call aten::exp"]
+        z = row.exp()
+        assert log[1].commands[2:] == ["Call aten::exp"]
     del y, z
 
 
 def test_a_loop_and_an_item_are_one_round_trip(x: torch.Tensor) -> None:
-    counter = Counter()
-    y = x
-    for _ in range(100):
-        y = y * 0.999 + x
-    value = y.sum().item()
-    assert counter.reports == 1
-    assert counter.commands <= 203 + counter.messages + 203 // SWEEP  # frees ride along
-    assert counter.messages <= 20
+    with testing.MessageLog() as log:
+        y = x
+        for _ in range(100):
+            y = y * 0.999 + x
+        value = y.sum().item()
+    assert log.reports == 1
+    assert len(log.questions) == 1
+    assert len([name for name in log[1].commands if name != "Free"]) <= 203
+    assert log[1].commands.count("Free") <= log[1].messages + 203 // testing.limit("sweep")  # they ride along
+    assert log[1].messages <= 20
     assert isinstance(value, float)
 
 
 def test_a_fetch_is_one_message_and_no_report(x: torch.Tensor) -> None:
-    counter = Counter()
-    x.cpu()
-    assert counter.messages == 1
-    assert counter.commands == 1
-    assert counter.reports == 0  # the bytes come through the data channel
+    with testing.MessageLog() as log:
+        x.cpu()
+    assert log[1].messages == 1
+    assert log[1].commands == ["Send"]
+    assert log.reports == 0  # the bytes come through the data channel
 
 
 def test_an_upload_is_one_command(x: torch.Tensor) -> None:
-    counter = Counter()
-    y = torch.ones(3).to("node:1")
-    assert counter.commands == 1
-    assert counter.reports == 0
+    with testing.MessageLog() as log:
+        y = torch.ones(3).to("node:1")
+    assert log[1].commands == ["Recv"]
+    assert log.reports == 0
     same(y, torch.ones(3))
 
 
 def test_node_to_node_is_one_command_each(x: torch.Tensor) -> None:
     to = x.to("node:0")
-    other = state.session().link.outboxes[0]
-    counter = Counter()
-    at = other.sent + len(other.commands) // 2
-    y = x.to("node:0")
-    assert counter.commands == 1
-    assert counter.messages == 1
-    assert other.sent + len(other.commands) // 2 - at == 1
-    assert counter.reports == 0
+    with testing.MessageLog() as log:
+        y = x.to("node:0")
+    assert (log[1].commands, log[0].commands) == (["Send"], ["Recv"])
+    assert log[1].messages == 1
+    assert log.reports == 0
     del y, to
 
 
@@ -165,28 +137,25 @@ def test_dropping_many_proxies_costs_few_messages() -> None:
     n = 40_000
     kept = [torch.zeros(1, device="node:1") for _ in range(n)]
     assert torch.node.memory_allocated("node:1") >= 4 * n
-    counter = Counter()
-    start = time.monotonic()
-    kept.clear()
-    dt.synchronize()
-    # the thread that flushes what lies about may send one message each time that it looks; a busy machine takes longer
-    looks = (time.monotonic() - start) / IDLE
-    assert counter.messages <= n / 5000 + looks
-    assert counter.commands <= n / 5000 + looks
+    with testing.MessageLog() as log:
+        start = time.monotonic()
+        kept.clear()
+        dt.synchronize()
+        # the thread that flushes may send a message each time that it looks; a busy machine takes longer
+        looks = (time.monotonic() - start) / testing.limit("idle")
+    assert log[1].messages <= n / 5000 + looks
+    assert len(log[1].commands) <= n / 5000 + looks
     assert torch.node.memory_allocated("node:1") < 4 * n
 
 
 def test_a_program_keeps_no_tensors(x: torch.Tensor) -> None:
-    from disttensor.device_module import usage
-
-    place = x._place  # type: ignore[attr-defined]
     dt.synchronize()
-    before = usage(place)
+    before = testing.usage(x)
     for _ in range(50):
         y = (x @ x).relu().t()[1:].sum()
         del y
     dt.synchronize()
-    assert usage(place) == before
+    assert testing.usage(x) == before
 
 
 def test_frees_follow_uses() -> None:
@@ -200,19 +169,13 @@ def test_frees_follow_uses() -> None:
 
 
 def test_bytes_per_command(x: torch.Tensor) -> None:
-    box = state.session().link.outboxes[1]
-    counter = Counter()
-    before = box.bytes
-    for _ in range(300):
-        y = x * 0.5
-        z = y + x
-        del y, z
-    dt.synchronize()
-    assert (box.bytes - before) / counter.commands <= 20
-
-
-def test_an_add_is_small() -> None:
-    assert codec.size(c.Call(200, 1_000_000, (1, 5))) <= 16
+    with testing.MessageLog() as log:
+        for _ in range(300):
+            y = x * 0.5
+            z = y + x
+            del y, z
+        dt.synchronize()
+    assert log[1].bytes_sent / len(log[1].commands) <= 20
 
 
 def test_training_step_sends_no_reply_and_asks_nothing() -> None:
@@ -229,13 +192,14 @@ def test_training_step_sends_no_reply_and_asks_nothing() -> None:
 
     step()
     step()
-    counter = Counter()
-    for _ in range(5):
-        loss = step()
-    assert counter.reports == 0
-    first = counter.commands
-    loss.item()
-    assert counter.reports == 1
+    with testing.MessageLog() as log:
+        for _ in range(5):
+            loss = step()
+        assert log.reports == 0
+        assert log.questions == []
+        first = len(log[1].commands)
+        loss.item()
+    assert log.reports == 1
     assert first / 5 < 60
 
 
@@ -252,17 +216,18 @@ ROUND_TRIPS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_one_round_trip(name: str, x: torch.Tensor) -> None:
     kept = [ROUND_TRIPS[name](x)]
-    counter = Counter()
-    kept.append(ROUND_TRIPS[name](x))
-    assert counter.reports == 1
+    with testing.MessageLog() as log:
+        kept.append(ROUND_TRIPS[name](x))
+    assert len(log.questions) == log.reports == 1
 
 
 def test_mask_of_a_write_needs_no_round_trip(x: torch.Tensor) -> None:
     mask = x > 0
     x[mask] = 1.0
-    counter = Counter()
-    x[mask] = 2.0
-    assert counter.reports == 0
+    with testing.MessageLog() as log:
+        x[mask] = 2.0
+    assert log.questions == []
+    assert log.reports == 0
 
 
 def test_printing_fetches_little() -> None:

@@ -180,3 +180,7 @@ def test_shapes_that_are_refused(shape: tuple[int, ...]) -> None:
 def test_shapes_that_are_not() -> None:
     for shape in ((), (0,), (0, 2**40), (3, 4), (1,) * 64):
         codec.check_shape(shape, 8)
+
+
+def test_an_add_is_small() -> None:
+    assert codec.size(c.Call(200, 1_000_000, (1, 5))) <= 16
