@@ -21,6 +21,7 @@ from equal import same
 from raising import RAISING, Boom, _x
 
 import disttensor as dt
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -124,19 +125,17 @@ def test_mistakes_in_a_backward(name: str, survives: str) -> None:
 def test_errors_leave_no_references(survives: str) -> None:
     if "survived" not in survives:
         pytest.skip("it may end the process")
-    from disttensor.device_module import usage
-
     x = _x()
     gc.collect()
     dt.synchronize()
-    before = usage(x._place)  # type: ignore[attr-defined]
+    before = testing.usage(x)
     for _ in range(10):
         for name in ("tensor hook", "function", "checkpoint", "post accumulate"):
             with pytest.raises(Boom):
                 RAISING[name]()
     gc.collect()
     dt.synchronize()
-    assert usage(x._place) == before  # type: ignore[attr-defined]
+    assert testing.usage(x) == before
 
 
 def test_errors_of_concurrent_backwards_reach_their_own_thread(survives: str) -> None:

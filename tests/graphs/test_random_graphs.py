@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import disttensor as dt
-from disttensor.device_module import usage
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -190,14 +190,14 @@ def check(program: Program) -> None:
     places = [torch.zeros(1, device=f"node:{k}") for k in range(2)]
     gc.collect()
     dt.synchronize()
-    before = [usage(p._place) for p in places]  # type: ignore[attr-defined]
+    before = [testing.usage(p) for p in places]
     expected = eager(program)
     for i, (a, b) in enumerate(zip(replayed(program), expected, strict=True)):
         assert a == b, f"{'bases' if i % 2 else 'outputs'} after replay {i // 2 + 1}"
     gc.collect()
     with contextlib.suppress(Exception):
         dt.synchronize()
-    assert [usage(p._place) for p in places] == before, "something is left on a node"  # type: ignore[attr-defined]
+    assert [testing.usage(p) for p in places] == before, "something is left on a node"
 
 
 ordinary = settings(

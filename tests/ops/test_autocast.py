@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import disttensor as dt
-from disttensor import autocast, state
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -76,13 +76,11 @@ def test_as_local(program: str) -> None:
 
 
 @pytest.fixture
-def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+def like_cuda() -> Iterator[torch.device]:
     """A place that is taken for one with CUDA's kernels: only dtypes can be compared."""
     device = dt.device(1, "cuda:1")
-    place = state.session().places.of(device)
-    place.kernels = "cuda"
-    yield device
-    place.kernels = "cpu"
+    with testing.as_cuda(device):
+        yield device
 
 
 def dtypes(values: Any) -> list[Any]:
@@ -117,18 +115,13 @@ def test_what_cuda_refuses(like_cuda: torch.device) -> None:
         F.binary_cross_entropy(p, p)
 
 
-def test_every_operator_of_the_tables_is_one_of_torchs() -> None:
-    for kind, key in autocast._KEYS.items():
-        registered = {n.removeprefix("aten::") for n in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
-        told = f"{autocast._LOWER[kind]} {autocast._PROMOTE[kind]} {autocast._BANNED[kind]}".split()
-        assert set(told) <= registered
-        assert len(told) == len(set(told))
-
-
 def _samples() -> list[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
-    names = {n.removeprefix("aten::").partition(".")[0] for n in autocast.operators()}
+    cast = [
+        n for kind in ("CPU", "CUDA") for n in torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{kind}")
+    ]
+    names = {n.removeprefix("aten::").partition(".")[0] for n in cast}
     chosen = []
     for op in op_db:
         if {op.name.replace(".", "_"), op.name.rpartition(".")[2]} & names and torch.float32 in op.dtypes:
@@ -168,6 +161,16 @@ def test_all_operators_of_the_database(kind: str, request: pytest.FixtureRequest
     assert compared > 200
 
 
+def test_casts_of_parameters_live_as_long_as_their_region() -> None:
+    w = torch.nn.Parameter(torch.ones(2, 2, device="node:1"))
+    before = testing.usage(w)
+    with torch.autocast("node"):
+        for _ in range(3):
+            w @ w
+        assert testing.usage(w).tensors == before.tensors + 1
+    assert testing.usage(w) == before
+
+
 def test_regions() -> None:
     x = torch.ones(2, 2, device="node:1")
     assert (x @ x).dtype == torch.float32
@@ -188,7 +191,6 @@ def test_regions() -> None:
     with torch.autocast("cpu"):
         assert (x @ x).dtype == torch.float32
     assert torch.get_autocast_dtype("node") == torch.bfloat16
-    assert not autocast._casts
 
     @torch.autocast("node", dtype=torch.bfloat16)
     def decorated() -> torch.Tensor:

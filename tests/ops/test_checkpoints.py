@@ -17,6 +17,7 @@ from differential import Tied, batch, net
 from equal import same
 
 import disttensor as dt
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -164,21 +165,16 @@ def test_from_a_file_that_is_mapped(tmp_path: Path, mmap: bool) -> None:
     )
 
 
-def test_one_storage_at_a_time_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_storage_at_a_time_is_fetched() -> None:
     """A checkpoint of a large model must not need all of it in the master's memory."""
-    from disttensor import storage
-
-    fetched: list[int] = []
-    original = storage.NodeStorage.cpu
-
-    def cpu(self: storage.NodeStorage) -> torch.UntypedStorage:
-        fetched.append(self.nbytes())
-        return original(self)
-
-    monkeypatch.setattr(storage.NodeStorage, "cpu", cpu)
     x = numbers("node:1")
-    saved([x, x[1], torch.ones(3, device="node:1")])
-    assert fetched == [96, 12]
+    values = [x, x[1], torch.ones(3, device="node:1")]
+    dt.reset_stats()
+    with testing.MessageLog() as log:
+        saved(values)
+    assert log[1].commands.count("Send") == 2
+    received = sum((row.received for row in dt.stats() if row.at == "master"), type(dt.stats().received)())
+    assert (received.calls, received.bytes) == (2, 96 + 12)
 
 
 # ---- training goes on ------------------------------------------------------------------------------------------------

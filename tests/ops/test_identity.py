@@ -11,7 +11,6 @@ import torch
 from equal import same
 
 import disttensor as dt
-from disttensor.tensor import DistributedTensor
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -29,7 +28,7 @@ def weight(device: str) -> torch.nn.Parameter:
 def check(p: torch.Tensor, device: str, values: torch.Tensor) -> None:
     assert p.device == torch.device(device)
     assert isinstance(p, torch.nn.Parameter)
-    assert isinstance(p, DistributedTensor) == (device != "cpu")
+    assert isinstance(p, dt.DistributedTensor) == (device != "cpu")
     assert p.is_leaf
     if device == "cpu":
         assert type(p) is torch.nn.Parameter

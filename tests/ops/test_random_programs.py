@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import disttensor as dt
-from disttensor.device_module import usage
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -148,7 +148,7 @@ def strides(x: torch.Tensor) -> list[int]:
 def check(program: list[tuple[str, int, int, int]]) -> None:
     keep = torch.ones(1, device="node:1")
     dt.synchronize()
-    before = usage(keep._place)  # type: ignore[attr-defined]
+    before = testing.usage(keep)
     local, remote = start(), send(start(), "node:1")
     for name, i, j, k in program:
         assert step(remote, name, i, j, k) == step(local, name, i, j, k), (name, i, j, k)
@@ -158,7 +158,7 @@ def check(program: list[tuple[str, int, int, int]]) -> None:
     del remote
     gc.collect()  # tracebacks of the errors that were caught
     dt.synchronize()
-    assert usage(keep._place) == before, "something is left on the node"  # type: ignore[attr-defined]
+    assert testing.usage(keep) == before, "something is left on the node"
 
 
 ordinary = settings(

@@ -16,6 +16,7 @@ import torch
 from equal import same
 
 import disttensor as dt
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -145,18 +146,15 @@ def test_state_stays_on_the_node() -> None:
 
 
 def test_a_function_is_sent_once() -> None:
-    from disttensor import state
-
     weight = "x" * 50_000
 
     def length(n: int) -> int:
         return len(weight) + n
 
-    box = state.session().link.outboxes[1]
     assert dt.run(length, 1, node=1) == 50_001
-    before = box.bytes
-    assert dt.run(length, 2, node=1) == 50_002
-    assert box.bytes - before < 1000
+    with testing.MessageLog() as log:
+        assert dt.run(length, 2, node=1) == 50_002
+    assert log[1].bytes_sent < 1000
 
 
 def test_large_arguments_and_results() -> None:
@@ -300,17 +298,15 @@ def test_results_that_nobody_gets_are_dropped(function: Any, error: type[BaseExc
 
 
 def test_nothing_is_left_on_the_node() -> None:
-    from disttensor.device_module import usage
-
     x = torch.ones(2, device="node:1")
     dt.run(lambda t: t + 1, x, node=1)
     dt.synchronize()
-    before = usage(x._place)  # type: ignore[attr-defined]
+    before = testing.usage(x)
     gc.disable()
     try:
         for _ in range(20):
             dt.run(lambda t, u: [t + u, t], x, torch.ones(2), node=1)
         dt.synchronize()
-        assert usage(x._place) == before  # type: ignore[attr-defined]
+        assert testing.usage(x) == before
     finally:
         gc.enable()
