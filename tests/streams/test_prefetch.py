@@ -16,9 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import disttensor as dt
-from disttensor import state
-from disttensor.device_module import usage
-from disttensor.runtime.channel.sharing import AHEAD
+from disttensor import testing
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -142,23 +140,15 @@ def test_they_come_while_the_node_computes(tmp_path: Path) -> None:
     batches = iter(dt.prefetch((torch.full((1 << 20,), float(i)) for i in range(4)), "node:1"))
     x = next(batches)
     dt.synchronize(0)
-    session = state.session()
     with Busy(1, tmp_path) as busy:
-        session.link.flush_all()
         y, z = next(batches), next(batches)  # these were on their way before, and this waits until they have left
         assert busy.running
-        assert session._staged == {}
+        assert testing.queued().uploads == 0
     assert [t[-1].item() for t in (x, y, z, *batches)] == [0, 1, 2, 3]
 
 
-def test_the_script_does_not_run_ahead_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, waits = state.session(), threading.Event()
-    wait = session.await_transfer
-
-    def noted(*args: Any) -> None:
-        waits.set()
-        wait(*args)
-
+def test_the_script_does_not_run_ahead_of_the_node(tmp_path: Path) -> None:
+    waits = threading.Event()
     taken, seen = [], []
 
     def load() -> Iterator[torch.Tensor]:
@@ -170,10 +160,15 @@ def test_the_script_does_not_run_ahead_of_the_node(tmp_path: Path, monkeypatch: 
         for x in dt.prefetch(load(), "node:1"):
             seen.append(x[-1])
 
-    monkeypatch.setattr(session, "await_transfer", noted)
+    def note() -> None:
+        if threading.current_thread() is thread:
+            waits.set()
+
     thread = threading.Thread(target=consume)
-    with Busy(1, tmp_path):
-        room = torch.zeros(AHEAD // 4).to("node:1", non_blocking=True)  # which the channel has for what leaves early
+    with testing.at("wait", note), Busy(1, tmp_path):
+        room = torch.zeros(int(testing.limit("room")) // 4).to(
+            "node:1", non_blocking=True
+        )  # which the channel has for what leaves early
         thread.start()
         assert waits.wait(SOON)
         assert (len(taken), len(seen)) == (3, 0)
@@ -186,8 +181,7 @@ def test_the_script_does_not_run_ahead_of_the_node(tmp_path: Path, monkeypatch: 
 
 
 def test_breaking_off_closes_the_loader_and_frees_what_was_sent() -> None:
-    loader, place = Loader(10), torch.empty(0, device="node:1")._place  # type: ignore[attr-defined]
-    before = usage(place)
+    loader, before = Loader(10), testing.usage(1)
     for x in dt.prefetch(loader, "node:1", depth=4):
         if x[0].item() == 2:
             break
@@ -195,7 +189,7 @@ def test_breaking_off_closes_the_loader_and_frees_what_was_sent() -> None:
     assert loader.taken == 7
     del x
     dt.synchronize()
-    assert usage(place) == before
+    assert testing.usage(1) == before
 
 
 def test_an_error_of_the_loader_comes_after_the_batches_before_it() -> None:

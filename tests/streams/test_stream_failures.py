@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from equal import same
 from stream_kit import busy, run_on, thread
 
 import disttensor as dt
-from disttensor.runtime import dealer, outbox
+from disttensor import testing
 
 INDEX = [5]
 
@@ -115,11 +115,11 @@ def test_a_function_gets_tensors_that_are_freed_meanwhile() -> None:
 
 def test_a_full_window_opens_as_a_stream_goes_on() -> None:
     s = dt.Stream(0)
-    x = torch.zeros(1, device="node:0")
+    x, n = torch.zeros(1, device="node:0"), int(testing.limit("window")) + 2000
 
     def issue() -> None:
         with dt.stream(s):
-            for _ in range(outbox.MAX_COMMANDS + 2000):
+            for _ in range(n):
                 x.add_(1)
 
     with busy(s) as let_go:
@@ -127,7 +127,7 @@ def test_a_full_window_opens_as_a_stream_goes_on() -> None:
         let_go()
         issuing.join()
     s.synchronize()
-    assert x.item() == outbox.MAX_COMMANDS + 2000
+    assert x.item() == n
 
 
 def test_synchronize_of_one_thread_stops_no_other() -> None:
@@ -141,8 +141,15 @@ def test_synchronize_of_one_thread_stops_no_other() -> None:
             waiter.join()
 
 
-def test_the_default_stream_goes_between_its_thread_and_the_receiving_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealer, "LATELY", 3)  # for nodes of this process
+@pytest.fixture
+def soon_by_itself() -> Iterator[None]:
+    """A node's receiving thread does the default stream's work again soon after that of others."""
+    with testing.limits(lately=3):
+        yield
+
+
+@pytest.mark.usefixtures("soon_by_itself")
+def test_the_default_stream_goes_between_its_thread_and_the_receiving_one() -> None:
     s = dt.Stream(0)
     x = torch.zeros(4, device="node:0")
     local = torch.zeros(4)

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import disttensor as dt
-from disttensor.device_module import usage
-from disttensor.runtime import dealer
+from disttensor import testing
 
 NAMES = (
     *("new", "binary", "view", "write", "own", "own_add", "snapshot", "move", "drop", "value", "sort", "mask"),
@@ -33,13 +32,11 @@ Step = tuple[str, int, int, int]
 
 @pytest.fixture(params=["inproc", "local"], scope="module")
 def session(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = dealer.LATELY
-    dealer.LATELY = 4  # of nodes in this process: the default stream changes between threads all the time
-    with dt.init_master_worker(nodes=2, launcher=request.param, threads=1):
+    # of nodes in this process: the default stream changes between threads all the time
+    with testing.limits(lately=4), dt.init_master_worker(nodes=2, launcher=request.param, threads=1):
         for node in range(2):  # connections are made at first use
             torch.ones(1 << 20).to(f"node:{node}").cpu()
         yield
-    dealer.LATELY = before
 
 
 class Here:
@@ -212,7 +209,7 @@ def check(program: list[Step]) -> None:
     keep = torch.ones(1, device="node:0")
     gc.collect()  # tracebacks of the errors of the program before
     dt.synchronize()
-    before = usage(keep._place)  # type: ignore[attr-defined]
+    before = testing.usage(keep)
     here, there = Here(), There()
     for step in program:
         here.step(step)
@@ -226,7 +223,7 @@ def check(program: list[Step]) -> None:
     with contextlib.suppress(RuntimeError, IndexError):  # what nothing has asked about
         dt.synchronize()
     dt.synchronize()
-    assert usage(keep._place) == before, "something is left on the node"  # type: ignore[attr-defined]
+    assert testing.usage(keep) == before, "something is left on the node"
 
 
 ordinary = settings(

@@ -13,8 +13,7 @@ from equal import same
 from stream_kit import busy, meet, run_on, thread
 
 import disttensor as dt
-from disttensor import state
-from disttensor.device_module import usage
+from disttensor import testing
 
 
 @pytest.fixture(params=["inproc", "local"], scope="module")
@@ -106,12 +105,12 @@ def test_events_between_nodes_cost_no_round_trip() -> None:
     s, t = dt.Stream(0), dt.Stream(1)
     x = torch.ones(3, device="node:1")
     with busy(s) as let_go:
-        link = state.session().link
-        reports, messages = link.reports, [o.messages for o in link.outboxes]
-        event = s.record_event()
-        t.wait_event(event)
-        assert link.reports == reports
-        assert [o.messages for o in link.outboxes] == [m + 1 for m in messages]
+        with testing.MessageLog(settle=False) as log:
+            event = s.record_event()
+            t.wait_event(event)
+        assert log.questions == []
+        assert log.reports == 0
+        assert (log[0].messages, log[1].messages) == (1, 1)
         with dt.stream(t):
             x.add_(1)
         assert not t.query()
@@ -261,7 +260,7 @@ def test_which_stream_is_current() -> None:
 def test_nothing_is_left_of_streams_and_what_they_made() -> None:
     x = torch.ones(10, device="node:0")
     dt.synchronize()
-    before = usage(x._place)  # type: ignore[attr-defined]
+    before = testing.usage(x)
     for _ in range(3):
         s = dt.Stream(0)
         with dt.stream(s), busy(s):
@@ -271,7 +270,7 @@ def test_nothing_is_left_of_streams_and_what_they_made() -> None:
         del z, s
     gc.collect()
     dt.synchronize()
-    assert usage(x._place) == before  # type: ignore[attr-defined]
+    assert testing.usage(x) == before
 
 
 def test_synchronize_waits_for_all_streams() -> None:

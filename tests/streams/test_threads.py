@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from equal import same
 
 import disttensor as dt
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -131,15 +132,13 @@ def test_functions_in_all_threads() -> None:
 
 
 def test_proxies_die_in_other_threads() -> None:
-    from disttensor.device_module import usage
-
     x = torch.ones(3, device="node:1")
     dt.synchronize()
-    before = usage(x._place)  # type: ignore[attr-defined]
+    before = testing.usage(x)
     made = at_once(lambda k: [x + i for i in range(100)])
     at_once(lambda k: made.__setitem__(k, None))
     dt.synchronize()
-    assert usage(x._place) == before  # type: ignore[attr-defined]
+    assert testing.usage(x) == before
 
 
 def test_the_current_node_is_each_threads_own() -> None:

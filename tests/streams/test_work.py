@@ -7,11 +7,9 @@ import gc
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +17,12 @@ from equal import bits
 from test_flow import DTYPES, LAYOUTS, Busy
 
 import disttensor as dt
-from disttensor import state
-from disttensor.runtime.channel.base import Arrival
-from disttensor.runtime.outbox import MAX_COMMANDS
-from disttensor.session import STAGE
+from disttensor import testing
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
+#: Commands in flight to a node, and bytes of copies under way, at most.
+WINDOW, STAGE = int(testing.limit("window")), int(testing.limit("staged"))
 
 
 pytestmark = pytest.mark.usefixtures("calm")
@@ -100,26 +97,24 @@ def test_a_time_limit_ends_the_waiting_and_not_the_work(timeout: float | timedel
     assert work.result().tolist() == [1, 1, 1]
 
 
-def test_a_signal_ends_the_waiting_and_not_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_waiting_and_not_the_work(tmp_path: Path) -> None:
     class Interrupted(Exception):
         pass
 
     def handler(number: int, frame: object) -> None:
         raise Interrupted
 
-    x, link = torch.ones(3, device="node:1"), state.session().link
-    wait, before = link.wait, signal.signal(signal.SIGUSR1, handler)
+    x, before = torch.ones(3, device="node:1"), signal.signal(signal.SIGUSR1, handler)
+    killer = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))
 
-    def interrupted(*args: object, **options: object) -> object:
-        monkeypatch.undo()
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1)).start()
-        return wait(*args, **options)  # type: ignore[arg-type]
+    def interrupt() -> None:
+        if threading.current_thread() is threading.main_thread():
+            killer.start()
 
     try:
         with Busy(1, tmp_path) as busy:
             work = dt.fetch(x)
-            monkeypatch.setattr(link, "wait", interrupted)
-            with pytest.raises(Interrupted):
+            with testing.at("wait", interrupt), pytest.raises(Interrupted):
                 work.wait()
             assert busy.running
             assert not work.is_completed()
@@ -131,8 +126,8 @@ def test_a_signal_ends_the_waiting_and_not_the_work(tmp_path: Path, monkeypatch:
 def test_more_than_a_window_of_them() -> None:
     """Nothing waits for the script to look at what has come."""
     x = [torch.zeros(1, device=f"node:{node}") for node in range(2)]
-    works = [dt.fetch(x[i % 2] + i) for i in range(MAX_COMMANDS)]
-    assert [work.result().item() for work in works] == list(range(MAX_COMMANDS))
+    works = [dt.fetch(x[i % 2] + i) for i in range(WINDOW)]
+    assert [work.result().item() for work in works] == list(range(WINDOW))
 
 
 def test_many_large_ones() -> None:
@@ -283,33 +278,29 @@ def test_a_callback_of_what_failed() -> None:
 
 
 @pytest.mark.parametrize("callback", [False, True])
-def test_what_is_dropped_is_freed_when_it_has_come(
-    callback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, done, tickets = torch.ones(1 << 20, device="node:1"), threading.Event(), list[weakref.ref[object]]()
-    channel = state.session().channel
-    iarrive = channel.iarrive
+def test_what_is_dropped_is_freed_when_it_has_come(callback: bool, tmp_path: Path) -> None:
+    x, done = torch.ones((1 << 20) + callback, device="node:1"), threading.Event()
 
-    def noted(*args: Any) -> Arrival:
-        arrival = iarrive(*args)
-        tickets.append(weakref.ref(arrival._transfer))  # which holds the tensor
-        return arrival
+    def alive() -> int:
+        """Local tensors of its shape."""
+        gc.collect()
+        return sum(type(t) is torch.Tensor and t.shape == x.shape for t in gc.get_objects())
 
-    monkeypatch.setattr(channel, "iarrive", noted)
+    dt.synchronize()
+    before = alive()  # the node's own, where it is in this process
     with Busy(1, tmp_path):
         work = dt.fetch(x)
         if callback:
             work.add_done_callback(lambda work: done.set())
         del work
         gc.collect()
-        assert tickets[0]() is not None
+        assert testing.queued(1).fetches == 1
     dt.synchronize()
     assert not callback or done.wait(SOON)
     dt.fetch(x[:1]).wait()  # the channel's thread holds the last one until the next
     dt.fetch(x[:1]).wait()
-    gc.collect()
-    assert tickets[0]() is None
-    assert state.session()._arriving == {}
+    assert alive() == before
+    assert testing.queued().fetches == 0
 
 
 # ---- uploads ---------------------------------------------------------------------------------------------------------
