@@ -31,8 +31,8 @@ def thing(k: int) -> dict[str, Any]:
     return {"k": k, "tied": [x, x], "deep": ({"y": x.double()[:, None], "text": str(k)}, None)}
 
 
-def where(value: Any) -> set[str]:
-    return {repr(x._place) for x in torch.utils._pytree.tree_leaves(value) if torch.is_tensor(x)}
+def where(value: Any) -> set[torch.device]:
+    return {x.device for x in torch.utils._pytree.tree_leaves(value) if torch.is_tensor(x)}
 
 
 def on_nodes() -> list[Any]:
@@ -51,7 +51,7 @@ def test_broadcast() -> None:
         same([copy["tied"][1] for copy in dt.broadcast_object(obj, dt.new_group([3, 0]))], [thing(2)["tied"][1]] * 2)
     at = dt.device(1, "cuda:1")
     assert [where(c) for c in dt.broadcast_object([torch.ones(1, device=at)])] == [
-        {f"node {k} cuda:1"} for k in range(N)
+        {dt.device(k, "cuda:1")} for k in range(N)
     ]
 
 

@@ -113,3 +113,20 @@ def test_synchronize_ends_in_time_at_a_full_window(pool: ThreadPoolExecutor) -> 
 
 def test_the_line_that_a_busy_node_is_at(link: Link, pool: ThreadPoolExecutor) -> None:
     assert link.outboxes[1].running() is not None
+
+
+def test_small_collectives_leave_with_what_follows_and_to_all_nodes_at_once() -> None:
+    with dt.init_master_worker(nodes=4, launcher="inproc"):
+        link = state.session().link
+        xs = [torch.ones(3, device=f"node:{k}") for k in range(4)]
+        dt.synchronize()
+        with link._lock:  # nothing else sends
+            for box in link.outboxes:
+                box.urge(100)
+            sent = [box.messages for box in link.outboxes]
+            dt.all_reduce(xs[1:])
+            dt.all_reduce(xs[:2])
+            assert [box.messages for box in link.outboxes] == sent
+            link.flush(link.outboxes[3])
+            assert [box.messages for box in link.outboxes] == [n + 1 for n in sent]
+        assert [x.tolist() for x in xs] == [[4.0] * 3, [4.0] * 3, [3.0] * 3, [3.0] * 3]
