@@ -185,9 +185,9 @@ x.sum().item()
 
 
 CHANNEL = """
-from disttensor.runtime.channel.tcp import TcpChannel
+from disttensor.runtime.channel import get_channel
 
-class Mine(TcpChannel):
+class Mine(get_channel("tcp")):
     name = "mine"
 
     def isend(self, tensor, peer, transfer):

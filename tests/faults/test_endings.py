@@ -137,39 +137,6 @@ def test_ctrl_c_while_nodes_start(script: Script) -> None:
     assert done.returncode == 0, done.stderr
 
 
-TELLING = """
-import os, signal, threading
-from disttensor import infer
-
-begun, pressed, seen = threading.Event(), threading.Event(), []
-
-def tell():
-    begun.set()
-    pressed.wait(30)
-    seen.append("told")
-
-def press():
-    begun.wait(30)
-    os.kill(os.getpid(), signal.SIGINT)
-    pressed.set()
-
-threading.Thread(target=press).start()
-try:
-    infer.warm(tell)
-except KeyboardInterrupt:
-    seen.append("interrupted")
-infer.warm(tell)
-print(seen)
-"""
-
-
-@pytest.mark.cold
-def test_ctrl_c_while_torch_is_told_of_the_device(script: Script) -> None:
-    """Which is not broken off."""
-    done = script(TELLING)
-    assert (done.stdout, done.returncode) == ("['told', 'interrupted']\n", 0), done.stderr
-
-
 ENDING = """
 import os, signal, threading, time
 import disttensor as dt

@@ -14,7 +14,7 @@ from raising import RAISING, Boom, boom
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor import state
+from disttensor import testing
 
 Cause = Callable[[], object]
 
@@ -269,26 +269,23 @@ def _hold() -> None:
 
 
 @pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Cause], None]]:
+def busy() -> Iterator[Callable[[Cause], None]]:
     """A function that fills the window of node 1, which is busy, and calls another once it is full."""
     _released.clear()
     holder = threading.Thread(target=dt.run, args=(_hold,), kwargs={"node": 1})
     holder.start()
-    link = state.session().link
-    wait = link._wait_window
 
     def fill(full: Cause) -> None:
         reached: list[object] = []
 
-        def wait_window(outbox: Any) -> None:
+        def at_window() -> None:
             if not reached:
                 reached.append(full())
-            wait(outbox)
 
-        monkeypatch.setattr(link, "_wait_window", wait_window)
-        x = torch.zeros(1, device="node:1")
-        while not reached:
-            x.add_(1)
+        with testing.at("window", at_window):
+            x = torch.zeros(1, device="node:1")
+            while not reached:
+                x.add_(1)
 
     yield fill
     _released.set()

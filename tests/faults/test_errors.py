@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from equal import same
 
 import disttensor as dt
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("settled")
 
@@ -345,12 +346,10 @@ def test_a_failure_in_backward_is_poison_in_the_gradient() -> None:
 
 
 def test_poison_is_freed() -> None:
-    from disttensor.device_module import usage
-
     x = torch.ones(2, device="node:1")
     gc.collect()
     dt.synchronize()
-    before = usage(x._place)
+    before = testing.usage(x)
     for _ in range(20):
         bad = out_of_range() + 1
         del bad
@@ -358,7 +357,7 @@ def test_poison_is_freed() -> None:
         dt.synchronize()
     gc.collect()
     dt.synchronize()
-    assert usage(x._place) == before
+    assert testing.usage(x) == before
 
 
 def test_many_failures_leave_the_node_usable() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.runtime.failure import MAX_TEXT
+from disttensor import testing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,7 +106,8 @@ def test_it_arrives_and_the_node_goes_on(name: str) -> None:
     told = str(caught.value)
     assert "node 0" in told
     assert "test_hostile_errors.py" in told
-    assert len(told) < MAX_TEXT + 2000
-    assert sum(map(len, getattr(caught.value, "__notes__", []))) < MAX_TEXT + 2000
+    longest = testing.limit("error") + 2000
+    assert len(told) < longest
+    assert sum(map(len, getattr(caught.value, "__notes__", []))) < longest
     assert (torch.ones(2, device="node:0") + 1).tolist() == [2, 2]
     dt.synchronize()

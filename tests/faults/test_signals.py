@@ -4,71 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from handlers import TimeUp, handled, time_up
 
 import disttensor as dt
-from disttensor import state
-from disttensor.runtime.interrupts import SIGNALS, Interrupts, whole
-from disttensor.session import Session
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
 
-#: Where a signal arrives: what has the method, and its name.
-WHERE: dict[str, Callable[[Session], tuple[object, str]]] = {
-    "send": lambda s: (s.link.hub, "send"),
-    "drain": lambda s: (s.link.hub, "drain"),
-    "pack": lambda s: (s.link.outboxes[1], "pack"),
-    "bury": lambda s: (s.link.outboxes[1], "_bury"),
-    "acknowledge": lambda s: (s.link.outboxes[1], "acknowledge"),
-    "isend": lambda s: (s.channel, "isend"),
-}
-
-
-class TimeUp(Exception):
-    pass
-
-
-def time_up(number: int, frame: object) -> None:
-    raise TimeUp
-
-
-@contextlib.contextmanager
-def handled(handler: Callable[..., object], number: signal.Signals = signal.SIGALRM) -> Iterator[None]:
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
+#: Where a signal arrives.
+WHERE = ["send", "receive", "pack", "bury", "acknowledge", "upload"]
 
 
 class Alarm:
-    """A signal that arrives in a method, once each time it is set."""
+    """A signal that arrives at a point, once each time it is set."""
 
-    def __init__(self, where: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.set = False
-        owner, name = WHERE[where](state.session())
-        method = getattr(owner, name)
 
-        def alarmed(*args: object) -> object:
-            if first:
-                self._ring()
-            result = method(*args)
-            if not first:
-                self._ring()
-            return result
-
-        monkeypatch.setattr(owner, name, alarmed)
-
-    def _ring(self) -> None:
+    def ring(self) -> None:
         if self.set and threading.current_thread() is threading.main_thread():
             self.set = False
             signal.raise_signal(signal.SIGALRM)
@@ -76,11 +36,11 @@ class Alarm:
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("where", WHERE)
-def test_a_handler_that_raises_splits_nothing(where: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_raises_splits_nothing(where: str, first: bool) -> None:
     x, issued = torch.zeros(3, device="node:1"), 0
     dt.synchronize()
-    alarm = Alarm(where, first, monkeypatch)
-    with handled(time_up):
+    alarm = Alarm()
+    with handled(time_up), testing.at(where, alarm.ring, after=not first):
         for _ in range(5):
             alarm.set = True
             with contextlib.suppress(TimeUp):
@@ -93,15 +53,15 @@ def test_a_handler_that_raises_splits_nothing(where: str, first: bool, monkeypat
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("where", WHERE)
-def test_a_handler_that_uses_tensors(where: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_uses_tensors(where: str, first: bool) -> None:
     x, issued, seen = torch.zeros(3, device="node:1"), 0, []
     dt.synchronize()
-    alarm = Alarm(where, first, monkeypatch)
+    alarm = Alarm()
 
     def checkpoint(number: int, frame: object) -> None:
         seen.append(((x + torch.ones(3).to("node:1")).sum().item(), dt.run(len, "abc", node=1), x.cpu()))
 
-    with handled(checkpoint):
+    with handled(checkpoint), testing.at(where, alarm.ring, after=not first):
         for n in range(5):
             alarm.set = True
             while len(seen) <= n:
@@ -125,11 +85,10 @@ def _hold() -> str:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_handler_that_waits_while_its_thread_waits(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_waits_while_its_thread_waits(node: int) -> None:
     """On node 0 it takes in the answer that the thread below it waits for, which has to hear of that."""
     x, seen = torch.ones(3, device=f"node:{node}"), []
     dt.synchronize()
-    monkeypatch.setattr("disttensor.runtime.link.TICK", 100 * SOON)
 
     def use(number: int, frame: object) -> None:
         if node == 0:
@@ -138,89 +97,7 @@ def test_a_handler_that_waits_while_its_thread_waits(node: int, monkeypatch: pyt
         _released.set()
 
     _released.clear()
-    with handled(use):
+    with handled(use), testing.limits(tick=100 * SOON):
         assert dt.run(_hold, node=0) == "released"
     assert seen
     assert all(values == [2, 2, 2] for values in seen)
-
-
-def test_what_no_safe_point_follows_arrives_again() -> None:
-    @whole
-    def finalizer() -> None:
-        signal.raise_signal(signal.SIGALRM)
-
-    with handled(time_up):
-        torch.ones(3, device="node:1").sum().item()
-        with pytest.raises(TimeUp):  # noqa: PT012
-            finalizer()
-            threading.Event().wait(SOON)
-
-
-def test_what_a_finalizer_would_swallow_arrives_again() -> None:
-    class Dies:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGALRM)
-
-    def callback(_: object) -> None:
-        signal.raise_signal(signal.SIGALRM)
-
-    hook, interrupts = sys.unraisablehook, Interrupts()
-    with handled(time_up):
-        interrupts.look()
-        owner = Dies()
-        del owner
-        with pytest.raises(TimeUp):
-            interrupts.check()
-        watched = weakref.ref(owned := TimeUp(), callback)
-        del owned
-        with pytest.raises(TimeUp):
-            interrupts.check()
-        assert watched() is None
-        assert not interrupts.pending
-        interrupts.restore()
-    assert sys.unraisablehook == hook
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_handler_kept_from_a_session_works_after_it(number: signal.Signals) -> None:
-    interrupts = Interrupts()
-    with handled(time_up, number):
-        interrupts.look()
-        kept = signal.getsignal(number)
-        interrupts.restore()
-        assert signal.getsignal(number) is time_up
-        signal.signal(number, kept)
-        with pytest.raises(TimeUp):
-            signal.raise_signal(number)
-        Interrupts().look()  # the next session
-        with pytest.raises(TimeUp):
-            signal.raise_signal(number)
-
-
-def test_handlers_that_call_each_other() -> None:
-    interrupts, seen = Interrupts(), []
-    with handled(time_up):
-        interrupts.look()
-        before = signal.getsignal(signal.SIGALRM)
-
-        def mine(number: int, frame: object) -> None:
-            seen.append(number)
-            assert callable(before)
-            before(number, frame)
-
-        signal.signal(signal.SIGALRM, mine)
-        interrupts.look()
-
-        @whole
-        def untouched() -> list[int]:
-            signal.raise_signal(signal.SIGALRM)
-            signal.raise_signal(signal.SIGALRM)
-            return list(seen)
-
-        assert untouched() == []
-        with pytest.raises(TimeUp):
-            interrupts.check()
-        assert seen == [signal.SIGALRM]
-        interrupts.check()  # once is enough
-        interrupts.restore()
-        assert signal.getsignal(signal.SIGALRM) is mine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor import state, testing
+from disttensor import init, state, testing
 from disttensor.runtime import command as c
+from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.errors import BrokenError
 from disttensor.runtime.link import Link
+from disttensor.runtime.outbox import Outbox
+from disttensor.runtime.request import Request, Waker
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -113,6 +117,59 @@ def test_synchronize_ends_in_time_at_a_full_window(pool: ThreadPoolExecutor) -> 
 
 def test_the_line_that_a_busy_node_is_at(link: Link, pool: ThreadPoolExecutor) -> None:
     assert link.outboxes[1].running() is not None
+
+
+@pytest.mark.parametrize("flush", ["flush", "exchange"])
+def test_the_end_of_the_session_overtakes_a_flush(flush: str, link: Link, pool: ThreadPoolExecutor) -> None:
+    checked, check = threading.Event(), link.check
+
+    def note(outbox: Outbox) -> None:
+        check(outbox)
+        checked.set()
+
+    x = torch.ones(3, device="node:1")
+    link.check = note  # type: ignore[method-assign]
+    with link._lock:
+        ending = pool.submit(lambda: link.flush(link.outboxes[1]) if flush == "flush" else x.sum().item())
+        assert checked.wait(SOON)  # it is about to send
+        link.close()
+    with pytest.raises(dt.DisttensorError, match="shut down"):
+        ending.result(SOON)
+    init._end(report=False)
+
+
+class Broken(Transfer):
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        raise BrokenError("a broken cable")
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        fn()
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_broken_transfer_is_told_though_the_node_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = state.session()
+    sync = session._sync
+    monkeypatch.setattr(session, "_sync", lambda node, timeout: sync(node, 0.01))
+    with pytest.raises(BrokenError, match="a broken cable"):
+        session.end_transfer(Broken(), 1)
+
+
+def test_a_request_outlives_the_thread_that_waited() -> None:
+    request = Request(1, 0)
+
+    def wait() -> None:
+        request.waker = Waker()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert request.waker is not None
+    request.resolve()
+    assert os.eventfd_read(request.waker.fd) == 1
 
 
 def test_small_collectives_leave_with_what_follows_and_to_all_nodes_at_once() -> None:

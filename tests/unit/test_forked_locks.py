@@ -1,0 +1,58 @@
+"""A child that was forked while other threads held the session's locks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
+    script = """
+        import contextlib, os, signal, threading, torch, disttensor as dt
+        from disttensor import state
+        dt.init_master_worker(nodes=1)
+        x, fresh = torch.ones(4, device="node:0"), torch.empty(3, device="node:0")
+        session = state.session()
+        held, done = threading.Event(), threading.Event()
+
+        def hold():
+            with contextlib.ExitStack() as locks:
+                for holder in (session, *session.__dict__.values(), *session.states, *session.link.outboxes):
+                    for value in getattr(holder, "__dict__", {}).values():
+                        if isinstance(value, type(threading.RLock())):
+                            locks.enter_context(value)
+                held.set()
+                done.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            refused = 0
+            for use in (
+                lambda: x[0] + 1,
+                lambda: x.cpu(),
+                lambda: fresh.copy_(torch.ones(3)),
+                lambda: torch.ones(3).to("node:0"),
+                lambda: dt.device(0, "cpu") and x.sum().item(),
+                lambda: dt.run(len, "abc"),
+                lambda: dt.synchronize(),
+                lambda: dt.shutdown(),
+            ):
+                try:
+                    use()
+                except dt.ForkError:
+                    refused += 1
+            os._exit(refused)
+        done.set()
+        thread.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (x + 1).sum().item())
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "8 8.0\n", done.stderr
+    assert done.stderr == ""
