@@ -115,7 +115,12 @@ def kernel_in(tmp_path: Path) -> Iterator[Kernel]:
 
 
 START = "import os, time, torch, disttensor as dt\ndt.init_master_worker(nodes=2, threads=1);"
-PIDS = "print(os.getpid(), *(node['pid'] for node in dt.nodes()), dt.state.session().launcher._server_pid)"
+#: Of the script, of its nodes, and of the process that has forked them.
+PIDS = """
+import psutil
+pids = [node["pid"] for node in dt.nodes()]
+print(os.getpid(), *pids, psutil.Process(pids[0]).ppid())
+"""
 
 
 def a_kernel(tmp_path: Path) -> None:

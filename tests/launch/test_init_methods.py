@@ -17,7 +17,6 @@ import torch
 from ports import free_port
 
 import disttensor as dt
-from disttensor.runtime.errors import StartError
 
 PROGRAM = """
 import os, sys
@@ -120,7 +119,7 @@ def test_a_node_that_does_not_come_is_named(start: Start) -> None:
     while b"dt-worker" not in Path(f"/proc/{worker.pid}/comm").read_bytes():
         time.sleep(0.01)
     with pytest.raises(
-        StartError, match=r"nodes \[0, 1\] of 2 have not answered within 4.0 s:\nnodes 0-1: .*1 on .* of 2"
+        dt.StartError, match=r"nodes \[0, 1\] of 2 have not answered within 4.0 s:\nnodes 0-1: .*1 on .* of 2"
     ):
         dt.init_master_worker(init_method=url, nodes=2, timeout=4.0)
 
@@ -143,7 +142,7 @@ def test_a_host_without_torch_is_named_with_what_it_said(start: Start, tmp_path:
     path = os.pathsep.join([str(tmp_path / "broken"), str(Path(dt.__file__).parent.parent)])
     worker = start("-m", "dtrun", "worker", "--init-method", url, PYTHONPATH=path)
     expected = rf"node 0 on {socket.gethostname()} did not start: .*No module named 'not_there'\nits last output:\n"
-    with pytest.raises(StartError, match=expected):
+    with pytest.raises(dt.StartError, match=expected):
         dt.init_master_worker(init_method=url, nodes=1)
     assert worker.wait(10) == 1
 
@@ -154,7 +153,7 @@ def test_another_version_of_torch_is_named(start: Start, tmp_path: Path) -> None
     path = os.pathsep.join([str(tmp_path), str(Path(dt.__file__).parent.parent)])
     start("-m", "dtrun", "worker", "--init-method", url, PYTHONPATH=path)
     mine = torch.__version__.split("+")[0]
-    with pytest.raises(StartError, match=rf"node 0 \(.*\) has torch 1.2.3, this master {mine}: install one version"):
+    with pytest.raises(dt.StartError, match=rf"node 0 \(.*\) has torch 1.2.3, this master {mine}: install one version"):
         dt.init_master_worker(init_method=url, nodes=1)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from variants import mostly_slow
 
 import disttensor as dt
-from disttensor import state
+from disttensor import testing
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:
@@ -23,9 +23,8 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
 
 def test_all_nodes_know_each_other_when_a_channel_is_open() -> None:
     with dt.init_master_worker(nodes=2):
-        session = state.session()
-        session.board.open("gloo", None)
-        assert [outbox.queue for outbox in session.link.outboxes] == [[]] * 2
+        dt.channels.select("all_reduce", "gloo")
+        assert testing.queued().commands == 0
 
 
 def killed(who: int, size: int) -> None:

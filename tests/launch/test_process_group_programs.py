@@ -217,12 +217,3 @@ def test_mistakes(dtrun: Dtrun, options: tuple[str, ...], message: str) -> None:
         _, err = process.communicate(timeout=50)
     assert process.returncode == 2
     assert message in err
-
-
-def test_hosts_need_a_network_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from disttensor.runtime.launch.everywhere import _check_network
-
-    _check_network(["127.0.0.1", "::1"], False)
-    _check_network(["10.0.0.1"], True)
-    with pytest.raises(ValueError, match="--trusted-network"):
-        _check_network(["127.0.0.1", "10.0.0.1"], False)
