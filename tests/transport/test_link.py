@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from handlers import TimeUp, handled, time_up
 
 import disttensor as dt
 from disttensor import init, state, testing
 from disttensor.runtime import command as c
 from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.errors import BrokenError
+from disttensor.runtime.interrupts import whole
 from disttensor.runtime.link import Link
 from disttensor.runtime.outbox import Outbox
 from disttensor.runtime.request import Request, Waker
@@ -187,3 +190,15 @@ def test_small_collectives_leave_with_what_follows_and_to_all_nodes_at_once() ->
             link.flush(link.outboxes[3])
             assert [box.messages for box in link.outboxes] == [n + 1 for n in sent]
         assert [x.tolist() for x in xs] == [[4.0] * 3, [4.0] * 3, [3.0] * 3, [3.0] * 3]
+
+
+def test_what_no_safe_point_follows_arrives_again() -> None:
+    @whole
+    def finalizer() -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    with dt.init_master_worker(nodes=2, launcher="inproc"), handled(time_up):
+        torch.ones(3, device="node:1").sum().item()
+        with pytest.raises(TimeUp):  # noqa: PT012
+            finalizer()
+            threading.Event().wait(SOON)

@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import weakref
 
 import pytest
-import torch
 from handlers import TimeUp, handled, time_up
 
 from disttensor.runtime.interrupts import SIGNALS, Interrupts, whole
-
-pytestmark = pytest.mark.usefixtures("clean")
-
-#: Seconds for what takes a moment; longer is a hang.
-SOON = 20
-
-
-def test_what_no_safe_point_follows_arrives_again() -> None:
-    @whole
-    def finalizer() -> None:
-        signal.raise_signal(signal.SIGALRM)
-
-    with handled(time_up):
-        torch.ones(3, device="node:1").sum().item()
-        with pytest.raises(TimeUp):  # noqa: PT012
-            finalizer()
-            threading.Event().wait(SOON)
 
 
 def test_what_a_finalizer_would_swallow_arrives_again() -> None:

@@ -36,6 +36,7 @@ TORCHS = {"_base", "_grad", "_is_view", "_version"}
 #: Files that reach inside: what internal thing each of them tests. The list only shrinks: one that reaches inside no
 #: more has to leave it.
 INTERNAL: dict[str, str] = {
+    "ops/test_beside.py": "what stands between torch and its own functions: which backwards it takes for ours",
     "ops/test_edited.py": "Modules: which modules have changed since nodes imported them",
     "ops/test_plans.py": "the tables of plans and templates: their bounds and their keys",
     "graphs/test_engine_build.py": "the process that compiles engines",
@@ -47,6 +48,7 @@ INTERNAL: dict[str, str] = {
     "collectives/test_collective_failures.py": "algorithms over a wire whose ranks fail",
     "collectives/test_collectives.py": "algorithms as functions of ranks over a wire",
     "collectives/test_native_ends.py": "a channel's own collectives over a wire whose ranks fail",
+    "faults/test_warm.py": "infer.warm, which a first session calls while its nodes start",
     "launch/test_binding.py": "which cores and GPUs a node is given, on hosts that are made up",
     "launch/test_dtrun.py": "dtrun's main, and the server that it hands down, without a process of its own",
     "launch/test_growing.py": "a session told to start what cannot start",
