@@ -126,6 +126,7 @@ class GlooCarrier(Carrier):
         self.pair = tuple(sorted((channel.rank, peer)))
         self._name = f"pair {self.pair}"
         self.group: GlooGroup | None = None
+        self._last: GlooGroup | None = None  #: the same, once it is closed
         self._lock = threading.RLock()
         self._meeting: threading.Thread | None = None
         self._met = False  #: the peer has its end of the group
@@ -178,15 +179,20 @@ class GlooCarrier(Carrier):
                 _log.warning("large tensors take the connection with rank %s, not gloo: %s", self._peer, str(error))
             return
         with self._lock:
-            if not self._closed:
+            if self._closed:
+                self._last = group
+                group.close()
+            else:
                 self.group = group
         # One end may be done while the other still waits for a word that stands behind a tensor in the queue.
         self.say(_MET)
 
     def join(self, seconds: float) -> None:
-        """Waits for the thread."""
+        """Waits for the thread, and for the end of the group if this is closed."""
         if self._meeting is not None and self._meeting is not threading.current_thread():
             self._meeting.join(seconds)
+        if self._last is not None:
+            self._last.join(seconds)
 
     def fail(self, why: str) -> None:
         self._closed = True
@@ -196,4 +202,6 @@ class GlooCarrier(Carrier):
 
     def close(self) -> None:
         with self._lock:
-            self._closed, self.group = True, None
+            self._closed, self.group, self._last = True, None, self.group or self._last
+        if self._last is not None:
+            self._last.close()

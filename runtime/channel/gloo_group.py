@@ -1,6 +1,7 @@
 """One process group of torch's gloo: two peers that send each other large tensors, or the ranks of collectives.
 
-It owns a thread or two, and a listening socket, of gloo's.
+It owns a thread or two, and a listening socket, of gloo's, until it is closed: who holds on to the object, as the
+traceback of an error does, does not hold on to these.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class GlooGroup:
         self._theirs: set[tuple[str, int]] = set()
         self._cut, self._over = False, over
         self._lock = threading.RLock()
+        self._ending: threading.Thread | None = None
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=hosts[me])]
         options._timeout = timedelta(seconds=limit / _TRIES)
@@ -62,6 +64,7 @@ class GlooGroup:
         try:
             self._group: Any = c10d.ProcessGroupGloo(store, me, self.size, options)
         finally:
+            del options  # it holds what listens, and an error holds this frame
             board.clear(f"{name}/")
         self._ours = addresses_in(store.told, [hosts[me]])
         self._theirs = addresses_in(store.heard, list(dict.fromkeys(hosts))) - self._ours
@@ -73,11 +76,31 @@ class GlooGroup:
         if first:
             cut(self._ours, self._theirs)
 
+    def close(self) -> None:
+        """Gives back gloo's threads and sockets, beside all else: gloo waits for what is in the group. In any thread,
+        any number of times."""
+        with self._lock:
+            last, self._group = [self._group], None
+            if last[0] is not None:
+                self._ending = threading.Thread(
+                    target=self._give_back, args=(last,), name="disttensor-gloo", daemon=True
+                )
+                self._ending.start()
+
+    def _give_back(self, last: list[Any]) -> None:
+        last.clear()
+
+    def join(self, seconds: float) -> None:
+        """Waits until what ``close`` gives back is given back."""
+        if self._ending is not None:
+            self._ending.join(seconds)
+
     def leave_alone(self) -> None:
         """In a forked child: it is never destroyed."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    # The calls below block, and raise RuntimeError of gloo's when a connection ended, and what ``over`` gives.
+    # The calls below block, and raise RuntimeError of gloo's when a connection ended, and what ``over`` gives. Nothing
+    # of gloo's is in a variable of theirs, as an error keeps these.
 
     def send(self, payload: torch.Tensor, to: int) -> None:
         """Returns when it is there, so that who closes afterwards cuts nothing off."""
@@ -113,10 +136,10 @@ class GlooGroup:
         if errors:
             raise errors[0]
 
-    def _wait(self, work: Any) -> None:
-        """For a collective. (Not all of them have a future, and none says when it is completed before it is waited
-        for.)"""
-        self._apart(work.wait)
+    def _wait(self, start: Callable[[], Any]) -> None:
+        """Starts a collective and waits for it. (Not all of them have a future, and none says when it is completed
+        before it is waited for.)"""
+        self._apart(lambda: start().wait())
 
     def _until(self, done: threading.Event) -> None:
         """Gloo misses the end of a connection in the middle of a message."""
@@ -125,26 +148,28 @@ class GlooGroup:
                 if done.wait(_GLANCE):  # who hangs up may have given us all before
                     return
                 self.cut()
-                if not done.wait(_GLANCE):  # to destroy the group would be to wait for what is in it
-                    last, self._group = [self._group], None
-                    threading.Thread(target=last.clear, name="disttensor-gloo", daemon=True).start()
+                self.close()
                 raise error
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
         """As ``DataChannel.collective``, of tensors of one length that is not 0."""
         if kind == "all_reduce":
             outs[0].copy_(inputs[0])
-            self._wait(self._group.allreduce([outs[0]], _with(c10d.AllreduceOptions(), reduceOp=_reduction(op))))
+            self._wait(
+                lambda: self._group.allreduce([outs[0]], _with(c10d.AllreduceOptions(), reduceOp=_reduction(op)))
+            )
             self._average(op, outs[0])
         elif kind == "reduce":
             total = outs[0].copy_(inputs[0]) if outs else inputs[0].clone()
-            self._wait(self._group.reduce([total], _with(c10d.ReduceOptions(), reduceOp=_reduction(op), rootRank=root)))
+            self._wait(
+                lambda: self._group.reduce([total], _with(c10d.ReduceOptions(), reduceOp=_reduction(op), rootRank=root))
+            )
             if outs:
                 self._average(op, total)
         elif kind == "reduce_scatter":
             result = torch.empty_like(outs[0])  # the output may be one of the inputs
             options = _with(c10d.ReduceScatterOptions(), reduceOp=_reduction(op))
-            self._wait(self._group.reduce_scatter([result], [list(inputs)], options))
+            self._wait(lambda: self._group.reduce_scatter([result], [list(inputs)], options))
             self._average(op, result)
             outs[0].copy_(result)
         else:
@@ -153,23 +178,29 @@ class GlooGroup:
     def _move(self, kind: str, inputs: list[torch.Tensor], outs: list[torch.Tensor], root: int) -> None:
         """Bytes: gloo does not know all dtypes."""
         if kind == "broadcast":
-            self._wait(self._group.broadcast((inputs or outs)[:1], _with(c10d.BroadcastOptions(), rootRank=root)))
+            self._wait(
+                lambda: self._group.broadcast((inputs or outs)[:1], _with(c10d.BroadcastOptions(), rootRank=root))
+            )
         elif kind == "all_gather":
             given = inputs[0].clone()
-            self._wait(self._group.allgather([outs], [given], _with(c10d.AllgatherOptions())))
+            self._wait(lambda: self._group.allgather([outs], [given], _with(c10d.AllgatherOptions())))
         elif kind == "gather":
             given = inputs[0].clone()
-            self._wait(self._group.gather([outs] if outs else [], [given], _with(c10d.GatherOptions(), rootRank=root)))
+            self._wait(
+                lambda: self._group.gather([outs] if outs else [], [given], _with(c10d.GatherOptions(), rootRank=root))
+            )
         elif kind == "scatter":
             result = torch.empty_like(outs[0])
             self._wait(
-                self._group.scatter([result], [inputs] if inputs else [], _with(c10d.ScatterOptions(), rootRank=root))
+                lambda: self._group.scatter(
+                    [result], [inputs] if inputs else [], _with(c10d.ScatterOptions(), rootRank=root)
+                )
             )
             outs[0].copy_(result)
         elif kind == "all_to_all":
             given = torch.cat(inputs)
             result, sizes = torch.empty_like(given), [x.numel() for x in inputs]
-            self._wait(self._group.alltoall_base(result, given, sizes, sizes, _with(c10d.AllToAllOptions())))
+            self._wait(lambda: self._group.alltoall_base(result, given, sizes, sizes, _with(c10d.AllToAllOptions())))
             for out, part in zip(outs, result.split(sizes), strict=True):
                 out.copy_(part)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
@@ -33,6 +34,12 @@ class Group(Protocol):
 
     def cut(self) -> None:
         """Everybody who waits in it comes out with an error. In any thread, any number of times."""
+
+    def close(self) -> None:
+        """Gives back what the library has for it. Does not block. In any thread, any number of times."""
+
+    def join(self, seconds: float) -> None:
+        """Waits until what ``close`` gives back is given back."""
 
 
 @runtime_checkable
@@ -88,6 +95,7 @@ class GroupedChannel(TcpChannel):
         self.board = Board()
         self.rank = context.rank
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._thrown = weakref.WeakSet[Group]()  #: in which a rank was in trouble; their end may be under way
         self._broke = ""  #: what others say if they give up the collective that we are in
         super().__init__(context)
 
@@ -132,6 +140,8 @@ class GroupedChannel(TcpChannel):
         group = self._groups.pop(tuple(ranks), None)
         if group is not None:
             group.cut()
+            group.close()
+            self._thrown.add(group)
 
     def teller(self, ranks: Sequence[int]) -> Callable[[str, bytes], None]:
         """Puts something on the boards of all others of ``ranks``."""
@@ -168,4 +178,9 @@ class GroupedChannel(TcpChannel):
 
     def _end(self, join: float) -> None:
         super()._end(join)
+        groups = [*self._groups.values(), *self._thrown]
         self._groups.clear()
+        for group in groups:
+            group.close()
+        for group in groups:
+            group.join(join)

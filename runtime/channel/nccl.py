@@ -112,6 +112,12 @@ class NcclGroup:
         """Who waits looks, and aborts: NCCL wants no two threads in one communicator."""
         self._cut = True
 
+    def close(self) -> None:
+        """The communicator ends with this object."""
+
+    def join(self, seconds: float) -> None:
+        pass
+
     def _wait(self, comm: Communicator, done: Callable[[], bool]) -> None:
         while not done():
             error = self._over()

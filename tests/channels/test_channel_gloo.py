@@ -8,10 +8,12 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import channel_kit
 import pytest
 import torch
+from processes import alive_after
 from variants import mostly_slow
 
 from disttensor.runtime.channel.check import check_data_channel
@@ -128,7 +130,8 @@ def test_who_receives_sees_that_the_peer_hangs_up(monkeypatch):
     """Its reader waits for gloo, which does not see every end."""
     channels = met(2)
     monkeypatch.setattr(channels[0]._peers[0].carrier, "carry", lambda tensor: None)
-    monkeypatch.setattr(GlooGroup, "cut", lambda group: None)
+    for end in ("cut", "close"):
+        monkeypatch.setattr(GlooGroup, end, lambda group: None)
     group = channels[0]._peers[0].carrier.group
     receive = channels[1].irecv(torch.zeros(LARGE), -1, 1)
     channels[0].isend(torch.zeros(LARGE), 0, 1).wait(LIMIT)
@@ -137,9 +140,10 @@ def test_who_receives_sees_that_the_peer_hangs_up(monkeypatch):
         receive.wait(LIMIT)
     monkeypatch.undo()
     group.cut()
-    del group
+    group.close()
     for channel in channels:
         channel.close()
+    group.join(LIMIT)
 
 
 def joint(n: int) -> list[GlooChannel]:
@@ -210,12 +214,43 @@ def test_a_rank_that_fails_by_itself_lets_the_others_out(seen, monkeypatch):
     assert all(isinstance(one, BrokenError) for one in found)
     monkeypatch.undo()
     group.cut()
-    del group
     for channel in channels:
         channel.regroup([0, 1, 2])
     assert all(one[0] == 3 for one in outcomes(channels, [0, 1, 2], 3))
     for channel in channels:
         channel.close()
+
+
+@pytest.fixture
+def no_collections():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def sockets() -> set[str]:
+    there = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            there.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {name for name in there if name.startswith("socket:")}
+
+
+def test_what_is_closed_holds_no_sockets_even_where_it_has_failed(no_collections):
+    """The errors are in cycles with their own tracebacks, whose variables lead to the groups."""
+    before = sockets()
+    channels = joint(3)
+    outcomes(channels, [0, 1, 2], 1)
+    channels[2]._groups[0, 1, 2].run = None  # type: ignore[method-assign]
+    errors = outcomes(channels, [0, 1, 2], 2)
+    assert all(isinstance(error, BrokenError) for error in errors)
+    receive = channels[1].irecv(torch.zeros(LARGE), 0, 1)
+    channels[0].isend(torch.zeros(LARGE), 1, 1)
+    receive.wait(LIMIT)
+    for channel in channels:
+        channel.close()
+    assert sockets() <= before
 
 
 def test_a_forked_child_ends():
@@ -226,13 +261,9 @@ def test_a_forked_child_ends():
     if not child:
         channels[0]._groups.clear()
         os._exit(0)
-    deadline = time.monotonic() + LIMIT
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if not ended[0]:
+    if alive_after(LIMIT, [child]):
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert ended == (child, 0)
+    assert os.waitpid(child, 0) == (child, 0)
     for channel in channels:
         channel.close()
 
