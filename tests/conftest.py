@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
-import glob
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import leaks
 import pytest
 import torch
 import warm
@@ -35,8 +31,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not os.environ.get("DISTTENSOR_TESTS_COLD"):
     warm.install()
 
-#: Seconds that what a test has closed may take to go away by itself.
-GRACE = 3.0
 #: Seconds after which a teardown hangs.
 HANGS = 120.0
 
@@ -111,108 +105,12 @@ def calm(either: None) -> Iterator[None]:
 # ---- leaks -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Held:
-    """What this process holds that has to be given back."""
-
-    children: frozenset[int]
-    threads: frozenset[threading.Thread]
-    sockets: frozenset[str]
-    shared: frozenset[str]
-
-    @classmethod
-    def now(cls) -> Held:
-        return cls(_children(), _threads(), _sockets(), _shared())
-
-    def since(self, before: Held) -> list[str]:
-        """What is held now and was not held before, in words."""
-        out = [f"child process {pid}: {_command_line(pid)}" for pid in self.children - before.children]
-        out += [f"thread {t.name!r}" for t in self.threads - before.threads]
-        out += [f"open {s}" for s in self.sockets - before.sockets]
-        out += [f"/dev/shm/{name}" for name in self.shared - before.shared if not _used_by_others(name)]
-        return out
-
-
-def _children() -> frozenset[int]:
-    pids = set()
-    for path in glob.glob("/proc/self/task/*/children"):
-        try:
-            pids.update(map(int, Path(path).read_text().split()))
-        except OSError:
-            continue  # the thread has ended
-    return frozenset(pids - warm.held()[0])
-
-
-def _threads() -> frozenset[threading.Thread]:
-    # a thread of C++ that has called Python once is known as a dummy for the rest of its life
-    return frozenset(t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
-
-
-def _sockets() -> frozenset[str]:
-    found, ours = set(), warm.held()[1]
-    for fd in os.listdir("/proc/self/fd"):
-        if int(fd) in ours:
-            continue
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            found.add(target)
-    return frozenset(found)
-
-
-def _shared() -> frozenset[str]:
-    try:
-        return frozenset(os.listdir("/dev/shm"))
-    except OSError:
-        return frozenset()
-
-
-def _used_by_others(name: str) -> bool:
-    """Whether a process outside of this one's family has the segment mapped or open: then it is that one's."""
-    family = {os.getpid(), *_children()}
-    for maps in glob.glob("/proc/[0-9]*/maps"):
-        pid = int(maps.split("/")[2])
-        if pid in family:
-            continue
-        try:
-            if f"/dev/shm/{name}" in Path(maps).read_text():
-                return True
-            if any(os.readlink(fd).startswith(f"/dev/shm/{name}") for fd in glob.glob(f"/proc/{pid}/fd/*")):
-                return True
-        except OSError:
-            continue
-    return not os.path.exists(f"/dev/shm/{name}")
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-    except OSError:
-        return "gone"
-
-
-def _check(before: Held, what: str) -> None:
-    deadline = time.monotonic() + GRACE
-    left = Held.now().since(before)
-    if left:
-        gc.collect()
-    while left and time.monotonic() < deadline:
-        for thread in _threads() - before.threads:
-            thread.join(0.05)
-        threading.Event().wait(0.01)
-        left = Held.now().since(before)
-    if left:
-        pytest.fail(f"{what} left behind: " + "; ".join(sorted(left)), pytrace=False)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_leaks_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails when a module leaves a child process, a thread, a socket or a segment of shared memory behind."""
-    before = Held.now()
+    """Fails when a module leaves a process, a thread, a socket or a segment of shared memory behind."""
+    before = leaks.Held.now()
     yield
-    _check(before, request.node.name)
+    leaks.check(before, request.node.name)
 
 
 @pytest.fixture(autouse=True)
@@ -220,9 +118,9 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails when a test leaves any of those behind; what its module's fixtures hold was there before."""
     if "nodes" in request.fixturenames:
         request.getfixturevalue("nodes")
-    before = Held.now()
+    before = leaks.Held.now()
     yield
-    _check(before, request.node.name)
+    leaks.check(before, request.node.name)
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------

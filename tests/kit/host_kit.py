@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from checkout import KIT, ROOT
+from leaks import unmarked
 
 ADDRESSES = {"left": "10.78.0.1", "right": "10.78.0.2"}
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -152,7 +153,7 @@ class Hosts:
         with open(self.folder / f"{Path(command[0]).name}-{host}.log", "wb") as log:
             process = subprocess.Popen(
                 ["nsenter", *self.namespaces(host), *command],
-                env=self.environment,
+                env=unmarked(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

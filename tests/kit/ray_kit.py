@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkout import KIT, ROOT
+from leaks import unmarked
 
 CPUS = 4  #: of each raylet
 
@@ -33,7 +34,7 @@ def cluster(folder: Path, *second: str, gpus: int = 0) -> Iterator[str]:
     with (
         open(folder / "ray.log", "w") as log,
         subprocess.Popen(
-            command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            command, env=unmarked(ENVIRONMENT), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         ) as process,
     ):
         try:

@@ -1,0 +1,141 @@
+"""What the processes of a test have made and have to give back: processes, threads, sockets, shared memory.
+
+Other programs of this machine come and go meanwhile, other runs of these tests among them; what they make is theirs.
+A process is ours that stems from this one by its parents, or that has our mark in its environment: that is inherited by
+whatever is started, however often it forks, and whoever its parent is by now. Shared memory is found where this process
+has it mapped: disttensor's has no names (``channel/segments.py``), so it ends with the processes that hold it, and a
+process of ours that holds it longer than its test is found itself. What lies in /dev/shm tells nobody whose it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+import select
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import warm
+
+import disttensor as dt
+
+#: The variable with the marks of the test processes that a process comes from.
+MARK = "STARTED_BY_TESTS"
+#: Seconds that what has been closed may take to go away by itself. All that ends sooner is not waited for longer.
+LIMIT = 30.0
+
+_OURS = secrets.token_hex(8)
+os.environ[MARK] = " ".join([*os.environ.get(MARK, "").split(), _OURS])
+
+
+def unmarked(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a daemon of a fixture, which starts processes for itself that outlive a test."""
+    return {name: value for name, value in environment.items() if name != MARK}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What there is at a moment. ``processes`` are all of this machine: only new ones are asked whose they are."""
+
+    processes: frozenset[int]
+    threads: frozenset[threading.Thread]
+    sockets: frozenset[str]
+    memory: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Held:
+        return cls(_processes(), _threads(), _sockets(), _memory())
+
+    def since(self, before: Held) -> list[str]:
+        """What is held now and was not held before, in words."""
+        out = [f"process {pid}: {_command_line(pid)}" for pid in self.processes - before.processes if _is_ours(pid)]
+        out += [f"thread {t.name!r}" for t in self.threads - before.threads]
+        out += [f"open {s}" for s in self.sockets - before.sockets]
+        out += [f"shared memory {m}" for m in self.memory - before.memory]
+        return sorted(out)
+
+
+def check(before: Held, what: str, limit: float = LIMIT) -> None:
+    """Fails the test if ``what`` has left anything behind; what is just ending may end."""
+    deadline, pause = time.monotonic() + limit, 0.01
+    while left := (now := Held.now()).since(before):
+        gc.collect()  # each time: what a thread held may be garbage when it has ended
+        if not (left := Held.now().since(before)):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} left behind: " + "; ".join(left), pytrace=False)
+        for thread in now.threads - before.threads:
+            thread.join(pause)
+        _await_end([pid for pid in now.processes - before.processes if _is_ours(pid)], pause)
+        pause = min(2 * pause, 0.2)
+
+
+def _processes() -> frozenset[int]:
+    return frozenset(int(name) for name in os.listdir("/proc") if name.isdigit()) - warm.held()[0]
+
+
+def _is_ours(pid: int) -> bool:
+    """False for one that has ended."""
+    me = os.getpid()
+    if pid == me:
+        return False
+    with suppress(OSError, ValueError):
+        if _OURS.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            return True
+    with suppress(OSError, ValueError):
+        while pid > 1:
+            # "pid (name) state ppid ...": the name can hold spaces and brackets
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if pid == me:
+                return True
+    return False
+
+
+def _threads() -> frozenset[threading.Thread]:
+    # a thread of C++ that has called Python once is known as a dummy for the rest of its life
+    return frozenset(t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+
+
+def _sockets() -> frozenset[str]:
+    found, zygotes = set(), warm.held()[1]
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if int(fd) not in zygotes:
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return frozenset(target for target in found if target.startswith("socket:"))
+
+
+def _memory() -> frozenset[str]:
+    """Name and inode of what is mapped. While there is a session it comes and goes, and is not looked at."""
+    if dt.is_initialized():
+        return frozenset()
+    found = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        *_, inode, name = line.split(maxsplit=5) if line.count("/") else ("", "")
+        if name.startswith(("/memfd:disttensor", "/dev/shm/")):
+            found.add(f"{name} ({inode})")
+    return frozenset(found)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200] or "a zombie"
+    except OSError:
+        return "gone"
+
+
+def _await_end(pids: list[int], seconds: float) -> None:
+    """Returns when one of these has ended, or after so many seconds."""
+    fds = []
+    for pid in pids:
+        with suppress(OSError):
+            fds.append(os.pidfd_open(pid))
+    select.select(fds, [], [], seconds)
+    for fd in fds:
+        os.close(fd)
