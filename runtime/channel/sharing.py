@@ -135,5 +135,6 @@ class Sharing(Carrier):
         self._over = True
 
     def close(self) -> None:
+        self._announced.clear()
         self._segments.close()
         self._mappings.close()

@@ -23,8 +23,6 @@ from pathlib import Path
 import pytest
 import warm
 
-import disttensor as dt
-
 #: The variable with the marks of the test processes that a process comes from.
 MARK = "STARTED_BY_TESTS"
 #: Seconds that what has been closed may take to go away by itself. All that ends sooner is not waited for longer.
@@ -41,32 +39,36 @@ def unmarked(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Held:
-    """What there is at a moment. ``processes`` are all of this machine: only new ones are asked whose they are."""
+    """What there is at a moment. ``processes`` are all of this machine: only new ones are asked whose they are.
+
+    ``memory`` is None where it is not looked at: what two that stay send each other stays warm from test to test.
+    """
 
     processes: frozenset[int]
     threads: frozenset[threading.Thread]
     sockets: frozenset[str]
-    memory: frozenset[str]
+    memory: frozenset[str] | None
 
     @classmethod
-    def now(cls) -> Held:
-        return cls(_processes(), _threads(), _sockets(), _memory())
+    def now(cls, memory: bool = True) -> Held:
+        return cls(_processes(), _threads(), _sockets(), _memory() if memory else None)
 
     def since(self, before: Held) -> list[str]:
         """What is held now and was not held before, in words."""
         out = [f"process {pid}: {_command_line(pid)}" for pid in self.processes - before.processes if _is_ours(pid)]
         out += [f"thread {t.name!r}" for t in self.threads - before.threads]
         out += [f"open {s}" for s in self.sockets - before.sockets]
-        out += [f"shared memory {m}" for m in self.memory - before.memory]
+        if self.memory is not None and before.memory is not None:
+            out += [f"shared memory {m}" for m in self.memory - before.memory]
         return sorted(out)
 
 
 def check(before: Held, what: str, limit: float = LIMIT) -> None:
     """Fails the test if ``what`` has left anything behind; what is just ending may end."""
-    deadline, pause = time.monotonic() + limit, 0.01
-    while left := (now := Held.now()).since(before):
+    deadline, pause, memory = time.monotonic() + limit, 0.01, before.memory is not None
+    while (now := Held.now(memory)).since(before):
         gc.collect()  # each time: what a thread held may be garbage when it has ended
-        if not (left := Held.now().since(before)):
+        if not (left := Held.now(memory).since(before)):
             return
         if time.monotonic() > deadline:
             pytest.fail(f"{what} left behind: " + "; ".join(left), pytrace=False)
@@ -112,9 +114,7 @@ def _sockets() -> frozenset[str]:
 
 
 def _memory() -> frozenset[str]:
-    """Name and inode of what is mapped. While there is a session it comes and goes, and is not looked at."""
-    if dt.is_initialized():
-        return frozenset()
+    """Name and inode of what is mapped."""
     found = set()
     for line in Path("/proc/self/maps").read_text().splitlines():
         *_, inode, name = line.split(maxsplit=5) if line.count("/") else ("", "")
