@@ -265,7 +265,7 @@ class ServedLauncher(Launcher):
             how = ""
             if self._server is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    how = f": {describe_exit(self._server.wait(1))}"
+                    how = f": {describe_exit(self._server.wait(_PATIENCE))}"
             self._trouble = f"{self.server_name} (pid {self._server_pid or '?'}) has ended, and its nodes with it{how}"
 
     def _let_go(self) -> None:

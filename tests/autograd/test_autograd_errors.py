@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkout import search_path
 from equal import same
+from limits import HANG
 from raising import RAISING, Boom, _x
 
 import disttensor as dt
@@ -94,7 +95,7 @@ def survives() -> str:
         [sys.executable, "-c", "import test_autograd_errors as t; t.all_raising()"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=HANG,
         cwd=Path(__file__).parent,
         env={**os.environ, "PYTHONPATH": search_path()},
     )

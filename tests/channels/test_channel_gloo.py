@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import socket
 import threading
-import time
 from contextlib import suppress
 
 import channel_kit
@@ -25,6 +25,7 @@ from disttensor.runtime.channel.gloo_store import BoardStore, cut
 from disttensor.runtime.errors import BrokenError
 
 LARGE = EAGER
+MET = 1 << 60  #: the id of a transfer
 
 
 def connected(n: int) -> list[GlooChannel]:
@@ -42,8 +43,11 @@ def met(n: int) -> list[GlooChannel]:
         for carrier in carriers:
             carrier.join(LIMIT)
             assert carrier.group is not None
-            while not carrier._met:
-                time.sleep(0.001)
+    for (a, one), (b, other) in itertools.permutations(enumerate(channels, -1), 2):
+        word = other.irecv(torch.zeros(1), a, MET)
+        one.isend(torch.zeros(1), b, MET).wait(LIMIT)
+        word.wait(LIMIT)  # what its peer said before has been heard by now: that it has met
+    assert all(carrier._met for carrier in carriers)
     return channels
 
 

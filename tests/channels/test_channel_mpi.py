@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mpi_kit import KINDS, ROOT, Mpi, dedented
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(params=KINDS)

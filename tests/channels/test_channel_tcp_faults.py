@@ -191,7 +191,7 @@ class Bomb:
 )
 def test_strangers_get_a_nonce_and_no_more(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    master, a, b = connected(3, handshake=0.2)
+    master, a, b = connected(3)
     sock = stranger(b.address())
     sock.sendall(said)
     assert len(everything(sock)) <= NONCE
@@ -204,7 +204,7 @@ def test_strangers_get_a_nonce_and_no_more(said, tmp_path, monkeypatch):
 
 def test_silent_strangers():
     """They are hung up on after the limit, no more than 64 at once are kept, and peers get through meanwhile."""
-    master, a, b = connected(3, handshake=0.3)
+    master, a, b = connected(3)
     crowd = [stranger(b.address()) for _ in range(150)]
     check_works(a, b, 1, 0)
     assert len(b._listener._guests) <= 64

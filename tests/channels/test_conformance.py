@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 
-import psutil
 import pytest
 import torch
 from channel_kit import BETWEEN_PROCESSES, CHANNELS, ranked
 from collective_kit import Ranks
+from limits import HANG
+from processes import alive_after
 
 import disttensor as dt
 from disttensor.runtime import collective as C
@@ -99,12 +99,6 @@ def test_the_trees_of_torch_ipc(name):
     ranks.close()
 
 
-def until_dead(pid: int) -> None:
-    with suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
-
-
 @pytest.mark.parametrize("backend", BETWEEN_PROCESSES)
 def test_a_node_that_dies_in_a_transfer(backend):
     """The destination is poisoned, the error names both, and the receiver goes on."""
@@ -118,7 +112,7 @@ def test_a_node_that_dies_in_a_transfer(backend):
     arriving = x.to("node:1")
     assert (x[:1] + 1).item() == 2  # node 0 has begun to send
     os.kill(source, signal.SIGKILL)
-    until_dead(source)  # what it has announced could be mapped until then
+    assert not alive_after(HANG, [source])  # what it has announced could be mapped until then
     os.kill(target, signal.SIGCONT)
     with pytest.raises(dt.DisttensorError) as caught:
         arriving.sum().item()

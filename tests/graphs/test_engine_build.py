@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG
 from program_kit import KINDS, SENTINELS, copies, interpret, play, record, start, steps_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -84,7 +85,6 @@ class Everything:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_compiled_program_does_what_the_interpreter_does(
     folder: str, builders: Builder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_compiled_program_does_what_the_interpreter_does(
             assert engine.used == ("inductor" if i else "interpreter"), engine.why
             alike([*results, *ours], [*expected, *theirs])
             if i == 0:
-                assert engine.wait(200)
+                assert engine.wait(HANG)
 
         broken = copies(inputs)
         where = next(t for t in broken if t.dtype == torch.int64 and t.dim())
@@ -174,7 +174,7 @@ def test_no_compiler_is_told_once(
         for _ in range(2):
             engine.run(inputs, ())
             assert engine.used == "interpreter"
-            assert engine.wait(60)
+            assert engine.wait(HANG)
         assert "no C++ compiler" in engine.why
     assert [r.getMessage() for r in caplog.records] == [
         "disttensor: graphs stay with the interpreter: no C++ compiler that works was found on this node"
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_told_if_asked_for(
         program, inputs = record(lambda: [torch.linalg.inv(torch.eye(3) + 1)])
         engine = Choice(program, Interpreter(program), name, builders)
         engine.run(inputs, ())
-        assert engine.wait(60)
+        assert engine.wait(HANG)
         engine.run(inputs, ())
         assert "linalg_inv_ex may fail" in engine.why
         assert len(caplog.records) == messages
@@ -234,7 +234,7 @@ def test_the_compiling_process_ends_with_its_parent(script: Callable[..., Any], 
         return
     poller = select.poll()
     poller.register(waiting, select.POLLIN)
-    assert poller.poll(20_000)
+    assert poller.poll(HANG * 1000)
     os.close(waiting)
 
 
@@ -288,11 +288,10 @@ def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytes
 
 def test_nodes_import_no_compiler() -> None:
     code = "import disttensor.runtime.worker, sys; print({'torch._inductor', 'torch._dynamo'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.timeout(240)
 def test_a_graph_on_a_node_changes_over_to_compiled_code() -> None:
     """While it is compiled, replays go on; the losses are those of a local run, whichever engine made them."""
     torch.manual_seed(0)

@@ -208,7 +208,6 @@ ordinary = settings(
 )
 
 
-@pytest.mark.timeout(300)
 @settings(ordinary, max_examples=6)
 @given(st.lists(STEPS, max_size=25))
 def test_random_graphs(program: Program) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from channel_kit import CHANNELS, ranked
+from limits import HANG
 
 from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.gloo import GlooChannel
@@ -17,8 +18,7 @@ from disttensor.runtime.collective.board import Boards
 
 __all__ = ["CHANNELS", "LIMIT", "Ranks", "contribution", "reduced"]
 
-#: Nothing here takes as long, seconds.
-LIMIT = 60.0
+LIMIT = HANG
 
 _bases = itertools.count(0, IDS)
 

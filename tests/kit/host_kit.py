@@ -20,6 +20,7 @@ from pathlib import Path
 
 from checkout import KIT, ROOT
 from leaks import unmarked
+from limits import HANG
 
 ADDRESSES = {"left": "10.78.0.1", "right": "10.78.0.2"}
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -100,7 +101,7 @@ class Hosts:
         )
 
     def run(
-        self, *command: str, timeout: float = 60, host: str = "left", **environment: str
+        self, *command: str, timeout: float = HANG, host: str = "left", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
         with self.start(*command, host=host, **environment) as process:
@@ -122,11 +123,11 @@ class Hosts:
         """Whether nothing is left of what was started."""
         return not any(self.processes(host) for host in ADDRESSES)
 
-    def settle(self, within: float = 20.0) -> None:
+    def settle(self, within: float = HANG) -> None:
         """Waits until nothing is left on either host. Raises RuntimeError saying what is, after so many seconds."""
         self.wait_until(self.over, within, "not everything has ended")
 
-    def await_nodes_end(self, host: str, within: float = 10.0) -> None:
+    def await_nodes_end(self, host: str, within: float = HANG) -> None:
         """Raises RuntimeError if there is a node on the host for longer than so many seconds."""
         self.wait_until(
             lambda: self.run("pgrep", "^dt-node", host=host).returncode == 1, within, f"a node on {host} goes on"
@@ -245,7 +246,7 @@ def ssh(hosts: Hosts) -> Iterator[Path]:
             def answers(host: str = host) -> bool:
                 return hosts.run(str(client), host, "hostname").stdout == f"{host}\n"
 
-            hosts.wait_until(answers, 20, f"sshd on {host} does not answer")
+            hosts.wait_until(answers, HANG, f"sshd on {host} does not answer")
         yield client
 
 
@@ -272,5 +273,5 @@ def _host(name: str, folder: Path) -> Iterator[int]:
             # The first process of the namespace: with it all others there end, and unshare when they have.
             with contextlib.suppress(OSError, ValueError):
                 os.kill(_child(process.pid), signal.SIGKILL)
-                process.wait(10)
+                process.wait(HANG)
             process.kill()

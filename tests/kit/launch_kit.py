@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from checkout import ROOT
+from limits import HANG
 
 #: The same digits by every launcher: data parallel on four nodes.
 DIGITS = ROOT / "examples" / "data_parallel.py"
@@ -57,7 +58,7 @@ def local_losses() -> list[float]:
     """Those by dtrun's own nodes on this machine."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "dtrun", "-n", "4", str(DIGITS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
     assert done.returncode == 0, done.stderr
     return losses(done.stdout)
 

@@ -22,12 +22,10 @@ from pathlib import Path
 
 import pytest
 import warm
+from limits import HANG
 
 #: The variable with the marks of the test processes that a process comes from.
 MARK = "STARTED_BY_TESTS"
-#: Seconds that what has been closed may take to go away by itself. All that ends sooner is not waited for longer.
-LIMIT = 30.0
-
 _OURS = secrets.token_hex(8)
 os.environ[MARK] = " ".join([*os.environ.get(MARK, "").split(), _OURS])
 
@@ -63,7 +61,7 @@ class Held:
         return sorted(out)
 
 
-def check(before: Held, what: str, limit: float = LIMIT) -> None:
+def check(before: Held, what: str, limit: float = HANG / 4) -> None:
     """Fails the test if ``what`` has left anything behind; what is just ending may end."""
     deadline, pause, memory = time.monotonic() + limit, 0.01, before.memory is not None
     while (now := Held.now(memory)).since(before):

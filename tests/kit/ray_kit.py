@@ -15,6 +15,7 @@ from pathlib import Path
 
 from checkout import KIT, ROOT
 from leaks import unmarked
+from limits import HANG
 
 CPUS = 4  #: of each raylet
 
@@ -44,7 +45,7 @@ def cluster(folder: Path, *second: str, gpus: int = 0) -> Iterator[str]:
         finally:
             if process.stdin is not None:
                 process.stdin.close()
-            process.wait(30)
+            process.wait(HANG)
 
 
 def main(gpus: str, *second: str) -> None:

@@ -130,7 +130,6 @@ def _samples() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_all_operators_of_the_database(kind: str, request: pytest.FixtureRequest) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from differential import Tied, batch, net
 from equal import same
+from limits import HANG
 
 import disttensor as dt
 from disttensor import testing
@@ -151,7 +152,7 @@ def test_where_there_is_no_disttensor(tmp_path: Path) -> None:
         "assert not any(m.startswith('disttensor') for m in sys.modules)\n"
         "print(d['x'].device, d['x'].sum().item(), d['x'].requires_grad, type(d['x']).__name__, *d['model'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG, check=True)
     assert done.stdout.split() == ["cpu", "276.0", "True", "Parameter", "embed.weight", "out.weight"]
 
 

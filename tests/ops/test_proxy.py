@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from equal import same
+from limits import HANG
 
 import disttensor as dt
 from disttensor import testing
@@ -109,7 +110,7 @@ def test_dying_while_a_lock_is_held() -> None:
     def die() -> None:
         thread = threading.Thread(target=dying.clear)
         thread.start()
-        thread.join(5)
+        thread.join(HANG)
         held.append(thread.is_alive())
 
     with testing.at("pack", die):  # whoever makes a message holds the lock

@@ -12,6 +12,7 @@ import cloudpickle
 import numpy
 import pytest
 import torch
+from limits import HANG
 
 from disttensor.runtime import codec
 from disttensor.runtime import command as c
@@ -136,7 +137,7 @@ def test_transfers(ready: Node) -> None:
     target = torch.empty(2, 2)
     got = ready.master.irecv(target, 0, 2)
     ready.do(c.Send(2, 4, -1), c.Sync(9))
-    got.wait(5)
+    got.wait(HANG)
     assert target.tolist() == ready[4].tolist()
 
 
@@ -240,7 +241,7 @@ def test_poison_of_a_sent_tensor_reaches_the_receiver(ready: Node) -> None:
     got = ready.master.irecv(torch.empty(2, 2), 0, 3)
     ready.do(c.Send(3, 3, -1))
     with pytest.raises(PoisonedError) as e:
-        got.wait(5)
+        got.wait(HANG)
     assert e.value.rank == 0
     assert e.value.seq == failed.seq
 

@@ -1,0 +1,7 @@
+"""How long tests wait. Nothing is that slow: a limit only ends what hangs, and says what of it."""
+
+from __future__ import annotations
+
+#: Seconds after which what a test waits for hangs. A node that starts in 2 s takes 15 beside a load of ten busy
+#: processes on two cores. Below the limit of a whole test (setup.cfg), so that the test says itself what did not come.
+HANG = 120.0
