@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
+from ..conformance import ConformanceError, need, raises
 from .base import DataChannel
+
+__all__ = ["LIMIT", "ConformanceError", "bits", "move", "need", "raises", "random", "same"]
 
 #: Nothing in the checks should take this long, seconds.
 LIMIT = 20.0
-
-
-class ConformanceError(AssertionError):
-    """The channel does not do what DataChannel promises."""
-
-
-def need(condition: object, what: str) -> None:
-    if not condition:
-        raise ConformanceError(what)
-
-
-@contextmanager
-def raises(kind: type[Exception], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        missing = [word for word in words if word not in str(error)]
-        need(not missing, f"the {kind.__name__} should name {missing}: {error}")
-    else:
-        raise ConformanceError(f"{kind.__name__} was not raised")
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -1,4 +1,16 @@
-"""L6: what the session asks of a launcher: start workers from bundles, tell how they end, leave none behind."""
+"""L6: what the session asks of a launcher: start workers from bundles, tell how they end, leave none behind.
+
+A worker is a process that is given its bundle through a pipe, its *life-line* (``write_bundle``), and calls
+``disttensor.runtime.worker.main`` with the descriptor of the read end. The master holds the other end: the life-line's
+end is the master's, and ends the worker. ``spawn.node_command`` is a command line for such a process.
+
+What a worker prints comes out at the master's stdout and stderr, line by line, with ``[node 1] `` before each.
+
+The master's end, even by SIGKILL, ends all that was started, soon. Ctrl-C on its terminal ends nothing of it. No key is
+in a command line or in an environment.
+
+``check.check_launcher`` tests all of this.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +47,7 @@ class Exited:
 
 
 class Launcher(ABC):
-    """Starts and ends workers. Used by one session; ``events`` and ``stop`` under the session's care."""
+    """Starts and ends workers. Used by one session, from one thread at a time."""
 
     capacity: int | None = None  #: how many nodes there can be; None: as many as are asked for
     listen: tuple[str, ...] = ("127.0.0.1",)  #: addresses of this host that nodes reach, where the master has to listen
@@ -72,7 +84,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self, bundles: Sequence[Bundle]) -> None:
-        """Asks for one worker per bundle and returns at once. Raises StartError when that is impossible."""
+        """Asks for one worker per bundle and returns at once.
+
+        A bundle says nothing of places on hosts yet: the launcher fills in ``local_rank`` and ``local_size`` where
+        there are several. Raises StartError when it is impossible, or after ``stop``.
+        """
 
     @abstractmethod
     def fileno(self) -> int:
@@ -80,16 +96,24 @@ class Launcher(ABC):
 
     @abstractmethod
     def events(self) -> list[Started | Exited]:
-        """What has happened since the last call; never blocks. Raises StartError if the launcher itself died."""
+        """What has happened since the last call, of each worker Started before Exited; never blocks.
+
+        A worker that could not be started is Exited too, with the reason as its cause or its last lines. Raises
+        StartError if the launcher itself died, and its workers with it.
+        """
 
     def end(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
-        """Ends a worker that is lost to the master, at once: its peers may be waiting for what it would have sent."""
+        """Ends a worker that is lost to the master, at once: its peers may be waiting for what it would have sent.
+
+        Its process group ends with it; nothing happens if it has ended already.
+        """
 
     @abstractmethod
     def stop(self, grace: float) -> None:
         """Waits ``grace`` seconds for workers to end by themselves, then ends them (TERM, then KILL) and reaps all.
 
-        After it returned no process that it started is alive. Calling it twice is fine.
+        After it returned no process that it started is alive, nor of a worker's process group, and nothing is open any
+        more. It comes at any time, and takes no longer than workers do. Calling it twice is fine.
         """
 
     def leave(self, code: int) -> None:  # noqa: B027 - most have nothing beyond their sessions

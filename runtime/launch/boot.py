@@ -4,6 +4,7 @@
     python -P boot.py root SYS_PATH CONTROL_FD PARENT
     python -P boot.py agent SYS_PATH MODULE...                         its wire is stdin and stdout
     python -P boot.py worker SYS_PATH ARGUMENT...                      dtrun worker
+    python -P boot.py node SYS_PATH ENTRY                              one node, whose life-line is stdin
 
 SYS_PATH is the master's (JSON), so that all find the same torch and the same disttensor; PARENT a pid to die with, or
 0; MODULEs are imported before the first worker. Nothing of disttensor is imported before the path is set, and the front
@@ -49,7 +50,9 @@ class _Watch:
 def main(role: str, path: str, *arguments: str) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # dtrun blocks some while it starts this process
     sys.path[:] = json.loads(path)
-    roles: dict[str, Callable[..., int]] = {"server": server, "root": root, "agent": agent, "worker": worker}
+    roles: dict[str, Callable[..., int]] = {
+        "server": server, "root": root, "agent": agent, "worker": worker, "node": node,
+    }  # fmt: skip
     return roles[role](*arguments)
 
 
@@ -65,6 +68,13 @@ def worker(*arguments: str) -> int:
     from disttensor.runtime.launch.guest import main
 
     return main(arguments)
+
+
+def node(entry: str) -> int:
+    hide_front_end()
+    from disttensor.runtime.launch.child import work
+
+    return work(entry)
 
 
 def root(control: str, parent: str) -> int:

@@ -1,4 +1,4 @@
-"""The first steps of a forked worker, from the fork in server.py to the call of its entry function."""
+"""The first steps of a worker: from the fork in server.py, or from boot.py, to the call of its entry function."""
 
 from __future__ import annotations
 
@@ -31,10 +31,33 @@ def become_worker(
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # user code closed it or took it away
-                stream.flush()
-        os._exit(code & 0xFF)
+        _exit(code)
+
+
+def work(entry: str) -> NoReturn:
+    """Makes this process, which was started for it (``spawn.node_command``), a worker whose life-line is stdin."""
+    code = 1
+    try:
+        lifeline = os.dup(0)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's
+        faulthandler.enable(all_threads=False)
+        sys.argv = ["disttensor-worker"]
+        code = _call(entry, lifeline)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends this process at once, when what it has printed has left it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # user code closed it or took it away
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def _settle(server: int, rank: int, out: int, err: int, foreign: list[int]) -> None:

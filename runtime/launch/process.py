@@ -12,6 +12,7 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 # Loaded here and not on use: a freshly forked child should take no lock of the loader's.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,9 +30,16 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(yes: bool = True) -> None:
     """Makes this process the parent of every descendant whose own parent ends, so that ``end_children`` finds it."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+def adopts_orphans() -> bool:
+    """Whether ``adopt_orphans`` was said."""
+    found = ctypes.c_int()
+    _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(found), 0, 0, 0)
+    return bool(found.value)
 
 
 def name_process(name: str) -> None:

@@ -55,6 +55,13 @@ def spawn_root(plan: Plan, tied: bool = False) -> tuple[socket.socket, subproces
     return sock, process
 
 
+def node_command(entry: str) -> list[str]:
+    """The command line of a worker, for launchers that start each by itself. Its stdin is its life-line: the bundle
+    (``write_bundle``), and then nothing until the master ends. ``entry`` is what it runs, "module:function"."""
+    path = json.dumps([p for p in sys.path if isinstance(p, str)])
+    return [sys.executable, "-u", "-P", BOOT, "node", path, entry]
+
+
 def _first(sock: socket.socket, word: Output | Plan) -> None:
     with contextlib.suppress(OSError):  # it has ended already, as the socket will say
         sock.sendall(frame(word))

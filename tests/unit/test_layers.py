@@ -18,6 +18,7 @@ OTHERS = sorted(p for folder in ("tests", "tools", "examples") for p in (ROOT / 
 LAYERS = {
     "argument": 0,
     "command": 0,
+    "conformance": 0,
     "errors": 0,
     "garbage": 0,
     "generated": 0,
