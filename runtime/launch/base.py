@@ -47,7 +47,7 @@ class Exited:
 
 
 class Launcher(ABC):
-    """Starts and ends workers. Used by one session, from one thread at a time."""
+    """Starts and ends workers. Used by one session; ``events`` and ``stop`` under the session's care."""
 
     capacity: int | None = None  #: how many nodes there can be; None: as many as are asked for
     listen: tuple[str, ...] = ("127.0.0.1",)  #: addresses of this host that nodes reach, where the master has to listen

@@ -198,9 +198,7 @@ def check_output(make: Make) -> None:
 
 def _difference(where: str, found: list[str], expected: list[str]) -> str:
     at = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), len(found))
-    return (
-        f"{where}: {len(expected)} lines were printed and {len(found)} shown; from line {at} on: {found[at : at + 3]}"
-    )
+    return f"{where}: {len(found)} of {len(expected)} lines were shown; from line {at} on: {found[at : at + 3]}"
 
 
 def check_flush(make: Make) -> None:

@@ -34,8 +34,7 @@ def check_stop(make: Make) -> None:
         seconds = stage.stop(LIMIT)
         stage.gone([slow, last], "stop() has returned", MOMENT)
         need(
-            slow.answers == last.answers == ["bye"],
-            f"stop({LIMIT:g}) ended workers that would have ended by themselves",
+            slow.answers == last.answers == ["bye"], f"stop({LIMIT:g}) did not wait for workers that end by themselves"
         )
         need(seconds < STOP, f"stop({LIMIT:g}) took {seconds:.1f} s; the last worker had ended by itself after 0.6 s")
         again = stage.stop(LIMIT)
@@ -70,13 +69,13 @@ def check_nothing_held(make: Make) -> None:
     """A launcher that was stopped has given everything back: descriptors, threads, processes."""
     with nothing_left():
         before = held()
-        for turn in range(3):
+        for turn in range(2):
             with Stage(make) as stage:
                 stage.start(2)
             descriptors, threads = held()
             if turn == 0:
                 before = descriptors, threads  # what is opened once for good
-        need(len(descriptors) <= len(before[0]), f"{len(descriptors - before[0])} descriptors more after two launchers")
+        need(len(descriptors) <= len(before[0]), f"{len(descriptors - before[0])} more descriptors are open")
         need(threads <= before[1], f"these threads are left: {threads - before[1]}")
 
 
