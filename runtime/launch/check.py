@@ -102,11 +102,11 @@ def check_bundles(make: Make) -> None:
     with Stage(make) as stage:
         pairs = stage.launcher.key_pairs(2)
         need(len({public for public, _ in pairs}) == 2, "key_pairs(2) should give two different keys")
-        plain = stage.door.bundles(stage.launcher, 2)
-        long = tuple(f"/nowhere/ü {i:04}" for i in range(8000))  # more than a pipe holds
+        plain = stage.door.bundles(stage.launcher, 3)
+        long = tuple(f"/nowhere/ü {i:05}" for i in range(40_000))  # nearly as much as there may be (bundle.py)
         bundles = [msgspec.structs.replace(bundle, sys_path=long, threads=7) for bundle in plain]
         stage.launcher.start(bundles)
-        for sent, worker in zip(bundles, stage.workers(2), strict=True):
+        for sent, worker in zip(bundles, stage.workers(3), strict=True):
             for name, value in msgspec.to_builtins(sent).items():
                 come = worker.bundle[name]
                 if name == "secret_key":

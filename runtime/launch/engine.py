@@ -39,6 +39,9 @@ class Branch(ABC):
     def say(self, order: Order) -> None:
         """To the agent, which has knocked. Never blocks, raises nothing."""
 
+    def push(self) -> None:  # noqa: B027 - one without a wire of its own has nothing to send
+        """Sends on of what was said as much as there is room for. The root calls it in each turn of its loop."""
+
     @abstractmethod
     def close(self) -> None:
         """Ends the connection and what was started here for it, at once. Twice is fine."""

@@ -156,6 +156,11 @@ class _Guest(Branch):
             self._wire.say(order)
             self._wire.watch_room(self._loop)
 
+    def push(self) -> None:
+        if not self._wire.ended:
+            self._wire.push()
+            self._wire.watch_room(self._loop)
+
     def close(self) -> None:
         if self in self._engine.guests:
             self._engine.guests.remove(self)

@@ -94,6 +94,11 @@ class PipedBranch(Branch):
             self._wire.say(order)
             self._wire.watch_room(self._loop)
 
+    def push(self) -> None:
+        if not self._closed and not self._wire.ended:
+            self._wire.push()
+            self._wire.watch_room(self._loop)
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

@@ -99,6 +99,8 @@ class Root:
             self.loop.turn(None if due is None else max(0.0, due - time.monotonic()))
             self._up.push()
             self._printer.push()
+            for branch in self._branches:
+                branch.push()
             while self._owed and not self._printer.full:
                 branch, size = self._owed.popleft()
                 branch.say(Took(size))

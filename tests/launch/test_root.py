@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import select
+import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,8 +18,12 @@ from test_launch import STUBS, bundles, collect
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.launch import Exited, Started
+from disttensor.runtime.launch.control import Order
+from disttensor.runtime.launch.engine import Branch
 from disttensor.runtime.launch.plan import Host, Plan
 from disttensor.runtime.launch.planned import PlannedLauncher
+from disttensor.runtime.launch.root import Root
+from disttensor.runtime.launch.wire import Stream
 
 Tree = Callable[..., PlannedLauncher]
 
@@ -120,3 +126,29 @@ def test_rest(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
     assert all(psutil.Process(event.pid).ppid() == servers[0] for event in second)
     launcher.stop(0)
     assert alive_after(0, [event.pid for event in second]) == []
+
+
+def test_what_is_too_much_for_a_wire_at_once_goes_on_in_the_next_turn() -> None:
+    """It does not wait for the next order, or beat."""
+    ours, theirs = socket.socketpair()
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Slow(Branch):
+        def say(self, order: object) -> None:
+            pass
+
+        def push(self) -> None:
+            ours.close()  # the end of the master ends the root
+
+        def close(self) -> None:
+            pass
+
+    try:
+        with Stream(Order, theirs.detach()) as wire:
+            root = Root(wire)
+            root.add(Slow("a", 1))
+            root.loop.later(0, lambda: None)
+            root.run()
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
