@@ -68,6 +68,9 @@ class Joined(JoinLauncher):
         self._folder.cleanup()
 
 
+#: This file, for dtrun.
+CONTRACT = __file__
+
 #: In this process.
 LAUNCHERS: dict[str, Make] = {"local": local, "nearby": nearby, "join": Joined}
 

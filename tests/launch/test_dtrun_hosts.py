@@ -37,14 +37,11 @@ dt.run(place, dt.Each([0, 1, 2]), node=range(3))
 
 
 COUNT = """
-import sys, torch, disttensor as dt
+import torch, disttensor as dt
 def agent():
     import os
     return os.getppid()
 dt.init_master_worker()
-if "late" in sys.argv:
-    print("begins with", dt.node_count(), flush=True)
-    dt.wait_for_nodes(2)
 servers = dt.run(agent, node=range(dt.node_count()))
 print([servers.index(s) for s in servers], torch.ones(3, device="node:1").sum().item())
 """
@@ -70,22 +67,3 @@ def test_one_command_on_every_host(tmp_path: Path, environment: dict[str, str], 
         finally:
             first.kill()
             second.kill()
-
-
-def test_a_late_node(tmp_path: Path, environment: dict[str, str]) -> None:
-    (tmp_path / "script.py").write_text(COUNT)
-    dtrun = [sys.executable, "-m", "dtrun"]
-    how = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    options = ["--nnodes", "1:2", "-n", "1", "--connection-file", "job"]
-    with subprocess.Popen([*dtrun, *options, "script.py", "late"], **how) as first:
-        try:
-            assert first.stdout is not None
-            assert first.stdout.readline() == "begins with 1\n"
-            assert (tmp_path / "job").stat().st_mode & 0o777 == 0o600
-            late = subprocess.run([*dtrun, "worker", "--connection-file", "job"], timeout=50, **how)
-            out, err = first.communicate(timeout=20)
-            assert (first.returncode, out) == (0, "[0, 1] 3.0\n"), err
-            assert (late.returncode, late.stdout, late.stderr) == (0, "", "")
-            assert not (tmp_path / "job").exists()
-        finally:
-            first.kill()

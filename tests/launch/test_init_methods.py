@@ -164,46 +164,6 @@ def family(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
-@pytest.mark.cold
-def test_a_killed_worker_is_lost_and_leaves_nothing(start: Start) -> None:
-    url = f"tcp://localhost:{free_port()}"
-    workers = [start("-m", "dtrun", "worker", "--init-method", url, "--rank", str(rank)) for rank in range(2)]
-    with dt.init_master_worker(init_method=url, nodes=2):
-        processes = family(workers[1].pid)
-        assert len(processes) == 3, "the agent, its fork server, its node"
-        os.kill(workers[1].pid, signal.SIGKILL)
-        workers[1].wait()
-        with pytest.raises(dt.NodeLost, match=r"node 1 .*its agent has ended"):
-            dt.synchronize()
-        assert psutil.wait_procs(processes[1:], 10)[1] == []
-        assert torch.ones(2, device="node:0").sum().item() == 2
-    assert workers[0].wait(10) == 0
-
-
-MASTER = """
-import signal, sys
-import disttensor as dt
-dt.init_master_worker(init_method=sys.argv[1], nodes=1)
-print("ready", flush=True)
-signal.pause()
-"""
-
-
-def test_a_killed_master_takes_the_workers_along(start: Start) -> None:
-    url = f"tcp://localhost:{free_port()}"
-    worker = start("-m", "dtrun", "worker", "--init-method", url)
-    master = start("-c", MASTER, url)
-    assert master.stdout is not None
-    assert master.stdout.readline() == "ready\n"
-    processes = [*family(worker.pid), *family(master.pid)]
-    os.kill(master.pid, signal.SIGKILL)
-    began = time.monotonic()
-    assert worker.wait(10) == 75
-    master.wait()
-    assert psutil.wait_procs(processes, 10)[1] == []
-    assert time.monotonic() - began < 10
-
-
 @pytest.mark.parametrize("joined", [False, True])
 def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Start) -> None:
     url = f"tcp://localhost:{free_port()}"

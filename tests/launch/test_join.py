@@ -17,7 +17,7 @@ from test_launch import bundles, collect
 from disttensor.runtime.bundle import PROTOCOL, VERSION
 from disttensor.runtime.errors import BrokenError, StartError
 from disttensor.runtime.launch import Exited, Started
-from disttensor.runtime.launch.control import Began, Ended, Knock, Order, Ready, Refuse, Start, Stop
+from disttensor.runtime.launch.control import Began, Ended, Knock, Order, Ready, Refuse, Start
 from disttensor.runtime.launch.invitation import Invitation, derived, fresh, invite, read_connection_file
 from disttensor.runtime.launch.join import JoinLauncher
 from disttensor.runtime.launch.meeting import meeting
@@ -318,19 +318,6 @@ def test_one_that_says_nonsense_is_lost_and_hurts_nobody(job: Job) -> None:
         assert event.cause.startswith("what came was not an agent's: a frame of")
         good.wire.say(Began(0, 4712))
         assert collect(launcher, 1) == [Started(0, 4712, "a")]
-
-
-def test_the_end_of_the_job_is_theirs(job: Job) -> None:
-    url = f"tcp://localhost:{free_port()}"
-    launcher = job(url, 1)
-    launcher.start(asked("x"))
-    with Agent(meeting(url).invitation(LIMIT), knock("a")) as agent:
-        agent.hears(Start)
-        os.kill(launcher._server.pid, 9)
-        with pytest.raises(AssertionError, match=r"self.wire.ended=True"):
-            agent.hears(Stop)
-    with pytest.raises(StartError, match="has ended, and its nodes with it"):
-        collect(launcher, 1)
 
 
 def test_a_seat_that_is_free_again_is_told(job: Job) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import resource
 import select
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from checkout import search_path
 from output_kit import unfolded
@@ -34,11 +32,10 @@ from disttensor.runtime.launch.wire import Stream
 
 STUBS = ("stub_workers",)
 Launch = Callable[..., tuple[LocalLauncher, list[int]]]
-SECRET = "never-in-argv-or-environ-0123456789-abcd"
 
 
 def bundles(*jobs: str) -> list[Bundle]:
-    return [Bundle(job=job, rank=rank, address="none", secret_key=SECRET) for rank, job in enumerate(jobs)]
+    return [Bundle(job=job, rank=rank, address="none") for rank, job in enumerate(jobs)]
 
 
 def collect(launcher: LocalLauncher, count: int, timeout: float = 40) -> list[Started | Exited]:
@@ -77,31 +74,10 @@ def lines_of(capfd: pytest.CaptureFixture[str], count: int) -> tuple[list[str], 
     return sorted(unfolded(out.splitlines())), sorted(unfolded(err.splitlines()))
 
 
-def test_start_relay_stop(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
-    launcher, pids = launch("serve", "serve")
-    out, err = lines_of(capfd, 4)
-    assert out == ["[node 0] serving", "[node 1] serving"]
-    assert err == ["[node 0] as well", "[node 1] as well"]
-    server = launcher._server_pid
-    assert [psutil.Process(p).ppid() for p in pids] == [server, server]
-    assert len({os.getpgid(p) for p in (*pids, server, os.getpid())}) == 4
-    assert os.getsid(server) != os.getsid(0)
-    launcher.stop(0)
-    assert alive_after(0, [*pids, server]) == []
-    assert sorted((e.rank, e.cause) for e in launcher.events()) == [(0, "killed by SIGTERM"), (1, "killed by SIGTERM")]
-    launcher.stop(0)
-    with pytest.raises(StartError, match="was stopped"):
-        launcher.start(bundles("serve"))
-
-
-def test_killed_worker(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
-    launcher, pids = launch("serve", "serve")
-    lines_of(capfd, 4)
+def test_a_rank_that_runs_and_one_that_is_free_again(launch: Launch) -> None:
+    launcher, _ = launch("serve", "serve")
     launcher.kill(1)
-    [event] = collect(launcher, 1)
-    assert isinstance(event, Exited)
-    assert (event.rank, event.pid, event.code, event.cause) == (1, pids[1], -9, "killed by SIGKILL")
-    assert sorted(event.tail) == ["as well", "serving"]
+    assert [type(e) for e in collect(launcher, 1)] == [Exited]
     launcher.kill(1)  # nobody is there: nothing happens
     launcher.start([bundles("serve", "serve")[1]])
     assert [type(e) for e in collect(launcher, 1)] == [Started]
@@ -109,27 +85,13 @@ def test_killed_worker(launch: Launch, capfd: pytest.CaptureFixture[str]) -> Non
         launcher.start(bundles("serve"))
 
 
-def test_exit_code_and_tail(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_has_a_traceback(launch: Launch) -> None:
     launcher, _ = launch()
-    launcher.start(bundles("three", "leave", "crash"))
-    exits = {e.rank: e for e in collect(launcher, 6) if isinstance(e, Exited)}
-    assert exits[0].cause == "exit code 3"
-    assert exits[0].tail == (*(f"line {i}" for i in range(11, 30)), "unfinished")
-    assert (exits[1].cause, exits[1].tail) == ("exit code 1", ("gone fishing",))
-    assert exits[2].cause == "killed by SIGSEGV"
-    assert exits[2].tail[0] == "Fatal Python error: Segmentation fault"
-    assert "[node 0] unfinished\n" in capfd.readouterr().out
-
-
-def test_log_files(launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    launcher, _ = launch()
-    launcher.show(Output(log_dir=str(tmp_path), tee="0:3", redirects="1:3"))
-    launcher.start(bundles("three", "three"))
-    collect(launcher, 4)
-    text = "".join(f"line {i}\n" for i in range(30)) + "unfinished"
-    assert [(tmp_path / f"{rank}/stdout.log").read_text() for rank in (0, 1)] == [text] * 2
-    launcher.stop(0)
-    assert capfd.readouterr().out == "".join(f"[node 0] {line}\n" for line in text.splitlines())
+    launcher.start(bundles("crash"))
+    ended = collect(launcher, 2)[1]
+    assert isinstance(ended, Exited)
+    assert ended.cause == "killed by SIGSEGV"
+    assert ended.tail[0] == "Fatal Python error: Segmentation fault"
 
 
 def test_log_directory_that_cannot_be_made(launch: Launch, tmp_path: Path) -> None:
@@ -140,20 +102,6 @@ def test_log_directory_that_cannot_be_made(launch: Launch, tmp_path: Path) -> No
     [event] = collect(launcher, 1)
     assert isinstance(event, Exited)
     assert "could not be started: [Errno 20] Not a directory" in event.cause
-
-
-@pytest.mark.parametrize(
-    ("entry", "tail"),
-    [("no_such_module:f", "No module named 'no_such_module'"), ("stub_workers:nothing", "no attribute 'nothing'")],
-)
-def test_entry_that_is_not_there(entry: str, tail: str) -> None:
-    launcher = LocalLauncher(entry, STUBS)
-    launcher.start(bundles("serve"))
-    event = collect(launcher, 2)[1]
-    launcher.stop(0)
-    assert isinstance(event, Exited)
-    assert event.cause == "exit code 1"
-    assert tail in event.tail[-1]
 
 
 def test_preload_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
@@ -181,15 +129,11 @@ def test_too_few_descriptors() -> None:
     launcher.stop(0)
 
 
-def test_server_killed(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
-    launcher, pids = launch("serve", "stubborn")
-    out, _ = lines_of(capfd, 3)
+def test_server_killed(launch: Launch) -> None:
+    launcher, _ = launch("serve")
     os.kill(launcher._server_pid, signal.SIGKILL)
     with pytest.raises(StartError, match=r"fork server \(pid \d+\) has ended.*killed by SIGKILL"):
         collect(launcher, 1)
-    assert alive_after(6, pids) == []
-    for child in map(int, out[1].split()[3:]):  # of a node's, which only the server could have found
-        os.kill(child, signal.SIGKILL)
 
 
 def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -204,16 +148,6 @@ def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) 
     assert causes == {0: "killed by SIGKILL", 1: "killed by SIGTERM", 2: "killed by SIGTERM"}
 
 
-def test_grace_is_not_used_up(launch: Launch) -> None:
-    launcher, _ = launch()
-    launcher.start(bundles("three", "flood"))
-    collect(launcher, 1)
-    begin = time.monotonic()
-    launcher.stop(30)
-    assert time.monotonic() - begin < 10
-    assert not launcher._running
-
-
 def test_workers_hold_nothing_of_others(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
     _, pids = launch("serve", "serve", "serve")
     lines_of(capfd, 6)  # they have come so far
@@ -225,32 +159,11 @@ def test_workers_hold_nothing_of_others(launch: Launch, capfd: pytest.CaptureFix
     assert [os.readlink(f"/proc/{pid}/fd/0") for pid in pids] == ["/dev/null"] * 3
 
 
-@pytest.mark.cold
-def test_no_secret_in_sight(launch: Launch) -> None:
-    launcher, pids = launch("serve")
-    for pid in (*pids, launcher._server_pid):
-        for name in ("cmdline", "environ"):
-            assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
-    assert SECRET not in repr(bundles("serve")) + repr(launcher)
-
-
 def test_siblings_draw_other_numbers(launch: Launch) -> None:
     launcher, _ = launch()
     launcher.start(bundles("draw", "draw"))
     drawn = {e.tail[0] for e in collect(launcher, 4) if isinstance(e, Exited)}
     assert len(drawn) == 2
-
-
-def test_cycles_leak_nothing() -> None:
-    gc.collect()  # what earlier tests have left to the collector has descriptors, too
-    before = os.listdir("/proc/self/fd"), psutil.Process().children()
-    for _ in range(20):
-        launcher = LocalLauncher("stub_workers:act", STUBS)
-        launcher.start(bundles("serve", "serve"))
-        collect(launcher, 2)
-        launcher.stop(0)
-    LocalLauncher("stub_workers:act", STUBS).stop(0)  # while it still imports
-    assert (os.listdir("/proc/self/fd"), psutil.Process().children()) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

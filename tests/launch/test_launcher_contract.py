@@ -1,7 +1,7 @@
 """Every launcher does what ``Launcher`` promises: ``check_launcher``, check by check; and the checks find mistakes.
 
 Local nodes, those of a root's agents, and such that join; and what dtrun has started. The same for launchers that need
-a network or a scheduler: test_contract_elsewhere.py.
+a network or a scheduler is in their own files: test_ssh.py, test_launch_slurm.py, test_ray.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from checkout import KIT, search_path
-from contract_kit import LAUNCHERS, PRELOAD, UNDER_DTRUN, local, results
+from checkout import search_path
+from contract_kit import CONTRACT, LAUNCHERS, PRELOAD, UNDER_DTRUN, local, results
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.errors import StartError
@@ -52,7 +52,7 @@ def test_contract(launcher: str, check: str) -> None:
 def under_dtrun(request: pytest.FixtureRequest) -> dict[str, str]:
     """What was wrong with what dtrun has started, by check."""
     options = ["-n", "3"] if request.param == "local" else ["--launcher", "nearby", "--hosts", "a:2,b"]
-    command = [sys.executable, "-m", "dtrun", *options, str(KIT / "contract_kit.py"), *DTRUN]
+    command = [sys.executable, "-m", "dtrun", *options, CONTRACT, *DTRUN]
     environment = {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
     assert done.returncode == 0, done.stderr

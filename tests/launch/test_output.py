@@ -17,7 +17,6 @@ from output_kit import unfolded
 from screen import Screen
 
 import disttensor as dt
-from disttensor import state
 
 
 @pytest.mark.parametrize(
@@ -72,22 +71,6 @@ def test_a_bar_of_the_script_is_not_torn() -> None:
         environment = {k: v for k, v in os.environ.items() if k not in ("CI", "JPY_PARENT_PID")} | {"TERM": "xterm"}
         subprocess.run(command, stdout=screen.fd, stderr=screen.fd, env=environment, timeout=50, check=True)
         assert screen.look() == ["[node 1] at 0", "[node 1] at 1", "[node 1] at 2", "100%|##|"]
-
-
-@pytest.mark.parametrize("launcher", ["local", "nearby"])
-def test_flush(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """What nodes have printed is shown then, wherever it was on its way."""
-    hosts = {"hosts": "a,b"} if launcher == "nearby" else {"nodes": 2}
-    with dt.init_master_worker(launcher=launcher, threads=1, **hosts):  # type: ignore[arg-type]
-        starter = state.session().launcher
-        assert starter is not None
-        for count in (1, 5, 2000):
-            dt.run(print, *(f"line {i}" for i in range(count)), sep="\n", node=range(2))
-            starter.flush(30)
-            out = capfd.readouterr().out
-            assert sorted(unfolded(out.splitlines())) == sorted(
-                f"[node {k}] line {i}" for k in range(2) for i in range(count)
-            )
 
 
 PAGE = (ROOT / "docs/OUTPUT.md").read_text()

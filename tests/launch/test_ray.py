@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from checkout import ROOT
-from launch_kit import DIGITS, SPY, in_sight, local_losses, losses
+from contract_kit import CONTRACT, UNDER_DTRUN, results
+from launch_kit import DIGITS, local_losses, losses
 from ray_kit import CPUS, ENVIRONMENT, cluster
 from variants import mostly_slow
 
@@ -87,6 +87,21 @@ def runs(tmp_path: Path, address: str) -> Iterator[Runs]:
     found = Runs(tmp_path, address)
     yield found
     found.settle()
+
+
+@pytest.fixture(scope="module")
+def contract(address: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    runs = Runs(tmp_path_factory.mktemp("contract"), address)
+    done = runs.run("-m", "dtrun", "--launcher", "ray", "-n", "3", CONTRACT, *UNDER_DTRUN)
+    assert done.returncode == 0, done.stderr
+    runs.settle()
+    return results(done.stdout)
+
+
+@pytest.mark.parametrize("check", UNDER_DTRUN)
+def test_contract(contract: dict[str, str], check: str) -> None:
+    """``check_launcher``, on what dtrun has had Ray start."""
+    assert contract[check] == ""
 
 
 def test_digits(runs: Runs) -> None:
@@ -207,22 +222,12 @@ with dt.init_master_worker(nodes=4, launcher="ray"):
 """
 
 
-@pytest.mark.parametrize(
-    ("by", "number"),
-    [
-        ("dtrun", signal.SIGKILL),
-        ("python", signal.SIGKILL),
-        pytest.param("dtrun", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("dtrun", signal.SIGHUP, marks=pytest.mark.slow),
-    ],
-)
-def test_nothing_is_left(runs: Runs, by: str, number: signal.Signals) -> None:
-    program = ["-m", "dtrun", "--launcher", "ray", "-n", "4"] if by == "dtrun" else []
-    with runs.start(*program, runs.script(BUSY)) as process:
+def test_nothing_is_left_when_dtrun_is_killed(runs: Runs) -> None:
+    with runs.start("-m", "dtrun", "--launcher", "ray", "-n", "4", runs.script(BUSY)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert len(runs.left()) > 4
-        process.send_signal(number)
+        process.kill()
         assert process.wait(20) != 0
         runs.settle(10)
 
@@ -246,17 +251,6 @@ with dt.init_master_worker(nodes=6, launcher="ray", threads=1):
 """)
     done = runs.run(script)
     assert (done.returncode, done.stdout) == (0, "node 4 \nnode 5 \n3.0\n"), done.stderr
-
-
-def test_no_secret_in_sight(runs: Runs, tmp_path: Path) -> None:
-    script = runs.script(SPY + BUSY)
-    with runs.start("-m", "dtrun", "--launcher", "ray", "-n", "4", script, KEYS=str(tmp_path / "keys")) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        keys = (tmp_path / "keys").read_bytes().split()
-        assert len(keys) >= 5
-        assert in_sight(keys) == []
-        process.terminate()
 
 
 PAGE = (ROOT / "docs" / "RAY.md").read_text()

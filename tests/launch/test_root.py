@@ -20,6 +20,7 @@ from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.launch import Exited, Started
 from disttensor.runtime.launch.control import Order
 from disttensor.runtime.launch.engine import Branch
+from disttensor.runtime.launch.output import Output
 from disttensor.runtime.launch.plan import Host, Plan
 from disttensor.runtime.launch.planned import PlannedLauncher
 from disttensor.runtime.launch.root import Root
@@ -109,6 +110,16 @@ def test_what_nodes_are_waiting_for(tree: Tree, tmp_path: Path, monkeypatch: pyt
     while launcher.missing([0, 1, 2]) != expected:
         assert select.select([launcher], [], [], 10)[0]
         launcher.events()
+
+
+def test_log_directory_that_cannot_be_made(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    launcher = tree(1, 1)
+    launcher.show(Output(log_dir=str(tmp_path / "file" / "logs")))
+    launcher.start(asked("serve", "serve"))
+    ends = collect(launcher, 2)
+    assert all(isinstance(e, Exited) and "its log files cannot be made: [Errno 20]" in e.cause for e in ends)
+    assert [(e.rank, e.host) for e in ends] == [(0, "a"), (1, "b")]
 
 
 def test_rest(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:

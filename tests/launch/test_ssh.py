@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import shutil
@@ -13,8 +12,9 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
+from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import Hosts, hosts_by_ssh, signal_to
-from launch_kit import CUT_OFF, DIGITS, ROOT, SPY, local_losses, losses
+from launch_kit import CUT_OFF, DIGITS, ROOT, local_losses, losses
 from variants import mostly_slow
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION
@@ -40,6 +40,20 @@ def succeed(hosts: Hosts, *command: str, **environment: str) -> str:
     assert done.returncode == 0, done.stderr
     hosts.settle(10)
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def contract(hosts: Hosts) -> dict[str, str]:
+    done = hosts.run("dtrun", "--hosts", "left:1,right:2", CONTRACT, *UNDER_DTRUN, timeout=110)
+    assert done.returncode == 0, done.stderr
+    hosts.settle(10)
+    return results(done.stdout)
+
+
+@pytest.mark.parametrize("check", UNDER_DTRUN)
+def test_contract(contract: dict[str, str], check: str) -> None:
+    """``check_launcher``, on what dtrun has started."""
+    assert contract[check] == ""
 
 
 SESSION = """
@@ -70,23 +84,9 @@ def test_an_interface_that_one_host_does_not_reach(hosts: Hosts) -> None:
     assert "tensor(1048576.)" in lines
 
 
-def test_dtrun(hosts: Hosts) -> None:
-    """Which has reached the hosts when the script asks for nodes."""
-    script = write(hosts, SESSION.format(arguments=""))
-    lines = succeed(hosts, "python", "-m", "dtrun", "--hosts", "left:1,right:3", script).splitlines()
-    assert lines[:2] == [str([[6.0] * 3] * 4), "['left', 'right', 'right', 'right']"]
-
-
 def test_digits(hosts: Hosts) -> None:
     out = succeed(hosts, "python", "-m", "dtrun", "--hosts", "left:2,right:2", str(DIGITS))
     assert losses(out) == pytest.approx(local_losses(), abs=2e-4)
-
-
-def test_no_secret_in_sight(hosts: Hosts) -> None:
-    keys = hosts.folder / "keys"
-    with serving(hosts, spy=True, KEYS=str(keys)):
-        hosts.nobody_sees(keys)
-    hosts.settle(10)
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------
@@ -186,27 +186,11 @@ time.sleep(600)
 """
 
 
-@contextlib.contextmanager
-def serving(hosts: Hosts, *dtrun: str, spy: bool = False, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A script that has four nodes, while it lasts; under dtrun with these options, if there are any."""
-    script = write(hosts, (SPY if spy else "") + SERVING)
-    with hosts.start("python", *(("-m", "dtrun", *dtrun) if dtrun else ()), script, **environment) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n", process.communicate()[1]
-            yield process
-        finally:
-            signal_to(process, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP))],
-)
-@pytest.mark.parametrize("launcher", ["dtrun", "script"])
-def test_launcher_killed(hosts: Hosts, launcher: str, number: int) -> None:
-    with serving(hosts, *(["--hosts", "left:2,right:2"] if launcher == "dtrun" else [])) as process:
-        signal_to(process, number)
+def test_dtrun_killed(hosts: Hosts) -> None:
+    with hosts.start("dtrun", "--hosts", "left:2,right:2", write(hosts, SERVING)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        signal_to(process, signal.SIGKILL)
         hosts.settle(10)
 
 

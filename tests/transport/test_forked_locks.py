@@ -52,7 +52,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (x + 1).sum().item())
     """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=HANG
     )
     assert done.stdout == "8 8.0\n", done.stderr
     assert done.stderr == ""
