@@ -75,21 +75,37 @@ def test_the_kit(slurm: Slurm) -> None:
     assert slurm.run("scancel", submitted.stdout.strip()).returncode == 0
 
 
-@pytest.fixture(
-    scope="module", params=[STEP, pytest.param(ALLOCATION, marks=pytest.mark.slow)], ids=["srun dtrun", "dtrun"]
-)
-def contract(slurm: Slurm, request: pytest.FixtureRequest) -> dict[str, str]:
-    # of the tasks of a step there are none to be had anew, for a master to be killed
-    checks = [name for name in UNDER_DTRUN if name != "master_killed" or request.param is ALLOCATION]
-    done = slurm.run(*request.param, CONTRACT, *checks, timeout=170)
+#: Of the tasks of a step there are none to be had anew, for a master to be killed.
+OF_A_STEP = [name for name in UNDER_DTRUN if name != "master_killed"]
+
+
+def contract(slurm: Slurm, way: list[str], checks: list[str]) -> dict[str, str]:
+    done = slurm.run(*way, CONTRACT, *checks, timeout=170)
     assert done.returncode == 0, done.stderr
-    return {"master_killed": ""} | results(done.stdout)
+    return results(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def of_a_step(slurm: Slurm) -> dict[str, str]:
+    return contract(slurm, STEP, OF_A_STEP)
+
+
+@pytest.fixture(scope="module")
+def of_an_allocation(slurm: Slurm) -> dict[str, str]:
+    return contract(slurm, ALLOCATION, UNDER_DTRUN)
+
+
+@pytest.mark.parametrize("check", OF_A_STEP)
+def test_contract_of_a_step(of_a_step: dict[str, str], check: str) -> None:
+    """``check_launcher``, on the tasks that srun has started."""
+    assert of_a_step[check] == ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("check", UNDER_DTRUN)
-def test_contract(contract: dict[str, str], check: str) -> None:
-    """``check_launcher``, on what dtrun has, or has had srun start."""
-    assert contract[check] == ""
+def test_contract_of_an_allocation(of_an_allocation: dict[str, str], check: str) -> None:
+    """The same, on what dtrun has had srun start."""
+    assert of_an_allocation[check] == ""
 
 
 @pytest.mark.slow

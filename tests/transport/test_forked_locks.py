@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+from limits import HANG
+
 
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
     script = """
