@@ -245,7 +245,7 @@ def check_end(make: Make) -> None:
     """``end`` ends a worker at once, what it ignores notwithstanding; the others go on."""
     with Stage(make) as stage:
         first, second, third = stage.start(3)
-        second.ask("stubborn")
+        second.ask("stubborn", True)
         if type(stage.launcher).end is Launcher.end:
             second.tell("kill", signal.SIGKILL)
         else:

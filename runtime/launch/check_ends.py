@@ -44,10 +44,10 @@ def check_stop(make: Make) -> None:
 
 
 def check_stop_by_force(make: Make) -> None:
-    """After ``stop`` no process is alive that was started, whatever it ignores; and they are waited for."""
-    with nothing_left(), Stage(make) as stage:
+    """After ``stop`` no process is alive that was started, whatever it ignores, nor a child of its process group."""
+    with nothing_left(MOMENT), Stage(make) as stage:
         stubborn, quiet, prints = workers = stage.start(3)
-        stubborn.ask("stubborn")
+        stubborn.ask("stubborn", True)
         quiet.ask("quiet")
         prints.tell("show", "stdout", "what nobody reads\n" * 20_000)
         seconds = stage.stop(0.1)
@@ -97,7 +97,7 @@ def check_helpers_killed(make: Make) -> None:
 def _check_master(number: signal.Signals, make: Make) -> None:
     with nothing_left(STOP), Master(make, 3) as master:
         workers = master.workers(3)
-        workers[1].ask("stubborn")
+        workers[1].ask("stubborn", False)
         workers[2].ask("quiet")
         master.signal(number)
         os.waitpid(master.pid, 0)

@@ -116,11 +116,11 @@ class _Worker:
         os.close(1)
         os.close(2)
 
-    def stubborn(self) -> None:
+    def stubborn(self, with_child: bool) -> None:
         """It ends by SIGKILL only, and so does a child of its process group, which holds the connection as well."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._poller.unregister(self._lifeline)
-        if os.fork() == 0:
+        if with_child and os.fork() == 0:
             while True:
                 signal.pause()
 

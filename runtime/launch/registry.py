@@ -1,4 +1,4 @@
-"""Which launchers there are, by name. A new one is a file beside this one and a line here."""
+"""Which launchers there are, by name. A new one is a file beside this one and a line here, or ``register_launcher``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,27 @@ _ENGINES = {
     "slurm": ".slurm:SlurmEngine",
 }
 
+_registered: dict[str, type[Launcher]] = {}
+
 #: What "auto" stands for in this process: dtrun, when mpiexec has started it, runs the script where "mpi" is meant.
 automatic = "local"
 
 
+def register_launcher(name: str, cls: type[Launcher]) -> None:
+    """Makes ``cls`` known as ``name`` in this process: ``init_master_worker(launcher=name)`` has ``cls.of`` make one.
+
+    Raises TypeError for something that isn't a Launcher, ValueError for a name that is taken by another class.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Launcher)):
+        raise TypeError(f"launcher {name!r} has to be a subclass of Launcher, not {cls!r}")
+    if name in ("auto", "inproc", *_BUILTIN) or _registered.get(name, cls) is not cls:
+        raise ValueError(f"the launcher name {name!r} is taken; known launchers: {', '.join(launcher_names())}")
+    _registered[name] = cls
+
+
 def launcher_names() -> list[str]:
     """The known names, sorted; nothing is imported."""
-    return sorted(name for name in _BUILTIN if name != "nearby")
+    return sorted({*_BUILTIN, *_registered} - {"nearby"})
 
 
 def get_launcher(name: str) -> type[Launcher]:
@@ -41,6 +55,8 @@ def get_launcher(name: str) -> type[Launcher]:
 
     Raises ValueError for an unknown name (it lists the known ones), ImportError when the launcher's library is missing.
     """
+    if name in _registered:
+        return _registered[name]
     if name not in _BUILTIN:
         raise ValueError(f"unknown launcher {name!r}; known launchers: {', '.join(launcher_names())}")
     module, _, attribute = _BUILTIN[name].partition(":")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from checkout import ROOT
 from ports import free_port
 
 PAGE = (ROOT / "docs" / "LAUNCHING.md").read_text()
-PROGRAM = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
+PROGRAM, PLAIN, CHECK, SESSION = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SHOWN = re.findall(r"^    \$ (.*)\n    (?!\$)(.+)\n", PAGE, re.MULTILINE)
 LATER = re.findall(r"^    \$ (.*--connection-file.*)\n", PAGE, re.MULTILINE)
 
@@ -75,6 +76,26 @@ def test_machines_that_come_later(shell: Shell) -> None:
     with shell.start(first) as process:
         assert shell.run(later) == ""
         assert process.communicate(timeout=20)[0] == "12.0 from 2 nodes\n"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's own launcher can be imported."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("plain", None)
+
+
+def test_a_launcher_of_ones_own(own: None) -> None:
+    exec(CHECK, {})
+
+
+@pytest.mark.slow
+def test_a_session_with_it(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "session.py").write_text(SESSION)
+    assert shell.run("python session.py") == "6.0\n"
 
 
 def test_all_pages_are_named() -> None:
