@@ -26,8 +26,7 @@ from .message_log import MessageLog, NodeLog, wrapped
 from .placement import Place
 from .registry import entries
 from .runtime.channel.check import check_data_channel
-
-# from .runtime.launch.check import check_launcher  (and its name in __all__ and docs/TESTING.md, once it is there)
+from .runtime.launch.check import check_launcher
 
 __all__ = [
     "MessageLog",
@@ -37,6 +36,7 @@ __all__ = [
     "as_cuda",
     "at",
     "check_data_channel",
+    "check_launcher",
     "cut",
     "kill",
     "limit",

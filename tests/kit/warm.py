@@ -18,6 +18,7 @@ process that a program starts has to be that one's child, and only an ancestor c
 from __future__ import annotations
 
 import array
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -130,7 +131,13 @@ _state = _State()
 def install() -> None:
     """Has this process's Popen start Python programs warm from now on."""
     _state.makes = True
+    atexit.register(_close)
     subprocess.Popen._execute_child = _warm  # type: ignore[attr-defined]
+
+
+def _close() -> None:
+    for zygote in _state.zygotes.values():
+        zygote.close()
 
 
 @contextlib.contextmanager
@@ -357,6 +364,7 @@ def _split(request: dict[str, Any]) -> socket.socket | None:
         return theirs
     theirs.close()
     _state.zygotes[_key(request["environ"])] = Zygote(ours, pid)
+    atexit.register(_close)
     subprocess.Popen._execute_child = _warm  # type: ignore[attr-defined]
     os.register_at_fork(after_in_child=ours.close)
     return None

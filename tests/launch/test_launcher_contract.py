@@ -43,6 +43,7 @@ def contract() -> Iterator[Any]:
         yield pytest.param(launcher, check, marks=[pytest.mark.slow] * slow)
 
 
+@pytest.mark.cold  # its workers import no torch, and it looks at command lines
 @pytest.mark.parametrize(("launcher", "check"), [*contract()])
 def test_contract(launcher: str, check: str) -> None:
     run_check(check, LAUNCHERS[launcher])

@@ -152,7 +152,7 @@ def test_transports_and_channels_know_nothing_of_each_other() -> None:
 
 
 def test_the_front_end_uses_launchers_by_name_or_interface_only() -> None:
-    allowed = {"launch.base", "launch.registry", "launch", "launch.plan", "launch.hosts"}
+    allowed = {"launch.base", "launch.registry", "launch", "launch.plan", "launch.hosts", "launch.check"}
     starts = {"init.py", "launching.py", "job.py", "run.py"}
     for path in FRONT:
         for line, name in imports(path, "disttensor"):

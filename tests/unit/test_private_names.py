@@ -56,11 +56,11 @@ INTERNAL: dict[str, str] = {
     "launch/test_join.py": "the launcher for nodes that join, and its frames",
     "launch/test_launch.py": "the local launcher and its fork server, and their frames",
     "launch/test_launch_mpi.py": "the secrets of a session, to see that nobody else can",
+    "launch/test_launcher_contract.py": "launchers that break their promises, made of parts of real ones",
     "launch/test_output.py": "Launcher.flush",
     "launch/test_process_groups.py": "the moment between the choice of a process group and its commands",
     "launch/test_root.py": "the root's launcher and its rest between sessions",
     "launch/test_root_ends.py": "how the root's launcher ends",
-    "launch/test_root_output.py": "output through the root's launcher",
     "launch/test_shipping.py": "which modules are shipped, and their frames",
     "launch/test_ssh.py": "hosts with another version of disttensor",
 }

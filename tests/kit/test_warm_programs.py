@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import leaks
 import pytest
 import warm
+from limits import HANG
 from processes import alive_after
 
 #: Prints what a program can see of how it was started.
@@ -67,7 +69,7 @@ def test_it_sees_what_an_ordinary_one_sees(kind: str, tmp_path: Path) -> None:
             pass_fds=(out,),
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=HANG,
             start_new_session=kind == "-c",
         )
         assert (done.returncode, done.stderr) == (0, "")
@@ -105,7 +107,7 @@ def test_it_ends_as_an_ordinary_one(program: str, code: int, tmp_path: Path) -> 
 
     def run() -> tuple[int, str, list[str]]:
         command = [sys.executable, str(tmp_path / "program.py")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
         # an interrupt passes through two frames of warm.py
         lines = [line for line in done.stderr.splitlines() if "warm.py" not in line and not line.startswith("    ")]
         return done.returncode, done.stdout, lines
@@ -122,7 +124,7 @@ import os, subprocess, sys
 print(os.getpid(), flush=True)
 subprocess.run([sys.executable, "-c", {inner!r}])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     (pid,), (parent, has) = (line.split() for line in done.stdout.splitlines())
     assert (pid, has) == (parent, "True")
 
@@ -132,7 +134,7 @@ def test_what_cannot_be_warm_is_ordinary(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("value = 'mine'")
     code = "import sys, torch; print(torch.value)"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, env=env)
     assert done.stdout == "mine\n", done.stderr
     with warm.cold():
         done = subprocess.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], capture_output=True)
@@ -142,10 +144,10 @@ def test_what_cannot_be_warm_is_ordinary(tmp_path: Path) -> None:
 def test_a_zygote_ends_with_its_process() -> None:
     """Also where that is killed; and nobody's end of file waits for it."""
     code = "import warm, os, signal; print(*warm.held()[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     (pid,) = map(int, done.stdout.split())
     assert done.returncode == -signal.SIGKILL
-    assert alive_after(20, [pid]) == []
+    assert alive_after(HANG, [pid]) == []
 
 
 def test_several_threads_start_programs() -> None:
@@ -153,7 +155,7 @@ def test_several_threads_start_programs() -> None:
 
     def start(k: int) -> None:
         code = f"import os; print({k}, os.getppid())"
-        found.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50).stdout)
+        found.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG).stdout)
 
     threads = [threading.Thread(target=start, args=(k,)) for k in range(8)]
     for thread in threads:
@@ -161,3 +163,19 @@ def test_several_threads_start_programs() -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == [f"{k} {os.getpid()}\n" for k in range(8)]
+
+
+def test_one_that_is_left_is_found() -> None:
+    """By the guard against leaks: also where its parent is gone."""
+    before = leaks.Held.now()
+    inner = "import signal; print('here', flush=True); signal.pause()"
+    code = f"""
+import subprocess, sys
+stays = subprocess.Popen([sys.executable, "-c", {inner!r}], start_new_session=True, stdout=subprocess.PIPE, text=True)
+print(stays.pid, stays.stdout.readline())
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=HANG)
+    pid = int(done.stdout.split()[0])
+    assert any(f"process {pid}:" in left for left in leaks.Held.now().since(before))
+    os.kill(pid, signal.SIGKILL)
+    leaks.check(before, "a program that was left")

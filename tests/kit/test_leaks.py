@@ -18,6 +18,9 @@ from processes import alive_after
 
 from disttensor.runtime.channel.segments import DESCRIPTOR, Mapping
 
+# what a zygote (warm.py) has in its environment is this process's mark, whatever a program is told
+pytestmark = pytest.mark.cold
+
 #: A process starts another one, in a session of its own, and ends: that one is nobody's child any more.
 ORPHAN = """
 import subprocess, sys
