@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mpi_kit import KINDS, ROOT, Mpi, dedented
+from variants import variants
 
 pytestmark = pytest.mark.mpi
 
@@ -223,9 +224,7 @@ def test_without_mpiexec(mpi: Mpi) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "backend", ["auto", *(pytest.param(b, marks=pytest.mark.slow) for b in ("shm", "tcp", "gloo"))]
-)
+@pytest.mark.parametrize("backend", variants(["auto", "shm", "tcp", "gloo"]))
 def test_one_script_for_all(backend: str, tmp_path: Path) -> None:
     """The example of data-parallel training, with only that word changed; ``test_examples_mpi`` has it with "mpi"."""
     text = (ROOT / "examples/data_parallel.py").read_text()

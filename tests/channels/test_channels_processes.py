@@ -10,12 +10,12 @@ import joint_programs as programs
 import pytest
 import torch
 from equal import bits
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 
 
-@pytest.mark.parametrize("backend", mostly_slow(["auto", "tcp"], 1))
+@pytest.mark.parametrize("backend", variants(["auto", "tcp"]))
 def test_channels_side_by_side(backend):
     with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):
         dt.channels.select("*", "tcp", min_bytes=256)

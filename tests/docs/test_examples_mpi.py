@@ -9,7 +9,7 @@ import pytest
 from mpi_kit import KINDS, Mpi
 from test_patterns import told
 from test_readme import ROOT
-from variants import mostly_slow
+from variants import variants
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
@@ -28,7 +28,7 @@ def test_data_parallel(mpi: Mpi) -> None:
     assert lines[6] == "same losses: True"
 
 
-@pytest.mark.parametrize(("name", "n"), mostly_slow([("point_to_point", 3), ("all_reduce", 5)], 1))
+@pytest.mark.parametrize(("name", "n"), variants([("point_to_point", 3), ("all_reduce", 5)]))
 def test_patterns(mpi: Mpi, name: str, n: int) -> None:
     """One of mpiexec's processes is the master."""
     path = ROOT / "examples" / "patterns" / f"{name}.py"

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 from test_readme import ROOT, python
-from variants import mostly_slow
 
 PATTERNS = sorted((ROOT / "examples" / "patterns").glob("*.py"))
 #: Those that are run each time.
-FIRST = {"point_to_point", "all_reduce", "ring", "hierarchical"}
 
 
 def told(path: Path) -> str:
@@ -22,11 +20,7 @@ def told(path: Path) -> str:
     return textwrap.dedent(block[1])
 
 
-@pytest.mark.parametrize(
-    "path",
-    mostly_slow(sorted(PATTERNS, key=lambda path: path.stem not in FIRST), len(FIRST)),
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", PATTERNS, ids=lambda path: path.stem)
 def test_prints_what_it_says(path: Path, tmp_path: Path) -> None:
     assert python(str(path), cwd=tmp_path) == told(path)
 

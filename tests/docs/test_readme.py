@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 from output_kit import SHARING
-from variants import mostly_slow
+from variants import variants
 
 README = (ROOT / "README.md").read_text()
 
@@ -31,7 +31,7 @@ def python(*arguments: str, cwd: Path) -> str:
 SHOWN = re.compile(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n)+)", re.DOTALL)
 
 
-@pytest.mark.parametrize("flags", mostly_slow([[], ["-O"]], 1), ids=["plain", "-O"])
+@pytest.mark.parametrize("flags", variants([[], ["-O"]]), ids=["plain", "-O"])
 def test_the_first_program(flags: list[str], tmp_path: Path) -> None:
     """Pasted into a file of its own it prints what stands below it."""
     program, shown = SHOWN.search(README).groups()
@@ -60,7 +60,7 @@ def test_the_graphs_page(tmp_path: Path) -> None:
 COLLECTIVES = re.split(r"^## ", (ROOT / "docs/COLLECTIVES.md").read_text(), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("section", mostly_slow(COLLECTIVES, 2), ids=lambda section: section.splitlines()[0])
+@pytest.mark.parametrize("section", variants(COLLECTIVES), ids=lambda section: section.splitlines()[0])
 def test_the_collectives_page(section: str, tmp_path: Path) -> None:
     program, shown = SHOWN.search(section).groups()
     (tmp_path / "program.py").write_text(program)
@@ -131,7 +131,7 @@ def test_graph_training(tmp_path: Path) -> None:
     assert re.fullmatch(r"a step takes [\d.]+ ms in eager, [\d.]+ ms replayed", lines[-1])
 
 
-@pytest.mark.parametrize("backend", mostly_slow(["auto", "gloo", "shm", "tcp"], 1))
+@pytest.mark.parametrize("backend", variants(["auto", "gloo", "shm", "tcp"]))
 def test_data_parallel(backend: str, tmp_path: Path) -> None:
     """The same script whatever the backend, and the same losses."""
     lines = python(str(ROOT / "examples/data_parallel.py"), "--backend", backend, cwd=tmp_path).splitlines()

@@ -14,7 +14,7 @@ import torch
 from checkout import ROOT
 from equal import same
 from processes import alive_after
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 
@@ -165,7 +165,7 @@ print(dt.run(seen, node=0), dt.run(seen, node=1))
 ENDS = [("os.kill(os.getpid(), signal.SIGINT)", -2), ("1 / 0", 1)]
 
 
-@pytest.mark.parametrize(("end", "code"), mostly_slow(ENDS, 1))
+@pytest.mark.parametrize(("end", "code"), variants(ENDS))
 def test_nodes_end_with_the_script(script: Script, end: str, code: int) -> None:
     done = script(f"""
 import os, signal, torch

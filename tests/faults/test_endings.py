@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from limits import HANG
 from processes import alive_after
-from variants import mostly_slow
+from variants import variants
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -35,7 +35,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", mostly_slow(ENDS, 2))
+@pytest.mark.parametrize("how", variants(ENDS))
 def test_the_end_with_work_in_flight(how: str, script: Script) -> None:
     line, code = ENDS[how]
     done = script(WORK + line)
@@ -59,7 +59,7 @@ f = F()
 }
 
 
-@pytest.mark.parametrize("what", mostly_slow(LEFT_OVER, 2))
+@pytest.mark.parametrize("what", variants(LEFT_OVER))
 def test_proxies_that_are_left_at_the_end(what: str, script: Script) -> None:
     done = script(
         "import os\nimport torch\nimport disttensor as dt\ndt.init_master_worker(nodes=2)\n" + LEFT_OVER[what]
@@ -83,7 +83,7 @@ print(*pids, flush=True)
 HOW = ["os.kill(pids[1], 9); dt.shutdown()", "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
 
 
-@pytest.mark.parametrize("how", mostly_slow(HOW, 1))
+@pytest.mark.parametrize("how", variants(HOW))
 def test_what_a_user_function_started_dies_with_its_node(how: str, script: Script) -> None:
     done = script(CHILD + how)
     pids = [int(p) for p in done.stdout.split()]

@@ -16,7 +16,7 @@ import torch
 from limits import HANG
 from processes import alive_after
 from test_error_matrix import in_any_thread, run, usable, wherever
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 from disttensor import testing
@@ -110,7 +110,7 @@ MASTER = """
 """
 
 
-@pytest.mark.parametrize("mode", mostly_slow(["busy", "idle"], 1))
+@pytest.mark.parametrize("mode", variants(["busy", "idle"]))
 def test_no_worker_outlives_a_killed_master(mode: str) -> None:
     script = MASTER if mode == "busy" else MASTER.replace("while True:", "while sys.stdin.read():")
     master = subprocess.Popen(
@@ -199,7 +199,7 @@ print("end of script")
     assert "SIGKILL" in done.stderr
 
 
-@pytest.mark.parametrize("end", mostly_slow(["pass", "dt.shutdown()"], 1))
+@pytest.mark.parametrize("end", variants(["pass", "dt.shutdown()"]))
 def test_a_loss_that_was_said_is_not_said_again(script: Script, end: str) -> None:
     done = script(f"""{KILL}
 dt.init_master_worker(nodes=2)

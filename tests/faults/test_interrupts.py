@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from variants import mostly_slow
+from variants import variants
 
 PROGRAM = """
 import os, random, signal, sys, threading, torch, disttensor as dt
@@ -58,7 +58,7 @@ dt.shutdown()
 """
 
 
-@pytest.mark.parametrize("launcher", mostly_slow(["local", "inproc"], 1))
+@pytest.mark.parametrize("launcher", variants(["local", "inproc"]))
 @pytest.mark.parametrize(
     ("times", "seed"), [(40, 0), *(pytest.param(200, seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 from disttensor import testing
@@ -59,7 +59,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(WAITS, 3))
+@pytest.mark.parametrize("name", variants(WAITS))
 def test_the_end_of_the_session_ends_the_waiting_of_other_threads(
     name: str, session_of_a_busy_node: AbstractContextManager[object]
 ) -> None:

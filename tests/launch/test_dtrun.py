@@ -20,7 +20,7 @@ from checkout import search_path
 from output_kit import unfolded
 from processes import alive_after
 from stub_workers import LIGHT
-from variants import mostly_slow
+from variants import variants
 
 import disttensor
 from disttensor.job import parse
@@ -396,9 +396,7 @@ print("one server:", len(set(map(tuple, seen))) == 1, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    "options", mostly_slow([["--launcher", "nearby", "--hosts", "a,b"], []], 1), ids=["root", "local"]
-)
+@pytest.mark.parametrize("options", variants([["--launcher", "nearby", "--hosts", "a,b"], []]), ids=["root", "local"])
 def test_sessions_of_one_script_share_what_dtrun_has_started(tmp_path: Path, options: list[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(AGAIN)

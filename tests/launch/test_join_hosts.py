@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from host_kit import Hosts, signal_to, two_hosts, why_not
 from launch_kit import CUT_OFF, DIGITS, local_losses, losses
-from variants import mostly_slow
+from variants import variants
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 
@@ -67,7 +67,7 @@ def printed(*processes: subprocess.Popen[str]) -> list[str]:
     return results[0][0][0].splitlines()
 
 
-@pytest.mark.parametrize("host", mostly_slow(["[fd00::1]", "left"], 1))
+@pytest.mark.parametrize("host", variants(["[fd00::1]", "left"]))
 def test_one_script_on_both_hosts(hosts: Hosts, host: str) -> None:
     def of(rank: int) -> str:
         return repr({"init_method": f"tcp://{host}:29500", "rank": rank, "world_size": 3})
@@ -77,7 +77,7 @@ def test_one_script_on_both_hosts(hosts: Hosts, host: str) -> None:
         assert printed(*processes) == PRINTED
 
 
-@pytest.mark.parametrize("interface", mostly_slow(["eth0", "10.78.0.1", "fd00::1,lo"], 1))
+@pytest.mark.parametrize("interface", variants(["eth0", "10.78.0.1", "fd00::1,lo"]))
 def test_a_connection_file_and_an_interface(hosts: Hosts, interface: str) -> None:
     job = str(hosts.folder / "job")
     master = ("left", script(hosts), repr({"init_method": f"file://{job}", "nodes": 2, "interface": interface}))

@@ -14,7 +14,7 @@ from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import ROOT, signal_to
 from launch_kit import SPY, local_losses, losses
 from slurm_kit import Slurm, cluster, why_not
-from variants import mostly_slow
+from variants import variants
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
@@ -194,7 +194,7 @@ PAGE = (ROOT / "docs" / "SLURM.md").read_text()
 COMMANDS = re.findall(r"^    ((?:srun|dtrun) .* script\.py)$", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", mostly_slow(COMMANDS, 2))
+@pytest.mark.parametrize("command", variants(COMMANDS))
 def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
     """What docs/SLURM.md says to type; dtrun is typed below salloc."""
     below = [] if command.startswith("srun") else ["salloc", "-N", "2", "-n", "4", "--gpus-per-task=1"]
@@ -204,7 +204,7 @@ def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
     assert done.stdout == "4 nodes\n"
 
 
-@pytest.mark.parametrize("name", mostly_slow(["digits", "allreduce"], 1))
+@pytest.mark.parametrize("name", variants(["digits", "allreduce"]))
 def test_batch_scripts(slurm: Slurm, name: str) -> None:
     """The examples, as they are, by one way and the other. The digits' losses are those of local nodes."""
     link = slurm.folder / "examples"
@@ -283,7 +283,7 @@ def test_the_launcher_is_killed(slurm: Slurm, way: list[str]) -> None:
     assert process.returncode != 0 or way is ALLOCATION, "salloc has an opinion of its own"
 
 
-@pytest.mark.parametrize("way", mostly_slow([STEP, ALLOCATION], 1))
+@pytest.mark.parametrize("way", variants([STEP, ALLOCATION]))
 def test_scancel(slurm: Slurm, way: list[str]) -> None:
     with slurm.start(*way, script(slurm, HEAD + FOREVER)) as process:
         assert process.stdout is not None

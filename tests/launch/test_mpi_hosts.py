@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from host_kit import Hosts, signal_to, ssh, two_hosts, why_not
 from mpi_kit import ENVIRONMENTS, KINDS
-from variants import mostly_slow
+from variants import variants
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
@@ -106,7 +106,7 @@ def test_a_script(hosts: tuple[Hosts, Path], command: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("victim", mostly_slow(["far node", "mpiexec"], 1))
+@pytest.mark.parametrize("victim", variants(["far node", "mpiexec"]))
 def test_one_is_killed(hosts: tuple[Hosts, Path], command: list[str], victim: str) -> None:
     with start(hosts[0], command, "print(dt.run(os.getpid, node=2), flush=True)\n" + FOREVER) as process:
         assert process.stdout is not None

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 
@@ -30,7 +30,7 @@ def test_hosts_of_a_launcher_without() -> None:
         dt.init_master_worker(launcher="local", hosts="a")
 
 
-@pytest.mark.parametrize("interface", mostly_slow(["::1", ["127.0.0.2", "127.0.0.1"]], 1))
+@pytest.mark.parametrize("interface", variants(["::1", ["127.0.0.2", "127.0.0.1"]]))
 def test_interfaces(interface: str) -> None:
     with dt.init_master_worker(launcher="nearby", hosts="a,b", interface=interface, threads=1):
         x = torch.ones(1 << 20, device="node:0").to("node:1")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 from disttensor import testing
@@ -61,7 +61,7 @@ def test_nodes_that_run_no_functions() -> None:
         dt.run(reduced, torch.ones(1), nodes=[0, 1])
 
 
-@pytest.mark.parametrize("blocking", mostly_slow(["0", "1"], 1))
+@pytest.mark.parametrize("blocking", variants(["0", "1"]))
 def test_sessions_after_each_other(script: Callable[..., Any], blocking: str) -> None:
     """The end of a session with a process group is as any other's."""
     found = script(

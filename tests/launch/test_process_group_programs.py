@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkout import ROOT
-from variants import mostly_slow
+from variants import variants
 
 TRAINING = """
 import os, sys
@@ -157,7 +157,7 @@ dist.all_reduce(x)
 FAILURES = [("raise", 1, "exit code 1"), ("kill", 137, "killed by SIGKILL")]
 
 
-@pytest.mark.parametrize(("how", "code", "said"), mostly_slow(FAILURES, 1))
+@pytest.mark.parametrize(("how", "code", "said"), variants(FAILURES))
 def test_the_first_failure_ends_all(dtrun: Dtrun, how: str, code: int, said: str) -> None:
     with dtrun(FAILING, how) as process:
         _, err = process.communicate(timeout=50)
@@ -194,7 +194,7 @@ def test_the_stores_host_is_ended(dtrun: Dtrun) -> None:
         assert not psutil.wait_procs(others, timeout=10)[1]
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 2))
+@pytest.mark.parametrize("number", variants([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_dtrun_is_ended(dtrun: Dtrun, number: signal.Signals) -> None:
     """One node ignores what it can."""
     with dtrun(WAITING, "1") as process:

@@ -18,7 +18,7 @@ from checkout import ROOT
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from launch_kit import DIGITS, local_losses, losses
 from ray_kit import CPUS, ENVIRONMENT, cluster
-from variants import mostly_slow
+from variants import variants
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -257,7 +257,7 @@ PAGE = (ROOT / "docs" / "RAY.md").read_text()
 COMMANDS = re.findall(r"^    \$ (dtrun .*)\n    (.*)\n", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("command", "shown"), mostly_slow(COMMANDS, 1), ids=[command for command, _ in COMMANDS])
+@pytest.mark.parametrize(("command", "shown"), variants(COMMANDS), ids=[command for command, _ in COMMANDS])
 def test_the_page(runs: Runs, command: str, shown: str) -> None:
     """docs/RAY.md: its commands print what stands below them."""
     program = re.search(r"^    # train.py\n((?:    .*\n|\n)+)", PAGE, re.MULTILINE)

@@ -15,7 +15,7 @@ import pytest
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import Hosts, hosts_by_ssh, signal_to
 from launch_kit import CUT_OFF, DIGITS, ROOT, local_losses, losses
-from variants import mostly_slow
+from variants import variants
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION
 
@@ -215,13 +215,12 @@ def test_network_cut(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize(
     ("where", "victim", "seen"),
-    mostly_slow(
+    variants(
         [
             ("left", "boot.py root ", "lost 0 left\nlost 1 right\n"),
             ("right", "python.* dtrun agent", "3.0\nlost 1 right\n"),
             ("left", "ssh .* -- right ", "3.0\nlost 1 right\n"),
-        ],
-        2,
+        ]
     ),
     ids=["root", "agent", "ssh"],
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from host_kit import Hosts, hosts_by_ssh
-from variants import mostly_slow
+from variants import variants
 
 pytestmark = [pytest.mark.ssh, pytest.mark.timeout(180)]
 
@@ -55,7 +55,7 @@ dt.shutdown()
 """
 
 
-@pytest.mark.parametrize("there", mostly_slow(["something else", "nothing"], 1))
+@pytest.mark.parametrize("there", variants(["something else", "nothing"]))
 def test_modules_beside_the_script(hosts: Hosts, there: str) -> None:
     """A module's functions go by name, so the module has to be found on a host whose disk has another one, or none."""
     project = hosts.folder / there / "project"

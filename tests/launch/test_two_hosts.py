@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from two_hosts import run, why_not
-from variants import mostly_slow
+from variants import variants
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
@@ -153,7 +153,7 @@ def times(count: int) -> int:
 
 
 @pytest.mark.parametrize("backend", ["tcp", "auto"])
-@pytest.mark.parametrize("right", [(3, 4), pytest.param((2, 3), marks=pytest.mark.slow)], ids=["uneven", "even"])
+@pytest.mark.parametrize("right", variants([[3, 4], [2, 3]]), ids=["uneven", "even"])
 def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[int, int]) -> None:
     """Two nodes on the right, two or three on the left: an all_reduce moves as much as if each host were one node."""
     nodes = max(right) + 1
@@ -179,7 +179,7 @@ def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[i
 CUTS = [("right", True), ("left", False), ("left", True), ("right", False)]
 
 
-@pytest.mark.parametrize(("end", "busy"), mostly_slow(CUTS, 1))
+@pytest.mark.parametrize(("end", "busy"), variants(CUTS))
 def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
     """The node beyond it is lost; who waits for it gets an error, though no connection ends; the others go on."""
     path = tmp_path / "program.py"

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from variants import mostly_slow
+from variants import variants
 
 PROGRAM = """
 import torch, disttensor as dt
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("options", mostly_slow(["", "persistent_workers=True", "multiprocessing_context='spawn'"], 1))
+@pytest.mark.parametrize("options", variants(["", "persistent_workers=True", "multiprocessing_context='spawn'"]))
 def test_workers(options: str, script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = script(PROGRAM.replace("{body}", f"print(total(num_workers=2, {options}))"))
     assert done.stderr == ""

@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from equal import same
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 from disttensor import testing
@@ -176,7 +176,7 @@ def test_a_fetch_does_not_wait_for_the_window_of_another_node(at_window: threadi
         issuing.result(SOON)
 
 
-@pytest.mark.parametrize("busy", mostly_slow([0, 1], 1))
+@pytest.mark.parametrize("busy", variants([0, 1]))
 def test_transfers_between_nodes_wait_for_the_window(busy: int, at_window: threading.Event, tmp_path: Path) -> None:
     x = torch.ones(1, device="node:0")
     x.to("node:1")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from equal import same
 from stream_kit import held, hold, release, run_on, thread
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 
@@ -112,7 +112,7 @@ def test_every_operation_waits_if_launches_block(monkeypatch: pytest.MonkeyPatch
 WAITS = ("s.synchronize()", "y.cpu()", "s.record_event().synchronize()", "dt.synchronize(0)", "y.sum().item()")
 
 
-@pytest.mark.parametrize("wait", mostly_slow(WAITS, 1))
+@pytest.mark.parametrize("wait", variants(WAITS))
 def test_ctrl_c_ends_the_wait_for_a_stream(script: Callable[..., subprocess.CompletedProcess[str]], wait: str) -> None:
     done = script(
         f"""

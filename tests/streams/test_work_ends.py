@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from variants import mostly_slow
+from variants import variants
 
 import disttensor as dt
 from disttensor import testing
@@ -141,7 +141,7 @@ dt.shutdown()
 """
 
 
-@pytest.mark.parametrize("launcher", mostly_slow(["local", "inproc"], 1))
+@pytest.mark.parametrize("launcher", variants(["local", "inproc"]))
 def test_interrupts_at_any_moment(script: Script, launcher: str) -> None:
     done = script(INTERRUPTED.replace("LAUNCHER", repr(launcher)))
     assert (done.returncode, done.stdout) == (0, "40 of 40 0 0\n"), done.stderr[-3000:]
