@@ -56,9 +56,7 @@ class Queued:
     """What waits or is under way, as the script knows it."""
 
     commands: int  #: issued, and not sent yet
-    in_flight: (
-        int  #: commands that were sent and that a node has not reported as done. (The last one to be answered stays)
-    )
+    in_flight: int  #: commands sent that a node has not reported as done; the last that it answered is among them
     dead: int  #: tensors that the script has dropped and the nodes have not been told of
     held: int  #: tensors that graphs hold on to
     full: bool  #: a node is so far behind that what is issued for it waits (``limit("window")``)
