@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,9 @@ from .message_log import MessageLog, NodeLog, wrapped
 from .placement import Place
 from .registry import entries
 from .runtime.channel.check import check_data_channel
-from .runtime.launch.check import check_launcher
+
+if TYPE_CHECKING:
+    from .runtime.launch.check import check_launcher
 
 __all__ = [
     "MessageLog",
@@ -47,6 +49,16 @@ __all__ = [
     "stop",
     "usage",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``check_launcher``, whose modules nothing else here needs."""
+    if name == "check_launcher":
+        from .runtime.launch.check import check_launcher
+
+        return check_launcher
+    raise AttributeError(f"module 'disttensor.testing' has no attribute {name!r}")
+
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
 

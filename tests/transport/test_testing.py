@@ -312,13 +312,15 @@ before = set(sys.modules)
 print("disttensor.testing" in before)
 import disttensor.testing
 print(sorted(set(sys.modules) - before))
+from disttensor.testing import check_launcher
+print(check_launcher.__name__)
 """
 
 
 def test_who_does_not_import_it_pays_nothing(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = script(IMPORTS)
     own = [f"disttensor.{name}" for name in ("breaking", "message_log", "testing")]
-    assert done.stdout == f"False\n{own}\n", done.stderr
+    assert done.stdout == f"False\n{own}\ncheck_launcher\n", done.stderr
 
 
 @pytest.mark.usefixtures("clean")
