@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 import disttensor as dt
@@ -11,6 +14,17 @@ def bits(tensor: torch.Tensor) -> bytes:
     """A local tensor's elements as they are in memory, in order: tells -0.0 from 0.0 and one NaN from another."""
     tensor = tensor.detach().resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    """What ``run`` gives, or the kind and the first line of the RuntimeError that it raises.
+
+    For what some CPUs can't do, by torch's own choice of a kernel: there proxies have to raise what local tensors do.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        return type(error).__name__, str(error).splitlines()[0]
 
 
 def same(remote: object, local: object, strides: bool = True, path: str = "result") -> None:

@@ -89,6 +89,8 @@ class Zygote:
                 self.sock.sendmsg([struct.pack("I", len(data))], rights)
                 self.sock.sendall(data)
                 answer = _exactly(self.sock, 4)
+            # as after an exec: it leads its session, if it is to, before anybody looks
+            _exactly(self.sock, 1)
         except OSError:
             answer = b""
         if len(answer) < 4:
@@ -169,7 +171,7 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
         environ = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()}
         program = _program(argv)
         folder = os.path.abspath(os.fsdecode(cwd)) if cwd is not None else os.getcwd()
-        if program is not None and _fits(program, environ, folder):
+        if program is not None and os.path.isdir(folder) and _fits(program, environ, folder):
             with _state.lock:
                 zygote = _zygote(environ)
                 if zygote is not None:
@@ -310,7 +312,6 @@ def _serve(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
                     os._exit(0)
                 for fd in (wait, told, tell):
                     os.close(fd)
-                sock.close()
                 return request, fds
             os.write(tell, struct.pack("i", pid))
             os._exit(0)
@@ -336,8 +337,10 @@ def _place(fds: list[int], numbers: list[int]) -> None:
         os.close(fd)
 
 
-def _settle(request: dict[str, Any], fds: list[int]) -> None:
-    """Gives this fork what a new process has from its parent."""
+def _settle(request: dict[str, Any], fds: list[int], sock: socket.socket) -> None:
+    """Gives this fork what a new process has from its parent, and tells that one."""
+    asked = fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, max([*request["fds"], *fds, 2]) + 1)
+    sock.close()
     _place(fds, request["fds"])
     if request["session"]:
         os.setsid()
@@ -346,6 +349,9 @@ def _settle(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     _state.__init__()  # type: ignore[misc]
+    with contextlib.suppress(OSError):
+        os.write(asked, b"!")
+    os.close(asked)
 
 
 def _split(request: dict[str, Any]) -> socket.socket | None:
@@ -458,7 +464,7 @@ def _main(fd: int) -> None:
     sock: socket.socket | None = socket.socket(fileno=fd)
     while sock is not None:
         request, fds = _serve(sock)
-        _settle(request, fds)
+        _settle(request, fds, sock)
         arguments = request["program"]["arguments"]
         sock = None if arguments[:1] and arguments[0] in _LEAVES else _split(request)
     _signals(request)

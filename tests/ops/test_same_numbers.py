@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from equal import outcome
 
 STEPS = 50
 VOCABULARY = 11
@@ -185,8 +186,9 @@ def test_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*MODELS])
 def test_autocast(name: str) -> None:
-    expected = losses(MODELS[name], "cpu", amp=True)
-    assert losses(MODELS[name], "node:1", amp=True) == expected
+    # torch's own LSTM raises under autocast where the CPU has no AVX-512
+    expected = outcome(lambda: losses(MODELS[name], "cpu", amp=True))
+    assert outcome(lambda: losses(MODELS[name], "node:1", amp=True)) == expected
     assert expected != losses(MODELS[name], "cpu")
 
 
