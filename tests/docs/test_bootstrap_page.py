@@ -54,8 +54,10 @@ def printed(*processes: subprocess.Popen[str]) -> list[str]:
 
 
 def test_one_script(home: Path) -> None:
-    (home / "script.py").write_text(PROGRAM.replace("RANK", "int(__import__('sys').argv[1])"))
-    assert printed(*(start(home, f"script.py {rank}") for rank in (1, 2, 0))) == ["the sum is 12.0"]
+    """Of which the nodes run nothing after the call."""
+    script = PROGRAM.replace("RANK", "int(__import__('sys').argv[1])")
+    (home / "script.py").write_text(f"{script}\nprint('the end')\n")
+    assert printed(*(start(home, f"script.py {rank}") for rank in (1, 2, 0))) == ["the sum is 12.0", "the end"]
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def test_on_a_laptop(shell: Shell, command: str, shown: str) -> None:
     assert shell.run(command) == f"{shown}\n"
 
 
+@pytest.mark.slow  # as test_bootstrap_page.py::test_dtrun_on_every_host
 def test_on_every_machine(shell: Shell) -> None:
     ((command, shown),) = SHOWN[2:]
     port = str(free_port())
@@ -70,6 +71,7 @@ def test_on_every_machine(shell: Shell) -> None:
     assert (shell.folder / ".config/disttensor/secret").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow  # as test_bootstrap_page.py::test_later
 def test_machines_that_come_later(shell: Shell) -> None:
     first, later = LATER
     (shell.folder / "hello.py").write_text(PROGRAM.replace("x =", "dt.wait_for_nodes(2)\nx ="))

@@ -391,19 +391,26 @@ for k in range(3):
         assert torch.full((2,), k, device="node:1").sum().item() == 2 * k
         seen.append(dt.run(os.getppid, node=[0, 1]))
         pids = dt.run(os.getpid, node=[0, 1])
+        dt.run(print, "hello", node=1)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 print("one server:", len(set(map(tuple, seen))) == 1, flush=True)
 """
 
 
-@pytest.mark.parametrize("options", variants([["--launcher", "nearby", "--hosts", "a,b"], []]), ids=["root", "local"])
+@pytest.mark.parametrize("options", variants([["--launcher", "nearby", "--hosts", "a:1,b"], []]), ids=["root", "local"])
 def test_sessions_of_one_script_share_what_dtrun_has_started(tmp_path: Path, options: list[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(AGAIN)
     done = subprocess.run(
-        [sys.executable, "-m", "dtrun", *options, str(script)], capture_output=True, text=True, timeout=50
+        [sys.executable, "-m", "dtrun", *options, "--log-dir", "logs", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=tmp_path,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "one server: True\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["[node 1] hello"] * 3 + ["one server: True"]
+    assert (tmp_path / "logs/1/stdout.log").read_text() == "hello\n" * 3
 
 
 @pytest.mark.cold

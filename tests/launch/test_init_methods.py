@@ -18,19 +18,6 @@ from ports import free_port
 
 import disttensor as dt
 
-PROGRAM = """
-import os, sys
-import torch
-import disttensor as dt
-
-with dt.init_master_worker(**eval(sys.argv[1])):
-    x = torch.arange(4.0, device="node:0")
-    y = x.to(f"node:{dt.node_count() - 1}") * 2
-    print("sum", y.sum().item(), "of", dt.node_count())
-    dt.run(lambda: print("I am a node"), node=dt.node_count() - 1)
-print("the end of rank", os.environ.get("RANK", "?"))
-"""
-
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -83,21 +70,6 @@ def ended(process: subprocess.Popen[str]) -> str:
     out, err = process.communicate(timeout=50)
     assert process.returncode == 0, err
     return out
-
-
-# ---- one script for all ----------------------------------------------------------------------------------------------
-
-
-def test_nodes_do_not_run_the_script_any_further(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    processes = []
-    for rank in (1, 0):
-        given = {"init_method": f"file://{tmp_path}/job", "rank": rank, "world_size": 2}
-        processes.append(start("program.py", repr(given), RANK=str(rank)))
-    node, master = map(ended, processes)
-    assert node == ""
-    assert sorted(master.splitlines()) == ["[node 0] I am a node", "sum 12.0 of 1", "the end of rank 0"]
-    assert not (tmp_path / "job").exists()
 
 
 # ---- workers by hand -------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ MISTAKES = [
 def test_a_mistake_is_found(
     mistaken: type[LocalLauncher], check: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(check_ends, "STOP", 3.0)
+    monkeypatch.setattr(check_ends, "STOP", 1.5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConformanceError, match=f"^{check}: .*{says}") as caught:
         run_check(check, lambda entry: mistaken(entry, PRELOAD))
