@@ -133,12 +133,6 @@ class Hosts:
             lambda: self.run("pgrep", "^dt-node", host=host).returncode == 1, within, f"a node on {host} goes on"
         )
 
-    def nobody_sees(self, secrets: Path) -> None:
-        """Raises AssertionError if others on a host can read one of these secrets, one a line (launch_kit.py's SPY)."""
-        for host in ADDRESSES:
-            scan = self.run("python", "-m", "launch_kit", str(secrets), host=host)
-            assert (scan.returncode, scan.stdout) == (0, ""), (host, scan)
-
     def wait_until(self, true: Callable[[], bool], within: float, what: str) -> None:
         """Raises RuntimeError with ``what`` went wrong, and what runs, when it takes longer than so many seconds."""
         deadline = time.monotonic() + within

@@ -151,6 +151,7 @@ def test_a_network_that_is_cut(hosts: Hosts) -> None:
             hosts.run("ip", "link", "set", "eth0", "up", host="right")
 
 
+@pytest.mark.slow
 def test_digits_by_dtrun_on_both_hosts(hosts: Hosts) -> None:
     def dtrun(rank: int) -> tuple[str, ...]:
         where = ("--node-rank", str(rank), "--master-addr", "left", "--master-port", "29500")

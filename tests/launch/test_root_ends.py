@@ -10,7 +10,7 @@ import pytest
 from processes import alive_after
 from test_launch import collect
 from test_root import Tree, asked, tree
-from variants import mostly_slow
+from variants import variants
 
 from disttensor.runtime.errors import StartError
 from disttensor.runtime.launch import Exited
@@ -49,7 +49,7 @@ def test_root_terminated(tree: Tree) -> None:
     assert alive_after(5, levels.all) == []
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGTERM], 1))
+@pytest.mark.parametrize("number", variants([signal.SIGKILL, signal.SIGTERM]))
 def test_agent_killed(tree: Tree, number: int) -> None:
     launcher = tree(2, 2)
     levels = Levels(launcher)
