@@ -97,7 +97,9 @@ class MpiLauncher(Launcher):
         self.listen = self._crew.world.ways_out() or (LOOPBACK,)
         self._running: set[int] = set()
         self._events: list[Started | Exited] = []
-        self._epoll = select.epoll()  #: of the nodes' processes
+        self._epoll = select.epoll()  #: of the nodes' processes, and of the bell
+        self._bell = os.eventfd(0)  #: rings for what no process tells
+        self._epoll.register(self._bell, select.EPOLLIN)
         self._pidfds: dict[int, int] = {}  #: descriptor -> rank
 
     def __repr__(self) -> str:
@@ -129,6 +131,7 @@ class MpiLauncher(Launcher):
             )
             self._crew.order(bundle.rank, msgspec.json.encode(changed))
             self._events.append(Started(bundle.rank, card.pid, card.host))
+        os.eventfd_write(self._bell, 1)
 
     def _watch(self, rank: int, pid: int) -> None:
         try:
@@ -144,6 +147,9 @@ class MpiLauncher(Launcher):
     def events(self) -> list[Started | Exited]:
         self._check_pid()
         for pidfd, _ in [] if self._epoll.closed else self._epoll.poll(0):
+            if pidfd == self._bell:
+                os.eventfd_read(self._bell)
+                continue
             rank = self._pidfds.pop(pidfd)
             os.close(pidfd)  # and epoll forgets it
             card = self._crew.world.cards[rank + 1]
@@ -159,8 +165,8 @@ class MpiLauncher(Launcher):
     def stop(self, grace: float) -> None:
         if os.getpid() != self._crew.pid or self._epoll.closed:
             return
-        for pidfd in self._pidfds:
-            os.close(pidfd)
+        for fd in (*self._pidfds, self._bell):
+            os.close(fd)
         self._epoll.close()
         self._crew.gather(self._running, grace)  # one that is stuck ends with this process: see `leave`
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stub_workers import LIGHT
 
-from disttensor.runtime.launch import Launcher, get_launcher
+from disttensor.runtime.launch import Launcher, get_launcher, registry
 from disttensor.runtime.launch.check import CHECKS, Make, run_check
 from disttensor.runtime.launch.join import JoinLauncher
 from disttensor.runtime.launch.local import LocalLauncher
@@ -81,9 +81,8 @@ UNDER_DTRUN = [name for name in CHECKS if name not in BESIDE_DTRUN]
 
 
 def served(entry: str) -> Launcher:
-    """What dtrun has started for this script."""
-    plan = plan_of_dtrun()
-    assert plan is not None
+    """What dtrun, or mpiexec, has started for this script."""
+    plan = plan_of_dtrun() or Plan(registry.automatic)
     launcher = get_launcher(plan.launcher).of(plan)
     launcher.entry = entry  # type: ignore[attr-defined]
     return launcher

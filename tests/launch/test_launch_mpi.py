@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from contract_kit import CONTRACT, results
 from mpi_kit import KINDS, Mpi, dedented
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
@@ -65,6 +66,13 @@ def test_a_script(mpi: Mpi) -> None:
         "again 1 True",
     ]
     assert sorted(set(lines) - set(ours)) == ["[node 1] and a child", "[node 1] good morning"]
+
+
+def test_contract(mpi: Mpi) -> None:
+    """Of ``check_launcher`` what there is without processes that a launcher starts, and ends one by one."""
+    done = mpi.run(Path(CONTRACT).read_text(), "real_worker")
+    assert done.returncode == 0, done.stderr
+    assert results(done.stdout) == {"real_worker": ""}
 
 
 @pytest.mark.parametrize(
