@@ -14,7 +14,7 @@ MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
 
-.PHONY: demo dev check unit test slow gpu netns mpi slurm ssh ray bench clean
+.PHONY: demo dev check unit test slow gpu mutants netns mpi slurm ssh ray bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -49,6 +49,9 @@ slow: dev
 # All that needs a CUDA device.
 gpu: dev
 	tools/ci/gpu.sh $(BIN)/python
+
+mutants: dev
+	$(BIN)/python tools/ci/mutants.py
 
 netns: dev
 	tools/ci/netns.sh $(BIN)/pytest

@@ -1,0 +1,149 @@
+"""tools/ci/mutants.py on a small tree: what it takes for a proof, and what not."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from processes import alive_after
+
+TOOL = ROOT / "tools" / "ci" / "mutants.py"
+FILE = "disttensor/__init__.py"
+PRODUCT = """\
+import os
+
+def half(n):
+    if n % 2:
+        raise ValueError("odd")
+    return n // 2
+"""
+TESTS = """\
+import os
+import subprocess
+
+import disttensor
+import pytest
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_odd(n):
+    if n % 2:
+        with pytest.raises(ValueError):
+            disttensor.half(n)
+
+def test_half():
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with open(os.environ["LEFT"], "a") as file:
+        print(left.pid, file=file)
+    assert disttensor.half(4) == 2
+
+@pytest.fixture
+def checked():
+    yield
+    assert disttensor.half(4) == 2
+
+def test_teardown(checked):
+    pass
+
+@pytest.fixture
+def needed():
+    return 1 // (disttensor.half(4) - 1)
+
+def test_setup(needed):
+    pass
+
+def test_false():
+    assert False
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A product, its tests, and no patch yet. Nothing of it is committed."""
+    for name, text in {FILE: PRODUCT, "dtrun.py": "", "setup.cfg": "", "tests/test_half.py": TESTS}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests" / "mutants").mkdir()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "tools" / "ci").mkdir(parents=True)
+    (tmp_path / "tools" / "ci" / "mutants.py").write_text(TOOL.read_text())
+    return tmp_path
+
+
+def put(tree: Path, name: str, old: str, new: str, *red: str, product: str = PRODUCT, file: str = FILE) -> None:
+    """A patch that puts ``new`` in the place of ``old``."""
+    before, after = (text.splitlines(True) for text in (product, product.replace(old, new)))
+    diff = difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")
+    said = ["What: it is broken\n", *(f"Red: tests/test_half.py::{test}\n" for test in red)]
+    text = "".join([*said, f"diff --git a/{file} b/{file}\n", *diff])
+    (tree / "tests" / "mutants" / f"{name}.patch").write_text(text)
+
+
+def mutants(tree: Path, *arguments: str) -> tuple[int, str]:
+    """The exit code of the tool, and what it prints."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LEFT": str(tree / "left")}
+    command = [sys.executable, str(tree / "tools" / "ci" / "mutants.py"), *arguments]
+    said = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    return said.returncode, said.stdout + said.stderr
+
+
+def test_what_is_noticed(tree: Path) -> None:
+    put(tree, "guard", "if n % 2:", "if False:", "test_odd")
+    put(tree, "result", "n // 2", "n // 2 + 1", "test_half", "test_teardown")
+    code, said = mutants(tree)
+    assert code == 0, said
+    assert "killed  guard  (1 of 1 red" in said
+    assert "killed  result  (2 of 2 red" in said
+    assert "2 killed, 0 survived, 0 errors" in said
+    assert (tree / FILE).read_text() == PRODUCT
+    left = (tree / "left").read_text().split()
+    assert len(left) == 2
+    assert not alive_after(2.0, map(int, left))
+
+
+@pytest.mark.slow
+def test_what_is_not(tree: Path) -> None:
+    put(tree, "survivor", "if n % 2:", "if False:", "test_odd", "test_half")
+    put(tree, "stale", "if n % 2:", "if False:", "test_odd", product=PRODUCT.replace('"odd"', '"even"'))
+    put(tree, "grammar", "if n % 2:", "if n % 2", "test_odd")
+    put(tree, "import", "import os", "import nothing_of_this_name", "test_odd")
+    put(tree, "name", "n // 2", "nobody // 2", "test_half")
+    put(tree, "fixture", "n // 2", "n // 4", "test_setup")
+    put(tree, "good", "n // 2", "n", "test_half")
+    code, said = mutants(tree)
+    assert code == 1
+    lines = said.splitlines()
+    assert any(line.startswith("SURVIVED  survivor  (1 of 2 red") and line.endswith("::test_half") for line in lines)
+    assert any(line.startswith("DOES NOT APPLY  stale") for line in lines)
+    for name in ("grammar", "import", "name", "fixture"):
+        assert any(line.startswith(f"NO PROOF  {name}  ") for line in lines), said
+    assert any(line.startswith("killed  good") for line in lines), "what came before is undone"
+    assert "1 killed, 1 survived, 5 errors" in said
+
+
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [("test_false", "RED WITHOUT ANY MUTANT  tests/test_half.py::test_false"), ("test_gone", "not found")],
+)
+def test_what_is_named_has_to_be_green(tree: Path, test: str, why: str) -> None:
+    put(tree, "guard", "if n % 2:", "if False:", "test_odd", test)
+    code, said = mutants(tree)
+    assert code == 1
+    assert why in said
+    assert "killed" not in said
+
+
+def test_patches_have_a_form(tree: Path) -> None:
+    put(tree, "tests", "assert False", "assert True", "test_false", product=TESTS, file="tests/test_half.py")
+    assert "tests/test_half.py is not of the product" in mutants(tree)[1]
+    put(tree, "tests", "n // 2", "n")
+    code, said = mutants(tree, "--list")
+    assert code == 2
+    assert 'tests.patch: it needs one line "What: ...", lines "Red: ..." and a diff by git' in said
+    put(tree, "tests", "n // 2", "n", "test_half")
+    assert mutants(tree, "--list") == (0, "tests: it is broken\n    tests/test_half.py::test_half\n")
+    assert "there is no mutant gone" in mutants(tree, "gone")[1]

@@ -1,0 +1,266 @@
+"""python tools/ci/mutants.py [NAME...] [--list]
+
+Breaks the product in a copy of this tree, one patch of tests/mutants/ after the other, and expects the tests to notice.
+
+A patch says above its diff what it breaks ("What: the barrier returns at once") and which tests find it, a line for
+each ("Red: tests/unit/test_codec.py::test_bounds"). Each of them must be green without the patch and must fail with it:
+one that stays green makes the patch a survivor. A test that is named without its parameters fails if any of its
+variants does. The exit code is 0 if all patches were noticed.
+
+An error that is not the test's own is no proof, and is listed as such: a patch that does not apply, a module that can't
+be imported, a fixture that fails by anything but an assertion, a run that ends without a report. A hang counts where
+pytest-timeout made it a failure. tests/mutants/README.md says how to add a patch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Where patches lie, in the tree.
+PATCHES = Path("tests", "mutants")
+#: What a patch may change.
+PRODUCT = re.compile(r"(disttensor/(?!runtime/)|runtime/|dtrun\.py$)")
+#: Seconds that a test may take, unless it says otherwise itself: many a broken program hangs.
+HANG = 30
+#: Seconds for the tests of one mutant, and for all tests together without any.
+LIMIT, LIMIT_OF_ALL = 180, 1800
+#: Errors of a program that is no program any more.
+NO_PROGRAM = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError", "UnboundLocalError")
+#: What a fixture raises that found something, in junit's words for it.
+FOUND = re.compile(r'failed on (setup|teardown) with "(AssertionError|assert |Failed:)')
+
+
+class NoProofError(Exception):
+    """A run says nothing about the tests."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A patch, what it breaks, the tests that find it, and the files that it changes."""
+
+    name: str
+    patch: Path
+    what: str
+    red: tuple[str, ...]
+    files: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Mutant:
+        """Raises ValueError for a file that is no such patch."""
+        header, _, diff = path.read_text().partition("diff --git ")
+        said: dict[str, list[str]] = {"What": [], "Red": []}
+        for line in filter(None, header.splitlines()):
+            key, colon, value = line.partition(": ")
+            if not colon or key not in said:
+                raise ValueError(
+                    f'{path.name}: above the diff there are lines "What: ..." and "Red: ...", not {line!r}'
+                )
+            said[key].append(value.strip())
+        files = tuple(re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE))
+        if len(said["What"]) != 1 or not said["Red"] or not files:
+            raise ValueError(f'{path.name}: it needs one line "What: ...", lines "Red: ..." and a diff by git')
+        for file in files:
+            if not PRODUCT.match(file):
+                raise ValueError(f"{path.name}: {file} is not of the product")
+        for test in said["Red"]:
+            if "::" not in test:
+                raise ValueError(f"{path.name}: {test} is no test's id")
+        return cls(path.stem, path, said["What"][0], tuple(said["Red"]), files)
+
+
+class Copy:
+    """A copy of a tree, with what is not committed."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.path = folder / "tree"
+        self._report = folder / "report.xml"
+        self._log = folder / "log"
+        self._env = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTEST_"))}
+        # caches that the first run writes stay valid, for files get their old times back
+        self._env.update(PYTHONPATH=str(self.path), GIT_CEILING_DIRECTORIES=str(folder))
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.check_output(listing, cwd=root, text=True).split("\0"):
+            if name and os.path.lexists(root / name):
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, self.path / name, follow_symlinks=False)
+
+    def check_imports(self) -> None:
+        """Raises NoProofError unless programs import the copy: another tree may be installed."""
+        program = "import disttensor, dtrun; print(disttensor.__file__, dtrun.__file__, sep='\\n')"
+        said = subprocess.run(
+            [sys.executable, "-c", program], cwd=self.path.parent, env=self._env, capture_output=True, text=True
+        )
+        if said.returncode or any(not Path(file).is_relative_to(self.path) for file in said.stdout.split()):
+            raise NoProofError(f"the copy in {self.path} is not what is imported: {said.stdout}{said.stderr}")
+
+    @contextlib.contextmanager
+    def broken_by(self, mutant: Mutant) -> Iterator[None]:
+        """While it lasts, the patch is applied. Raises ValueError if it does not apply as it is."""
+        files = [self.path / name for name in mutant.files]
+        if missing := [file.name for file in files if not file.exists()]:
+            raise ValueError(f"there is no {', '.join(missing)}")
+        before = [(file, file.read_bytes(), file.stat()) for file in files]
+        applied = subprocess.run(
+            ["git", "apply", str(mutant.patch)], cwd=self.path, env=self._env, capture_output=True, text=True
+        )
+        if applied.returncode:
+            raise ValueError(applied.stderr.strip())
+        try:
+            for file, text, _ in before:
+                if file.read_bytes() == text:
+                    raise ValueError(f"{file.name} stays as it was")
+            yield
+        finally:
+            for file, text, status in before:
+                file.write_bytes(text)
+                os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def run(self, tests: Sequence[str], limit: float, caches: bool = False) -> dict[str, bool]:
+        """Runs tests: whether each was red, by its id. Raises NoProofError."""
+        self._report.unlink(missing_ok=True)
+        options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "--tb=short", f"--timeout={HANG}"]
+        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={self._report}", *tests]
+        env = self._env if caches else {**self._env, "PYTHONDONTWRITEBYTECODE": "1"}
+        with open(self._log, "w") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.path,
+                env=env,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                raise NoProofError(f"the run did not end within {limit} s\n{self._tail()}") from None
+            finally:
+                self._end(process)
+        if code not in (0, 1) or not self._report.exists():
+            raise NoProofError(f"pytest ended with code {code}\n{self._tail()}")
+        cases = [
+            (f"{case.get('file')}::{case.get('name')}", case)
+            for case in ElementTree.parse(self._report).iter("testcase")
+        ]
+        found = {}
+        for test in tests:
+            variants = [case for id, case in cases if id == test or id.startswith(f"{test}[")]
+            if not variants:
+                raise NoProofError(f"{test} is not run\n{self._tail()}")
+            found[test] = any([_red(test, case) for case in variants])
+        return found
+
+    def _tail(self) -> str:
+        return "\n".join(f"    {line}" for line in self._log.read_text(errors="replace").splitlines()[-15:])
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Kills what a run has left, in sessions of its own too: all that knows the copy."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.fsencode(self.path) in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _red(test: str, case: ElementTree.Element) -> bool:
+    """Whether a test has failed. Raises NoProofError if something else has."""
+    red = False
+    for kind in ("skipped", "failure", "error"):
+        for found in case.iter(kind):
+            message = found.get("message", "")
+            if kind == "skipped" or message.startswith(NO_PROGRAM) or (kind == "error" and not FOUND.match(message)):
+                raise NoProofError(f"{test}: {kind}: {message[:500]}")
+            red = True
+    return red
+
+
+def check_green(copy: Copy, mutants: Sequence[Mutant]) -> bool:
+    """Whether all that mutants name is green without any of them."""
+    began = time.monotonic()
+    tests = sorted({test for mutant in mutants for test in mutant.red})
+    try:
+        copy.check_imports()
+        red = [test for test, is_red in copy.run(tests, LIMIT_OF_ALL, caches=True).items() if is_red]
+    except NoProofError as error:
+        print(f"without any mutant: {error}")
+        return False
+    for test in red:
+        print(f"RED WITHOUT ANY MUTANT  {test}")
+    print(
+        f"without any mutant: {len(tests) - len(red)} of {len(tests)} tests are green, {time.monotonic() - began:.0f} s"
+    )
+    return not red
+
+
+def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
+    """(verdict, details) of a mutant; the verdict of one that was noticed is "killed"."""
+    began = time.monotonic()
+    try:
+        with copy.broken_by(mutant):
+            red = copy.run(mutant.red, LIMIT)
+    except ValueError as error:
+        return "DOES NOT APPLY", str(error)
+    except NoProofError as error:
+        return "NO PROOF", str(error)
+    green = [test for test, is_red in red.items() if not is_red]
+    count = f"({len(red) - len(green)} of {len(red)} red, {time.monotonic() - began:.1f} s)"
+    return ("SURVIVED", f"{count} {mutant.what}; green: {', '.join(green)}") if green else ("killed", count)
+
+
+def read_all(root: Path, names: Sequence[str]) -> list[Mutant]:
+    """The mutants of these names, or all. Raises ValueError."""
+    paths = {path.stem: path for path in sorted((root / PATCHES).glob("*.patch"))}
+    if unknown := [name for name in names if name not in paths]:
+        raise ValueError(f"there is no mutant {', '.join(unknown)}; see --list")
+    return [Mutant.read(paths[name]) for name in names or paths]
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """The exit code: 0 if all mutants were noticed."""
+    parser = argparse.ArgumentParser(description="Breaks the product, and expects the tests to notice.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of patches, without .patch; default: all")
+    parser.add_argument("--list", action="store_true", help="only says what there is")
+    options = parser.parse_args(argv)
+    try:
+        mutants = read_all(root, options.names)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.name}: {mutant.what}", *mutant.red, sep="\n    ")
+        return 0
+    began, verdicts = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(root, Path(folder))
+        if not check_green(copy, mutants):
+            return 1
+        for mutant in mutants:
+            verdict, details = judge(copy, mutant)
+            verdicts.append(verdict)
+            print(f"{verdict}  {mutant.name}  {details}", flush=True)
+    killed = verdicts.count("killed")
+    survived = verdicts.count("SURVIVED")
+    errors = len(verdicts) - killed - survived
+    print(f"{killed} killed, {survived} survived, {errors} errors, {time.monotonic() - began:.0f} s")
+    return 0 if killed == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
