@@ -89,6 +89,19 @@ def test_in_place_strided_and_of_many_kinds_in_turn(ranks):
     assert operations(ranks) == [5] * N
 
 
+def test_a_barrier_waits_for_all(ranks):
+    entered = [0] * N
+
+    def call(wire):
+        for count in range(1, 20):
+            entered[wire.me] = count
+            C.barrier(wire)
+            assert min(entered) >= count, "this rank has returned before another one came"
+
+    ranks.results(call)
+    assert operations(ranks) == [19] * N
+
+
 def test_groups_have_their_own(ranks):
     for members in ([0, 2], [2, 0], [1, 2], [0, 1, 2]):
         for x in ranks.results(lambda wire: _summed(wire), members=members):

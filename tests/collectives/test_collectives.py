@@ -248,6 +248,18 @@ def test_all_to_all_and_shifts(ranks):
         assert square[:, 0].tolist() == list(range(n))
 
 
+def test_a_barrier_waits_for_all(ranks):
+    entered = [0] * ranks.size
+
+    def call(wire):
+        for count in range(1, 20):
+            entered[wire.me] = count
+            C.barrier(wire)
+            assert min(entered) >= count, "this rank has returned before another one came"
+
+    ranks.results(call)
+
+
 def test_strides_scalars_and_views():
     """What is not plain memory is staged, and nothing beside it is written."""
     ranks = Ranks("inproc", 3)
