@@ -100,6 +100,33 @@ def test_a_wrong_first_word_fails_the_node(reply: c.Reply, wire: Wire) -> None:
     assert not wire.link.hellos
 
 
+@pytest.mark.parametrize("done", [-1, 1, 1 << 40])
+def test_a_node_cannot_have_done_what_it_was_not_sent(done: int, wire: Wire) -> None:
+    """Its window would open, and lines of what may still fail would be forgotten."""
+    wire.say(HELLO)
+    wire.spoke.send(codec.encode(c.Report(done, ())))
+    wire.link.drain()
+    assert f"broke the protocol: node 0 reports {done} of 0 commands" in str(wire.link.outboxes[0].lost)
+    assert wire.link.outboxes[0].done == 0
+
+
+def test_a_node_cannot_answer_for_another() -> None:
+    hub = InprocHub(2)
+    link = Link(hub, 2, None, lambda error: None)
+    spokes = [hub.spoke(rank) for rank in range(2)]
+    for spoke in spokes:
+        spoke.send(codec.encode(c.Report(0, (HELLO,))))
+    link.drain()
+    request = link.request(0, c.Answer)
+    for rank, value in ((1, "false"), (0, "true")):
+        spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, value),))))
+    assert link.wait(request, 20) == c.Answer(request.id, "true")
+    assert "broke the protocol: node 1 answers a request to node 0" in str(link.outboxes[1].lost)
+    link.close()
+    for spoke in spokes:
+        spoke.close()
+
+
 def test_what_a_failed_node_still_says_is_dropped(wire: Wire) -> None:
     wire.say(HELLO)
     wire.say(HELLO)
