@@ -93,5 +93,6 @@ class Acts:
 
     @staticmethod
     def draw(lifeline: int) -> int:
-        print("drew", random.random())
+        source = sys.modules.get("numpy.random", random)
+        print("drew by", source.__name__, source.random())
         return 0

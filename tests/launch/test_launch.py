@@ -159,11 +159,16 @@ def test_workers_hold_nothing_of_others(launch: Launch, capfd: pytest.CaptureFix
     assert [os.readlink(f"/proc/{pid}/fd/0") for pid in pids] == ["/dev/null"] * 3
 
 
-def test_siblings_draw_other_numbers(launch: Launch) -> None:
-    launcher, _ = launch()
-    launcher.start(bundles("draw", "draw"))
-    drawn = {e.tail[0] for e in collect(launcher, 4) if isinstance(e, Exited)}
+@pytest.mark.parametrize("source", ["random", "numpy.random"])
+def test_siblings_draw_other_numbers(source: str) -> None:
+    launcher = LocalLauncher("stub_workers:act", (*STUBS, source))
+    try:
+        launcher.start(bundles("draw", "draw"))
+        drawn = {e.tail[0] for e in collect(launcher, 4) if isinstance(e, Exited)}
+    finally:
+        launcher.stop(0)
     assert len(drawn) == 2
+    assert all(text.startswith(f"drew by {source} ") for text in drawn)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

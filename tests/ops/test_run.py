@@ -16,7 +16,7 @@ import torch
 from equal import same
 
 import disttensor as dt
-from disttensor import testing
+from disttensor import remote, testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -256,6 +256,13 @@ def test_what_cannot_be_sent() -> None:
         dt.run(lambda lock: 1, threading.Lock(), node=1)
     with pytest.raises(ValueError, match="node 7"):
         dt.run(scaled, 1, node=7)
+
+
+def test_what_is_too_long_is_refused_at_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_PICKLE", 1 << 20)
+    with pytest.raises(ValueError, match="exceed 1 MiB when pickled; pass them as tensors"):
+        dt.run(len, bytes(1 << 20), node=1)
+    assert dt.run(len, bytes(1 << 19), node=1) == 1 << 19
 
 
 _made: list[weakref.ref[Any]] = []

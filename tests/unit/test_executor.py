@@ -14,7 +14,7 @@ import pytest
 import torch
 from limits import HANG
 
-from disttensor.runtime import codec
+from disttensor.runtime import codec, functions
 from disttensor.runtime import command as c
 from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Transfer
@@ -424,6 +424,13 @@ def test_functions_may_be_refused() -> None:
     assert not node.executor.functions._whole
     node.channel.close()
     node.master.close()
+
+
+def test_pieces_of_a_function_have_a_limit(ready: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "MAX_PICKLE", 100)
+    ready.do(c.Piece(b"key", bytes(60), False))
+    assert "exceed" in ready.failed(c.Piece(b"key", bytes(60), False)).message
+    assert not ready.executor.functions._pieces, "what came of it is dropped"
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01", b"\xc7\x00\x01", b"\xd4\x02\xff", b"\xd4\x09\x01"])

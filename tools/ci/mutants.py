@@ -162,7 +162,7 @@ class Copy:
             variants = [case for id, case in cases if id == test or id.startswith(f"{test}[")]
             if not variants:
                 raise NoProofError(f"{test} is not run\n{self._tail()}")
-            found[test] = any([_red(test, case) for case in variants])
+            found[test] = _red(test, variants)
         return found
 
     def _tail(self) -> str:
@@ -179,16 +179,19 @@ class Copy:
                     os.kill(int(folder.name), signal.SIGKILL)
 
 
-def _red(test: str, case: ElementTree.Element) -> bool:
-    """Whether a test has failed. Raises NoProofError if something else has."""
-    red = False
-    for kind in ("skipped", "failure", "error"):
-        for found in case.iter(kind):
-            message = found.get("message", "")
-            if kind == "skipped" or message.startswith(NO_PROGRAM) or (kind == "error" and not FOUND.match(message)):
-                raise NoProofError(f"{test}: {kind}: {message[:500]}")
-            red = True
-    return red
+def _red(test: str, variants: Sequence[ElementTree.Element]) -> bool:
+    """Whether one of a test's variants has failed. Raises NoProofError if nothing but something else has."""
+    said = [
+        (kind, e.get("message", "")) for v in variants for kind in ("skipped", "error", "failure") for e in v.iter(kind)
+    ]
+    for kind, message in said:
+        if kind == "failure" and not message.startswith(NO_PROGRAM):
+            return True
+        if kind == "error" and FOUND.match(message):
+            return True
+    if said:
+        raise NoProofError(f"{test}: {said[0][0]}: {said[0][1][:500]}")
+    return False
 
 
 def check_green(copy: Copy, mutants: Sequence[Mutant]) -> bool:
