@@ -101,6 +101,27 @@ def test_events_order_writes_in_place() -> None:
     same(x, torch.full((4,), 3.5))
 
 
+def test_events_order_a_write_and_what_reads_the_same_memory() -> None:
+    """Nothing else does: what is read is there already, and a view is another tensor than what it is of."""
+    s, t = dt.Stream(0), dt.Stream(0)
+    x = torch.ones(4, device="node:0")
+    part = x[:2]
+    part.add_(1)  # from now on it is there
+    with busy(s) as let_go:
+        with dt.stream(s):
+            twice = x * 2
+            part.mul_(3)
+        dt.default_stream(0).wait_event(s.record_event())
+        x.add_(1)
+        t.wait_stream(dt.default_stream(0))
+        with dt.stream(t):
+            part.mul_(10)
+            seen = x + 0
+        let_go()
+    same(twice, torch.tensor([4.0, 4.0, 2.0, 2.0]))
+    same(seen, torch.tensor([70.0, 70.0, 2.0, 2.0]))
+
+
 def test_events_between_nodes_cost_no_round_trip() -> None:
     s, t = dt.Stream(0), dt.Stream(1)
     x = torch.ones(3, device="node:1")
