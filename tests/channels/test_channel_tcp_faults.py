@@ -16,7 +16,7 @@ from test_channel_tcp import KEY, channel, connected, nothing_left  # noqa: F401
 
 from disttensor.runtime.channel import PeerInfo
 from disttensor.runtime.channel.frame import DATA, SIZE, Frame, Opener, Sealer
-from disttensor.runtime.channel.handshake import HELLO, NONCE
+from disttensor.runtime.channel.handshake import HELLO, NONCE, WELCOME, Hello, answer, call
 from disttensor.runtime.channel.tcp import TcpChannel
 from disttensor.runtime.errors import BrokenError, ProtocolError
 
@@ -200,6 +200,29 @@ def test_strangers_get_a_nonce_and_no_more(said, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     for one in (master, a, b):
         one.close()
+
+
+class Acceptor:
+    """A socket to one whose answers come byte by byte."""
+
+    def __init__(self) -> None:
+        self.nonce = self.coming = os.urandom(NONCE)
+
+    def recv(self, n: int) -> bytes:
+        piece, self.coming = self.coming[:1], self.coming[1:]
+        return piece
+
+    def sendall(self, data: bytes) -> None:
+        hello = Hello.parse(data)
+        assert hello is not None
+        secrets = answer(hello, self.nonce, "job", 1, KEY)
+        assert secrets is not None
+        self.coming = secrets.verdict(WELCOME)
+
+
+def test_a_handshake_in_pieces():
+    verdict, _ = call(Acceptor(), KEY, "job", 0, 1)
+    assert verdict == WELCOME
 
 
 def test_silent_strangers():
