@@ -258,6 +258,15 @@ def test_never_every_interface(host):
         TcpChannel(ChannelContext(0, "a job", host))
 
 
+def test_it_listens_nowhere_else():
+    one = channel(0)
+    port = int(one.address().rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port), timeout=20).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=20)
+    one.close()
+
+
 class TestPool:
     def test_memory_is_reused_when_the_last_view_is_gone(self):
         pool = WarmPool()

@@ -333,6 +333,12 @@ def test_every_interface_is_never_meant(host):
         transport.ZmqHub(host, server_keys=curve_pair(), node_keys={})
 
 
+def test_the_hub_listens_nowhere_else(net):
+    connect(net.hub.address).close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(net.hub.address.replace("127.0.0.1", "127.0.0.2"))
+
+
 def test_bad_keys_are_named():
     key = curve_pair()[0]
     with pytest.raises(ValueError, match="nodes 0 and 1 have the same"):

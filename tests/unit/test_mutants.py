@@ -41,6 +41,10 @@ def test_half():
         print(left.pid, file=file)
     assert disttensor.half(4) == 2
 
+class TestInAClass:
+    def test_quarter(self):
+        assert disttensor.half(disttensor.half(4)) == 1
+
 @pytest.fixture
 def checked():
     yield
@@ -93,11 +97,11 @@ def mutants(tree: Path, *arguments: str) -> tuple[int, str]:
 
 def test_what_is_noticed(tree: Path) -> None:
     put(tree, "guard", "if n % 2:", "if False:", "test_odd")
-    put(tree, "result", "n // 2", "n // 2 + 1", "test_half", "test_teardown")
+    put(tree, "result", "n // 2", "n // 2 + 1", "test_half", "test_teardown", "TestInAClass::test_quarter")
     code, said = mutants(tree)
     assert code == 0, said
     assert "killed  guard  (1 of 1 red" in said
-    assert "killed  result  (2 of 2 red" in said
+    assert "killed  result  (3 of 3 red" in said
     assert "2 killed, 0 survived, 0 errors" in said
     assert (tree / FILE).read_text() == PRODUCT
     left = (tree / "left").read_text().split()

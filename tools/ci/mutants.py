@@ -153,10 +153,7 @@ class Copy:
                 self._end(process)
         if code not in (0, 1) or not self._report.exists():
             raise NoProofError(f"pytest ended with code {code}\n{self._tail()}")
-        cases = [
-            (f"{case.get('file')}::{case.get('name')}", case)
-            for case in ElementTree.parse(self._report).iter("testcase")
-        ]
+        cases = [(_id(case), case) for case in ElementTree.parse(self._report).iter("testcase")]
         found = {}
         for test in tests:
             variants = [case for id, case in cases if id == test or id.startswith(f"{test}[")]
@@ -177,6 +174,13 @@ class Copy:
             with contextlib.suppress(OSError):
                 if os.fsencode(self.path) in (folder / "environ").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _id(case: ElementTree.Element) -> str:
+    """The id of a test, for pytest, from what its report says."""
+    file, inside = case.get("file", ""), case.get("classname", "")
+    classes = inside.removeprefix(file.removesuffix(".py").replace("/", ".")).split(".")[1:]
+    return "::".join([file, *classes, case.get("name", "")])
 
 
 def _red(test: str, variants: Sequence[ElementTree.Element]) -> bool:
