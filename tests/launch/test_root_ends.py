@@ -14,7 +14,9 @@ from variants import variants
 
 from disttensor.runtime.errors import StartError
 from disttensor.runtime.launch import Exited
+from disttensor.runtime.launch.agent import EX_BOSS_GONE
 from disttensor.runtime.launch.planned import PlannedLauncher
+from disttensor.runtime.launch.wire import MARK
 
 __all__ = ["tree"]
 
@@ -72,6 +74,19 @@ def test_fork_server_killed(tree: Tree) -> None:
         "no node can be started there: the fork server has ended (killed by SIGKILL), and its nodes with it"
     }
     assert alive_after(5, levels.below("b")) == []
+
+
+def test_an_agent_ends_with_its_wire() -> None:
+    """Whoever holds the other end: on another host no parent's death ends it."""
+    program = f"{LIGHT}\nfrom disttensor.runtime.launch import agent\nsys.exit(agent.main(['60', 'stub_workers']))"
+    environment = {**os.environ, "PYTHONPATH": search_path()}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stdout.read(len(MARK)) == MARK
+        agent.stdin.close()
+        assert agent.wait(20) == EX_BOSS_GONE
 
 
 def test_stopped_agent(tree: Tree) -> None:
