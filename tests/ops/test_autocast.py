@@ -218,6 +218,20 @@ def test_a_weight_is_cast_once() -> None:
     same(*results)
 
 
+def test_the_gradients_of_a_weights_uses_are_summed_in_bfloat16() -> None:
+    sums: dict[tuple[str, bool], torch.Tensor] = {}
+    for where, kind in (("node:1", "node"), ("cpu", "cpu")):
+        for cached in (True, False):
+            x, w = send(leaves(), where)
+            with torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=cached):
+                y = sum(F.linear(x.detach() * i, w) for i in range(1, 6))
+            y.float().sum().backward()
+            sums[kind, cached] = w.grad.cpu()
+    assert not torch.equal(sums["cpu", True], sums["cpu", False]), "nothing can be told by these numbers"
+    for cached in (True, False):
+        assert torch.equal(sums["node", cached], sums["cpu", cached])
+
+
 def test_transforms() -> None:
     results = []
     for where, kind in ((dt.device(1, "cpu"), "node"), ("cpu", "cpu")):

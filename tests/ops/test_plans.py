@@ -52,6 +52,15 @@ def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(torch.empty(3, device="node:1").fill_(2).cpu(), torch.full((3,), 2.0))
 
 
+def test_a_number_of_another_kind_has_a_plan_of_its_own() -> None:
+    x = torch.arange(3)
+    remote = x.to("node:1")
+    for number in (1, 1.0, True, 2, 2.5):
+        same(remote + number, x + number)
+        same(torch.add(remote, remote, alpha=int(number)), torch.add(x, x, alpha=int(number)))
+        same(torch.full((2,), number, device="node:1"), torch.full((2,), number))
+
+
 SIGNS = (complex(0.0, 0.0), complex(-0.0, 0.0), complex(0.0, -0.0), complex(-0.0, -0.0), complex("nan"))
 
 

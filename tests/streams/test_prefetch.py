@@ -114,6 +114,22 @@ def test_as_the_loader_itself() -> None:
     assert len(list(batches)) == len(list(batches)) == 1
 
 
+def test_breaking_off_closes_a_generator_that_somebody_else_holds() -> None:
+    closed = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        try:
+            while True:
+                yield torch.ones(3)
+        finally:
+            closed.append(True)
+
+    loader = batches()
+    for _ in dt.prefetch(loader, "node:1"):
+        break
+    assert closed == [True]
+
+
 def test_a_loader_without_a_length() -> None:
     with pytest.raises(TypeError):
         len(dt.prefetch(iter([1]), 0))
