@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
-# So many processes run `make test`, each a file at a time.
+# So many processes run `make test`, each a file at a time, and `make mutants`.
 JOBS ?= 2
 # Of the tests that need sshd, Slurm, MPI, Ray or namespaces; `make ssh CASES=` runs the slow ones as well.
 CASES ?= and not slow
@@ -51,7 +51,7 @@ gpu: dev
 	tools/ci/gpu.sh $(BIN)/python
 
 mutants: dev
-	$(BIN)/python tools/ci/mutants.py
+	$(BIN)/python tools/ci/mutants.py --jobs $(JOBS)
 
 netns: dev
 	tools/ci/netns.sh $(BIN)/pytest

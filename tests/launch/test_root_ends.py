@@ -86,7 +86,7 @@ def test_an_agent_ends_with_its_wire() -> None:
         assert agent.stdout is not None
         assert agent.stdout.read(len(MARK)) == MARK
         agent.stdin.close()
-        assert agent.wait(20) == EX_BOSS_GONE
+        assert agent.wait(10) == EX_BOSS_GONE
 
 
 def test_stopped_agent(tree: Tree) -> None:

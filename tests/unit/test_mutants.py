@@ -118,7 +118,7 @@ def test_what_is_not(tree: Path) -> None:
     put(tree, "name", "n // 2", "nobody // 2", "test_half")
     put(tree, "fixture", "n // 2", "n // 4", "test_setup")
     put(tree, "good", "n // 2", "n", "test_half")
-    code, said = mutants(tree)
+    code, said = mutants(tree, "--jobs", "2")
     assert code == 1
     lines = said.splitlines()
     assert any(line.startswith("SURVIVED  survivor  (1 of 2 red") and line.endswith("::test_half") for line in lines)

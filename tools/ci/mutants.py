@@ -1,4 +1,4 @@
-"""python tools/ci/mutants.py [NAME...] [--list]
+"""python tools/ci/mutants.py [NAME...] [--jobs N] [--list]
 
 Breaks the product in a copy of this tree, one patch of tests/mutants/ after the other, and expects the tests to notice.
 
@@ -24,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -89,8 +91,8 @@ class Copy:
         self.path = folder / "tree"
         self._report = folder / "report.xml"
         self._log = folder / "log"
+        folder.mkdir()
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTEST_"))}
-        # caches that the first run writes stay valid, for files get their old times back
         self._env.update(PYTHONPATH=str(self.path), GIT_CEILING_DIRECTORIES=str(folder))
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.check_output(listing, cwd=root, text=True).split("\0"):
@@ -127,19 +129,19 @@ class Copy:
         finally:
             for file, text, status in before:
                 file.write_bytes(text)
+                # with its old time, or what Python has cached of the patched one could be taken for its own
                 os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def run(self, tests: Sequence[str], limit: float, caches: bool = False) -> dict[str, bool]:
+    def run(self, tests: Sequence[str], limit: float) -> dict[str, bool]:
         """Runs tests: whether each was red, by its id. Raises NoProofError."""
         self._report.unlink(missing_ok=True)
         options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "--tb=short", f"--timeout={HANG}"]
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={self._report}", *tests]
-        env = self._env if caches else {**self._env, "PYTHONDONTWRITEBYTECODE": "1"}
         with open(self._log, "w") as log:
             process = subprocess.Popen(
                 command,
                 cwd=self.path,
-                env=env,
+                env=self._env,
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -204,7 +206,7 @@ def check_green(copy: Copy, mutants: Sequence[Mutant]) -> bool:
     tests = sorted({test for mutant in mutants for test in mutant.red})
     try:
         copy.check_imports()
-        red = [test for test, is_red in copy.run(tests, LIMIT_OF_ALL, caches=True).items() if is_red]
+        red = [test for test, is_red in copy.run(tests, LIMIT_OF_ALL).items() if is_red]
     except NoProofError as error:
         print(f"without any mutant: {error}")
         return False
@@ -243,6 +245,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """The exit code: 0 if all mutants were noticed."""
     parser = argparse.ArgumentParser(description="Breaks the product, and expects the tests to notice.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of patches, without .patch; default: all")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants that are tried at a time")
     parser.add_argument("--list", action="store_true", help="only says what there is")
     options = parser.parse_args(argv)
     try:
@@ -254,12 +257,19 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             print(f"{mutant.name}: {mutant.what}", *mutant.red, sep="\n    ")
         return 0
     began, verdicts = time.monotonic(), []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(root, Path(folder))
-        if not check_green(copy, mutants):
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        idle = deque(Copy(root, Path(folder, str(job))) for job in range(options.jobs))
+        if not check_green(idle[0], mutants):
             return 1
-        for mutant in mutants:
-            verdict, details = judge(copy, mutant)
+
+        def judged(mutant: Mutant) -> tuple[str, str]:
+            copy = idle.popleft()
+            try:
+                return judge(copy, mutant)
+            finally:
+                idle.append(copy)
+
+        for mutant, (verdict, details) in zip(mutants, pool.map(judged, mutants), strict=True):
             verdicts.append(verdict)
             print(f"{verdict}  {mutant.name}  {details}", flush=True)
     killed = verdicts.count("killed")
