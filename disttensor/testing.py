@@ -136,6 +136,8 @@ _LIMITS = {
     "part": ("recording", "_PART"),
     "error": ("runtime.failure", "MAX_TEXT"),
     "lately": ("runtime.dealer", "LATELY"),
+    "templates": ("placement", "GENERATION"),
+    "pickle": ("remote", "MAX_PICKLE"),
 }
 
 
@@ -153,6 +155,8 @@ def limit(name: str) -> float:
     "part"    bytes of recorded commands in one message, about
     "error"   characters of an error's message, and of its traceback, that a node sends
     "lately"  commands for the default stream alone, after which a node's receiving thread runs them by itself again
+    "templates" operators with their static arguments that a node is told of, before it forgets them all
+    "pickle"  bytes of a pickled function with its arguments
 
     Raises ValueError for other names.
     """

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
+from checkout import search_path
 from processes import alive_after
+from stub_workers import LIGHT
 from test_launch import collect
 from test_root import Tree, asked, tree
 from variants import variants

@@ -16,7 +16,7 @@ import torch
 from equal import same
 
 import disttensor as dt
-from disttensor import remote, testing
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -258,11 +258,11 @@ def test_what_cannot_be_sent() -> None:
         dt.run(scaled, 1, node=7)
 
 
-def test_what_is_too_long_is_refused_at_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_PICKLE", 1 << 20)
-    with pytest.raises(ValueError, match="exceed 1 MiB when pickled; pass them as tensors"):
-        dt.run(len, bytes(1 << 20), node=1)
-    assert dt.run(len, bytes(1 << 19), node=1) == 1 << 19
+def test_what_is_too_long_is_refused_at_the_line() -> None:
+    with testing.limits(pickle=1 << 20):
+        with pytest.raises(ValueError, match="exceed 1 MiB when pickled; pass them as tensors"):
+            dt.run(len, bytes(1 << 20), node=1)
+        assert dt.run(len, bytes(1 << 19), node=1) == 1 << 19
 
 
 _made: list[weakref.ref[Any]] = []

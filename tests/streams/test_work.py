@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,10 +17,7 @@ from equal import bits
 from test_flow import DTYPES, LAYOUTS, Busy
 
 import disttensor as dt
-import disttensor.session
-from disttensor import state, testing
-from disttensor.runtime.channel.ticket import Ticket
-from disttensor.session import STAGE
+from disttensor import testing
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -325,40 +321,6 @@ def test_a_large_upload_returns_at_once(way: str, tmp_path: Path) -> None:
         assert busy.running
     fetched = remote.cpu()
     assert torch.equal(fetched, local.to(fetched.dtype))
-
-
-def test_an_upload_beyond_the_stage_waits_until_its_bytes_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel, sends, second = state.session().channel, list[Callable[[], None]](), threading.Event()
-    isend, returned = channel.isend, threading.Event()
-
-    def later(tensor: torch.Tensor, peer: int, transfer: int) -> Ticket:
-        ticket = Ticket()
-        sends.append(lambda: isend(tensor, peer, transfer).add_done_callback(ticket.finish))
-        if len(sends) == 2:
-            second.set()
-        return ticket
-
-    def upload() -> torch.Tensor:
-        remote = large.to("node:1")
-        large.fill_(7)
-        returned.set()
-        return remote
-
-    monkeypatch.setattr(channel, "isend", later)
-    monkeypatch.setattr(disttensor.session, "STAGE", 1 << 20)
-    small, large = torch.zeros(1 << 17), torch.zeros(1 << 18)
-    copied = small.to("node:1")  # half of the stage
-    small.fill_(7)
-    with ThreadPoolExecutor(1) as pool:
-        waited = pool.submit(upload)
-        assert second.wait(SOON)
-        early = returned.wait(0.3)
-        for send in sends:
-            send()
-        remote = waited.result(SOON)
-    assert copied.amax().item() == 0
-    assert remote.amax().item() == 0
-    assert not early
 
 
 def test_uploads_whose_source_is_dropped() -> None:
