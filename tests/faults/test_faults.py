@@ -99,9 +99,9 @@ def test_a_node_that_dies_takes_its_transfers_with_it() -> None:
     assert torch.ones(5, device="node:0").cpu().tolist() == [1] * 5
 
 
-MASTER = """
+MASTER = f"""
     import sys, torch, disttensor as dt
-    dt.init_master_worker(nodes=3)
+    dt.init_master_worker(nodes=3, timeout={HANG})
     x = torch.ones(4, 4, device="node:1")
     print(*(n["pid"] for n in dt.nodes()), flush=True)
     x.sum().item()

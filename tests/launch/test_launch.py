@@ -22,7 +22,15 @@ from stub_workers import LIGHT
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.errors import ForkError, StartError
-from disttensor.runtime.launch import Exited, Launcher, Started, get_launcher
+from disttensor.runtime.launch import (
+    Exited,
+    Launcher,
+    Started,
+    get_launcher,
+    launcher_names,
+    register_launcher,
+    registry,
+)
 from disttensor.runtime.launch.control import Ended, News, Said, Start, Took
 from disttensor.runtime.launch.local import LocalLauncher
 from disttensor.runtime.launch.output import Output
@@ -342,3 +350,20 @@ def test_registry() -> None:
     assert issubclass(LocalLauncher, Launcher)
     with pytest.raises(ValueError, match=r"unknown launcher 'moon'; known launchers: .*local"):
         get_launcher("moon")
+
+
+def test_a_name_for_a_launcher_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+    class Mine(LocalLauncher):
+        pass
+
+    for _ in range(2):
+        register_launcher("mine", Mine)
+    assert get_launcher("mine") is Mine
+    assert "mine" in launcher_names()
+    for name in ("mine", "local", "nearby", "auto", "inproc"):
+        with pytest.raises(ValueError, match=f"the launcher name '{name}' is taken; .*: join, local, mine"):
+            register_launcher(name, LocalLauncher)
+    with pytest.raises(TypeError, match="launcher 'x' has to be a subclass of Launcher, not 7"):
+        register_launcher("x", 7)  # type: ignore[arg-type]
