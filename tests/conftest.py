@@ -21,6 +21,7 @@ import torch
 import warm
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from checkout import search_path
+from limits import HANG
 
 import disttensor as dt
 
@@ -32,7 +33,7 @@ if not os.environ.get("DISTTENSOR_TESTS_COLD"):
     warm.install()
 
 #: Seconds after which a teardown hangs.
-HANGS = 120.0
+HANGS = 300.0
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -130,7 +131,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a text as a Python program of its own and gives what it printed: for what may end a process."""
 
-    def run(text: str, timeout: float = 50, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(text: str, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "program.py"
         path.write_text(text)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(), **environment}

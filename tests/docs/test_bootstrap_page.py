@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkout import ROOT
+from limits import HANG
 
 PAGE = (ROOT / "docs/BOOTSTRAP.md").read_text()
 PROGRAM = re.search(r"```python\n(import torch.*?)```", PAGE, re.DOTALL)[1]
@@ -48,7 +49,7 @@ def start(home: Path, command: str, **environment: str) -> subprocess.Popen[str]
 
 def printed(*processes: subprocess.Popen[str]) -> list[str]:
     """What all together have printed; they have ended well."""
-    results = [process.communicate(timeout=55) for process in processes]
+    results = [process.communicate(timeout=HANG) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), results
     return [line for out, _ in results for line in out.splitlines()]
 

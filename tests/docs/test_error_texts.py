@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from checkout import ROOT
+from limits import HANG
 
 TRANSCRIPT = ROOT / "docs" / "ERRORS.md"
 
@@ -109,7 +110,7 @@ def transcript(directory: Path) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=50, env=env)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=HANG, env=env)
     said = done.stdout
     for pattern, instead in VARYING:
         said = re.sub(pattern, instead, said)

@@ -11,7 +11,7 @@ from test_patterns import told
 from test_readme import ROOT
 from variants import variants
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mpi]
 
 
 @pytest.fixture(params=KINDS)

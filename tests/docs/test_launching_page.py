@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from limits import HANG
 from ports import free_port
 
 PAGE = (ROOT / "docs" / "LAUNCHING.md").read_text()
@@ -45,7 +46,7 @@ class Shell:
 
     def run(self, command: str) -> str:
         with self.start(command) as process:
-            out, err = process.communicate(timeout=50)
+            out, err = process.communicate(timeout=HANG)
         assert process.returncode == 0, err
         return out
 
@@ -67,7 +68,7 @@ def test_on_every_machine(shell: Shell) -> None:
     command = command.replace("--master-addr a", "--master-addr localhost").replace("29500", port)
     with shell.start(command.replace("hello.py", "--node-rank 1 hello.py")) as other:
         assert shell.run(command) == f"{shown}\n"
-        assert other.communicate(timeout=20) == ("", "")
+        assert other.communicate(timeout=HANG) == ("", "")
     assert (shell.folder / ".config/disttensor/secret").stat().st_mode & 0o777 == 0o600
 
 
@@ -77,7 +78,7 @@ def test_machines_that_come_later(shell: Shell) -> None:
     (shell.folder / "hello.py").write_text(PROGRAM.replace("x =", "dt.wait_for_nodes(2)\nx ="))
     with shell.start(first) as process:
         assert shell.run(later) == ""
-        assert process.communicate(timeout=20)[0] == "12.0 from 2 nodes\n"
+        assert process.communicate(timeout=HANG)[0] == "12.0 from 2 nodes\n"
 
 
 @pytest.fixture

@@ -17,16 +17,14 @@ from typing import Any
 
 import nbclient
 import nbformat
-import pytest
 from checkout import ROOT, search_path
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from limits import HANG
 from output_kit import unfolded
 from processes import alive_after
 
 EXAMPLES = ROOT / "examples"
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def test_the_example(tmp_path: Path) -> None:
@@ -41,7 +39,7 @@ def alone(function: str, tmp_path: Path) -> None:
     """Calls a function of this module with that directory."""
     code = f"import test_notebooks as t, pathlib; t.{function}(pathlib.Path({str(tmp_path)!r}))"
     environment = {**os.environ, "PYTHONPATH": search_path(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=170)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
 
 
@@ -69,7 +67,7 @@ def printed(outputs: list[Any]) -> list[str]:
 def the_example(tmp_path: Path) -> None:
     book = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     expected = [printed(cell.outputs) for cell in book.cells if cell.cell_type == "code"]
-    nbclient.NotebookClient(book, timeout=120).execute(cwd=str(tmp_path), env=environment(tmp_path))
+    nbclient.NotebookClient(book, timeout=HANG).execute(cwd=str(tmp_path), env=environment(tmp_path))
     found = [printed(cell.outputs) for cell in book.cells if cell.cell_type == "code"]
     assert found == expected, (found, expected)
 
@@ -94,7 +92,7 @@ class Kernel:
                 if interrupt_at and interrupt_at in out[-1]:
                     self.manager.interrupt_kernel()
 
-        reply = self.client.execute_interactive(code, timeout=60, output_hook=take)["content"]
+        reply = self.client.execute_interactive(code, timeout=HANG, output_hook=take)["content"]
         self.text = plain("".join(out))
         return str(reply["ename"]) if reply["status"] == "error" else self.text
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkout import ROOT
+from limits import HANG
 
 PAGE = (ROOT / "docs" / "PROCESS_GROUPS.md").read_text()
 FUNCTION, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -22,7 +23,9 @@ def dtrun(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "dtrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m dtrun "$@"\n')
     (folder / "dtrun").chmod(0o700)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=50)
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG
+    )
 
 
 def shown(number: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from limits import HANG
 from output_kit import SHARING
 from variants import variants
 
@@ -21,7 +22,7 @@ def python(*arguments: str, cwd: Path) -> str:
     """What a program prints; it has to end well and say nothing on stderr, but that nodes share the cores."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DISTTENSOR_", "PYTHON"))}
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=55, cwd=cwd, env=env, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=HANG, cwd=cwd, env=env, check=False
     )
     assert done.returncode == 0, done.stderr
     assert SHARING.sub("", done.stderr) == ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG
 
 import disttensor as dt
 from disttensor.runtime import binding
@@ -227,13 +228,13 @@ def test_dtruns_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FIRST", "one")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     command = [sys.executable, "-m", "dtrun", "-n2", "--bind", "none", "--env", "FIRST", "--env=SECOND=x=y"]
-    found = subprocess.run([*command, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=50)
+    found = subprocess.run([*command, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=HANG)
     assert found.stdout.splitlines() == [str([("one", "x=y", "4,5")] * 2), "False"], found.stderr
 
 
 def test_a_variable_that_is_not_set(tmp_path: Path) -> None:
     (tmp_path / "program.py").touch()
     command = [sys.executable, "-m", "dtrun", "--env", "NOWHERE_AT_ALL", str(tmp_path / "program.py")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert found.returncode == 2
     assert "--env NOWHERE_AT_ALL: it is not set here" in found.stderr

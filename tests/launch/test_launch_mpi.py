@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 from contract_kit import CONTRACT, results
+from limits import HANG
 from mpi_kit import KINDS, Mpi, dedented
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mpi]
 
 #: The beginning of most scripts here.
 HEAD = """
@@ -137,7 +138,7 @@ def pids_of(process: subprocess.Popen[str]) -> list[int]:
 def test_one_is_killed(mpi: Mpi, victim: int) -> None:
     with mpi.start(waiting(FOREVER)) as process:
         os.kill(pids_of(process)[victim], signal.SIGKILL)
-        process.communicate(timeout=120)
+        process.communicate(timeout=HANG)
     assert process.returncode != 0
 
 
@@ -145,7 +146,7 @@ def test_mpiexec_is_killed(mpi: Mpi) -> None:
     with mpi.start(waiting(FOREVER)) as process:
         pids_of(process)
         process.kill()
-        process.communicate(timeout=120)
+        process.communicate(timeout=HANG)
 
 
 def test_ctrl_c(mpi: Mpi) -> None:
@@ -168,7 +169,7 @@ crew().order = lambda rank, data, order=crew().order: (bundles.append(data), ord
         for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
             assert secret not in " ".join(child.cmdline()) + str(child.environ())
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=HANG)
     assert process.returncode != 0
 
 

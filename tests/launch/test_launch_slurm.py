@@ -13,10 +13,11 @@ import pytest
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import ROOT, signal_to
 from launch_kit import local_losses, losses
+from limits import HANG
 from slurm_kit import Slurm, cluster, why_not
 from variants import variants
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm]
 
 #: The two ways: tasks of one srun, of which the first is the master, and a master that has srun start its nodes.
 STEP = ["srun", "-N2", "-n4", "--overcommit", "dtrun"]
@@ -80,7 +81,7 @@ OF_A_STEP = [name for name in UNDER_DTRUN if name != "master_killed"]
 
 
 def contract(slurm: Slurm, way: list[str], checks: list[str]) -> dict[str, str]:
-    done = slurm.run(*way, CONTRACT, *checks, timeout=170)
+    done = slurm.run(*way, CONTRACT, *checks, timeout=HANG)
     assert done.returncode == 0, done.stderr
     return results(done.stdout)
 
@@ -118,7 +119,7 @@ def test_a_script(slurm: Slurm, way: list[str]) -> None:
     print([dt.run(os.getenv, "SLURM_PROCID", node=k) for k in range(3)])
     sys.exit(7)
     """
-    done = slurm.run(*way, script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
+    done = slurm.run(*way, script(slurm, HEAD + textwrap.dedent(text)), timeout=HANG)
     step = way is STEP
     assert done.returncode == 7, done.stderr
     hosts = ["left", "right" if step else "left", "right"]
@@ -140,7 +141,7 @@ def test_a_session_after_another(slurm: Slurm) -> None:
         with dt.init_master_worker(launcher="slurm", nodes=nodes, launcher_options=options):
             print([dt.run(os.getenv, "CUDA_VISIBLE_DEVICES", node=k) for k in range(nodes)])
     """
-    done = slurm.run("python", script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
+    done = slurm.run("python", script(slurm, HEAD + textwrap.dedent(text)), timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["['0,1']", "['0', '1']", "['0', '0']"]
     assert done.stderr.count("share 1 GPU") == 1, done.stderr
@@ -150,7 +151,7 @@ def test_srun_waits_for_resources(slurm: Slurm) -> None:
     """A start that takes too long says what it waits for."""
     job = slurm.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     way = ["dtrun", "--launcher", "slurm", "-n", "2", "--launcher-option", "srun=--exclusive"]
-    done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker(timeout=1)"), timeout=120)
+    done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker(timeout=1)"), timeout=HANG)
     slurm.run("scancel", job.stdout.strip())
     assert done.returncode == 1
     assert "nodes [0, 1] of 2 have not answered within 1 s" in done.stderr
@@ -169,7 +170,7 @@ def test_process_group(slurm: Slurm) -> None:
     """
     (slurm.folder / "train.py").write_text(textwrap.dedent(text))
     command = re.findall(r"^    (dtrun .* train\.py)$", PAGE, re.MULTILINE)[0].split()
-    done = slurm.run("salloc", "-N2", "-n4", "--gpus-per-task=1", *command, timeout=120)
+    done = slurm.run("salloc", "-N2", "-n4", "--gpus-per-task=1", *command, timeout=HANG)
     assert done.returncode == 0, done.stderr
     said = {line.partition("] ")[2] for line in done.stdout.splitlines()}
     assert said == {"10.0 4 0 0", "10.0 4 0 1"}, done.stdout
@@ -199,7 +200,7 @@ def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
     """What docs/SLURM.md says to type; dtrun is typed below salloc."""
     below = [] if command.startswith("srun") else ["salloc", "-N", "2", "-n", "4", "--gpus-per-task=1"]
     script(slurm, HEAD + "with dt.init_master_worker():\n    print(dt.node_count(), 'nodes')")
-    done = slurm.run(*below, *shlex.split(command), timeout=120)
+    done = slurm.run(*below, *shlex.split(command), timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "4 nodes\n"
 
@@ -234,7 +235,7 @@ def test_one_of_eight_does_not_start(slurm: Slurm) -> None:
     )
     python.chmod(0o755)
     way = ["salloc", "-N2", "-n8", "--overcommit", "dtrun", "--launcher", "slurm", "--python", str(python)]
-    done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker()"), timeout=120)
+    done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker()"), timeout=HANG)
     assert done.returncode == 1
     assert re.search(r"node 5 on right has ended before it joined \(Exited with exit code 3\)", done.stderr)
     assert "no such module: torch" in done.stderr
@@ -243,7 +244,7 @@ def test_one_of_eight_does_not_start(slurm: Slurm) -> None:
 
 def test_a_script_that_ends_at_once(slurm: Slurm) -> None:
     """The other tasks are told, and do not wait for a master that never comes."""
-    done = slurm.run("srun", "-N2", "-n4", "--overcommit", "dtrun", script(slurm, "1 +"), timeout=120)
+    done = slurm.run("srun", "-N2", "-n4", "--overcommit", "dtrun", script(slurm, "1 +"), timeout=HANG)
     assert done.returncode == 1
     assert "SyntaxError" in done.stderr
     assert "connection file" not in done.stderr, "they have not waited until their time was over"
@@ -254,12 +255,12 @@ def test_a_script_without_a_session(slurm: Slurm) -> None:
     text = "import sys, time\ntime.sleep(4)\nsys.exit(int(sys.argv[1]))"  # or they would be told before they come
     for code in (0, 3):
         way = ("srun", "-N2", "-n3", "--overcommit", "dtrun", script(slurm, text), str(code))
-        assert slurm.run(*way, timeout=120).returncode == code
+        assert slurm.run(*way, timeout=HANG).returncode == code
 
 
 def test_srun_itself_fails(slurm: Slurm) -> None:
     way = ["salloc", "-n2", "dtrun", "--launcher", "slurm", "--launcher-option", "srun=--nodelist=nowhere"]
-    done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker()"), timeout=120)
+    done = slurm.run(*way, script(slurm, HEAD + "dt.init_master_worker()"), timeout=HANG)
     assert done.returncode == 1
     assert "srun ended (exit code 1) before all had joined" in done.stderr
     assert "configuration is not available" in done.stderr, "what srun itself says"
@@ -277,7 +278,7 @@ def test_the_launcher_is_killed(slurm: Slurm, way: list[str]) -> None:
         else:
             signal_to(process, signal.SIGKILL)
         slurm.settle(10)
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG)
     assert process.returncode != 0 or way is ALLOCATION, "salloc has an opinion of its own"
 
 
@@ -288,7 +289,7 @@ def test_scancel(slurm: Slurm, way: list[str]) -> None:
         assert process.stdout.readline().startswith("busy"), process.communicate()[1]
         slurm.run("scancel", *slurm.jobs())
         slurm.settle(10)
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG)
 
 
 def test_what_slurm_has_to_say(slurm: Slurm) -> None:
@@ -304,7 +305,7 @@ def test_what_slurm_has_to_say(slurm: Slurm) -> None:
         print(str(error).splitlines()[0])
     """
     way = ["salloc", "-N2", "-n2", "dtrun", "--launcher", "slurm"]
-    done = slurm.run(*way, script(slurm, HEAD + textwrap.dedent(text)), timeout=120)
+    done = slurm.run(*way, script(slurm, HEAD + textwrap.dedent(text)), timeout=HANG)
     assert re.search(r"^\[srun\] srun: error: right: task 1: Killed$", done.stderr, re.MULTILINE), done.stderr
     assert done.stdout.startswith("node 1 (host right, pid ")
 

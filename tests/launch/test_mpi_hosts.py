@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from host_kit import Hosts, signal_to, ssh, two_hosts, why_not
+from limits import HANG
 from mpi_kit import ENVIRONMENTS, KINDS
 from variants import variants
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mpi]
 
 HOSTFILES = {"mpich": "left:2\nright:2\n", "openmpi": "left slots=2\nright slots=2\n"}
 
@@ -92,7 +93,7 @@ def test_a_script(hosts: tuple[Hosts, Path], command: list[str]) -> None:
         print("again", x.sum().item())
     """
     with start(hosts[0], command, "\n".join(line.removeprefix("    ") for line in text.splitlines())) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANG)
     assert process.returncode == 0, err
     assert err == ""
     assert sorted(out.splitlines()) == sorted(
@@ -116,5 +117,5 @@ def test_one_is_killed(hosts: tuple[Hosts, Path], command: list[str], victim: st
             signal_to(process, signal.SIGKILL)
         else:
             hosts[0].run("kill", "-KILL", pid, host="right")
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANG)
     assert process.returncode != 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
+from limits import HANG
 from output_kit import unfolded
 from screen import Screen
 
@@ -44,7 +45,7 @@ with dt.init_master_worker(nodes=3, threads=1, log_dir="logs"):
 
 
 def test_a_session(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     # as the nodes said it: under load they may be too far apart for one line
     lines = [line for rank in range(3) for line in (f"[node {rank}] I am {rank}", f"[node {rank}] hello")]
@@ -69,7 +70,7 @@ def test_a_bar_of_the_script_is_not_torn() -> None:
     with contextlib.closing(screen):
         command = [sys.executable, "-c", ON_A_TERMINAL]
         environment = {k: v for k, v in os.environ.items() if k not in ("CI", "JPY_PARENT_PID")} | {"TERM": "xterm"}
-        subprocess.run(command, stdout=screen.fd, stderr=screen.fd, env=environment, timeout=50, check=True)
+        subprocess.run(command, stdout=screen.fd, stderr=screen.fd, env=environment, timeout=HANG, check=True)
         assert screen.look() == ["[node 1] at 0", "[node 1] at 1", "[node 1] at 2", "100%|##|"]
 
 
@@ -92,7 +93,7 @@ def test_the_page(tmp_path: Path) -> None:
             env={**os.environ, "PATH": path},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=HANG,
         )
         assert done.returncode == 0, done.stderr
         assert sorted(unfolded(done.stdout.splitlines())) == sorted(unfolded(textwrap.dedent(expected).splitlines()))

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkout import ROOT
+from limits import HANG
 from variants import variants
 
 TRAINING = """
@@ -88,10 +89,9 @@ def lines_of(out: str) -> list[str]:
     return sorted(line.partition("] ")[2] if line.startswith("[node") else line for line in out.splitlines())
 
 
-@pytest.mark.timeout(180)
 def test_the_same_as_under_torchrun(dtrun: Dtrun, tmp_path: Path) -> None:
     with dtrun(TRAINING) as process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=HANG)
         assert process.returncode == 0, err
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -104,7 +104,7 @@ def test_the_same_as_under_torchrun(dtrun: Dtrun, tmp_path: Path) -> None:
 def test_what_a_program_is_told(dtrun: Dtrun, launcher: str, tmp_path: Path) -> None:
     hosts = ("--launcher", "nearby", "--hosts", "a:2,b:1") if launcher == "nearby" else ("-n", "3")
     with dtrun(TELLING, "-x", "--help", options=(*hosts, "--env", "MARK=1")) as process:
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=HANG)
         assert process.returncode == 0, err
     local = ["012", "333"] if launcher == "local" else ["010", "221"]
     argv, folder = [str(tmp_path / "program.py"), "-x", "--help"], str(tmp_path)
@@ -122,7 +122,7 @@ def test_modules_and_other_programs(tmp_path: Path) -> None:
         program = ["inner", "a"] if "-m" in options else [sys.executable, str(tmp_path / "inner.py"), "a"]
         command = [sys.executable, "-m", "dtrun", "--process-group", *options, *program]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=50)
+        found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=HANG)
         assert lines_of(found.stdout) == ["0 ['a']", "1 ['a']"], found.stderr
 
 
@@ -131,7 +131,7 @@ def test_gpus_are_the_programs_own_business(dtrun: Dtrun, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     for options, expected in ((("-n", "2"), ["4,5", "4,5"]), (("-n", "2", "--bind", "gpu"), ["4", "5"])):
         with dtrun(TELLING, options=options) as process:
-            out = process.communicate(timeout=50)[0]
+            out = process.communicate(timeout=HANG)[0]
         assert [json.loads(line)[0][7] for line in lines_of(out)] == expected
 
 
@@ -160,7 +160,7 @@ FAILURES = [("raise", 1, "exit code 1"), ("kill", 137, "killed by SIGKILL")]
 @pytest.mark.parametrize(("how", "code", "said"), variants(FAILURES))
 def test_the_first_failure_ends_all(dtrun: Dtrun, how: str, code: int, said: str) -> None:
     with dtrun(FAILING, how) as process:
-        _, err = process.communicate(timeout=50)
+        _, err = process.communicate(timeout=HANG)
     assert process.returncode == code, err
     assert f"dtrun: error: node 1 failed first: {said}" in err
     if how == "raise":
@@ -169,7 +169,7 @@ def test_the_first_failure_ends_all(dtrun: Dtrun, how: str, code: int, said: str
 
 def test_one_that_ends_while_others_never_would(dtrun: Dtrun) -> None:
     with dtrun(f"import os, sys\nif os.environ['RANK'] == '2': sys.exit(3)\n{WAITING}", "0", "1") as process:
-        _, err = process.communicate(timeout=50)
+        _, err = process.communicate(timeout=HANG)
     assert process.returncode == 3
     assert "dtrun: error: node 2 failed first: exit code 3" in err
 
@@ -188,10 +188,10 @@ def test_the_stores_host_is_ended(dtrun: Dtrun) -> None:
         others = family(process)
         (host,) = [one for one in others if any("store_host" in word for word in one.cmdline())]
         host.kill()
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=HANG)
         assert process.returncode == 1
         assert "torch's store is gone" in err
-        assert not psutil.wait_procs(others, timeout=10)[1]
+        assert not psutil.wait_procs(others, timeout=HANG)[1]
 
 
 @pytest.mark.parametrize("number", variants([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
@@ -200,8 +200,8 @@ def test_dtrun_is_ended(dtrun: Dtrun, number: signal.Signals) -> None:
     with dtrun(WAITING, "1") as process:
         others = family(process)
         process.send_signal(number)
-        assert process.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
-        assert not psutil.wait_procs(others, timeout=10)[1]
+        assert process.wait(HANG) == (-number if number == signal.SIGKILL else 128 + number)
+        assert not psutil.wait_procs(others, timeout=HANG)[1]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,6 @@ def test_dtrun_is_ended(dtrun: Dtrun, number: signal.Signals) -> None:
 )
 def test_mistakes(dtrun: Dtrun, options: tuple[str, ...], message: str) -> None:
     with dtrun("", options=options) as process:
-        _, err = process.communicate(timeout=50)
+        _, err = process.communicate(timeout=HANG)
     assert process.returncode == 2
     assert message in err

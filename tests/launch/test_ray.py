@@ -17,10 +17,11 @@ import pytest
 from checkout import ROOT
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from launch_kit import DIGITS, local_losses, losses
+from limits import HANG
 from ray_kit import CPUS, ENVIRONMENT, cluster
 from variants import variants
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray]
 
 #: Names the processes of one run: they inherit it, but for those that Ray starts.
 MARK = "DISTTENSOR_TEST_RUN"
@@ -54,7 +55,7 @@ class Runs:
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         with self.start(*command, **environment) as process:
             try:
-                out, err = process.communicate(timeout=90)
+                out, err = process.communicate(timeout=HANG)
             except BaseException:
                 process.kill()
                 raise
@@ -75,7 +76,7 @@ class Runs:
                 continue
         return found
 
-    def settle(self, within: float = 10.0) -> None:
+    def settle(self, within: float = HANG) -> None:
         deadline = time.monotonic() + within
         while left := self.left():
             assert time.monotonic() < deadline, left
@@ -228,7 +229,7 @@ def test_nothing_is_left_when_dtrun_is_killed(runs: Runs) -> None:
         assert process.stdout.readline() == "ready\n"
         assert len(runs.left()) > 4
         process.kill()
-        assert process.wait(20) != 0
+        assert process.wait(HANG) != 0
         runs.settle(10)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from limits import HANG
 from output_kit import unfolded
 from processes import alive_after
 from test_launch import STUBS, bundles, collect
@@ -88,7 +89,7 @@ def test_hosts_that_are_of_no_use_before_anybody_asks() -> None:
     launcher = PlannedLauncher(Plan("nearby", hosts=hosts, options={"preload": "no_such_module"}))
     try:
         while not launcher._server_pid or launcher.vacant:  # the root has begun, and both hosts are lost again
-            assert select.select([launcher], [], [], 40)[0]
+            assert select.select([launcher], [], [], HANG)[0]
             assert launcher.events() == []
         launcher.start(asked("serve", "serve"))
         for rank, event in enumerate(collect(launcher, 2)):
@@ -108,7 +109,7 @@ def test_what_nodes_are_waiting_for(tree: Tree, tmp_path: Path, monkeypatch: pyt
     what = "its fork server has not imported torch yet"
     expected = f"nodes 0-1 on a: {what}\nnode 2 on b: {what}"
     while launcher.missing([0, 1, 2]) != expected:
-        assert select.select([launcher], [], [], 10)[0]
+        assert select.select([launcher], [], [], HANG)[0]
         launcher.events()
 
 

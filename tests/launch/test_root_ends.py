@@ -90,7 +90,10 @@ def test_an_agent_ends_with_its_wire() -> None:
         assert agent.stdout is not None
         assert agent.stdout.read(len(MARK)) == MARK
         agent.stdin.close()
-        assert agent.wait(10) == EX_BOSS_GONE
+        alive = alive_after(10, [agent.pid])
+        agent.kill()
+    assert alive == []
+    assert agent.returncode == EX_BOSS_GONE
 
 
 def test_stopped_agent(tree: Tree) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkout import KIT
+from limits import HANG
 from test_launch import STUBS, bundles, collect
 
 from disttensor.runtime.launch import Exited, shipping
@@ -106,7 +107,7 @@ def test_where_they_are_imported(project: Path, tmp_path: Path, there: str) -> N
         [sys.executable, "-c", "import stub_workers; exec(stub_workers.LIGHT)\n" + USE, str(project), str(packed)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(KIT), *filter(None, sys.path)])},
     )
     assert done.returncode == 0, done.stderr

@@ -15,11 +15,12 @@ import pytest
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import Hosts, hosts_by_ssh, signal_to
 from launch_kit import CUT_OFF, DIGITS, ROOT, local_losses, losses
+from limits import HANG
 from variants import variants
 
 from disttensor.runtime.bundle import PROTOCOL, VERSION
 
-pytestmark = [pytest.mark.ssh, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ssh]
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +205,7 @@ def test_network_cut(hosts: Hosts) -> None:
         assert process.stdout.readline() == "ready\n", process.communicate()[1]
         hosts.run("ip", "link", "set", "eth0", "down", host="right")
         try:
-            out, err = process.communicate("go\n", timeout=40)
+            out, err = process.communicate("go\n", timeout=HANG)
             assert out == "3.0\nlost 1 right\n"
             # of ssh itself, if it has noticed before the script ended
             assert err in ("", "[right] Timeout, server right not responding.\n")
@@ -231,7 +232,7 @@ def test_the_way_to_a_host_ends(hosts: Hosts, where: str, victim: str, seen: str
         assert hosts.run("pkill", "-9", "-f", victim, host=where).returncode == 0
         for host in re.findall(r"lost \d (\w+)", seen):
             hosts.await_nodes_end(host)  # until then they may answer
-        assert process.communicate("go\n", timeout=30) == (seen, "")
+        assert process.communicate("go\n", timeout=HANG) == (seen, "")
     hosts.settle(10)
 
 

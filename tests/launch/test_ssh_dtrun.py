@@ -8,7 +8,7 @@ import pytest
 from host_kit import Hosts, hosts_by_ssh
 from variants import variants
 
-pytestmark = [pytest.mark.ssh, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ssh]
 
 
 @pytest.fixture(scope="module")

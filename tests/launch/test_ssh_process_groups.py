@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from host_kit import Hosts, hosts_by_ssh
 
-pytestmark = [pytest.mark.ssh, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ssh]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from checkout import ROOT
 from two_hosts import run, why_not
 from variants import variants
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns]
 
 #: Bytes of each node's tensor.
 N = 8 << 20

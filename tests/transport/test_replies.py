@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
@@ -125,6 +127,46 @@ def test_a_node_cannot_answer_for_another() -> None:
     link.close()
     for spoke in spokes:
         spoke.close()
+
+
+class Ends:
+    """A launcher that notes whom it was to end."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+        self._news, self._never = os.pipe()
+
+    def fileno(self) -> int:
+        return self._news
+
+    def events(self) -> list[object]:
+        return []
+
+    def end(self, rank: int) -> None:
+        self.ended.append(rank)
+
+    def close(self) -> None:
+        os.close(self._news)
+        os.close(self._never)
+
+
+def test_a_lost_node_is_ended_and_the_others_are_told() -> None:
+    """They may wait for its tensors; and it may only be cut off, and go on."""
+    hub, launcher = InprocHub(3), Ends()
+    link = Link(hub, 3, cast(Any, launcher), lambda error: None)
+    spokes = [hub.spoke(rank) for rank in range(3)]
+    for spoke in spokes:
+        spoke.send(codec.encode(c.Report(0, (HELLO,))))
+    link.drain()
+    link.lose(1, "its cable was cut")
+    link.flush_all()
+    told = [spokes[rank].recv(5) for rank in (0, 2)]
+    assert [codec.decode_batch(message or b"").commands for message in told] == [(c.Lost(1, "its cable was cut"),)] * 2
+    assert launcher.ended == [1]
+    link.close()
+    for spoke in spokes:
+        spoke.close()
+    launcher.close()
 
 
 def test_what_a_failed_node_still_says_is_dropped(wire: Wire) -> None:
