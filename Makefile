@@ -14,7 +14,7 @@ MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
 
-.PHONY: demo dev check unit test slow gpu mutants netns mpi slurm ssh ray bench clean
+.PHONY: demo dev check unit test slow gpu mutants flaked netns mpi slurm ssh ray bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -49,6 +49,11 @@ slow: dev
 # All that needs a CUDA device.
 gpu: dev
 	tools/ci/gpu.sh $(BIN)/python
+
+# Each test that ever failed by chance, so many times.
+TIMES ?= 100
+flaked: dev
+	$(BIN)/pytest -q -n $(JOBS) --count $(TIMES) $$(sed -n 's/^\(tests[^ ]*\) .*/\1/p' tests/flaked.txt)
 
 mutants: dev
 	$(BIN)/python tools/ci/mutants.py --jobs $(JOBS)
