@@ -139,7 +139,8 @@ class GlooGroup:
     def _wait(self, start: Callable[[], Any]) -> None:
         """Starts a collective and waits for it. (Not all of them have a future, and none says when it is completed
         before it is waited for.)"""
-        self._apart(lambda: start().wait())
+        work = [start()]  # here, as the tensors may be made in this thread's inference mode
+        self._apart(lambda: work.pop().wait())
 
     def _until(self, done: threading.Event) -> None:
         """Gloo misses the end of a connection in the middle of a message."""

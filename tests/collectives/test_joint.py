@@ -124,7 +124,10 @@ def test_nothing_is_waited_for():
     _, xs = on_nodes(lambda k: torch.ones(3))
     with testing.MessageLog() as log:
         assert dt.all_reduce(xs) is None
-    assert [log[k].commands for k in range(N)] == [["Collective all_reduce"]] * N
+    # by our own algorithms, or by the channel's: "Collective all_reduce native"
+    assert [[" ".join(name.split()[:2]) for name in log[k].commands] for k in range(N)] == [
+        ["Collective all_reduce"]
+    ] * N
     assert log.reports == 0
 
 

@@ -286,6 +286,7 @@ def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytes
     assert engine.used == kept
 
 
+@pytest.mark.cold
 def test_nodes_import_no_compiler() -> None:
     code = "import disttensor.runtime.worker, sys; print({'torch._inductor', 'torch._dynamo'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)

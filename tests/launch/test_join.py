@@ -26,6 +26,8 @@ from disttensor.runtime.launch.plan import Plan
 from disttensor.runtime.launch.wire import Stream
 from disttensor.runtime.transport.tunnel import Visit
 
+pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
+
 LIMIT = HANG
 Job = Callable[..., JoinLauncher]
 

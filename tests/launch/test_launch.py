@@ -39,6 +39,8 @@ from disttensor.runtime.launch.server import UNHEARD
 from disttensor.runtime.launch.spawn import spawn_server
 from disttensor.runtime.launch.wire import Stream
 
+pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
+
 STUBS = ("stub_workers",)
 Launch = Callable[..., tuple[LocalLauncher, list[int]]]
 

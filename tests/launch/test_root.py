@@ -27,6 +27,8 @@ from disttensor.runtime.launch.planned import PlannedLauncher
 from disttensor.runtime.launch.root import Root
 from disttensor.runtime.launch.wire import Stream
 
+pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
+
 Tree = Callable[..., PlannedLauncher]
 
 

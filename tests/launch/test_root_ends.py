@@ -22,6 +22,8 @@ from disttensor.runtime.launch.agent import EX_BOSS_GONE
 from disttensor.runtime.launch.planned import PlannedLauncher
 from disttensor.runtime.launch.wire import MARK
 
+pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
+
 __all__ = ["tree"]
 
 

@@ -18,6 +18,8 @@ from disttensor.runtime.launch.control import Modules
 from disttensor.runtime.launch.local import LocalLauncher
 from disttensor.runtime.launch.shipping import Sources, TooMuch, gather, offer, unpack
 
+pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
