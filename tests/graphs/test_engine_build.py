@@ -28,6 +28,9 @@ from disttensor.runtime.engines.choice import Choice
 from disttensor.runtime.interpreter import Interpreter
 from disttensor.runtime.store import memory
 
+# a compiler's settings are read when torch._inductor is imported, which the process has that programs are forked from
+pytestmark = pytest.mark.cold
+
 A, B, C = SENTINELS
 
 
@@ -286,7 +289,6 @@ def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytes
     assert engine.used == kept
 
 
-@pytest.mark.cold
 def test_nodes_import_no_compiler() -> None:
     code = "import disttensor.runtime.worker, sys; print({'torch._inductor', 'torch._dynamo'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)

@@ -141,19 +141,21 @@ def at_window(cluster: None) -> Iterator[threading.Event]:
 def test_a_busy_node_holds_its_issuer_at_the_window(at_window: threading.Event, tmp_path: Path) -> None:
     x, y = torch.zeros(1, device="node:1"), torch.ones(1, device="node:0")
     total, issued = 3 * WINDOW, 0
+    # who sends looks at the window afterwards: beyond it are a message of the issuer's, and one of the thread that
+    # sends what lies about
 
     def issue() -> None:
         nonlocal issued
         for _ in range(total):
             x.add_(1)
             issued += 1
-            assert testing.queued(1).in_flight <= WINDOW + MESSAGE
+            assert testing.queued(1).in_flight <= WINDOW + 2 * MESSAGE
 
     with ThreadPoolExecutor(1) as pool, Busy(1, tmp_path) as busy:
         issuing = pool.submit(issue)
         assert at_window.wait(SOON)
         then, queued = issued, testing.queued(1)
-        assert WINDOW < queued.in_flight <= WINDOW + MESSAGE
+        assert WINDOW < queued.in_flight <= WINDOW + 2 * MESSAGE
         for i in range(100):
             assert (y + i).item() == 1 + i  # the other node works on
         assert (issued, testing.queued(1)) == (then, queued)  # in flight are as many, so that no more was sent
