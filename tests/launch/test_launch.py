@@ -140,11 +140,16 @@ def test_too_few_descriptors() -> None:
     launcher.stop(0)
 
 
-def test_server_killed(launch: Launch) -> None:
-    launcher, _ = launch("serve")
+def test_server_killed(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its workers end with it, by the kernel: one that does not look at its life-line, too."""
+    launcher, pids = launch("serve", "stubborn")
+    out, _ = lines_of(capfd, 3)
     os.kill(launcher._server_pid, signal.SIGKILL)
     with pytest.raises(StartError, match=r"fork server \(pid \d+\) has ended.*killed by SIGKILL"):
         collect(launcher, 1)
+    assert alive_after(HANG, pids) == []
+    for child in map(int, out[1].split()[3:]):  # of a node's, which only the server could have found
+        os.kill(child, signal.SIGKILL)
 
 
 def test_stop_ends_everybody(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
