@@ -117,7 +117,7 @@ class Lane(Other):
                 self._thread.start()
 
     def end(self) -> None:
-        """Nothing will be queued any more: its thread ends as soon as everything is done."""
+        """Nobody will use it any more: its thread ends as soon as everything is done."""
         self.ended = True
         self._queue.put(None)
 
@@ -138,14 +138,16 @@ class Lane(Other):
                 self._done(self)
 
     def _next(self) -> Task | None:
-        try:
-            return self._queue.get(timeout=LINGER)
-        except Empty:
-            with self._starting:
-                if self._queue.empty():
-                    self._thread = None
-                    return None
-        return self._queue.get()
+        while True:
+            try:
+                # what ``end`` puts only wakes us: a mark may come behind it, while there is something to do
+                if (task := self._queue.get(timeout=0 if self.ended else LINGER)) is not None:
+                    return task
+            except Empty:
+                with self._starting:
+                    if self._queue.empty():
+                        self._thread = None
+                        return None
 
 
 def when_all(tickets: Iterable[Transfer], then: Callable[[], None]) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from equal import same
-from stream_kit import held, hold, release, run_on, thread
+from stream_kit import busy, held, hold, release, run_on, thread
 from variants import variants
 
 import disttensor as dt
+from disttensor import state
 
 
 def held_up(stream: dt.Stream, name: str) -> None:
@@ -80,6 +81,23 @@ def test_a_node_with_a_busy_stream_is_lost() -> None:
         with pytest.raises(dt.RemoteError, match=r"BrokenError: .*rank 0[^$]* in test_a_node_with_a_busy_stream"):
             t.synchronize()
         t.synchronize()
+
+
+@pytest.mark.parametrize("launcher", ["inproc", "local"])
+def test_a_stream_that_is_dropped_at_work_is_waited_for(launcher: str) -> None:
+    with dt.init_master_worker(nodes=1, launcher=launcher):
+        x, other, session = torch.ones(3, device="node:0"), dt.Stream(0), state.session()
+        with busy(other) as let_go:
+            dropped = dt.Stream(0)
+            dropped.wait_event(other.record_event())
+            with dt.stream(dropped):
+                y = x + 1
+            del dropped
+            with pytest.raises(TimeoutError):
+                session.synchronize(timeout=0.2)
+            let_go()
+        session.synchronize(timeout=20)
+        same(y, torch.full((3,), 2.0))
 
 
 def test_a_stream_does_not_outlive_its_session() -> None:
