@@ -166,7 +166,7 @@ class Copy:
         return found
 
     def _tail(self) -> str:
-        return "\n".join(f"    {line}" for line in self._log.read_text(errors="replace").splitlines()[-15:])
+        return "\n".join(f"    {line}" for line in self._log.read_text(errors="replace").splitlines()[-40:])
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Kills what a run has left, in sessions of its own too: all that knows the copy."""
