@@ -43,6 +43,7 @@ INTERNAL: dict[str, str] = {
     "graphs/test_engine_cuda.py": "the engine of CUDA graphs, with a stand-in for a GPU",
     "graphs/test_engine_programs.py": "what engines make of a Program",
     "streams/test_ahead.py": "Ahead: which receives may begin before their turn",
+    "streams/test_stream_ends.py": "Session.synchronize with a time limit, which dt.synchronize has not",
     "streams/test_streams_cuda.py": "lanes of CUDA streams, with a stand-in for a GPU",
     "collectives/test_boards.py": "boards in shared memory",
     "collectives/test_collective_failures.py": "algorithms over a wire whose ranks fail",
