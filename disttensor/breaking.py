@@ -30,9 +30,9 @@ def cut(node: int, *, control: bool = True, data: bool = False) -> None:
     outbox = session.places.at(node).outbox
     session.link.check(outbox)
     if data:
+        session.board.forget(node, _WHY)  # first: the node's end, seen from here, would be the reason otherwise
         outbox.add(c.Lost(MASTER, _WHY))
         session.link.flush(outbox, wait=False)
-        session.board.forget(node, _WHY)
     if control:
         with session.link._lock:
             session.link.hub.cut(node)
