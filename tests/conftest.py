@@ -25,9 +25,11 @@ from limits import HANG
 
 import disttensor as dt
 
+# The job of a shell's "&" ignores Ctrl-C, and one of nohup a hang-up: so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # the job of a shell's "&" ignores Ctrl-C, and so would all that tests start and interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # these tests go on, what they start does not inherit it
 
 if not os.environ.get("DISTTENSOR_TESTS_COLD"):
     warm.install()

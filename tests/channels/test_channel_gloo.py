@@ -11,6 +11,7 @@ import threading
 from contextlib import suppress
 
 import channel_kit
+import leaks
 import pytest
 import torch
 from processes import alive_after
@@ -53,13 +54,9 @@ def met(n: int) -> list[GlooChannel]:
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    before = leaks.Held.now(memory=False, descriptors=True)
     yield
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(LIMIT)  # gloo looks for a peer that has closed for some seconds
-    gc.collect()
-    assert set(threading.enumerate()) <= threads
-    assert set(os.listdir("/proc/self/fd")) <= descriptors
+    leaks.check(before, "the test")
 
 
 @pytest.mark.parametrize("make", variants([met, connected]), ids=["met", "from the start"])

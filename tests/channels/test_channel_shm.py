@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import threading
 
 import channel_kit
+import leaks
 import pytest
 import torch
 
@@ -53,13 +53,9 @@ def probed(channels: list[ShmChannel]) -> list[ShmChannel]:
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    before = leaks.Held.now(memory=False, descriptors=True)
     yield
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(10)  # abort waits for half a second only
-    gc.collect()
-    assert set(threading.enumerate()) <= threads
-    assert set(os.listdir("/proc/self/fd")) <= descriptors
+    leaks.check(before, "the test")
 
 
 @pytest.fixture

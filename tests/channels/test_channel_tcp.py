@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -10,6 +9,7 @@ import threading
 import warnings
 
 import channel_kit
+import leaks
 import psutil
 import pytest
 import torch
@@ -39,13 +39,9 @@ def connected(n: int, **limits: float) -> list[TcpChannel]:
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    before = leaks.Held.now(memory=False, descriptors=True)
     yield
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(10)  # abort waits for half a second only
-    gc.collect()
-    assert set(threading.enumerate()) <= threads
-    assert set(os.listdir("/proc/self/fd")) <= descriptors
+    leaks.check(before, "the test")
 
 
 @pytest.fixture

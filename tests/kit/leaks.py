@@ -46,10 +46,14 @@ class Held:
     threads: frozenset[threading.Thread]
     sockets: frozenset[str]
     memory: frozenset[str] | None
+    descriptors: frozenset[str] | None = None  #: of every kind, for tests of what opens them; None as above
 
     @classmethod
-    def now(cls, memory: bool = True) -> Held:
-        return cls(_processes(), _threads(), _sockets(), _memory() if memory else None)
+    def now(cls, memory: bool = True, descriptors: bool = False) -> Held:
+        opened = _descriptors()
+        sockets = frozenset(target for target in opened.values() if target.startswith("socket:"))
+        every = frozenset(f"descriptor {number} of {target}" for number, target in opened.items())
+        return cls(_processes(), _threads(), sockets, _memory() if memory else None, every if descriptors else None)
 
     def since(self, before: Held) -> list[str]:
         """What is held now and was not held before, in words."""
@@ -58,15 +62,18 @@ class Held:
         out += [f"open {s}" for s in self.sockets - before.sockets]
         if self.memory is not None and before.memory is not None:
             out += [f"shared memory {m}" for m in self.memory - before.memory]
+        if self.descriptors is not None and before.descriptors is not None:
+            out += self.descriptors - before.descriptors
         return sorted(out)
 
 
 def check(before: Held, what: str, limit: float = HANG / 4) -> None:
     """Fails the test if ``what`` has left anything behind; what is just ending may end."""
-    deadline, pause, memory = time.monotonic() + limit, 0.01, before.memory is not None
-    while (now := Held.now(memory)).since(before):
+    deadline, pause = time.monotonic() + limit, 0.01
+    look = before.memory is not None, before.descriptors is not None
+    while (now := Held.now(*look)).since(before):
         gc.collect()  # each time: what a thread held may be garbage when it has ended
-        if not (left := Held.now(memory).since(before)):
+        if not (left := Held.now(*look).since(before)):
             return
         if time.monotonic() > deadline:
             pytest.fail(f"{what} left behind: " + "; ".join(left), pytrace=False)
@@ -102,13 +109,14 @@ def _threads() -> frozenset[threading.Thread]:
     return frozenset(t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
 
 
-def _sockets() -> frozenset[str]:
-    found, zygotes = set(), warm.held()[1]
-    for fd in os.listdir("/proc/self/fd"):
+def _descriptors() -> dict[int, str]:
+    """What is open here, without what this very look opens."""
+    found, zygotes = {}, warm.held()[1]
+    for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if int(fd) not in zygotes:
-                found.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return frozenset(target for target in found if target.startswith("socket:"))
+            if int(name) not in zygotes:
+                found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 def _memory() -> frozenset[str]:

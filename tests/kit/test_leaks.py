@@ -152,6 +152,14 @@ class Garbage:
         self.sock.close()
 
 
+def test_descriptors_of_any_kind_are_found_where_they_are_asked_for() -> None:
+    before, all_before = Held.now(), Held.now(descriptors=True)
+    with open(os.devnull) as file:
+        assert f"descriptor {file.fileno()} of {os.devnull}" in fails(all_before)
+        assert not Held.now(descriptors=True).since(before)
+    assert not Held.now(descriptors=True).since(all_before)
+
+
 def test_what_is_ending_may_end(before: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process, a thread that waits for it, and what that thread held, which is garbage only then."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)

@@ -330,7 +330,7 @@ def test_plain_text_is_for_loopback(monkeypatch):
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "0", "::", "::ffff:0.0.0.0", "0x0"])
 def test_every_interface_is_never_meant(host):
     with pytest.raises(ValueError, match="every interface"):
-        transport.ZmqHub(host, server_keys=curve_pair(), node_keys={})
+        transport.ZmqHub(host, server_keys=curve_pair(), node_keys={}).close()
 
 
 def test_the_hub_listens_nowhere_else(net):
