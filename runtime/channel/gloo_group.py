@@ -2,12 +2,17 @@
 
 It owns a thread or two, and a listening socket, of gloo's, until it is closed: who holds on to the object, as the
 traceback of an error does, does not hold on to these.
+
+When a connection ends, gloo tells everybody who waits for a message to come, but not who waits for the message that it
+was just reading, nor for one that it was to write: they would wait until their patience ends, and keep a thread and the
+listening socket. So peers wait for a small message, which comes after the large one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,7 +30,12 @@ c10d: Any = torch.distributed.distributed_c10d  # half of it is not in torch's s
 _PATIENCE = timedelta(minutes=30)
 #: How often who waits looks whether it is over, seconds.
 _GLANCE = 0.1
-
+#: How long a call that was cut may take to come out, seconds.
+_LAST_WORDS = 2.0
+#: For what has happened, as a later message has come, and is yet to be noted.
+_MOMENT = timedelta(seconds=30)
+#: Kinds of messages: a tensor, what follows it, and that it has come.
+_PAYLOAD, _THERE, _END = range(3)
 #: How often gloo tries to connect, each time for all of its timeout, even to where nobody listens any more.
 _TRIES = 5
 
@@ -55,7 +65,10 @@ class GlooGroup:
         self._theirs: set[tuple[str, int]] = set()
         self._cut, self._over = False, over
         self._lock = threading.RLock()
+        self._calls: set[threading.Thread] = set()  #: that are in gloo
+        self._out = threading.Condition(self._lock)  #: one of them is not any more
         self._ending: threading.Thread | None = None
+        self._word: Any = None  #: the last small message that nobody waits for: gloo sends it as long as it is held
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=hosts[me])]
         options._timeout = timedelta(seconds=limit / _TRIES)
@@ -77,10 +90,12 @@ class GlooGroup:
             cut(self._ours, self._theirs)
 
     def close(self) -> None:
-        """Gives back gloo's threads and sockets, beside all else: gloo waits for what is in the group. In any thread,
-        any number of times."""
+        """Gives back gloo's threads and sockets, beside all else: gloo waits for what is in the group. Calls that are
+        under way are cut. In any thread, any number of times."""
         with self._lock:
             last, self._group = [self._group], None
+            if self._calls:
+                self.cut()
             if last[0] is not None:
                 self._ending = threading.Thread(
                     target=self._give_back, args=(last,), name="disttensor-gloo", daemon=True
@@ -88,6 +103,9 @@ class GlooGroup:
                 self._ending.start()
 
     def _give_back(self, last: list[Any]) -> None:
+        with self._out:  # gloo forgets who waits in a group that is destroyed before it has seen the connection's end
+            self._out.wait_for(lambda: not self._calls, _LAST_WORDS)
+            self._word = None
         last.clear()
 
     def join(self, seconds: float) -> None:
@@ -99,23 +117,28 @@ class GlooGroup:
         """In a forked child: it is never destroyed."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    # The calls below block, and raise RuntimeError of gloo's when a connection ended, and what ``over`` gives. Nothing
-    # of gloo's is in a variable of theirs, as an error keeps these.
+    # The calls below block, and raise RuntimeError of gloo's when a connection ended, and what ``over`` gives. An error
+    # keeps the variables of the functions that it left: nothing of gloo's may be in them.
 
     def send(self, payload: torch.Tensor, to: int) -> None:
         """Returns when it is there, so that who closes afterwards cuts nothing off."""
 
         def call() -> None:
-            self._group.send([payload], to, 0).wait(_PATIENCE)
-            self._group.recv([torch.empty(1)], to, 1).wait(_PATIENCE)
+            there = self._group.recv([torch.empty(1)], to, _THERE)
+            works = [self._group.send([payload], to, _PAYLOAD), self._group.send([torch.zeros(1)], to, _END)]
+            there.wait(_PATIENCE)
+            for work in works:
+                work.wait(_MOMENT)
 
         self._apart(call)
 
     def recv(self, payload: torch.Tensor, source: int) -> None:
         def call() -> None:
-            self._group.recv([payload], source, 0).wait(_PATIENCE)
+            works = [self._group.recv([payload], source, _PAYLOAD), self._group.recv([torch.empty(1)], source, _END)]
+            works.pop().wait(_PATIENCE)
+            works.pop().wait(_MOMENT)
             with suppress(RuntimeError):  # the peer may be gone by now
-                self._group.send([torch.zeros(1)], source, 1).wait(_PATIENCE)
+                self._word = self._group.send([torch.zeros(1)], source, _THERE)
 
         self._apart(call)
 
@@ -127,11 +150,18 @@ class GlooGroup:
             try:
                 call()
             except Exception as error:
+                traceback.clear_frames(error.__traceback__)
                 errors.append(error)
             finally:
+                with self._out:
+                    self._calls.discard(threading.current_thread())
+                    self._out.notify()
                 done.set()
 
-        threading.Thread(target=thread, name="disttensor-gloo", daemon=True).start()
+        with self._lock:
+            apart = threading.Thread(target=thread, name="disttensor-gloo", daemon=True)
+            apart.start()
+            self._calls.add(apart)
         self._until(done)
         if errors:
             raise errors[0]
