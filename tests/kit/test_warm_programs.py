@@ -39,11 +39,26 @@ print(json.dumps({
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:
     """What comes of a warm start and of an ordinary one."""
-    zygotes = warm.held()[0]
     with_zygote = run()
-    assert warm.held()[0] >= zygotes
+    assert warm.held()[0]
     with warm.cold():
         return with_zygote, run()
+
+
+def test_the_zygote_that_was_not_needed_for_longest_goes() -> None:
+    def zygote(number: int) -> int:
+        """The zygote of a program with so many threads of OpenMP."""
+        environment = {**os.environ, "OMP_NUM_THREADS": str(number)}
+        command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+        assert int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout) == number
+        return next(reversed(warm._state.zygotes.values())).pid
+
+    first = zygote(21)
+    others = [zygote(number) for number in range(22, 21 + warm._MOST)]
+    assert zygote(21) == first
+    new = zygote(21 + warm._MOST)
+    assert warm.held()[0] == {first, *others[1:], new}
+    assert alive_after(0, [others[0]]) == []
 
 
 @pytest.mark.parametrize("kind", ["file", "-c", "-m", "-P file"])

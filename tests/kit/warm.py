@@ -61,6 +61,8 @@ _EARLY = (
 _LATE = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES")
 #: Roles of launch/boot.py that start no Python programs themselves, and so need no zygote.
 _LEAVES = ("server",)
+#: How many zygotes a pytest process has at a time; each has 300 MB.
+_MOST = 3
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CORE)
 _GET_CHILD_SUBREAPER, _SET_CHILD_SUBREAPER = 37, 36
 
@@ -102,6 +104,12 @@ class Zygote:
         if self.sock is not None:
             self.sock.close()
             self.sock = None
+
+    def end(self) -> None:
+        """Returns when this child has ended; what it has started goes on."""
+        self.close()
+        os.kill(self.pid, signal.SIGKILL)  # a fork of this process may still hold the socket
+        os.waitpid(self.pid, 0)
 
 
 @contextlib.contextmanager
@@ -154,8 +162,8 @@ def cold() -> Iterator[None]:
 
 def held() -> tuple[set[int], set[int]]:
     """The pids of this process's zygotes and the descriptors that lead to them: no test has to give these back."""
-    alive = [z for z in _state.zygotes.values() if z.sock is not None]
-    return {z.pid for z in _state.zygotes.values()}, {z.sock.fileno() for z in alive if z.sock is not None}
+    zygotes = list(_state.zygotes.values())
+    return {z.pid for z in zygotes}, {z.sock.fileno() for z in zygotes if z.sock is not None}
 
 
 def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
@@ -250,12 +258,15 @@ def _key(environ: dict[str, str]) -> str:
 def _zygote(environ: dict[str, str]) -> Zygote | None:
     """One that has started with what is read early of this environment, and with this process's limits."""
     key = _key(environ)
-    zygote = _state.zygotes.get(key)
-    if zygote is not None and zygote.sock is None:
+    zygote = _state.zygotes.pop(key, None)
+    if zygote is None and _state.makes:
+        if len(_state.zygotes) == _MOST:
+            _state.zygotes.pop(next(iter(_state.zygotes))).end()
+        zygote = _start(environ)
+    if zygote is None:
         return None
-    if zygote is None and _state.makes and len(_state.zygotes) < 3:
-        zygote = _state.zygotes[key] = _start(environ)
-    return zygote
+    _state.zygotes[key] = zygote  # as the last: the first is the one that was not needed for longest
+    return None if zygote.sock is None else zygote
 
 
 def _start(environ: dict[str, str]) -> Zygote:

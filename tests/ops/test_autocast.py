@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import warnings
 from collections.abc import Iterator
@@ -162,6 +163,7 @@ def test_all_operators_of_the_database(kind: str, request: pytest.FixtureRequest
 
 def test_casts_of_parameters_live_as_long_as_their_region() -> None:
     w = torch.nn.Parameter(torch.ones(2, 2, device="node:1"))
+    gc.collect()
     before = testing.usage(w)
     with torch.autocast("node"):
         for _ in range(3):

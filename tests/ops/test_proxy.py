@@ -47,6 +47,7 @@ def test_it_is_made_by_operations_only() -> None:
 
 def test_a_handle_is_freed_once_with_its_last_proxy() -> None:
     keep = torch.ones(1, device="node:1")
+    gc.collect()
     before = live(keep)
     x = torch.ones(4, device="node:1")
     shared = [x.detach(), x.data, x.view_as(x), torch.nn.Parameter(x)]
@@ -61,6 +62,7 @@ def test_a_handle_is_freed_once_with_its_last_proxy() -> None:
 
 def test_a_cycle_is_collected() -> None:
     keep = torch.ones(1, device="node:1")
+    gc.collect()
     before = live(keep)
     x = torch.ones(4, device="node:1")
     x.me = x  # type: ignore[attr-defined]
@@ -71,6 +73,7 @@ def test_a_cycle_is_collected() -> None:
 
 def test_graphs_do_not_keep_tensors() -> None:
     keep = torch.ones(3, device="node:1", requires_grad=True)
+    gc.collect()
     before = live(keep)
     for _ in range(5):
         (keep.exp() * keep).sum().backward()
@@ -93,6 +96,7 @@ def test_attributes_and_weak_references() -> None:
 
 def test_many_proxies_of_one_tensor() -> None:
     x = torch.zeros(3, device="node:1")
+    gc.collect()
     before = live(x)
     proxies = [x.detach() for _ in range(1000)]
     for p in proxies[:10]:

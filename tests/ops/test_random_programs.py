@@ -147,6 +147,7 @@ def strides(x: torch.Tensor) -> list[int]:
 
 def check(program: list[tuple[str, int, int, int]]) -> None:
     keep = torch.ones(1, device="node:1")
+    gc.collect()
     dt.synchronize()
     before = testing.usage(keep)
     local, remote = start(), send(start(), "node:1")

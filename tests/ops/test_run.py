@@ -307,6 +307,7 @@ def test_results_that_nobody_gets_are_dropped(function: Any, error: type[BaseExc
 def test_nothing_is_left_on_the_node() -> None:
     x = torch.ones(2, device="node:1")
     dt.run(lambda t: t + 1, x, node=1)
+    gc.collect()
     dt.synchronize()
     before = testing.usage(x)
     gc.disable()

@@ -280,6 +280,7 @@ def test_which_stream_is_current() -> None:
 
 def test_nothing_is_left_of_streams_and_what_they_made() -> None:
     x = torch.ones(10, device="node:0")
+    gc.collect()
     dt.synchronize()
     before = testing.usage(x)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -149,6 +150,7 @@ def test_dropping_many_proxies_costs_few_messages() -> None:
 
 
 def test_a_program_keeps_no_tensors(x: torch.Tensor) -> None:
+    gc.collect()
     dt.synchronize()
     before = testing.usage(x)
     for _ in range(50):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import threading
@@ -68,6 +69,21 @@ def test_a_log_names_what_crosses_by_node() -> None:
     assert log.messages == log[0].messages + log[1].messages >= 2
     assert log.bytes_sent == log[0].bytes_sent + log[1].bytes_sent > 0
     assert log.bytes_received == log[1].bytes_received > 0
+
+
+@pytest.mark.usefixtures("clean")
+def test_garbage_of_earlier_code_is_in_no_log() -> None:
+    gc.collect()
+    cycle: list[object] = [torch.ones(4, device="node:1")]
+    cycle.append(cycle)
+    del cycle
+    with testing.MessageLog() as log:
+        with testing.MessageLog():
+            pass
+        [[] for _ in range(10 * gc.get_threshold()[0])]  # after so many the collector would come
+        torch.ones(4, device="node:1").sum().item()
+        assert "Free" not in log[1].commands[:-1]
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("clean")
@@ -165,6 +181,7 @@ def test_what_graphs_hold_is_counted() -> None:
 @pytest.mark.usefixtures("clean")
 def test_usage_counts_tensors_and_their_memory() -> None:
     kept = torch.ones(10, device="node:1")
+    gc.collect()
     before = testing.usage(1)
     more = [torch.ones(10, device="node:1") + 1 for _ in range(3)]
     views = [t[2:] + 0 for t in more]

@@ -13,8 +13,7 @@ skipped() {
 
 [ "$(id -u)" = 0 ] || skipped "this user is not root"
 if ! command -v ip >/dev/null; then
-    (apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2) >/dev/null 2>&1 ||
-        skipped "iproute2 is missing and cannot be installed"
+    tools/ci/packages.sh iproute2 >/dev/null 2>&1 || skipped "iproute2 is missing and cannot be installed"
 fi
 probe=$(unshare --net --uts --mount --pid --fork --mount-proc ip link add name left type veth 2>&1) ||
     skipped "no namespaces with a link between them: $probe"

@@ -15,8 +15,8 @@ skipped() {
 [ "$(id -u)" = 0 ] || skipped "this user is not root"
 for tool in sshd ssh ip; do
     command -v $tool >/dev/null && continue
-    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        openssh-server openssh-client iproute2) >/dev/null 2>&1 || skipped "OpenSSH is missing and cannot be installed"
+    tools/ci/packages.sh openssh-server openssh-client iproute2 >/dev/null 2>&1 ||
+        skipped "OpenSSH is missing and cannot be installed"
     break
 done
 probe=$(unshare --net --uts --mount --pid --fork --mount-proc ip link add name left type veth 2>&1) ||
