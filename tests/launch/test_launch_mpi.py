@@ -99,13 +99,14 @@ def test_a_node_that_does_not_end(mpi: Mpi) -> None:
     body = """
 dt.init_master_worker(nodes=1)
 ones = torch.ones(2, device="node:0")
-def spin():
+def spin(mark):
+    open(mark, "x").close()
     while True:
         pass
 import threading
-threading.Thread(target=lambda: dt.run(spin), daemon=True).start()
-dt.init.state.session().link.flush_all()
-time.sleep(0.5)
+threading.Thread(target=lambda: dt.run(spin, "spins"), daemon=True).start()
+while not os.path.exists("spins"):
+    time.sleep(0.01)
 """
     mpi.run(HEAD + body)  # its exit code is mpiexec's affair, as that ends the node
 
