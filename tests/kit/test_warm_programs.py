@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,20 +46,23 @@ def both(run: Callable[[], Any]) -> tuple[Any, Any]:
         return with_zygote, run()
 
 
-def test_the_zygote_that_was_not_needed_for_longest_goes() -> None:
-    def zygote(number: int) -> int:
-        """The zygote of a program with so many threads of OpenMP."""
+def test_those_that_are_asked_for_most_have_a_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(number: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(number)}
         command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
         assert int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout) == number
-        return next(reversed(warm._state.zygotes.values())).pid
 
-    first = zygote(21)
-    others = [zygote(number) for number in range(22, 21 + warm._MOST)]
-    assert zygote(21) == first
-    new = zygote(21 + warm._MOST)
-    assert warm.held()[0] == {first, *others[1:], new}
-    assert alive_after(0, [others[0]]) == []
+    monkeypatch.setattr(warm._state, "asked", Counter())
+    for number in (21, 21, 22, 22, 23, 23):
+        run(number)
+    three = warm.held()[0]
+    assert len(three) == warm._MOST == 3
+    run(24)
+    run(24)
+    assert warm.held()[0] == three
+    run(24)
+    (gone,) = three - warm.held()[0]
+    assert alive_after(0, [gone]) == []
 
 
 @pytest.mark.parametrize("kind", ["file", "-c", "-m", "-P file"])

@@ -36,6 +36,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -108,8 +109,9 @@ class Zygote:
     def end(self) -> None:
         """Returns when this child has ended; what it has started goes on."""
         self.close()
-        os.kill(self.pid, signal.SIGKILL)  # a fork of this process may still hold the socket
-        os.waitpid(self.pid, 0)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)  # a fork of this process may still hold the socket
+            os.waitpid(self.pid, 0)
 
 
 @contextlib.contextmanager
@@ -132,6 +134,7 @@ class _State:
         self.lock = threading.Lock()
         self.owner = os.getpid()
         self.makes = False  #: may start further zygotes
+        self.asked: Counter[str] = Counter()  #: how often for each: those that are asked for most have a place
         self.off = 0  #: how many have asked for cold starts
 
 
@@ -258,15 +261,20 @@ def _key(environ: dict[str, str]) -> str:
 def _zygote(environ: dict[str, str]) -> Zygote | None:
     """One that has started with what is read early of this environment, and with this process's limits."""
     key = _key(environ)
-    zygote = _state.zygotes.pop(key, None)
-    if zygote is None and _state.makes:
-        if len(_state.zygotes) == _MOST:
-            _state.zygotes.pop(next(iter(_state.zygotes))).end()
-        zygote = _start(environ)
-    if zygote is None:
+    zygote = _state.zygotes.get(key)
+    if zygote is not None and zygote.sock is None:
         return None
-    _state.zygotes[key] = zygote  # as the last: the first is the one that was not needed for longest
-    return None if zygote.sock is None else zygote
+    if zygote is None and _state.makes:
+        _state.asked[key] += 1
+        if len(_state.zygotes) == _MOST:
+            least = min(_state.zygotes, key=_state.asked.__getitem__)
+            if _state.asked[least] >= _state.asked[key]:
+                return None
+            _state.zygotes.pop(least).end()
+        zygote = _state.zygotes[key] = _start(environ)
+    elif zygote is not None:
+        _state.asked[key] += 1
+    return zygote
 
 
 def _start(environ: dict[str, str]) -> Zygote:
