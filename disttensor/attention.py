@@ -38,32 +38,28 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As ``torch.nn.functional.scaled_dot_product_attention``."""
+    """As ``torch.nn.functional.scaled_dot_product_attention``. Source: torch's composite, attention.cpp."""
     choice = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+    if attn_mask is not None and attn_mask.requires_grad:
         choice = _MATH  # the fused kernels have no gradient for the mask
-    if choice == _MATH or enable_gqa:
-        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
     mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:
+    if mask is not None and mask.dtype == torch.bool:  # first of all: to every kernel a mask is what is added
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    if query._place.kernels == "cpu":  # type: ignore[attr-defined]
+    if choice != _MATH and query._place.kernels == "cpu":  # type: ignore[attr-defined]
         return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]
-    if choice == _FLASH and mask is None and query.shape[-1] % 8 == 0:
+    if choice == _FLASH and mask is None and query.shape[-1] % 8 == 0 and not enable_gqa:
         return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    if choice == _EFFICIENT and mask is None:
+    if choice == _EFFICIENT and mask is None and not enable_gqa:
         training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
             query, key, value, None, training, dropout_p, is_causal, scale=scale
         )[0]
     return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
 
 

@@ -60,11 +60,13 @@ def register() -> tuple[torch.library.Library, ...]:
 
 
 def operators() -> dict[str, list[str]]:
-    """Whom torch casts for: operators by name, and for which kinds of device."""
+    """Whom torch casts for: operators by name, and for which kinds of device. Not what other libraries have registered
+    by now: what they cast to is in kernels of their own, and those that are imported later would be missing."""
     found: dict[str, list[str]] = {}
     for kind, key in _KEYS.items():
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-            found.setdefault(name, []).append(kind)
+            if name.startswith("aten::"):
+                found.setdefault(name, []).append(kind)
     return found
 
 

@@ -20,7 +20,8 @@ _data = torch.Tensor.data
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """``tensor.data = value`` where one is local and one on a node. Its gradient follows.
+    """``tensor.data = value`` where one is local and one on a node, or where one of them is of inference mode's. Its
+    gradient follows.
 
     Raises RuntimeError for a result that autograd made.
     """
@@ -35,8 +36,9 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
         other = torch.nn.Parameter(other, needs_grad)
     else:
         other.requires_grad_(needs_grad)
-    if needs_grad:
-        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved)
+    if needs_grad and not tensor.is_inference():  # no graph has one of these
+        with torch.inference_mode(False):
+            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved)
     _exchange(tensor, other)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         registered = getattr(tensor, hooks)

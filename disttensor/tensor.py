@@ -7,8 +7,11 @@ A proxy's one attribute beyond torch's is its handle. Torch edits tensors behind
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
 from .meta import Handle, contiguous, set_bits
@@ -83,6 +86,18 @@ class DistributedTensor(torch.Tensor):
         )
         return self.to(target.device)  # type: ignore[return-value]
 
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """``torch.Tensor.new`` on this tensor's own device. (Torch would ask which device is the current one.)"""
+        options: dict[str, Any] = {"dtype": self.dtype, "device": kwargs.get("device") or self.device}
+        if kwargs.keys() <= {"device"}:
+            if len(args) == 1 and isinstance(args[0], torch.Size):
+                return torch.empty(args[0], **options)
+            if all(isinstance(arg, Integral) for arg in args):
+                return torch.empty(args or (0,), **options)
+            if len(args) == 1 and isinstance(args[0], (Sequence, np.ndarray)):
+                return torch.tensor(args[0], **options)
+        return super().new(*args, **kwargs)
+
     # ---- what has to keep handle and tensor in step ------------------------------------------------------------------
 
     @property
@@ -92,7 +107,7 @@ class DistributedTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: Any) -> None:
-        if isinstance(other, DistributedTensor):
+        if isinstance(other, DistributedTensor) and self.is_inference() == other.is_inference():
             if (self.is_conj(), self.is_neg()) != (other.is_conj(), other.is_neg()):
                 set_bits(self, other._h.meta.bits)  # torch does it by itself for its own kinds of tensors
             _data.__set__(self, other)  # type: ignore[attr-defined]

@@ -37,13 +37,14 @@ FUNCTIONS = frozenset(
 NETWORKS = frozenset({"aten::linear", "aten::gelu", "aten::silu"})
 
 
-def binding(op: OpOverload) -> Callable[..., Any]:
-    """What runs ``op``, called with its arguments in the order of the schema."""
+def binding(op: OpOverload, tensor: bool = True) -> Callable[..., Any]:
+    """What runs ``op``, called with its arguments in the order of the schema, the first of which is a tensor or, as in
+    ``torch.div(1.0, x)``, a number."""
     name = op.name()
     if name == "aten::mkldnn_rnn_layer":
         return _rnn_layer
     base = name.removeprefix("aten::").partition(".")[0]
-    if name in METHODS:
+    if name in METHODS and tensor:
         return getattr(torch._C.TensorBase, base, op._op)
     if name in FUNCTIONS:
         return getattr(torch._C._VariableFunctions, base, op._op)

@@ -153,10 +153,21 @@ def _run(function: _Function, arguments: bytes, tensor: Tensors) -> tuple[bytes,
 
 
 def _loads_from_master(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:
-    """The one place where a worker unpickles; ``data`` came from the master, which owns this worker."""
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = lambda pid: tensor(int(pid))  # type: ignore[method-assign]
-    return unpickler.load()
+    return _FromMaster(data, tensor).load()
+
+
+class _FromMaster(pickle.Unpickler):
+    """The one place where a worker unpickles; ``data`` came from the master, which owns this worker.
+
+    A subclass, as from Python 3.13 on an object of the C class takes no ``persistent_load``.
+    """
+
+    def __init__(self, data: bytes, tensor: Callable[[int], torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensor = tensor
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensor(int(pid))
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:

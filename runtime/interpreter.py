@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from .bindings import binding
 from .generated import function
 from .program import Line, Num, Program, Reg, operands
 from .template import tensors_of
@@ -74,10 +73,11 @@ def source_of(program: Program) -> tuple[str, dict[str, Any]]:
         return constant(value)
 
     def named(line: Line) -> str:
-        name = known.get(line.op)
+        function = line.function
+        name = known.get(function)
         if name is None:
-            name = known[line.op] = f"f{next(number)}"
-            names[name] = binding(line.op)
+            name = known[function] = f"f{next(number)}"
+            names[name] = function
         return name
 
     last = {r: i for i, line in enumerate(program.lines) for r in (*line.outs, *operands(line))}

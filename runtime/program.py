@@ -6,7 +6,7 @@ does to the bit what the calls would have done one by one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from . import command as c
+from .bindings import binding
 from .caller import Slot
 from .template import Template
 
@@ -41,6 +42,11 @@ class Line:
     kwargs: dict[str, Any]
     outs: tuple[int, ...]  #: registers of the tensors that it puts out, flat; () for one that only writes its arguments
     single: bool  #: it puts out one tensor, not a tuple or list
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What runs it, called with what ``args`` and ``kwargs`` stand for."""
+        return binding(self.op, bool(self.args) and isinstance(self.args[0], Reg))
 
 
 @dataclass(frozen=True)

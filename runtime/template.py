@@ -39,7 +39,8 @@ class Template:
         self.mutated = tuple(_mutated(op, positional, dict(keyword)))
         self.positional, self.keyword = positional, keyword
         #: makes another ``call``, for other entries
-        self.over: Callable[[Entries], Run] = partial(caller, binding(op), positional, keyword)
+        way = binding(op, bool(positional) and positional[0].letter == "T")
+        self.over: Callable[[Entries], Run] = partial(caller, way, positional, keyword)
         self.call = self.over(entries)
         returns = op._schema.returns
         self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bindings import binding
 from ..program import Program, Reg
 from ..store import memory
 from . import listing
@@ -102,7 +101,7 @@ class Compiled:
     def _indices_fit(self, inputs: Sequence[Tensor]) -> bool:
         e = dict(zip(self._program.inputs, inputs, strict=True))
         for line in self._fence:
-            result = binding(line.op)(*_fill(line.args, e), **{k: _fill(v, e) for k, v in line.kwargs.items()})
+            result = line.function(*_fill(line.args, e), **{k: _fill(v, e) for k, v in line.kwargs.items()})
             for register, tensor in zip(line.outs, [result] if line.single else result, strict=True):
                 e[register] = tensor
         return all(_within(e[register], low, high, also) for register, low, high, also in self._checks)

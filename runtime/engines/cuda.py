@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bindings import binding
 from ..program import Engine, Line, Num, Program, Reg, operands, writers
 from ..store import memory
 from ..template import tensors_of
@@ -142,7 +141,7 @@ class CudaGraph:
             if keep:
                 result = call_with_tensors(line.op, args, kwargs, frozenset(map(id, keep)))
             else:
-                result = binding(line.op)(*args, **kwargs)
+                result = line.function(*args, **kwargs)
             for register, tensor in zip(line.outs, tensors_of(result), strict=bool(line.outs)):
                 e[register] = tensor
         return [e[r] for r in self._program.outputs]

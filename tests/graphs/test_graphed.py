@@ -258,3 +258,14 @@ def test_within_a_larger_recording_it_is_part_of_it() -> None:
     x.fill_(4)
     g.replay()
     assert y.tolist() == [9, 9]
+
+
+def test_a_number_first() -> None:
+    @dt.graphed
+    def step(x: torch.Tensor, a: float) -> torch.Tensor:
+        return torch.div(1.0, x) + torch.mul(a, x)
+
+    x = torch.tensor([1.0, 2.0, 4.0])
+    there = x.to("node:1")
+    for a in (1.0, 2.5, 3.0, 4.0):
+        assert step(there, a).tolist() == (1.0 / x + a * x).tolist()

@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disttensor.runtime.bindings import binding
 from disttensor.runtime.engines import fitness, listing, tracing
 from disttensor.runtime.engines.builder import Build, Builder
 from disttensor.runtime.engines.choice import Choice
@@ -102,7 +101,7 @@ def interpret(program: Program, inputs: Sequence[Tensor], numbers: Sequence[floa
 
     with torch.no_grad():
         for line in program.lines:
-            result = binding(line.op)(*map(fill, line.args), **{k: fill(v) for k, v in line.kwargs.items()})
+            result = line.function(*map(fill, line.args), **{k: fill(v) for k, v in line.kwargs.items()})
             for register, tensor in zip(line.outs, tensors_of(result), strict=bool(line.outs)):
                 e[register] = tensor
     return [e[r] for r in program.outputs]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import disttensor as dt
 from disttensor import testing
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -323,3 +326,34 @@ def test_no_warnings() -> None:
         warnings.simplefilter("error")
         with torch.autocast("node", dtype=torch.bfloat16):
             torch.ones(2, 2, device="node:1") @ torch.ones(2, 2, device="node:1")
+
+
+LIBRARY = """
+import torch
+lib = torch.library.Library("theirs", "DEF")
+lib.define("twice(Tensor x) -> Tensor")
+lib.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+def cast(x):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return torch.ops.theirs.twice(x.float())
+for key in "AutocastCPU", "AutocastCUDA":
+    lib.impl("twice", cast, key)
+"""
+SESSION = """
+import torch, disttensor as dt
+dt.init_master_worker(nodes=1, launcher="inproc")
+"""
+
+
+@pytest.mark.parametrize("order", [LIBRARY + SESSION, SESSION + LIBRARY], ids=["before", "after"])
+def test_a_library_with_rules_of_its_own(order: str, script: Script) -> None:
+    """It may be imported at any time."""
+    use = """
+with torch.autocast("node", torch.bfloat16):
+    x = torch.ones(2, 2, device="node:0")
+    print(torch.ops.theirs.twice(x @ x).tolist(), (x @ x).dtype)
+with torch.autocast("cpu", torch.bfloat16):
+    print(torch.ops.theirs.twice(torch.ones(2, dtype=torch.bfloat16)).dtype)
+"""
+    done = script(order + use)
+    assert done.stdout.splitlines() == ["[[4.0, 4.0], [4.0, 4.0]] torch.bfloat16", "torch.float32"], done.stderr

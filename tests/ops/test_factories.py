@@ -421,3 +421,23 @@ def test_a_second_session_is_refused() -> None:
     with pytest.raises(RuntimeError, match="already"):
         dt.init_master_worker(nodes=2, launcher="inproc")
     assert dt.is_initialized()
+
+
+@pytest.mark.parametrize("device", [lambda: "node:0", lambda: "node:1", lambda: dt.device(1, "cuda:1")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_new_stays_on_the_device_of_its_tensor(device: Callable[[], torch.device | str], dtype: torch.dtype) -> None:
+    """The way of before ``new_empty``, which torch.distributions still takes."""
+    local = torch.arange(4).to(dtype)
+    x = local.to(device())
+    for size in ((), (3,), (2, 3), (torch.Size([2, 3]),), (np.int64(3),)):
+        got, expected = x.new(*size), local.new(*size)
+        assert (got.device, got.shape, got.dtype) == (x.device, expected.shape, expected.dtype)
+    for data in ([1.0, 2.0], (2, 3), [[1], [2]], np.array([1.5, 2.5]), []):
+        same(x.new(data), local.new(data))
+    other = local.to("node:0")
+    assert x.new(2, device="node:0").device == other.device
+    for wrong in ((1.5,), ("a",), (2, "a"), ([1], [2])):
+        with pytest.raises(TypeError):
+            local.new(*wrong)
+        with pytest.raises(TypeError):
+            x.new(*wrong)

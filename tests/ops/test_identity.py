@@ -112,6 +112,19 @@ def test_a_move_between_forward_and_backward_is_told(start: str, end: str) -> No
     assert layer.bias.grad.tolist() == [1.0, 1.0]
 
 
+@moves
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_modules_move_in_inference_mode(start: str, end: str, made: str) -> None:
+    x = torch.ones(1, 3)
+    with torch.inference_mode(made == "inside"):
+        net = torch.nn.Linear(3, 2).to(start)
+    before = copy.deepcopy(net).to("cpu")
+    with torch.inference_mode():
+        net.to(end)
+        assert torch.equal(net(x.to(end)).cpu(), before(x))
+    assert {p.device for p in net.parameters()} == {torch.device(end)}
+
+
 def test_a_result_cannot_move_in_place() -> None:
     y = torch.ones(3, requires_grad=True) * 2
     with pytest.raises(RuntimeError, match="result"):

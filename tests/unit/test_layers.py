@@ -190,7 +190,7 @@ def test_files_are_small(path: Path) -> None:
 
 
 #: Where the one unpickling of the project is.
-UNPICKLES = ("functions.py", "_loads_from_master")
+UNPICKLES = ("functions.py", "_FromMaster")
 #: Where text that the project has written becomes code.
 GENERATES = ("generated.py", "function", {"exec", "compile"})
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "marshal", "shelve", "joblib"}
@@ -198,11 +198,12 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
 def dangerous(path: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, enclosing function, what) of everything that could run or unpickle what it is given."""
+    """(line, enclosing function or class, what) of everything that could run or unpickle what it is given."""
 
     def walk(tree: ast.AST, inside: str) -> Iterator[tuple[int, str, str]]:
         for node in ast.iter_child_nodes(tree):
-            here = inside or (node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else "")
+            named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            here = inside or (node.name if named else "")
             match node:
                 case ast.Name(id=name) if name in FORBIDDEN_CALLS | FORBIDDEN_MODULES:
                     yield node.lineno, here, name
