@@ -106,7 +106,8 @@ _known: WeakValueDictionary[object, NodeStorage] = WeakValueDictionary()
 
 
 def _ask(tensor: DistributedTensor) -> list[int]:
-    """Of the storage that a tensor has on its node: what it is known by, its address, its bytes."""
+    """Of the storage that a tensor has on its node: what it is known by, its address, its bytes; and the tensor's own
+    offset and strides in it, which a kernel may have chosen unlike what the proxy says."""
     place = tensor._place
     ref = tensor._h.ref or materialise(tensor._h)
     reply = place.session.ask(place, c.Answer, lambda id: c.Storage(id, ref), here())
@@ -115,17 +116,25 @@ def _ask(tensor: DistributedTensor) -> list[int]:
 
 def address(tensor: DistributedTensor) -> int:
     """``x.data_ptr()``."""
-    return _ask(tensor)[1] + int(tensor.storage_offset()) * tensor.itemsize if tensor.numel() else 0
+    if not tensor.numel():
+        return 0
+    _, start, _, offset, *_ = _ask(tensor)
+    return start + offset * tensor.itemsize
 
 
 def storage_of(tensor: DistributedTensor) -> NodeStorage:
     """The memory that a proxy's tensor has a part of. Raises what made the tensor fail, NodeLost."""
-    name, _, size = _ask(tensor)
+    return _held(tensor)[0]
+
+
+def _held(tensor: DistributedTensor) -> tuple[NodeStorage, int, tuple[int, ...]]:
+    """The same, and the offset and strides by which the tensor is found in it."""
+    name, _, size, offset, *strides = _ask(tensor)
     key = (tensor._place.state, name)
     known = _known.get(key)
     if known is None:
         known = _known[key] = NodeStorage(_flat(tensor, size))
-    return known
+    return known, offset, tuple(strides)
 
 
 def _flat(tensor: Any, size: int) -> DistributedTensor:
@@ -153,9 +162,9 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _part(flat: Any, like: torch.Tensor) -> DistributedTensor:
+def _part(flat: Any, like: torch.Tensor, offset: int, strides: tuple[int, ...]) -> DistributedTensor:
     """What ``like`` is in its memory, in another memory of that size."""
-    view = flat.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+    view = flat.view(like.dtype).as_strided(like.shape, strides, offset)
     return proxy(view._h)
 
 
@@ -163,17 +172,17 @@ def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
     """A copy for ``copy.deepcopy``: copies of tensors that share memory share memory."""
     if tensor.is_conj() or tensor.is_neg():  # torch computes these
         return proxy(tensor.detach().resolve_conj().resolve_neg()._h)
-    storage = storage_of(tensor)
+    storage, offset, strides = _held(tensor)
     copies = memo.setdefault("disttensor", {})
     if id(storage) in copies:
-        return _part(copies[id(storage)][1], tensor)
+        return _part(copies[id(storage)][1], tensor, offset, strides)
     with torch.no_grad():
         if tensor.numel() * tensor.itemsize == storage.nbytes() and is_dense(tensor):
             copy = proxy(tensor.detach().clone(memory_format=torch.preserve_format)._h)
             copies[id(storage)] = storage, _flat(copy, storage.nbytes())
             return copy
         copies[id(storage)] = storage, storage.flat.clone()
-    return _part(copies[id(storage)][1], tensor)
+    return _part(copies[id(storage)][1], tensor, offset, strides)
 
 
 # ---- pickling --------------------------------------------------------------------------------------------------------
@@ -189,8 +198,8 @@ def reduced(tensor: DistributedTensor, protocol: Any) -> tuple[Any, ...]:
             return torch._utils._rebuild_parameter_with_state, (*args, attributes)
         return torch._utils._rebuild_parameter, args
     warn_if_has_hooks(tensor)
-    storage = storage_of(tensor)
-    geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad, hooks)
+    storage, offset, strides = _held(tensor)
+    geometry = (offset, tuple(tensor.shape), strides, tensor.requires_grad, hooks)
     if tensor.dtype in torch.storage._new_dtypes():
         # torch saves an untyped one, and knows it by its very type; so this says that it's one
         typed = TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)

@@ -363,7 +363,8 @@ class Executor:
 
     def storage(self, request: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.emit(c.Answer(request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()}"))
+        place = " ".join(map(str, (tensor.storage_offset(), *tensor.stride())))
+        self.emit(c.Answer(request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()} {place}"))
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 

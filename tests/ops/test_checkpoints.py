@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from differential import Tied, batch, net
 from equal import same
 from limits import HANG
@@ -164,6 +165,44 @@ def test_from_a_file_that_is_mapped(tmp_path: Path, mmap: bool) -> None:
         dict(torch.load(path, map_location="node:0", mmap=mmap)),
         dict(torch.load(path)),
     )
+
+
+SHAPES = {"transposed": lambda x: x.transpose(1, 2), "sliced": lambda x: x[:, 1:, ::2], "plain": lambda x: x}
+KERNELS = {
+    "mse_loss": lambda x, y: F.mse_loss(x, y),
+    "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y),
+    "huber_loss": lambda x, y: F.huber_loss(x, y),
+    "logsigmoid": lambda x, y: F.logsigmoid(x).sum(),
+    "elu": lambda x, y: F.elu(x).sum(),
+    "hardswish": lambda x, y: F.hardswish(x).sum(),
+}
+
+
+@pytest.mark.parametrize(
+    "shape", [lambda x: x.transpose(1, 2), lambda x: x[:, 1:, ::2], lambda x: x], ids=["transposed", "sliced", "plain"]
+)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_layout_that_a_kernel_has_chosen(name: str, shape: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A gradient need not have the strides that torch's meta kernels say."""
+    torch.manual_seed(0)
+    local = torch.randn(2, 3, 4)
+    found = []
+    for device in ("cpu", "node:1"):
+        x = shape(local.clone().to(device)).requires_grad_()
+        y = torch.ones(x.shape, device=device) / 3
+        (grad,) = torch.autograd.grad(KERNELS[name](x, y), x)
+        KERNELS[name](x, y).backward()
+        found.append((grad, x.grad))
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(there.cpu(), here)
+        for write, read in ((torch.save, torch.load), (pickle.dump, pickle.load)):
+            file = io.BytesIO()
+            write({"of": there, "again": there}, file)
+            file.seek(0)
+            loaded = read(file)
+            assert torch.equal(loaded["of"], here)
+            assert loaded["of"].data_ptr() == loaded["again"].data_ptr()
+        assert torch.equal(copy.deepcopy(there).cpu(), here)
 
 
 def test_one_storage_at_a_time_is_fetched() -> None:
