@@ -27,7 +27,7 @@ from limits import HANG
 
 from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.errors import StartError
-from disttensor.runtime.launch import Exited, Started, check_ends
+from disttensor.runtime.launch import Exited, Started
 from disttensor.runtime.launch.check import CHECKS, ConformanceError, check_launcher, run_check
 from disttensor.runtime.launch.local import LocalLauncher
 from disttensor.runtime.launch.output import Output
@@ -197,7 +197,6 @@ MISTAKES = [
 def test_a_mistake_is_found(
     mistaken: type[LocalLauncher], check: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(check_ends, "STOP", 1.5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConformanceError, match=f"^{check}: .*{says}") as caught:
         run_check(check, lambda entry: mistaken(entry, PRELOAD))
