@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, cast
@@ -11,6 +10,7 @@ from typing import Any, cast
 from . import state
 from .runtime import codec
 from .runtime import command as c
+from .runtime.garbage import no_collection
 
 
 @contextlib.contextmanager
@@ -111,7 +111,6 @@ class MessageLog(NodeLog):
         super().__init__(None, None)
         self._log = self
         self._settle = settle
-        self._undo = contextlib.ExitStack()
         self._session = state.session()
         self._ended: dict[int, list[c.Command]] | None = None  #: what waited to be sent when the block ended
         self.sent: list[tuple[int, bytes]] = []  #: (node, message)
@@ -124,24 +123,24 @@ class MessageLog(NodeLog):
 
     def __enter__(self) -> MessageLog:
         session = self._session
-        if self._settle:
-            session.finish()
-        session.link.flush_all()
-        with session.link._lock:
-            hub = session.link.hub
-            self._undo.enter_context(wrapped(hub, "send", self._note_sent))
-            self._undo.enter_context(wrapped(hub, "drain", self._note_received))
-        if gc.isenabled():
-            gc.disable()
-            self._undo.callback(gc.enable)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(no_collection())  # before all: what nodes that are threads collect is sent, too
+            if self._settle:
+                session.finish()
+            session.link.flush_all()
+            with session.link._lock:
+                hub = session.link.hub
+                undo.enter_context(wrapped(hub, "send", self._note_sent))
+                undo.enter_context(wrapped(hub, "drain", self._note_received))
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._session.link._lock:
-            self._undo.close()
             self._ended = self._waiting()
+            self._undo.close()  # and what is collected then is in no log
 
     def issued(self) -> dict[int, list[c.Command]]:
         """By node, what was sent and what waits to be."""

@@ -114,8 +114,9 @@ class GlooGroup:
             self._ending.join(seconds)
 
     def leave_alone(self) -> None:
-        """In a forked child: it is never destroyed."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        """In a forked child: nothing of gloo's is ever destroyed."""
+        for held in (self._group, self._word):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
     # The calls below block, and raise RuntimeError of gloo's when a connection ended, and what ``over`` gives. An error
     # keeps the variables of the functions that it left: nothing of gloo's may be in them.

@@ -153,7 +153,7 @@ def check_real_worker(make: Make) -> None:
                 # the two come on different ways, in any order
                 return bool(heard) and any(isinstance(event, Started) for event in stage.events)
 
-            stage.until(says_hello, "a real worker should say hello to its master, and be told of")
+            stage.until(says_hello, "a real worker should say hello, and its launcher that it has started")
             hello, [started] = heard[0], [event for event in stage.events if isinstance(event, Started)]
             need(isinstance(hello, c.Hello) and hello.job == bundle.job, f"what it says is {hello}")
             need(started.pid == getattr(hello, "pid", 0), f"Started names process {started.pid}, and it is {hello}")

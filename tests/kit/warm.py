@@ -43,21 +43,8 @@ from typing import Any
 #: What a zygote has imported: all third-party modules that a session needs.
 IMPORTS = ("numpy", "torch", "torch._dynamo", "zmq", "msgspec", "cloudpickle")
 #: Variables that Python or a library reads when it starts; where one differs a program has another zygote, or none.
-_EARLY = (
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "OPENBLAS",
-    "GOMP",
-    "TORCH",
-    "PYTORCH",
-    "ATEN",
-    "DNNL",
-    "ONEDNN",
-    "LD_",
-    "CUDA",
-)
+_EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS", "GOMP",
+          "TORCH", "PYTORCH", "ATEN", "DNNL", "ONEDNN", "LD_", "CUDA")  # fmt: skip
 #: Those of them that are followed after the start.
 _LATE = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES")
 #: Roles of launch/boot.py that start no Python programs themselves, and so need no zygote.
@@ -136,6 +123,7 @@ class _State:
         self.makes = False  #: may start further zygotes
         self.asked: Counter[str] = Counter()  #: how often for each: those that are asked for most have a place
         self.off = 0  #: how many have asked for cold starts
+        self.started = 0  #: how many programs have been started warm
 
 
 _state = _State()
@@ -167,6 +155,11 @@ def held() -> tuple[set[int], set[int]]:
     """The pids of this process's zygotes and the descriptors that lead to them: no test has to give these back."""
     zygotes = list(_state.zygotes.values())
     return {z.pid for z in zygotes}, {z.sock.fileno() for z in zygotes if z.sock is not None}
+
+
+def started() -> int:
+    """How many programs this process has started warm."""
+    return _state.started
 
 
 def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
@@ -206,6 +199,7 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
         _execute(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                  p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)  # fmt: skip
         return
+    _state.started += 1
     self.pid, self._child_created = pid, True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 

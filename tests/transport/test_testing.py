@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 import disttensor as dt
 from disttensor import testing
+from disttensor.runtime.garbage import no_collection
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -83,6 +85,17 @@ def test_garbage_of_earlier_code_is_in_no_log() -> None:
         [[] for _ in range(10 * gc.get_threshold()[0])]  # after so many the collector would come
         torch.ones(4, device="node:1").sum().item()
         assert "Free" not in log[1].commands[:-1]
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_collector_stays_off_in_a_log_where_a_node_held_it_off_at_its_start() -> None:
+    """As a node that is a thread does while it reads the generator's state."""
+    with contextlib.ExitStack() as node:
+        node.enter_context(no_collection())
+        with testing.MessageLog():
+            node.close()
+            assert not gc.isenabled()
     assert gc.isenabled()
 
 
