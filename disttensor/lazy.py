@@ -17,6 +17,7 @@ from .runtime.outbox import Outbox
 from .runtime.route import Tap, route
 from .site import here
 from .tensor import DistributedTensor, alias
+from .writing import checked
 
 _inference = torch.is_inference_mode_enabled
 
@@ -37,7 +38,11 @@ def materialise(handle: Handle) -> int:
         commands = past(handle, plan.state.outbox)
         site = here()  # the line that uses it: a view that can't be made was refused when it was written
         template = plan.template if plan.generation == plan.state.generation else plan.define(site)
-        commands += (c.Call(template, ref, call), site)
+        if plan.new:
+            plan.new = False
+            commands += (checked([plan.shapes])(template, ref, call), site)
+        else:
+            commands += (c.Call(template, ref, call), site)
         handle.ref = ref  # only now: whoever sees it may use it
         handle.base = None
         return ref

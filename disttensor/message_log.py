@@ -156,7 +156,7 @@ class MessageLog(NodeLog):
 
     def name(self, node: int, command: c.Command) -> str:
         """What a command is called here."""
-        kind = type(command).__name__
+        kind = "Call" if isinstance(command, c.Call) else type(command).__name__
         match command:
             case c.Call(template=template) | c.Ask(call=c.Call(template=template)):
                 define = self._session.states[node].defined.get(template)

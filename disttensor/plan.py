@@ -179,12 +179,14 @@ class Entry:
 class Plan:
     """What one signature sends and gives. Belongs to one node."""
 
-    __slots__ = ("generation", "kind", "meta", "shapes", "specs", "state", "template", "values")
+    __slots__ = ("generation", "kind", "meta", "new", "shapes", "specs", "state", "template", "values")
 
     def __init__(
         self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
     ) -> None:
         self.kind = kind
+        #: of a VIEW: no node has compared its geometry yet
+        self.new = True
         #: of a VIEW: the numbers among its arguments, which go into the call (its key has them all)
         self.values: tuple[Any, ...] = ()
         self.state = state

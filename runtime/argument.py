@@ -63,7 +63,18 @@ class Geometry(Wire, frozen=True, tag=8):
     device: str
 
 
+class Expected(Wire, frozen=True, tag=9):
+    """The metadata that the master takes a tensor on a node to have. ``bits``: 1 for a lazy conjugate, 2 for a lazy
+    negative, 3 for both."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: int
+    bits: int
+
+
 __all__ = [
-    "Complex", "DType", "Device", "Geometry", "Hole", "Items", "Layout", "MemoryFormat", "Plain", "Spec", "Value",
+    "Complex", "DType", "Device", "Expected", "Geometry", "Hole", "Items", "Layout", "MemoryFormat", "Plain", "Spec", "Value",
     "Wire",
 ]  # fmt: skip

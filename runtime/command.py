@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from .argument import *  # noqa: F403 - whoever needs commands needs these
-from .argument import Geometry, Plain, Spec, Value, Wire
+from .argument import Expected, Geometry, Plain, Spec, Value, Wire
 
 # ---- commands: master -> node --------------------------------------------------------------------------------------
 
@@ -24,6 +24,18 @@ class Call(Wire, frozen=True, tag=10):
     template: int
     out: int
     args: tuple[Plain, ...]
+
+
+class First(Call, frozen=True, tag=58):
+    """The first Call of a signature, which fails where the node has other tensors than the master takes it to have.
+
+    ``gives`` and ``keeps``: what each output is, and each argument that the operator writes, afterwards; by their place
+    in ``kinds``.
+    """
+
+    kinds: tuple[Expected, ...]
+    gives: tuple[int, ...]
+    keeps: tuple[int, ...]
 
 
 class Define(Wire, frozen=True, tag=11):
@@ -293,7 +305,7 @@ class Part(Wire, frozen=True, tag=50):
     each replay gives anew, as (command in this part, index of its argument, number)."""
 
     graph: int
-    commands: tuple[Call | Send | Recv | Seed | Keep | Collective, ...]
+    commands: tuple[Call | First | Send | Recv | Seed | Keep | Collective, ...]
     numbers: tuple[tuple[int, int, int], ...]
 
 
@@ -323,7 +335,21 @@ class On(Wire, frozen=True, tag=30):
 
     stream: int
     command: (
-        Call | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await | Replay | Collective
+        Call
+        | First
+        | Ask
+        | Send
+        | Recv
+        | Run
+        | Seed
+        | Random
+        | Keep
+        | Storage
+        | Record
+        | Wait
+        | Await
+        | Replay
+        | Collective
     )
 
 
@@ -346,6 +372,7 @@ class Stop(Wire, frozen=True, tag=26):
 
 Command: TypeAlias = (
     Call
+    | First
     | Define
     | Forget
     | Free

@@ -44,6 +44,7 @@ class Dealer(Lanes):
         self._lately = 0  #: commands until the default stream is done in the receiving thread again
         self._make: dict[type, Callable[[Lane, Any], None]] = {
             c.Call: self._call,
+            c.First: self._call,
             c.Ask: self._ask,
             c.Send: self._send,
             c.Recv: self._recv,
@@ -376,6 +377,7 @@ def _twin(lane: Lane, template: Template) -> Callable[[int, Any], Any]:
 
 def _run_call(lane: Lane, template: Template, call: c.Call, values: Values) -> Results:
     result = _twin(lane, template)(call.out, call.args)
-    if not template.outs:
-        return None
-    return [result] if isinstance(result, torch.Tensor) else tensors_of(result)
+    results = [] if not template.outs else [result] if isinstance(result, torch.Tensor) else tensors_of(result)
+    if type(call) is c.First:
+        template.compare(call, {**lane.values, **dict(zip(template.results(call.out, call.args), results, strict=True))})
+    return results or None

@@ -4,6 +4,7 @@
       NodeLost          a node died or was cut off; what it held is gone
       RemoteError       an operation failed on a node with a type that the master doesn't know
       ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
+      GeometryError     an operation gave a node's tensor another shape or other strides than its proxy has
       GraphError        what a graph can't record, or can't replay as it was recorded
       StartError        nodes could not be started
       ForkError         a forked child used its parent's session
@@ -52,6 +53,10 @@ class RemoteError(DisttensorError):
 
 class ProtocolError(DisttensorError):
     """The other end broke the protocol: a wrong version, an unknown command, a gap or repeat in the sequence."""
+
+
+class GeometryError(DisttensorError):
+    """An operation gave a tensor on a node another shape, other strides or another dtype than its proxy states."""
 
 
 class GraphError(DisttensorError):

@@ -106,13 +106,7 @@ class Executor:
     def one(self, command: c.Command) -> None:
         """Applies a command that a graph has recorded."""
         try:
-            if isinstance(command, c.Call):
-                template = self.templates[command.template]
-                if template.mutated and self.store.sending:
-                    self._settle(template, command)
-                template.run(command.out, command.args)
-            else:
-                self.other(command)
+            self.other(command)
         except Exception as e:
             self.failed(command, e)
 
@@ -159,9 +153,16 @@ class Executor:
     # ---- the less frequent commands --------------------------------------------------------------------------------
 
     def other(self, command: c.Command) -> None:
-        """Does a command that is no Call."""
+        """Does any command."""
         store = self.store
         match command:
+            case c.Call():
+                template = self.templates[command.template]
+                if template.mutated and store.sending:
+                    self._settle(template, command)
+                template.run(command.out, command.args)
+                if type(command) is c.First:
+                    template.compare(command, store.entries)
             case c.Free():
                 store.free(command.first, command.distances)
             case c.Define():
@@ -411,10 +412,7 @@ class Executor:
             poison = earliest(read)
             if poison is None and waited:
                 try:
-                    if isinstance(command, c.Ask):
-                        self._ask(command)
-                    else:
-                        template.run(call.out, call.args)
+                    self.other(command)
                     return
                 except Exception as again:
                     again.__context__ = None  # that it came too early the first time is nobody's concern

@@ -10,7 +10,7 @@ from types import CodeType
 import torch
 
 from . import command as c
-from .errors import DisttensorError, PeerFailed, RemoteError
+from .errors import DisttensorError, GeometryError, PeerFailed, RemoteError
 from .store import Poison
 
 #: Where a command was issued: a code object and the index of the instruction in it. Cheap to take, unlike a line.
@@ -21,7 +21,7 @@ _KNOWN: dict[str, type[Exception]] = {
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, (Warning, UnicodeError))
 } | {
-    **{f"{kind.__module__}.{kind.__name__}": kind for kind in (DisttensorError, PeerFailed)},
+    **{f"{kind.__module__}.{kind.__name__}": kind for kind in (DisttensorError, GeometryError, PeerFailed)},
     "torch.OutOfMemoryError": torch.OutOfMemoryError,
     "torch._C._LinAlgError": torch._C._LinAlgError,  # type: ignore[attr-defined]
 }

@@ -47,6 +47,7 @@ class Segment:
     engine: Engine
     dead: list[list[int]]  #: refs made here that nothing needs after each call
     writes: tuple[int, ...]  #: inputs whose memory is written
+    new: bool  #: has first calls of signatures, which its first replay does one by one
 
 
 @dataclass
@@ -190,7 +191,8 @@ class Graphs:
         place = {i: k for k, i in enumerate(run)}
         for ref in made - needed:
             dead[place[last[ref]]].append(ref)
-        return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)))
+        new = any(type(call) is c.First for call in calls)
+        return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)), new)
 
     def sends(self, graph: int) -> bool:
         """Whether its replays send anything to peers."""
@@ -283,6 +285,10 @@ class Graphs:
             if not all([isinstance(t, torch.Tensor) for t in inputs]):
                 self._plainly(segment, 0, numbers)
                 return
+        if segment.new:
+            segment.new = False
+            self._plainly(segment, 0, numbers)
+            return
         if ex.store.sending and segment.writes:
             ex.store.settle(inputs)
         try:
@@ -337,4 +343,4 @@ class Graphs:
         args = list(call.args)
         for argument, number in segment.holes[i]:
             args[argument] = numbers[number]
-        return c.Call(call.template, call.out, tuple(args))
+        return replace(call, args=tuple(args))

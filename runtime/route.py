@@ -41,7 +41,7 @@ route: ContextVar[Route] = ContextVar("disttensor_route", default=Route())  # no
 
 #: What has an order on a stream. Other commands (definitions, frees, peers) belong to the node as a whole.
 STREAMED = frozenset(
-    {c.Call, c.Ask, c.Send, c.Recv, c.Run, c.Seed, c.Random, c.Keep, c.Storage, c.Replay, c.Collective}
+    {c.Call, c.First, c.Ask, c.Send, c.Recv, c.Run, c.Seed, c.Random, c.Keep, c.Storage, c.Replay, c.Collective}
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import command as c
+from . import geometry
 from .bindings import binding
 from .caller import Entries, Run, Slot, caller
 from .errors import ProtocolError
@@ -67,6 +68,15 @@ class Template:
                     e[out - distance] = result
 
         return run
+
+    def compare(self, first: c.First, entries: Entries) -> None:
+        """Raises GeometryError if what a signature's first call has made, or has written, is not what the master takes
+        it to be: each proxy of it would be wrong."""
+        for refs, kinds in ((self.results, first.gives), (self.written, first.keeps)):
+            for ref, kind in zip(refs(first.out, first.args), kinds, strict=True):
+                tensor, expected = entries[ref], first.kinds[kind]
+                if isinstance(tensor, torch.Tensor) and (found := geometry.of(tensor)) != expected:
+                    raise geometry.wrong(self.name, found, expected)
 
     def operands(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
         """The refs that a call reads or writes."""

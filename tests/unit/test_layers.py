@@ -37,6 +37,7 @@ LAYERS = {
     "launch.output": 0,
     "launch.plan": 0,
     "store": 3,
+    "geometry": 3,
     "streams": 3,
     "randomness": 3,
     "cuda": 3,
