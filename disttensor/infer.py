@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 
 from .runtime.garbage import no_collection
 
-#: Meta kernels whose shapes or strides differ from what the CPU kernel returns: the node is asked once per signature.
+#: Meta kernels whose shapes or strides differ from what the CPU kernel returns, for contiguous operands too: the node
+#: is asked once per signature. (What they do of others is found out: `lying` in planning.py.)
 WRONG_META = frozenset(
     {
         "aten::max_unpool2d",
@@ -102,7 +103,7 @@ def gives_value(op: OpOverload) -> bool:
 def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs ``op`` on the meta device. Raises NotImplementedError where there is no meta kernel, and torch's own errors
     (shapes, dtypes) at the user's line."""
-    if op.name() in WRONG_META or (_unsure(args) and not op._schema.is_mutable):
+    if op.name() in WRONG_META:
         raise NotImplementedError
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
@@ -110,24 +111,6 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(*args, **kwargs)
     except AssertionError as e:  # how some of torch's meta kernels refuse what the real ones refuse with RuntimeError
         raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
-
-
-def _unsure(args: tuple[Any, ...]) -> bool:
-    """Whether the meta kernels of elementwise operators may choose another order of strides than the CPU's.
-
-    They do for half precision, where an expanded tensor leaves the order to another operand that isn't contiguous.
-    """
-    tensors = [v for v in args if isinstance(v, torch.Tensor)]
-    return (
-        len(tensors) > 1
-        and any(v.dtype in (torch.bfloat16, torch.float16) for v in tensors)
-        and any(_expanded(v) for v in tensors)
-        and any(not v.is_contiguous() and not _expanded(v) for v in tensors)
-    )
-
-
-def _expanded(tensor: torch.Tensor) -> bool:
-    return any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def warm(then: Callable[[], None]) -> None:

@@ -68,6 +68,8 @@ class Entry:
         "python",
         "quick",
         "returned",
+        "right",
+        "single",
         "value",
         "view",
         "writes",
@@ -99,6 +101,10 @@ class Entry:
         self.plans: dict[tuple[Any, ...], Plan] = {}
         #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the shortest way of `dispatch`
         self.quick: dict[tuple[Any, Any], Plan] = {}
+        #: it gives tensors, each by itself
+        self.single = all(str(r.type) == "Tensor" for r in schema.returns)
+        #: whether its meta kernel was right, by how the operands lay (`lying` in planning.py)
+        self.right: dict[Any, bool] = {}
         self.handler: Callable[..., Any] | None = None
 
     def store(self, table: dict[Any, Any], key: Any, plan: Plan) -> None:
@@ -111,6 +117,7 @@ class Entry:
         """Drops all plans."""
         self.plans.clear()
         self.quick.clear()
+        self.right.clear()
 
     def _composite(self) -> bool:
         def has(key: str) -> bool:

@@ -8,13 +8,14 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import infer
-from .meta import Handle, Meta, meta_like, meta_of, new_ref, stand_in
+from .meta import Handle, Meta, contiguous, meta_like, meta_of, new_ref, stand_in
 from .placement import Place, one_session
 from .plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
 from .registry import drop_plans
 from .runtime import codec
 from .runtime import command as c
 from .runtime.errors import DisttensorError
+from .runtime.route import route
 from .site import here
 from .tensor import DistributedTensor, operand_name, proxy
 
@@ -60,8 +61,25 @@ _LAYOUTS = {
         )
     },
 }
-#: In-place operators that may write one element twice.
-_IDEMPOTENT = frozenset({"aten::fill_", "aten::zero_", "aten::detach_", "aten::requires_grad_"})
+#: In-place operators that local torch lets write one element several times.
+_OVERLAPS = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "fill",
+        "zero",
+        "detach",
+        "requires_grad",
+        "addmv",
+        "baddbmm",
+        "conj_physical",
+        "index_fill",
+        "index_put",
+        "masked_fill",
+        "threshold",
+        "tril",
+        "triu",
+    )
+)
 
 
 def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place:
@@ -126,15 +144,20 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
             fresh[where] = _twin(kwargs_in[where])
             kwargs_in = {**kwargs_in, where: fresh[where]}
     site = here()
+    in_place = entry.mutable and bool(entry.returned or not entry.op._schema.returns)
+    lie = None if in_place or route.get().recorder is not None else lying(entry, args, kwargs, place)
     try:
         result = infer.infer(entry.op, args_in, kwargs_in)
     except NotImplementedError:
-        if entry.mutable and (entry.returned or not entry.op._schema.returns):
+        if in_place:
             result = None  # written in place; the node will say if it can't be
         else:
-            result, metas = ask(entry, args, kwargs, place, call, out)
-            return _finish(entry, args, kwargs, place, metas, site), result
-    if entry.mutable and (entry.returned or not entry.op._schema.returns):
+            return _asked(entry, args, kwargs, place, call, out, site)
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        if lie is None:
+            raise
+        return _asked(entry, args, kwargs, place, call, out, site)  # some kernels take what their meta kernel refuses
+    if in_place:
         specs = entry.specs(args, kwargs, DistributedTensor, place.name)
         reshaped = []
         for where, stand in fresh.items():
@@ -150,7 +173,55 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_quantized):
             refuse_layout(entry.name, "quantized" if t.is_quantized else str(t.layout))
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else None, result)
+    if lie is not None and entry.right.get(lie) is not True:
+        asked = _asked(entry, args, kwargs, place, call, out, site)
+        entry.right.setdefault(lie, asked[0].shapes == metas)
+        return asked
     return _finish(entry, args, kwargs, place, metas, site)
+
+
+def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
+    """What is to be known of an operator's meta kernel before it is believed: a key of ``entry.right``, or None.
+
+    Many meta kernels choose other strides than the device's kernel where operands are not contiguous, each in its own
+    way: some for permuted operands, most for dimensions of one element whose step is odd, or without elements. So the node is asked
+    once per way in which the operands lie, and of an operator that was wrong each time, once per signature.
+    """
+    if not entry.single:
+        return None
+    lie: list[Any] = []
+    odd = False
+    for value in (*args, *kwargs.values()):
+        for v in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(v, DistributedTensor):
+                meta = v._h.meta
+                plain = meta.stride == contiguous(meta.shape) and 0 not in meta.shape
+                odd = odd or not plain
+                lie.append((meta.dtype, len(meta.shape) if plain else _order(meta)))
+            elif type(v) is int:
+                lie.append(max(-_SIZE, min(v, _SIZE)))  # a dimension; sizes are all the same
+            else:
+                lie.append(v if type(v) in (bool, str) else type(v))
+        lie.append(None)
+    return (place.device.type, place.is_cuda(), *lie) if odd else None
+
+
+#: Integers from here on are sizes, and no dimensions.
+_SIZE = 8
+
+
+def _order(meta: Meta) -> tuple[Any, ...]:
+    """How a tensor lies: per dimension whether there is nothing, one element or more, and the rank of its step."""
+    ranks = {step: i for i, step in enumerate(sorted(set(meta.stride)))}
+    dense = bool(torch._prims_common.is_non_overlapping_and_dense_or_false(meta.stand_in))
+    return (dense, *((min(n, 2), bool(s), ranks[s]) for n, s in zip(meta.shape, meta.stride, strict=True)))
+
+
+def _asked(
+    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
+) -> tuple[Plan, Any]:
+    result, metas = ask(entry, args, kwargs, place, call, out)
+    return _finish(entry, args, kwargs, place, metas, site), result
 
 
 def make_room(place: Place) -> None:
@@ -198,7 +269,7 @@ def check_masks(source: torch.Tensor, indices: Any) -> None:
 
 def _check_overlap(entry: Entry, meta: Meta) -> None:
     """What local torch says of writing to an expanded tensor; the meta kernels don't."""
-    if entry.name.partition(".")[0] in _IDEMPOTENT:
+    if entry.name.partition(".")[0] in _OVERLAPS or torch.Tag.inplace_view in entry.op.tags:
         return
     if any(stride == 0 and n > 1 for n, stride in zip(meta.shape, meta.stride, strict=True)):
         raise RuntimeError(

@@ -14,7 +14,6 @@ from .runtime.geometry import expected
 from .site import here
 from .tensor import DistributedTensor, alias, proxy, set_geometry
 
-
 Make = Callable[[int, int, tuple[Any, ...]], c.Call]
 
 

@@ -75,6 +75,6 @@ class Expected(Wire, frozen=True, tag=9):
 
 
 __all__ = [
-    "Complex", "DType", "Device", "Expected", "Geometry", "Hole", "Items", "Layout", "MemoryFormat", "Plain", "Spec", "Value",
-    "Wire",
+    "Complex", "DType", "Device", "Expected", "Geometry", "Hole", "Items", "Layout", "MemoryFormat", "Plain", "Spec",
+    "Value", "Wire",
 ]  # fmt: skip

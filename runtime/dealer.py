@@ -379,5 +379,7 @@ def _run_call(lane: Lane, template: Template, call: c.Call, values: Values) -> R
     result = _twin(lane, template)(call.out, call.args)
     results = [] if not template.outs else [result] if isinstance(result, torch.Tensor) else tensors_of(result)
     if type(call) is c.First:
-        template.compare(call, {**lane.values, **dict(zip(template.results(call.out, call.args), results, strict=True))})
+        template.compare(
+            call, {**lane.values, **dict(zip(template.results(call.out, call.args), results, strict=True))}
+        )
     return results or None

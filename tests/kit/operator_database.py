@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from equal import same, send
@@ -54,16 +54,62 @@ def samples(op: OpInfo, dtype: torch.dtype, count: int | None, grad: bool) -> It
     yield from itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), count)
 
 
+#: What lies contiguously in memory, and the view of that.
+Layout: TypeAlias = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+
+
 def differentiable(op: OpInfo, dtype: torch.dtype) -> bool:
     return bool(op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"))
 
 
-class Operands:
-    """One sample's arguments: the local ones, or proxies of them."""
+def _permuted(x: torch.Tensor) -> Layout | None:
+    return (x.transpose(0, -1), lambda t: t.transpose(0, -1)) if x.dim() > 1 else None
 
-    def __init__(self, op: OpInfo, sample: SampleInput, there: bool) -> None:
+
+def _sliced(x: torch.Tensor) -> Layout | None:
+    return (x.repeat_interleave(2, -1), lambda t: t[..., ::2]) if x.dim() else None
+
+
+def _expanded(x: torch.Tensor) -> Layout | None:
+    return (x[:1], lambda t: t.expand(x.shape)) if x.dim() and x.shape[0] > 1 else None
+
+
+def _channels_last(x: torch.Tensor) -> Layout | None:
+    return (x.movedim(1, -1), lambda t: t.movedim(-1, 1)) if x.dim() in (4, 5) else None
+
+
+def _batch_of_one(x: torch.Tensor) -> Layout | None:
+    """The first of a batch, with a step of 1 where there are no steps."""
+    return (x[:1].transpose(0, -1), lambda t: t.transpose(0, -1)) if x.dim() > 1 and x.shape[0] else None
+
+
+#: How a tensor lies in memory.
+LAYOUTS: dict[str, Callable[[torch.Tensor], Layout | None]] = {
+    "permuted": _permuted,
+    "sliced": _sliced,
+    "expanded": _expanded,
+    "channels_last": _channels_last,
+    "batch_of_one": _batch_of_one,
+}
+
+
+class Operands:
+    """One sample's arguments: the local ones, or proxies of them. ``layout``: one of LAYOUTS, for what can have it."""
+
+    def __init__(self, op: OpInfo, sample: SampleInput, there: bool, layout: str | None = None) -> None:
         values = (sample.input, list(sample.args), dict(sample.kwargs))
-        values = tree_map(lambda v: v.detach().clone().requires_grad_(v.requires_grad) if _is(v) else v, values)
+        views: list[Callable[[torch.Tensor], torch.Tensor] | None] = []
+
+        def lay(x: Any) -> Any:
+            if not _is(x):
+                return x
+            strided = layout is not None and x.layout is torch.strided
+            base, view = (LAYOUTS[layout](x.detach()) if strided else None) or (x.detach(), None)  # type: ignore[index]
+            views.append(view)
+            base = base.clone() if view is None else base.clone(memory_format=torch.contiguous_format)
+            return base.requires_grad_(x.requires_grad)
+
+        values = tree_map(lay, values)
         if there:
             indices = values[1] if op.name == "tensor_split" else None  # which have to be on the CPU
             values = tree_map(lambda v: NODE if isinstance(v, str) and v == "cpu" else v, send(values, NODE))
@@ -71,6 +117,9 @@ class Operands:
                 values = (values[0], indices, values[2])
             if op.name in MAKES:
                 values[2]["device"] = NODE
+        order = iter(views)
+        values = tree_map(lambda v: view(v) if _is(v) and (view := next(order)) is not None else v, values)
+        self.laid = sum(view is not None for view in views)
         self.input, self.args, self.kwargs = values
         self.tensors = [t for t in tree_leaves(values) if _is(t)]
         if op.name == "tensor_split":
@@ -121,34 +170,43 @@ def true_to_node(proxy: torch.Tensor) -> None:
     shape, stride, offset, dtype, *bits = dt.run(_there, proxy.detach(), node=0)
     assert (tuple(proxy.shape), str(proxy.dtype)) == (tuple(shape), dtype), "the node has another shape or dtype"
     assert [proxy.is_conj(), proxy.is_neg()] == bits, "conjugate or negative on one side only"
-    said = [s for n, s in zip(shape, proxy.stride(), strict=True) if n > 1] if proxy.numel() else []
-    has = [s for n, s in zip(shape, stride, strict=True) if n > 1] if proxy.numel() else []
-    assert (said, int(proxy.storage_offset())) == (has, offset), f"strides {proxy.stride()}, the node has {stride}"
+    said = (proxy.stride(), int(proxy.storage_offset()))
+    assert said == (tuple(stride), offset), f"strides and offset {said}, the node has {(stride, offset)}"
 
 
-def check(op: OpInfo, dtype: torch.dtype, count: int | None = None, close: bool = False) -> int:
-    """Runs samples (``count`` at most) and asserts that all is the same. How many there were."""
+def check(
+    op: OpInfo, dtype: torch.dtype, count: int | None = None, close: bool = False, layout: str | None = None
+) -> int:
+    """Runs samples (``count`` at most, of those that can have the layout) and asserts that all is the same. How many
+    there were."""
     grad = differentiable(op, dtype)
     done = 0
-    for sample in samples(op, dtype, count, grad):
-        done += 1
-        _check_call(op, sample, grad, close)
+    for sample in samples(op, dtype, None if layout else count, grad):
+        if done == count:
+            break
+        if layout is not None and not Operands(op, sample, False, layout).laid:
+            continue
+        done += _check_call(op, sample, grad, close, layout)
         if op.inplace_variant is not None and not sample.broadcasts_input:
-            _check_in_place(op, sample, close)
-        _check_view(op, sample)
+            _check_in_place(op, sample, close, layout)
+        if layout is None:
+            _check_view(op, sample)
     dt.synchronize()
     return done
 
 
-def _check_call(op: OpInfo, sample: SampleInput, grad: bool, close: bool) -> None:
-    local, remote = Operands(op, sample, False), Operands(op, sample, True)
+def _check_call(op: OpInfo, sample: SampleInput, grad: bool, close: bool, layout: str | None) -> bool:
+    """False where local torch refuses the sample because of its layout."""
+    local, remote = Operands(op, sample, False, layout), Operands(op, sample, True, layout)
     try:
         expected = local.call(op)
     except Exception as error:  # some samples show what is refused
+        if layout is not None:
+            return False
         with _raises(type(error)):
             remote.call(op)
             dt.synchronize()
-        return
+        return True
     got = remote.call(op)
     for leaf in tree_leaves(got):
         if isinstance(leaf, dt.DistributedTensor):
@@ -166,6 +224,7 @@ def _check_call(op: OpInfo, sample: SampleInput, grad: bool, close: bool) -> Non
                 true_to_node(leaf)
         assert (here is None) == (there is None), "only one of the two has gradients"
         agree(there, here, close, "gradient")
+    return True
 
 
 def _gradients(result: Any, operands: Operands) -> Any:
@@ -181,15 +240,16 @@ def _gradients(result: Any, operands: Operands) -> Any:
         return None
 
 
-def _check_in_place(op: OpInfo, sample: SampleInput, close: bool) -> None:
-    local, remote = Operands(op, sample, False), Operands(op, sample, True)
+def _check_in_place(op: OpInfo, sample: SampleInput, close: bool, layout: str | None) -> None:
+    local, remote = Operands(op, sample, False, layout), Operands(op, sample, True, layout)
     with torch.no_grad():
         try:
             expected = local.call(op.inplace_variant)
         except Exception as error:
-            with _raises(type(error)):
-                remote.call(op.inplace_variant)
-                dt.synchronize()
+            if layout is None:
+                with _raises(type(error)):
+                    remote.call(op.inplace_variant)
+                    dt.synchronize()
             return
         got = remote.call(op.inplace_variant)
         assert (got is remote.input) == (expected is local.input)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from operator_database import NODE, strides, true_to_node
+
+import disttensor as dt
+from disttensor import infer, testing
+from disttensor.registry import entries
+from disttensor.runtime.errors import GeometryError
+
+aten = torch.ops.aten
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -53,3 +61,127 @@ def test_elementwise(name: str, dtype: torch.dtype) -> None:
         got, expected = OPERATORS[name](there(x), there(y)), OPERATORS[name](x, y)
         true_to_node(got)
         assert strides(got) == strides(expected)
+
+
+# ---- a meta kernel that is wrong -------------------------------------------------------------------------------------
+
+
+def _steps(x: Any) -> Any:
+    """With a step of two elements."""
+    if not isinstance(x, torch.Tensor):
+        return type(x)(map(_steps, x))
+    wide = torch.empty([2 * n for n in x.shape], dtype=x.dtype, device="meta")
+    return wide[tuple(slice(None, None, 2) for _ in x.shape)]
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Any], None]]:
+    """Has the script take an operator's results for others."""
+    right, lies = infer.infer, dict[Any, Any]()
+
+    def inferred(op: Any, args: Any, kwargs: Any) -> Any:
+        if op in lies and lies[op] is None:
+            raise NotImplementedError  # as where there is no meta kernel
+        result = right(op, args, kwargs)
+        return lies[op](result) if op in lies else result
+
+    def tell(op: Any, lie: Callable[[Any], Any] | None) -> None:
+        lies[op] = lie
+        forget(op)
+
+    def forget(op: Any) -> None:
+        if id(op) in entries:
+            entries[id(op)].forget()
+
+    monkeypatch.setattr(infer, "infer", inferred)
+    yield tell
+    for op in lies:
+        forget(op)
+
+
+LIES: dict[str, tuple[Any, Callable[[torch.Tensor], Any], Callable[[Any], Any]]] = {
+    "strides": (aten.cosh.default, lambda x: x.cosh(), _steps),
+    "dtype": (aten.erfc.default, lambda x: x.erfc(), lambda r: r.to(torch.float64)),
+    "shape": (aten.cumsum.default, lambda x: x.cumsum(0), lambda r: r.new_empty(r.shape[0] + 1, *r.shape[1:])),
+    "offset": (aten.sinh.default, lambda x: x.sinh(), lambda r: r.new_empty(r.numel() + 1)[1:].view(r.shape)),
+    "bits": (aten.asinh.default, lambda x: x.asinh(), lambda r: torch._neg_view(r)),
+    "several": (aten.cummax.default, lambda x: x.cummax(0), _steps),
+    "list": (aten._foreach_cosh.default, lambda x: torch._foreach_cosh([x, x]), _steps),
+    "view": (aten.diagonal.default, lambda x: x.diagonal() + 0, lambda r: r.as_strided(r.shape, (1,))),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", LIES)
+def test_a_difference_is_told_with_operator_and_line(name: str, stream: bool, wrong: Any) -> None:
+    op, call, lie = LIES[name]
+    x = torch.ones(3, 5, device=NODE)
+    wrong(op, lie)
+    with dt.stream(dt.Stream(0) if stream else None):
+        made = call(x)
+    with pytest.raises(GeometryError, match="where the script takes it to be") as caught:
+        dt.synchronize()
+    assert f"{op.name()} gave a tensor (" in str(caught.value)
+    assert f"failed: {op.name()} on node 0" in str(caught.value)
+    line = call.__code__.co_firstlineno
+    assert f"test_metadata.py:{line} in <lambda>" in str(caught.value)
+    with pytest.raises(GeometryError):  # and nobody computes with it
+        (made[0] if isinstance(made, (list, tuple)) else made).sum().item()
+    assert x.sum().item() == 15
+
+
+def test_what_is_written_is_compared_too(wrong: Any) -> None:
+    x, out = torch.ones(2, 3, device=NODE), torch.ones(0, device=NODE)
+    wrong(aten.acosh.out, lambda r: r)
+    torch.acosh(x, out=out)  # another shape: the meta kernel says which
+    assert out.tolist() == [[0.0] * 3] * 2
+
+    wrong(aten.atanh.out, None)
+    small = torch.ones(6, device=NODE)[:0]
+    torch.atanh(x, out=small)
+    with pytest.raises(GeometryError, match=r"aten::atanh\.out gave"):
+        dt.synchronize()
+
+
+def test_a_graph_compares_in_its_first_replay(wrong: Any) -> None:
+    wrong(aten.expm1.default, _steps)
+    x = torch.ones(2, 3, device=NODE)
+    dt.synchronize()
+    g = dt.Graph()
+    with dt.graph(g):
+        x.expm1()
+    dt.synchronize()
+    g.replay()
+    with pytest.raises(GeometryError, match="aten::expm1 gave"):
+        dt.synchronize()
+
+
+def test_only_the_first_call_is_longer() -> None:
+    x = torch.ones(7, 11, device=NODE)
+    with testing.MessageLog() as log:
+        for _ in range(3):
+            x.hypot(x)
+    first, *others = [c for c in log.issued()[0] if "hypot" in log.name(0, c) and "Call" in log.name(0, c)]
+    assert [type(c).__name__ for c in (first, *others)] == ["First", "Call", "Call"]
+
+
+def test_a_meta_kernel_is_tried_once_for_operands_that_lie_alike(wrong: Any) -> None:
+    def questions(n: int) -> int:
+        """That a call with permuted operands asks."""
+        x = torch.ones(n, n + 1, device=NODE).t()
+        with testing.MessageLog() as log:
+            aten.copysign(x, x)
+        return sum(name.startswith("Ask") for name in log.commands)
+
+    wrong(aten.copysign.Tensor, lambda r: r)
+    assert [questions(n) for n in (3, 4, 5)] == [1, 0, 0]
+    wrong(aten.copysign.Tensor, _steps)
+    assert [questions(n) for n in (3, 4, 5, 5)] == [1, 1, 1, 0]  # it was wrong: the node is asked for each shape
+
+
+def test_the_node_may_take_what_the_meta_kernel_refuses() -> None:
+    x = torch.randn(2, 3, 4).transpose(0, 2)
+    assert torch.equal(torch.view_copy(x.to(NODE), (4, 6)).cpu(), torch.view_copy(x, (4, 6)))
+    with pytest.raises(RuntimeError, match="shape") as caught:
+        torch.ones(2, 3, device=NODE).t() @ torch.ones(4, 5, device=NODE)
+    assert "(3x2 and 4x5)" in str(caught.value)
