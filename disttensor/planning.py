@@ -184,8 +184,8 @@ def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
     """What is to be known of an operator's meta kernel before it is believed: a key of ``entry.right``, or None.
 
     Many meta kernels choose other strides than the device's kernel where operands are not contiguous, each in its own
-    way: some for permuted operands, most for dimensions of one element whose step is odd, or without elements. So the node is asked
-    once per way in which the operands lie, and of an operator that was wrong each time, once per signature.
+    way: some for permuted operands, most for dimensions of one element whose step is odd, or without elements. So the
+    node is asked once per way in which the operands lie; for an operator that was wrong, once per signature.
     """
     if not entry.single:
         return None
