@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
 from .tensor import DistributedTensor
@@ -29,6 +30,9 @@ def install() -> None:
     setattr(builder, "infer_subclass_type", _plain(builder.infer_subclass_type))  # noqa: B010
     # and make_fx (torch.func.linearize) would record what dispatch does instead of the operation
     proxy_tensor.HANDLED_TYPES += (DistributedTensor,)  # type: ignore[assignment]
+    # a literal of our device is traced as a local one and its copy there: made at once, it would be no fake tensor, and
+    # a compiled function would keep it beyond its session. Torch does the same for CUDA where there is no GPU
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment, method-assign]
 
 
 def _plain(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from differential import batch, leaves, net
 from equal import same, send
+from torch.utils._pytree import tree_leaves
 
 import disttensor as dt
 
@@ -70,6 +71,36 @@ def test_functions(backend: str) -> None:
         x, w = x.detach(), w.detach()
         results.append([compiled(x, w, 2.0), compiled(x[:3], w[:2], 3.0), compiled(x[:2], w[:3], 4.0)])
     same(*results, strides=False)
+
+
+LITERALS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda a: a + torch.tensor([1.0, 2.0, 3.0], device=a.device),
+    "number": lambda a: a * torch.tensor(3.0, device=a.device) + torch.tensor(2.0),
+    "empty": lambda a: torch.cat([torch.tensor([], device=a.device), a]),
+    "as_tensor": lambda a: a + torch.as_tensor([1, 2, 3], device=a.device) + torch.tensor([4, 5, 6]).to(a.device),
+    "new_tensor": lambda a: a + a.new_tensor([1.0, 2.0, 3.0]),
+    "index": lambda a: a[torch.tensor([2, 0], device=a.device)] + a[[1, 2]],
+    "written": lambda a: torch.tensor([1.0, 2.0, 3.0], device=a.device).add_(1) * a,
+    "given back": lambda a: (a, torch.tensor([1.0, 2.0], device=a.device)),
+    "item": lambda a: a * torch.tensor(2.0, device=a.device).item(),
+}
+
+
+@backends
+@pytest.mark.parametrize("name", LITERALS)
+def test_literals(backend: str, name: str) -> None:
+    """Made anew by each call, where they are named."""
+    results = []
+    for where in places():
+        compiled = torch.compile(LITERALS[name], backend=backend)
+        x = torch.tensor([1.0, 2.0, 3.0]).to(where).requires_grad_()
+        y = compiled(x)
+        for t in tree_leaves(y):
+            t.detach().mul_(2)  # what is written is no constant of the compiled function's
+        z = compiled(x)
+        sum(t.sum() for t in tree_leaves(z)).backward()
+        results.append((y, z, x.grad))
+    same(*results)
 
 
 @backends
