@@ -1,11 +1,13 @@
 """``torch.compile`` of what computes on nodes.
 
 Dynamo takes proxies for ordinary tensors of the device "node", and the backends ``eager`` and
-``aot_eager`` run what it found operator by operator. Backends that make machine code would make it for the master.
+``aot_eager`` run what it found operator by operator. Inductor, the default, would make machine code for the master: what
+meets nodes is run as ``eager`` does.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -23,7 +25,7 @@ def install() -> None:
     from torch._dynamo.variables import builder
 
     wrapper = torch._TorchCompileInductorWrapper
-    setattr(wrapper, "__call__", _refusing(wrapper.__call__))  # noqa: B010 - mypy refuses the assignment
+    setattr(wrapper, "__call__", _running(wrapper.__call__))  # noqa: B010 - mypy refuses the assignment
     trace_rules.add(__package__)  # what runs below an operation is nothing to trace
     # a subclass with a dispatch of its own is an opaque object to dynamo otherwise, and each use breaks the graph,
     builder.VariableBuilder._type_dispatch()[DistributedTensor] = builder.VariableBuilder.wrap_tensor
@@ -44,17 +46,19 @@ def _plain(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return infer_subclass_type
 
 
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def __call__(self: Any, model: Any, inputs: Any) -> Any:
         """What torch calls to have inductor compile a graph."""
         values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
-        if any(isinstance(v, torch.Tensor) and v.device.type == "node" for v in values):
-            raise RuntimeError(
-                "inductor makes machine code for this process and can't for a node; for tensors on nodes write "
-                "torch.compile(..., backend='aot_eager') or backend='eager', or compile on the node itself, in a "
-                "function that disttensor.run calls there"
-            )
-        return original(self, model, inputs)
+        if not any(isinstance(v, torch.Tensor) and v.device.type == "node" for v in values):
+            return original(self, model, inputs)
+        warnings.warn(
+            "torch.compile: inductor makes machine code for this process and can't for a node; tensors on nodes are "
+            "computed operator by operator, with eager's numbers and speed. backend='eager' does so without this "
+            "warning; disttensor.graphed(engine='inductor') compiles on the nodes",
+            stacklevel=2,
+        )
+        return model.forward
 
     return __call__

@@ -163,12 +163,27 @@ def test_what_only_proxies_have(backend: str) -> None:
     assert torch.compile(lambda a: a + (a.device.index or 0) + a.numel(), backend=backend)(x).tolist() == [5.0] * 3
 
 
-def test_inductor_says_what_to_do() -> None:
+@pytest.mark.filterwarnings("ignore:torch.compile. inductor makes")
+def test_by_default_nodes_compute_operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx
+
+    monkeypatch.delattr(torch._inductor.compile_fx, "compile_fx")
+    results = []
+    for where, backend in zip(places(), ("inductor", "eager"), strict=True):
+        model, (x, y) = net().to(where), send(batch(), where)
+        loss = F.cross_entropy(torch.compile(model, backend=backend)(x), y)
+        loss.backward()
+        made = torch.compile(lambda k: torch.ones(3, device=k.device) * 2, backend=backend)(x)  # noqa: B023
+        results.append((loss.detach(), [p.grad for p in model.parameters()], made))
+    same(*results)
+
+
+def test_the_default_backend_says_what_it_does() -> None:
     x = torch.ones(3, device="node:1")
-    for f in (lambda: x + 1, lambda: torch.ones(3, device="node:1") * 2):
-        with pytest.raises(Exception, match=r"torch\.compile\(\.\.\., backend='aot_eager'\)"):
-            torch.compile(f)()
-    same(x + 1, torch.full((3,), 2.0))
+    with pytest.warns(UserWarning, match=r"backend='eager' does so without this warning"):
+        assert torch.compile(lambda a: a + 1)(x).tolist() == [2.0] * 3
+    with pytest.warns(UserWarning, match="can't for a node"):
+        assert torch.compile(lambda: torch.ones(3, device="node:1") * 2)().tolist() == [2.0] * 3
 
 
 def test_local_functions_go_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
