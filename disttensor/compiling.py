@@ -1,8 +1,8 @@
 """``torch.compile`` of what computes on nodes.
 
 Dynamo takes proxies for ordinary tensors of the device "node", and the backends ``eager`` and
-``aot_eager`` run what it found operator by operator. Inductor, the default, would make machine code for the master: what
-meets nodes is run as ``eager`` does.
+``aot_eager`` run what it found operator by operator. Inductor, the default, would make machine code for the master:
+what meets nodes is run as ``eager`` does.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
         made = make_plan(entry, args, kwargs, place, call, out)
         if type(made) is not Plan:
             plan, result = made
-            entry.store(entry.plans, tuple(key), plan)
+            if plan is not None:
+                entry.store(entry.plans, tuple(key), plan)
             return result
         plan = made
         entry.store(entry.plans, tuple(key), plan)

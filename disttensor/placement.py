@@ -54,11 +54,24 @@ class NodeState:
         with self.lock:
             number = self.templates.get(key)
             if number is None:
+                self._permit(op)
                 number = next(self._next)
                 self.defined[number] = define = c.Define(number, op, args, kwargs, outs)
                 self.outbox.add(define, site)
                 self.templates[key] = number
             return number
+
+    def _permit(self, op: str) -> None:
+        """Raises NotImplementedError for what the node would refuse, which is told long after the call."""
+        if not self.session.allow.allows(op):
+            library = op.partition("::")[0]
+            if library == "aten":
+                raise NotImplementedError(f"{op}: nodes don't run what reaches beyond tensors")
+            raise NotImplementedError(
+                f"{op} is no operator of torch's, and nodes run others only where they are allowed: "
+                f"init_master_worker(allow_ops=['{library}::*']), and have the nodes import the library that has it: "
+                f"disttensor.run(exec, 'import {library}', node=[...])"
+            )
 
     @property
     def full(self) -> bool:

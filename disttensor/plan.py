@@ -70,6 +70,7 @@ class Entry:
         "returned",
         "right",
         "single",
+        "torchs",
         "value",
         "view",
         "writes",
@@ -95,6 +96,7 @@ class Entry:
         self.view = op.is_view and not self.mutable
         #: made of other operators, into which torch's autograd takes it apart; without autograd it comes here whole
         self.composite = self._composite()
+        self.torchs = self.name.startswith(("aten::", "prims::"))  #: and no other library's
         self.python = self._python()
         self.asks = asks_always(op)
         self.value = gives_value(op) and not self.mutable
@@ -127,8 +129,9 @@ class Entry:
 
     def _python(self) -> bool:
         """Whether it is a library's own, with one kernel for all devices (``torch.library.custom_op``)."""
-        own = not self.name.startswith(("aten::", "prims::"))
-        return own and torch._C._dispatch_has_kernel_for_dispatch_key(self.name, "CompositeExplicitAutograd")
+        return not self.torchs and torch._C._dispatch_has_kernel_for_dispatch_key(
+            self.name, "CompositeExplicitAutograd"
+        )
 
     def _kind(self, argument: torch.Argument) -> int:
         text = str(argument.type)

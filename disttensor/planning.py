@@ -121,7 +121,8 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
 
 
 def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
-    """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation."""
+    """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation. The plan is None
+    where it has to be asked each time."""
     place = place_of(entry, args, kwargs, place)
     make_room(place)
     layout = _LAYOUTS.get(entry.name.partition(".")[0])
@@ -154,9 +155,11 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         else:
             return _asked(entry, args, kwargs, place, call, out, site)
     except (RuntimeError, IndexError, TypeError, ValueError):
-        if lie is None:
+        # some kernels take what their meta kernel refuses; and what other libraries' meta kernels raise may only say that
+        # nothing but the data tells the shape
+        if lie is None and (entry.torchs or in_place):
             raise
-        return _asked(entry, args, kwargs, place, call, out, site)  # some kernels take what their meta kernel refuses
+        return _asked(entry, args, kwargs, place, call, out, site)
     if in_place:
         specs = entry.specs(args, kwargs, DistributedTensor, place.name)
         reshaped = []
@@ -174,9 +177,9 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
             refuse_layout(entry.name, "quantized" if t.is_quantized else str(t.layout))
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else None, result)
     if lie is not None and entry.right.get(lie) is not True:
-        asked = _asked(entry, args, kwargs, place, call, out, site)
-        entry.right.setdefault(lie, asked[0].shapes == metas)
-        return asked
+        plan, result = _asked(entry, args, kwargs, place, call, out, site)
+        entry.right.setdefault(lie, plan is not None and plan.shapes == metas)
+        return plan, result
     return _finish(entry, args, kwargs, place, metas, site)
 
 
@@ -219,9 +222,10 @@ def _order(meta: Meta) -> tuple[Any, ...]:
 
 def _asked(
     entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
-) -> tuple[Plan, Any]:
+) -> tuple[Plan | None, Any]:
+    """The result, and the plan for the next call; None for an operator whose shapes may depend on the data."""
     result, metas = ask(entry, args, kwargs, place, call, out)
-    return _finish(entry, args, kwargs, place, metas, site), result
+    return _finish(entry, args, kwargs, place, metas, site) if entry.torchs else None, result
 
 
 def make_room(place: Place) -> None:
@@ -234,7 +238,8 @@ def make_room(place: Place) -> None:
 def refuse_layout(name: str, layout: object) -> NoReturn:
     """Raises NotImplementedError: a proxy's metadata are shape and strides, and other layouts have more."""
     raise NotImplementedError(
-        f"{name}: a tensor of layout {layout} can't be on a node, only strided ones can (x.to_dense())"
+        f"{name}: a tensor of layout {layout} can't be on a node, only strided ones can: write x.to_dense(), or "
+        "sparse=False where a layer's gradients would be sparse"
     )
 
 

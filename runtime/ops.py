@@ -45,7 +45,10 @@ class AllowList:
         packet = getattr(getattr(torch.ops, namespace), base, None)
         op = getattr(packet, overload or "default", None)
         if not isinstance(op, OpOverload):
-            raise ProtocolError(f"operator {name} doesn't exist on this node (torch {torch.__version__})")
+            raise ProtocolError(
+                f"operator {name} doesn't exist on this node (torch {torch.__version__}); if it is another library's, "
+                f"import that here first: disttensor.run(exec, 'import ...', node=[...])"
+            )
         return op
 
 

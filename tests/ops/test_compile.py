@@ -173,7 +173,7 @@ def test_by_default_nodes_compute_operator_by_operator(monkeypatch: pytest.Monke
         model, (x, y) = net().to(where), send(batch(), where)
         loss = F.cross_entropy(torch.compile(model, backend=backend)(x), y)
         loss.backward()
-        made = torch.compile(lambda k: torch.ones(3, device=k.device) * 2, backend=backend)(x)  # noqa: B023
+        made = torch.compile(lambda k: torch.ones(3, device=k.device) * 2, backend=backend)(x)
         results.append((loss.detach(), [p.grad for p in model.parameters()], made))
     same(*results)
 

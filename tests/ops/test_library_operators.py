@@ -1,0 +1,95 @@
+"""Operators of other libraries, with kernels for the CPU as C++ has them: ``allow_ops``, and shapes that data tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from equal import same
+
+import disttensor as dt
+from disttensor import testing
+
+#: What a library does when it is imported.
+LIBRARY = """
+import torch
+
+theirs = torch.library.Library("theirs", "DEF")
+for schema in ("keep(Tensor x, float at) -> Tensor", "guess(Tensor x) -> Tensor", "twice(Tensor x) -> Tensor",
+               "told(Tensor x) -> Tensor", "add_(Tensor(a!) x) -> Tensor(a!)"):
+    theirs.define(schema)
+theirs.impl("keep", lambda x, at: (x > at).nonzero()[:, 0], "CPU")
+theirs.impl("guess", lambda x: x[x > 0].clone(), "CPU")
+theirs.impl("twice", lambda x: x * 2, "CPU")
+theirs.impl("told", lambda x: x * 3, "CPU")
+theirs.impl("add_", lambda x: x.add_(1), "CPU")
+torch.library.register_fake("theirs::told", torch.empty_like, lib=theirs)
+# as torchvision's nms says that only the data tell
+torch.library.register_fake(
+    "theirs::guess", lambda x: x.new_empty(torch.library.get_ctx().new_dynamic_size()), lib=theirs
+)
+others = torch.library.Library("others", "DEF")
+others.define("told(Tensor x) -> Tensor")
+others.impl("told", lambda x: x * 3, "CPU")
+torch.library.register_fake("others::told", torch.empty_like, lib=others)
+"""
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Any]:
+    """The library, in this process."""
+    space: dict[str, Any] = {}
+    exec(LIBRARY, space)
+    yield torch.ops.theirs
+    space["theirs"]._destroy()
+    space["others"]._destroy()
+
+
+@pytest.fixture
+def theirs(library: Any) -> Iterator[Any]:
+    """It, with nodes that are threads of this process and so have it as well."""
+    with dt.init_master_worker(nodes=2, launcher="inproc", allow_ops=["theirs::*"]):
+        yield library
+
+
+def test_shapes_that_depend_on_data_are_asked_for_each_time(theirs: Any) -> None:
+    x = torch.tensor([1.0, -1.0, 2.0, 3.0])
+    for op, *args in ((theirs.guess,), (theirs.keep, 0.0), (theirs.keep, 2.0)):
+        for values in (x, -x, x * 0, x):  # one signature
+            same(op(values.to("node:1"), *args), op(values, *args))
+
+
+def test_what_has_a_meta_kernel_is_not_asked(theirs: Any) -> None:
+    x = torch.tensor([1.0, -1.0])
+    remote = x.to("node:1")
+    with testing.MessageLog() as log:
+        y = theirs.told(remote)
+    assert log.commands == ["Define theirs::told", "Call theirs::told"]
+    assert log.replies == []
+    same(y, x * 3)
+    same(theirs.twice(remote), x * 2)
+    same(theirs.add_(remote), x + 1)
+    same(remote, x + 1)
+
+
+def test_what_is_not_allowed_is_refused_at_the_call(theirs: Any) -> None:
+    x = torch.ones(2, device="node:1")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"allow_ops=\['others::\*'\]"):
+            torch.ops.others.told(x)
+    with pytest.raises(NotImplementedError, match="beyond tensors"):
+        torch.ops.aten.from_file("/nowhere", False, 1, device="node:1")
+    dt.synchronize()  # and nothing was sent
+    same(x + 1, torch.full((2,), 2.0))
+
+
+def test_nodes_import_the_library(library: Any) -> None:
+    with dt.init_master_worker(nodes=1, allow_ops=["theirs::*"]):
+        x = torch.ones(2, device="node:0")
+        with pytest.raises(dt.RemoteError, match=r"doesn't exist on this node.*disttensor\.run\(exec, 'import"):
+            library.twice(x).cpu()
+        dt.run(exec, LIBRARY + "torch.kept = theirs, others", node=[0])  # else it would be garbage
+        same(library.told(x), torch.full((2,), 3.0))
+        same(library.guess(x - 1), torch.ones(0))
