@@ -32,6 +32,7 @@ from . import (
     state,
     storage,
     transfer,
+    uninitialized,
 )
 from .context import current_node
 from .dispatch import dispatch, run
@@ -76,6 +77,7 @@ def register() -> None:
     fast.install()
     compiling.install()
     identity.install()
+    uninitialized.install()
     storage.install()
     generators.install()
     optimizers.install()
@@ -152,10 +154,11 @@ def _to_copy(
         return dispatch(torch.ops.aten._to_copy.default, (), (source,), given)
     if source.layout is not torch.strided:
         refuse_layout("aten::_to_copy", source.layout)
+    source = source.detach()  # of a subclass no more, which may refuse what follows
     place = state.session().places.of(device or torch.device("node"))
     dtype = dtype or source.dtype
     first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
-    remote = transfer.upload(source.detach().to(first), place, non_blocking)
+    remote = transfer.upload(source.to(first), place, non_blocking)
     return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
 
 

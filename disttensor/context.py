@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from . import state
 
@@ -51,6 +52,7 @@ def _follow() -> None:
     """Has ``local.to("node")`` follow the current node. As long as that is 0, ``Tensor.to`` stays torch's own."""
     if not hasattr(torch.Tensor.to, "__wrapped__"):
         setattr(torch.Tensor, "to", _to(torch.Tensor.to))  # noqa: B010 - mypy refuses the assignment
+        UninitializedTensorMixin._allowed_methods.append(torch.Tensor.to)  # what lazy modules may be asked, by identity
 
 
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import torch
 
 from .runtime.interrupts import whole
 from .tensor import OWN, DistributedTensor
+from .uninitialized import class_of
 
 _data = torch.Tensor.data
 
@@ -25,6 +26,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
     Raises RuntimeError for a result that autograd made.
     """
+    uninitialized = class_of(tensor, isinstance(value, DistributedTensor))
     if not tensor.is_leaf:
         raise RuntimeError(
             f"the data of a result can't go from {tensor.device} to {value.device} in place: its gradient would be "
@@ -36,7 +38,9 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
         other = torch.nn.Parameter(other, needs_grad)
     else:
         other.requires_grad_(needs_grad)
-    if needs_grad and not tensor.is_inference():  # no graph has one of these
+    if uninitialized is not None:
+        other.__class__ = uninitialized
+    elif needs_grad and not tensor.is_inference():  # no graph has one of these, nor of those
         with torch.inference_mode(False):
             torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved)
     _exchange(tensor, other)

@@ -138,6 +138,16 @@ class DistributedTensor(torch.Tensor):
         copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_h"}, memo))
         return copied
 
+    def as_subclass(self, cls: Any) -> Any:
+        """As torch's, which can do it for uninitialized buffers only: a proxy's class is what makes it one."""
+        from .uninitialized import is_kind, on_node
+
+        if is_kind(cls):
+            tensor = self.detach()
+            tensor.__class__ = on_node(cls)
+            return tensor
+        return super().as_subclass(cls)
+
     def record_stream(self, s: Any) -> None:
         """Nothing: a node frees memory after every use of it, on whichever stream."""
 
