@@ -74,6 +74,30 @@ _CHECKS = frozenset({"aten::_linalg_check_errors"})
 _PLAIN = frozenset({"bool", "int", "float", "number", "complex", "str"})
 
 
+def _native_attention(*args: Any, **kwargs: Any) -> Any:
+    """Torch's meta kernel gives weights that nobody wants, too."""
+    op = torch.ops.aten._native_multi_head_attention.default
+    wanted = args[10] if len(args) > 10 else kwargs.get("need_weights", True)
+    output, weights = op(*args, **kwargs)
+    return output, weights if wanted else None
+
+
+def _padded(nested: torch.Tensor, padding: float, size: Any = None) -> torch.Tensor:
+    if size is None:
+        raise RuntimeError("to_padded_tensor of a tensor on a node needs its output_size")
+    return nested.new_empty(size)
+
+
+#: Operators whose outputs are known here better than from their meta kernels. The first two are the ends of torch's way
+#: for padded batches (``nn.TransformerEncoder``): between them a node has a nested tensor, without the padding. To the
+#: script it is as large as with it, which only torch's own layers see.
+_KNOWN: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten._nested_tensor_from_mask.default: lambda x, *rest, **_: x.new_empty(x.shape),
+    torch.ops.aten.to_padded_tensor.default: _padded,
+    torch.ops.aten._native_multi_head_attention.default: _native_attention,
+}
+
+
 def asks_always(op: OpOverload) -> bool:
     """Whether the outputs' shapes depend on the data."""
     return _DYNAMIC in op.tags and op.name() not in {"aten::index.Tensor", "aten::index.Tensor_out"}
@@ -108,7 +132,7 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     try:
-        return op(*args, **kwargs)
+        return _KNOWN.get(op, op)(*args, **kwargs)
     except AssertionError as e:  # how some of torch's meta kernels refuse what the real ones refuse with RuntimeError
         raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
 

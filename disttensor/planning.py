@@ -49,7 +49,6 @@ _LAYOUTS = {
     "aten::_to_sparse_bsr": "torch.sparse_bsr",
     "aten::_to_sparse_bsc": "torch.sparse_bsc",
     "aten::to_mkldnn": "torch._mkldnn",
-    "aten::_nested_tensor_from_mask": "nested",
     **{
         f"aten::{name}": "quantized"
         for name in (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from equal import outcome, same, send
 from torch.nn.functional import scaled_dot_product_attention
 from variants import variants
@@ -110,3 +112,68 @@ def test_only_who_may_see_a_key_is_changed_by_it(form: str, mask: str, dropout: 
     may_see = (given if given.dtype == torch.bool else given == 0).expand(*seen[0].shape[:-1], LONG)[..., -1]
     assert not may_see.all()
     assert torch.equal((seen[0] != seen[1]).any(-1), may_see)
+
+
+# ---- torch's fast path for inference ---------------------------------------------------------------------------------
+
+LENGTHS = torch.tensor([5, 3, 1])
+PADDED = torch.arange(6) >= LENGTHS[:, None]  # no sequence is as long as the batch
+LEFT = PADDED.flip(1)  # which the fast path doesn't know
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(6)
+
+
+def encoder(layers: int = 2, **options: Any) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(16), **options)
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-2, 2, 3 * 6 * 16).sin().reshape(3, 6, 16)
+
+
+INFERENCE: dict[str, Callable[[nn.ModuleDict, torch.Tensor, Any], Any]] = {
+    "padded": lambda m, x, on: m["encoder"](x, src_key_padding_mask=on(PADDED)),
+    "padded as floats": lambda m, x, on: m["encoder"](x, src_key_padding_mask=on(PADDED).float().mul(-1e9)),
+    "padded to the left": lambda m, x, on: m["encoder"](x, src_key_padding_mask=on(LEFT)),
+    "not checked": lambda m, x, on: m["unchecked"](x, src_key_padding_mask=on(PADDED)),
+    "not nested": lambda m, x, on: m["dense"](x, src_key_padding_mask=on(PADDED)),
+    "causal": lambda m, x, on: m["encoder"](x, on(CAUSAL), is_causal=True),
+    "causal and padded": lambda m, x, on: m["encoder"](x, on(CAUSAL), src_key_padding_mask=on(PADDED.float())),
+    "a layer": lambda m, x, on: m["encoder"].layers[0](x, src_key_padding_mask=on(PADDED)),
+    "attention": lambda m, x, on: m["attention"](x, x, x),
+    "attention, all heads": lambda m, x, on: m["attention"](x, x, x, average_attn_weights=False),
+    "attention, no weights": lambda m, x, on: m["attention"](x, x, x, need_weights=False),
+    "attention, padded": lambda m, x, on: m["attention"](x, x, x, on(PADDED), need_weights=False),
+    "transformer": lambda m, x, on: m["transformer"](x, x / 2, src_key_padding_mask=on(PADDED)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("name", INFERENCE)
+def test_inference(name: str, mode: Callable[[], Any]) -> None:
+    torch.default_generator.manual_seed(1)
+    parts = {
+        "encoder": encoder(),
+        "unchecked": encoder(mask_check=False),
+        "dense": encoder(enable_nested_tensor=False),
+        "attention": nn.MultiheadAttention(16, 4, batch_first=True),
+        "transformer": nn.Transformer(16, 4, 1, 1, 32, batch_first=True),
+    }
+    modules = nn.ModuleDict(parts).eval()
+    there, where = copy.deepcopy(modules).to(dt.device(1, "cpu")), dt.device(1, "cpu")
+    with mode():
+        remote = INFERENCE[name](there, batch().to(where), lambda x: x.to(where))
+        same(remote, INFERENCE[name](modules, batch(), lambda x: x))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_nested_on_a_node_stays_there() -> None:
+    where = dt.device(1, "cpu")
+    nested = torch._nested_tensor_from_mask(batch().to(where), PADDED.logical_not().to(where))
+    with pytest.raises(RuntimeError, match="needs its output_size"):
+        nested.to_padded_tensor(0.0)
+    with pytest.raises(dt.BrokenError, match="rank -1 receives float32 x 288"):
+        nested.cpu()
+    with torch.no_grad():
+        assert torch.equal(nested.to_padded_tensor(0.0, (3, 6, 16)).cpu(), batch() * ~PADDED[..., None])
