@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._library import simple_registry
 from torch._ops import OpOverload
+from torch.utils import backend_registration
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from . import (
@@ -38,6 +39,7 @@ from .context import current_node
 from .dispatch import dispatch, run
 from .planning import refuse_layout
 from .registry import enter
+from .runtime.errors import DisttensorError
 from .tensor import DistributedTensor
 
 #: Composites that have a kernel of their own on the CPU, or call one directly: torch would take them apart otherwise.
@@ -51,6 +53,8 @@ _OWN_KERNELS = (
     torch.ops.aten.mish_backward.default,
     torch.ops.aten.native_channel_shuffle.default,
 )
+#: Why two libraries that each have a device of their own can't be used in one process.
+_ONE = "torch has one device of this kind in a process (torch.utils.rename_privateuse1_backend); use two processes"
 _library: list[torch.library.Library] = []
 
 
@@ -58,6 +62,9 @@ def register() -> None:
     """Registers the device type; a second call does nothing."""
     if _library:
         return
+    other = torch._C._get_privateuse1_backend_name()
+    if other != "privateuseone":
+        raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
     setattr(DistributedTensor, "__torch_dispatch__", staticmethod(dispatch))  # noqa: B010 - mypy can't see the method
     accelerator = torch.accelerator.current_accelerator()
     _setup_privateuseone_for_python_backend(
@@ -88,9 +95,14 @@ def _adapt_torch() -> None:
     """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         setattr(torch._C, name, _setter(getattr(torch._C, name)))
+    setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
     # C++ asks this for each operation on a subclass, and has held on to the function since the first
     rule_of = simple_registry.find_torch_dispatch_rule
     rule_of.__code__, rule_of.__defaults__ = _rule_of.__code__, _rule_of.__defaults__
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(f"there can't be a device {name!r} beside disttensor's 'node': {_ONE}")
 
 
 def _rule_of(

@@ -18,11 +18,11 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from . import state
+from . import generators, state
 from .lazy import materialise
 from .meta import Handle, Meta, new_ref
 from .placement import Place, exact
-from .plan import INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
+from .plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
 from .planning import ask, make_plan, make_room, place_of
 from .registry import enter, entries, handles
 from .runtime import codec
@@ -154,7 +154,7 @@ def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> bool:
-    """Sorts an argument that is no proxy into ``key`` and ``call``; False for a local tensor."""
+    """Sorts an argument that is no proxy into ``key`` and ``call``; False for a local tensor, or a generator."""
     if value is None or kind == STATIC:
         key.append(value)
     elif kind <= NUMBER:
@@ -182,6 +182,8 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
                 key.append(None)
             else:
                 return False
+    elif kind == GENERATOR:
+        return False
     else:  # NUMBERS
         key.append((len(value), *map(type, value)))
         if any(type(v) is complex for v in value):
@@ -242,7 +244,10 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
-    """Local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the user's mistake."""
+    """Local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the user's mistake. A
+    generator of the user's draws in the place of the node's."""
+    if any(isinstance(value, torch._C.Generator) for value in (*args, *kwargs.values())):
+        return generators.drawn(run, entry, args, kwargs, place)
     for where in entry.writes:
         target = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
         if isinstance(target, torch.Tensor) and type(target) is not DistributedTensor:

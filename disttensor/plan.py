@@ -23,6 +23,7 @@ STATIC = 3  #: in the key, and in the template
 LIST = 4  #: a list of static values
 TENSORS = 5  #: a list of proxies, with None between them perhaps
 NUMBERS = 6  #: a list of numbers
+GENERATOR = 7  #: a generator of the user's, or None
 
 _INDEXED = {
     ("aten::select.int", "index"),
@@ -48,6 +49,7 @@ _KINDS = {
     "List[Optional[Tensor]]": TENSORS,
     "List[number]": NUMBERS,
     "List[float]": NUMBERS,
+    "Generator": GENERATOR,
 }
 
 
@@ -83,7 +85,7 @@ class Entry:
         self.kinds = tuple(self._kind(a) for a in schema.arguments if not a.kwarg_only)
         self.kwkinds = {a.name: self._kind(a) for a in schema.arguments}
         #: torch passes lists to it, and a list is no key
-        self.lists = any(k >= LIST and k != TENSORS for k in self.kinds)
+        self.lists = any(k in (LIST, NUMBERS) for k in self.kinds)
         self.mutable = schema.is_mutable
         #: positions (or names) of the arguments that are written
         self.writes = tuple(
@@ -168,10 +170,6 @@ class Entry:
                 return None
             if isinstance(value, torch.device):
                 return c.Device(device)
-            if isinstance(value, torch.Generator):
-                raise NotImplementedError(
-                    f"{self.name}: a local generator can't draw on a node; seed the nodes with torch.manual_seed(seed)"
-                )
             if kind == TENSORS:
                 return c.Items(tuple(None if v is None else c.Hole(True) for v in value))
             if kind == NUMBERS and not any(isinstance(v, complex) for v in value):

@@ -195,6 +195,12 @@ class DistributedTensor(torch.Tensor):
             raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
         return self.detach().cpu().numpy(force=True)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        from .arrays import computed
+
+        result = computed(self, ufunc, method, inputs, kwargs)
+        return self.__array__() if result is NotImplemented else result
+
     def __array__(self, dtype: Any = None) -> NoReturn:
         raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
 

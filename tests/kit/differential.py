@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,7 +122,17 @@ def evaluate(program: str, device: torch.device, values: dict[str, torch.Tensor]
             *(weights(12, 12), weights(12)),
         )
 
-    names = {"torch": torch, "F": F, "inf": inf, "nan": nan, "dev": device, "cell": cell, "mha": mha, **values}
+    names = {
+        "torch": torch,
+        "np": np,
+        "F": F,
+        "inf": inf,
+        "nan": nan,
+        "dev": device,
+        "cell": cell,
+        "mha": mha,
+        **values,
+    }
     *statements, expression = program.split("; ")
     for statement in statements:
         exec(statement, names)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +104,34 @@ def test_numpy() -> None:
     for wrong in (r.numpy, lambda: np.asarray(r), lambda: np.array([r[0, 0], 1.0])):
         with pytest.raises(TypeError, match=r"use x\.cpu\(\)\.numpy\(\)"):
             wrong()
+
+
+NUMPY = """
+a = np.array(2.0); x + a, x - a, x * a, x / a, p**a, x // a, x % a, x == a, rows + a, rows * a, rows / a, rows**a
+a = np.array(2.0); a / p, a / rows, a == x
+a = np.array(3); x + a, x / a, rows + a, rows / a, rows & a, rows | a, rows << a, rows // a, rows % a
+a = np.array(True); x + a, x - a, rows - a, rows & a
+a = np.array(1j); x + a, x * a, rows - a
+a = np.array(2, np.float16); x + a, x * a, rows + a
+x += np.array(1.0); x
+i = np.int64(2); i * x[0, 0], np.float32(2) * x, np.float64(2) - x, np.float64(2) / p, i**rows, np.float64(0) < x
+np.bool_(True) + x, np.bool_(True) * rows, x * np.float32(3), np.float64(0.5) == x, rows % np.int64(2)
+torch.where(x > 0, x, np.float64(1)), x.new_tensor(np.array(2.0))
+torch.as_tensor(np.array(2), device=dev)
+"""
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+@pytest.mark.parametrize("program", cases(NUMPY))
+def test_numbers_of_numpy(program: str, name: str) -> None:
+    as_local(program, name)
+
+
+@pytest.mark.parametrize("wrong", [np.exp, np.add.reduce, lambda x: x + np.ones(3), lambda x: np.ones(3) * x])
+def test_arrays_of_numpy(wrong: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(TypeError, match=r"use x\.cpu\(\)\.numpy\(\)"):
+        wrong(torch.ones(3, device="node:1"))
 
 
 def test_copies() -> None:

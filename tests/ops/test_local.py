@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import disttensor as dt
@@ -150,6 +151,23 @@ print("compared", len(before))
     )
     assert done.stdout.startswith("compared"), done.stdout + done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_another_library_with_a_device(script: Script, when: str) -> None:
+    """The import names nothing; after that torch has room for one."""
+    rename = "torch.utils.rename_privateuse1_backend('foo')"
+    first, second = {
+        "before": (f"{rename}\nimport disttensor as dt", "dt.init_master_worker(nodes=1)"),
+        "between": (f"import disttensor as dt\n{rename}", "dt.init_master_worker(nodes=1)"),
+        "after": ("import disttensor as dt\ndt.init_master_worker(nodes=1)", rename),
+    }[when]
+    done = script(f"import torch\n{first}\n{second}")
+    text = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert "'node'" in text
+    assert "'foo'" in text
+    assert "use two processes" in text
 
 
 def test_a_local_tensor_follows_the_current_node() -> None:
