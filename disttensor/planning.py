@@ -154,8 +154,8 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         else:
             return _asked(entry, args, kwargs, place, call, out, site)
     except (RuntimeError, IndexError, TypeError, ValueError):
-        # some kernels take what their meta kernel refuses; and what other libraries' meta kernels raise may only say that
-        # nothing but the data tells the shape
+        # some kernels take what their meta kernel refuses; and what other libraries' meta kernels raise may only say
+        # that nothing but the data tells the shape
         if lie is None and (entry.torchs or in_place):
             raise
         return _asked(entry, args, kwargs, place, call, out, site)
@@ -213,10 +213,12 @@ _SIZE = 8
 
 
 def _order(meta: Meta) -> tuple[Any, ...]:
-    """How a tensor lies: per dimension whether there is nothing, one element or more, and the rank of its step."""
+    """How a tensor lies: per dimension whether there is nothing, one element or more, the rank of its step, and whether
+    it is that of a contiguous tensor."""
     ranks = {step: i for i, step in enumerate(sorted(set(meta.stride)))}
     dense = bool(torch._prims_common.is_non_overlapping_and_dense_or_false(meta.stand_in))
-    return (dense, *((min(n, 2), bool(s), ranks[s]) for n, s in zip(meta.shape, meta.stride, strict=True)))
+    steps = zip(meta.shape, meta.stride, contiguous(meta.shape), strict=True)
+    return (dense, *((min(n, 2), bool(s), ranks[s], n > 1 or s == plain) for n, s, plain in steps))
 
 
 def _asked(
