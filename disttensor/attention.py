@@ -1,23 +1,23 @@
 """Scaled dot product attention through the kernel that the node itself would choose.
 
-Torch picks the fused kernel by device type and knows none for ours, so it would take the slow, decomposed path. The
-node's own choice is asked once per signature.
+Torch picks the fused kernel by device type and knows none for ours, so it would take the slow, decomposed path.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from . import registry
+from . import kernels, registry
+from .kernels import CUDNN, EFFICIENT, FLASH, MATH
 from .plan import MAX_PLANS, Entry
 from .tensor import DistributedTensor
 
 aten = torch.ops.aten
 
-#: torch.nn.attention.SDPBackend
-_MATH, _FLASH, _EFFICIENT = 0, 1, 2
 _choices: dict[tuple[Any, ...], int] = {}
 registry.caches.append(_choices)
 
@@ -39,28 +39,63 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """As ``torch.nn.functional.scaled_dot_product_attention``. Source: torch's composite, attention.cpp."""
-    choice = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None and attn_mask.requires_grad:
-        choice = _MATH  # the fused kernels have no gradient for the mask
+    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, training)
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:  # first of all: to every kernel a mask is what is added
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    if choice != _MATH and query._place.kernels == "cpu":  # type: ignore[attr-defined]
+        never = -65504.0 if backend == CUDNN else float("-inf")
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), never)
+    if backend == MATH:
+        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if query.dim() == 3:  # which fused kernels take since torch 2.15
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        return _fused(backend, query, key, value, mask, dropout_p, is_causal, scale, training).squeeze(0)
+    return _fused(backend, query, key, value, mask, dropout_p, is_causal, scale, training)
+
+
+def _fused(
+    backend: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    training: bool,
+) -> torch.Tensor:
+    if query._place.kernels == "cpu":  # type: ignore[attr-defined]
         return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]
-    if choice == _FLASH and mask is None and query.shape[-1] % 8 == 0 and not enable_gqa:
-        return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
-            query, key, value, dropout_p, is_causal, False, scale=scale
+    if backend == FLASH:
+        width = query.shape[-1]
+        query, key, value = (pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=1 / math.sqrt(width) if scale is None else scale
         )[0]
-    if choice == _EFFICIENT and mask is None and not enable_gqa:
-        training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        return out[..., :width] if width % 8 else out  # type: ignore[no-any-return]
+    if backend == EFFICIENT:
         return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-            query, key, value, None, training, dropout_p, is_causal, scale=scale
+            query, key, value, _aligned(mask, query, key), training, dropout_p, is_causal, scale=scale
         )[0]
-    return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
+        query, key, value, mask, training, dropout_p, is_causal, False, scale=scale
     )[0]
+
+
+def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask in memory as the memory-efficient kernel wants it: rows that begin at multiples of 8 elements."""
+    if mask is None:
+        return None
+    if mask.stride(-1) != 1 or any(s % 8 for s in mask.stride()[:-1]):
+        keys = mask.shape[-1]
+        mask = pad(mask, (0, 8 - keys % 8))[..., :keys]
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 @registry.handler(aten.scaled_dot_product_attention.default)
@@ -68,21 +103,21 @@ def _without_autograd(entry: Entry, args: Any, kwargs: Any) -> Any:
     return attention(*args, **kwargs)
 
 
-def _choose(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, *rest: Any) -> int:
+def _choose(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, gqa: bool, training: bool
+) -> int:
     operands = (query, key, value) if mask is None else (query, key, value, mask)
     if not all(isinstance(t, DistributedTensor) for t in operands):
-        return _MATH  # whose first operation says what is wrong
-    signature = (*(t._h.meta for t in operands), mask is None, dropout_p > 0, *rest)
+        return MATH  # whose first operation says what is wrong
+    learned = mask is not None and mask.requires_grad
+    metas = [t._h.meta for t in operands]
+    facts = (dropout, causal, gqa, training, learned)
+    signature = (*metas, mask is None, *facts, kernels.switches())
     choice = _choices.get(signature)
     if choice is None:
         if len(_choices) >= MAX_PLANS:
             _choices.clear()
-        causal, scale, gqa = rest
-        with torch._C._AutoDispatchBelowAutograd():
-            query, key, value = query.detach(), key.detach(), value.detach()
-            mask = None if mask is None else mask.detach()
-            choice = int(
-                aten._fused_sdp_choice(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=gqa)
-            )
-        _choices[signature] = choice
+        first, second, third, *rest = metas
+        asked = kernels.Attention(first, second, third, rest[0] if rest else None, *facts)
+        choice = _choices[signature] = kernels.attention(query._place.record, asked)
     return choice

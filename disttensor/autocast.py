@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from . import state
+from . import kernels, state
 from .placement import Places
 
 #: Computed in the dtype of the ``with`` statement.
@@ -72,7 +72,7 @@ def operators() -> dict[str, list[str]]:
 
 def choose_default(places: Places) -> None:
     """What ``torch.autocast("node")`` means without a dtype, in this thread: what it means on node 0's own device."""
-    kind = places.by_slot[0].kernels
+    kind = kernels.casts(places.by_slot[0].record)
     torch.set_autocast_dtype("node", torch.get_autocast_dtype(kind))
 
 
@@ -103,7 +103,7 @@ def _rule(op: OpOverload, kind: str) -> Rule:
 def _kernel(op: OpOverload, rules: dict[str, Rule], keys: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch calls for an operator in an autocast region."""
     device = next(t.device for t in _tensors((*args, *kwargs.values())) if t.device.type == "node")
-    rule = rules.get(state.session().places.of(device).kernels)
+    rule = rules.get(kernels.casts(state.session().places.of(device).record))
     if rule is None:  # there it falls through, and what it is made of is cast
         return op.redispatch(keys & _BELOW, *args, **kwargs)
     with torch._C._DisableAutocast():

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.optim import swa_utils
 
-from . import disguise, state
+from . import disguise, kernels, state
 from .dispatch import as_torch_came, run
 from .plan import Entry
 from .registry import handler
@@ -39,8 +39,9 @@ def _averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
     def devices() -> list[str]:
         """For whom AveragedModel interpolates all parameters at once, with other roundings: CUDA, never CPU nodes."""
         session = state.current()
-        cuda = any(place.kernels == "cuda" for place in (session.places.by_slot.values() if session else ()))
-        return [name for name in original() if name != "node" or cuda]
+        places = session.places.by_slot.values() if session else ()
+        at_once = any(kernels.averages_at_once(place.record) for place in places)
+        return [name for name in original() if name != "node" or at_once]
 
     return devices
 

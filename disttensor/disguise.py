@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from . import autocast
+from . import autocast, kernels
 from .lazy import materialise
 from .meta import Handle, Shared, meta_of
 from .placement import Place
@@ -144,10 +144,82 @@ def disguised(op: OpOverload) -> Callable[..., Any]:
             moving, kwargs = tree_map(lambda x: _disguise(x, place, weights, lower), (moving, kwargs))
             for i in local:
                 moving[i] = args[i]
-            result = op._op_dk(_COMPOSITE, *moving, **kwargs)
+            result = _composed(op, place.record, moving, kwargs)
         return tree_map_only(torch.Tensor, lambda x: _move(x, place.twin, place, weights), result)
 
     return function
+
+
+#: Held while an LSTM picks its kernel: the switch is the whole process's.
+_switch = threading.RLock()
+
+
+def _composed(op: OpOverload, record: kernels.Record, args: Any, kwargs: Any) -> Any:
+    """Torch's composite on what it takes for local tensors. An LSTM asks this machine's CPU what it can: where the
+    node's is another, it is led to that one's choice."""
+    if op is not aten.lstm.input:
+        return op._op_dk(_COMPOSITE, *args, **kwargs)
+    args = [*args, *(kwargs[a.name] for a in op._schema.arguments[len(args) :])]
+    facts = args[0]._h.meta, args[1][0].shape[2] != args[1][1].shape[2], torch.is_grad_enabled()
+    with _switch:
+        theirs, ours = kernels.lstm(record, *facts), kernels.lstm(kernels.here(), *facts)
+        if theirs == ours:
+            return op._op_dk(_COMPOSITE, *args)
+        if theirs == "onednn":
+            return _by_onednn(*args)
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return op._op_dk(_COMPOSITE, *args)
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+
+
+def _by_onednn(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Torch's LSTM of oneDNN's layers. Source: aten/src/ATen/native/mkldnn/RNN.cpp, mkldnn_rnn."""
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    h, c = hx[0].contiguous(), hx[1].contiguous()
+    ways, own = 1 + bidirectional, 4 if biases else 2
+    rows: list[list[torch.Tensor]] = []
+    for layer in range(layers):
+        outs = []
+        for way in range(ways):
+            at = layer * ways + way
+            mine = list(weights[at * own : (at + 1) * own])
+            if not biases:
+                mine += [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in mine]
+            options: tuple[Any, ...] = (
+                way > 0,
+                [],
+                _LSTM,
+                h.shape[2],
+                layers,
+                biases,
+                bidirectional,
+                batch_first,
+                train,
+            )
+            out, *states = aten.mkldnn_rnn_layer(x, *mine, h[at], c[at], *options)[:3]
+            outs.append(out)
+            rows.append(states)
+        x = torch.cat(outs, -1) if bidirectional else outs[0]
+        if dropout and train and layer < layers - 1:
+            x = torch.dropout(x, dropout, True)
+    last_h, last_c = (torch.stack(row) for row in zip(*rows, strict=True))
+    return x.transpose(0, 1) if batch_first else x, last_h, last_c
+
+
+#: ideep::rnn_kind::LSTM
+_LSTM = 2
 
 
 def _transformed(op: OpOverload, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from . import disguise, infer, state
+from . import disguise, infer, kernels, state
 from .dispatch import dispatch, run
 from .meta import Lazy, meta_like, meta_of
 from .placement import Place
@@ -209,7 +209,7 @@ def _pack(entry: Entry, args: Any, kwargs: Any) -> Any:
 def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
     """On a CPU node with the very steps of local CPU's dropout, so that one seed gives one set of numbers."""
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
-    if source._place.kernels == "cuda" or train is False or not 0 < p < 1:
+    if kernels.dropout(source._place.record, p, train) == "fused":
         return run(entry, args, kwargs, None)
     noise = dispatch(aten.empty_like.default, (), (source,))
     noise = dispatch(aten.bernoulli_.float, (), (noise, 1 - p))

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from . import kernels
 from .tensor import DistributedTensor
 
-#: Modules (AdamW is in adam) whose two ways over the parameters take the same steps, to the last bit, for the dtypes
-#: below. The others reorder a product or a sum; and in half precision the ways round differently.
+#: Modules (AdamW is in adam) whose two ways over the parameters take the same steps, to the last bit, in float32 and
+#: float64. The others reorder a product or a sum; and in half precision the ways round differently.
 _SAME = ("adadelta", "adagrad", "adam", "adamax", "rmsprop", "rprop", "sgd")
 _OTHERS = ("asgd", "nadam", "radam")
-_DTYPES = frozenset({torch.float32, torch.float64})
 
 
 def install() -> None:
@@ -35,7 +35,7 @@ def _default(original: Callable[..., tuple[bool, bool]], same: bool) -> Callable
     def at_once(p: Any) -> bool:
         if type(p) is not DistributedTensor:
             return False
-        return p._place.kernels == "cuda" or (same and p.dtype in _DTYPES)  # as local torch chooses for CUDA
+        return kernels.foreach(p._place.record, same, p.dtype)
 
     @wraps(original)
     def default_to_fused_or_foreach(

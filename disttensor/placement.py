@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import kernels
 from .runtime import command as c
 from .runtime.errors import DisttensorError
 from .runtime.failure import Site
@@ -111,6 +112,7 @@ class Place:
         "name",
         "node",
         "outbox",
+        "record",
         "session",
         "slot",
         "state",
@@ -123,7 +125,8 @@ class Place:
         self.name = name  #: "cpu" or "cuda:1", as the node calls it
         self.index = -1 if name == "cpu" else int(name.partition(":")[2])  #: what get_device() says
         #: which kernels run there: a simulated CUDA device computes as a CPU does
-        self.kernels = "cpu" if self.index < 0 or session.link.hellos[node].simulated else "cuda"
+        self.record = kernels.record(session.link.hellos[node], name) if node in session.link.hellos else kernels.here()
+        self.kernels = self.record.kind
         self.slot = slot
         self.device = torch.device("node", slot)
         self.state = session.states[node]

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 
-from . import device_module, state
+from . import device_module, kernels, registry, state
 from .breaking import cut, kill, resume, stop
 from .message_log import MessageLog, NodeLog, wrapped
 from .placement import Place
@@ -246,19 +247,35 @@ def at(point: str, fn: Callable[[], object], *, after: bool = False) -> Iterator
 
 
 @contextlib.contextmanager
-def as_cuda(where: torch.Tensor | torch.device | str | int) -> Iterator[None]:
+def as_cuda(where: torch.Tensor | torch.device | str | int, capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
     """Has the script take a simulated CUDA device, or a node's CPU, for a real CUDA device inside of the block.
 
-    It then chooses what it would choose for one: dtypes of autocast, kernels, optimizers over all parameters. The node
-    computes as before. ``where`` is as for ``usage``, and so is what it raises.
+    It then chooses what it would choose for one of this capability: dtypes of autocast, kernels, optimizers over all
+    parameters. The node computes as before, so it fails where a kernel is CUDA's only. ``where`` is as for ``usage``,
+    and so is what it raises.
     """
     place = _place(where)
-    before = place.kernels
-    place.kernels = place.twin.kernels = "cuda"
+    node = msgspec.structs.replace(place.record.node, cudnn=91900, cuda=(13, 0), flash=True)
+    with taken_for(place, kernels.Record("cuda", capability, place.record.version, node)):
+        yield
+
+
+@contextlib.contextmanager
+def taken_for(place: Place, record: kernels.Record) -> Iterator[None]:
+    """Has the script choose for a place, inside of the block, what torch would choose with another record."""
+    before = place.record
+    _give(place, record)
     try:
         yield
     finally:
-        place.kernels = place.twin.kernels = before
+        _give(place, before)
+
+
+def _give(place: Place, record: kernels.Record) -> None:
+    for seen in (place, place.twin):
+        seen.record, seen.kernels = record, record.kind
+    for cache in registry.caches:  # choices that were made for the other
+        cache.clear()
 
 
 def _place(where: torch.Tensor | torch.device | str | int) -> Place:

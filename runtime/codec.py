@@ -27,6 +27,8 @@ DTYPES: tuple[torch.dtype, ...] = (
 )  # fmt: skip
 #: Elements and bytes that torch can count with room to spare. (A tensor that was expanded has no such memory.)
 _COUNTABLE = 1 << 62
+_VERSION = re.compile(r"\d{1,4}\.\d{1,4}\S{0,100}")
+_WORD = re.compile(r"[\w .-]{1,40}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,3})?")
 LAYOUTS: tuple[torch.layout, ...] = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 FORMATS: tuple[torch.memory_format, ...] = (
@@ -126,6 +128,7 @@ def check_reply(reply: c.Reply) -> None:
     if isinstance(reply, c.Hello):
         if reply.devices != ("cpu", *(f"cuda:{i}" for i in range(len(reply.devices) - 1))):
             raise ProtocolError(f"devices are cpu, cuda:0, cuda:1 and so on, not {reply.devices!s:.200}")
+        _check_abilities(reply)
     elif isinstance(reply, c.Shapes):
         for out in reply.outs:
             if out is not None:
@@ -133,6 +136,21 @@ def check_reply(reply: c.Reply) -> None:
     elif isinstance(reply, c.Result):
         for tensor in reply.tensors:
             _check_geometry(tensor)
+
+
+def _check_abilities(hello: c.Hello) -> None:
+    told = hello.abilities
+    numbers = (told.cudnn, *told.cuda, *(n for pair in told.capabilities for n in pair))
+    if not _VERSION.fullmatch(hello.torch):
+        raise ProtocolError(f"{hello.torch[:100]!r} is no version of torch")
+    if not _WORD.fullmatch(told.cpu):
+        raise ProtocolError(f"{told.cpu[:100]!r} names no instructions of a CPU")
+    if len(told.capabilities) != len(hello.devices) - 1:
+        raise ProtocolError(f"{len(told.capabilities)} capabilities of {len(hello.devices) - 1} CUDA devices")
+    if not all(0 <= n < 10_000_000 for n in numbers):
+        raise ProtocolError(f"versions and capabilities are small numbers, not {numbers!s:.200}")
+    if (told.bfloat16 or told.float16) and not told.onednn:
+        raise ProtocolError("a torch without oneDNN has no dtypes of that library's")
 
 
 def _check_geometry(g: c.Geometry) -> None:

@@ -421,6 +421,19 @@ class Batch(Wire, frozen=True, tag=1):
 # ---- replies: node -> master ---------------------------------------------------------------------------------------
 
 
+class Abilities(Wire, frozen=True):
+    """What a node's torch chooses kernels by, beside operands: the CPU's instructions, its libraries, its GPUs."""
+
+    cpu: str  #: torch's name of the instructions that its own kernels use, as "AVX2"
+    onednn: bool  #: torch has the library
+    bfloat16: bool  #: which computes in this on the node's CPU
+    float16: bool  #: and in this
+    cudnn: int = 0  #: the library's version as a number, as 91002; 0 where torch has none
+    cuda: tuple[int, int] = (0, 0)  #: the version that torch is built for
+    flash: bool = False  #: torch is built with flash attention for CUDA
+    capabilities: tuple[tuple[int, int], ...] = ()  #: of each CUDA device; (0, 0) of a simulated one
+
+
 class Hello(Wire, frozen=True, tag=40):
     """A worker's first words. The rank is not among them: it comes from the authenticated connection."""
 
@@ -433,6 +446,7 @@ class Hello(Wire, frozen=True, tag=40):
     devices: tuple[str, ...]
     simulated: bool  #: its CUDA devices are CPU memory
     channel: str  #: the address of its data channel and, in the next line, of that for collectives
+    abilities: Abilities
     gpus: tuple[str, ...] = ()  #: what its CUDA devices are, in words that are theirs on the whole host
 
 

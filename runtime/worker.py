@@ -19,7 +19,7 @@ import threading
 import msgspec
 import torch
 
-from . import binding, codec
+from . import abilities, binding, codec
 from . import command as c
 from .addresses import LOOPBACK, first_to_answer, interfaces_for
 from .ahead import Ahead
@@ -87,6 +87,7 @@ class Worker:
             simulated=bool(self.bundle.simulate_cuda),
             gpus=binding.gpus() if cuda and not self.bundle.simulate_cuda else (),
             channel=self.channels.open(0, self.bundle.backend),
+            abilities=abilities.own(self.bundle.simulate_cuda),
         )
 
     def serve(self) -> int:

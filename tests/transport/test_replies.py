@@ -19,7 +19,8 @@ from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
 
 
 def hello(*devices: str) -> c.Hello:
-    return c.Hello(1, "job", 1, "host", "2", "3", devices, False, "")
+    told = c.Abilities("AVX2", True, False, False, capabilities=((8, 0),) * (len(devices) - 1))
+    return c.Hello(1, "job", 1, "host", "2.13.0", "3", devices, False, "", told)
 
 
 HELLO = hello("cpu", "cuda:0")

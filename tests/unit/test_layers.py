@@ -28,6 +28,7 @@ LAYERS = {
     "keys": 0,
     "mpi": 1,
     "slurm": 1,
+    "abilities": 1,
     "binding": 1,
     "codec": 1,
     "ops": 1,

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from disttensor.init import meet
 from disttensor.runtime import command as c
+from disttensor.runtime.abilities import own
 from disttensor.runtime.bundle import PROTOCOL
 from disttensor.runtime.errors import StartError
 
-HELLO = c.Hello(PROTOCOL, "a job", 1, "host", str(torch.__version__), "3", ("cpu",), False, "")
+HELLO = c.Hello(PROTOCOL, "a job", 1, "host", str(torch.__version__), "3", ("cpu",), False, "", own())
 
 
 def met(hello: c.Hello) -> None:
