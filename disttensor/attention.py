@@ -83,8 +83,9 @@ def _fused(
         return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
             query, key, value, _aligned(mask, query, key), training, dropout_p, is_causal, scale=scale
         )[0]
+    # always with the sums that only a backward needs: torch's meta kernel says that they are there
     return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
-        query, key, value, mask, training, dropout_p, is_causal, False, scale=scale
+        query, key, value, mask, True, dropout_p, is_causal, False, scale=scale
     )[0]
 
 

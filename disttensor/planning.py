@@ -174,7 +174,7 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     for t in tree_leaves(result):
         if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_quantized):
             refuse_layout(entry.name, "quantized" if t.is_quantized else str(t.layout))
-    metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else None, result)
+    metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)  # attention has sizes
     if lie is not None and entry.right.get(lie) is not True:
         plan, result = _asked(entry, args, kwargs, place, call, out, site)
         entry.right.setdefault(lie, plan is not None and plan.shapes == metas)

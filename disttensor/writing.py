@@ -61,9 +61,9 @@ def rare(
     if plan.kind == MANY:
         handles: list[Handle] = []
 
-        def one(meta: Meta | None) -> DistributedTensor | None:
-            if meta is None:
-                return None
+        def one(meta: Any) -> Any:
+            if type(meta) is not Meta:
+                return meta  # None, or a plain value among the tensors
             handle = Handle(new_ref() if handles else out, meta)
             if handles:
                 call.append(out - handle.ref)

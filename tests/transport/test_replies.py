@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 import disttensor as dt
 from disttensor.runtime import codec
 from disttensor.runtime import command as c
+from disttensor.runtime.errors import ProtocolError
 from disttensor.runtime.failure import MAX_FAILURES, MAX_NAME, MAX_TEXT, MAX_TRACES, Failure, Failures
 from disttensor.runtime.link import Link
 from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
@@ -90,6 +92,48 @@ def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
     with pytest.raises(dt.NodeLost, match="broke the protocol") as e:
         wire.link.wait(request, 20)
     assert len(str(e.value)) < 4000  # the other nodes are told, in one message
+
+
+def told(torch: str = "2.13.0", cpu: str = "AVX2", **abilities: Any) -> c.Hello:
+    """A Hello of a node with one CUDA device and these abilities."""
+    few = {"onednn": True, "bfloat16": False, "float16": False, "capabilities": ((8, 0),)}
+    return msgspec.structs.replace(HELLO, torch=torch, abilities=c.Abilities(cpu, **{**few, **abilities}))
+
+
+#: Abilities that no node has.
+UNABLE = {
+    "no version": told(torch="new"),
+    "a long version": told(torch="2.13." + "0" * 200),
+    "no cpu": told(cpu=""),
+    "a long cpu": told(cpu="A" * 100_000),
+    "a cpu in control characters": told(cpu="AVX2\n"),
+    "too few capabilities": told(capabilities=()),
+    "too many capabilities": told(capabilities=((8, 0),) * 100_000),
+    "a negative capability": told(capabilities=((-8, 0),)),
+    "a huge capability": told(capabilities=((8, 1 << 60),)),
+    "a negative cudnn": told(cudnn=-1),
+    "a huge cuda": told(cuda=(1 << 60, 0)),
+    "a dtype of no library": told(onednn=False, bfloat16=True),
+}
+
+
+@pytest.mark.parametrize("name", UNABLE)
+def test_abilities_that_no_node_has_fail_it(name: str, wire: Wire) -> None:
+    wire.say(UNABLE[name])
+    lost = str(wire.link.outboxes[0].lost)
+    assert "broke the protocol" in lost
+    assert len(lost) < 4000
+    assert not wire.link.hellos
+
+
+def test_abilities_of_another_form_fail_a_node(wire: Wire) -> None:
+    """Not what a struct of ours encodes to, but what a peer may send."""
+    rest = msgspec.to_builtins(HELLO)
+    assert codec.decode_report(msgspec.msgpack.encode([2, 0, [rest]])).replies == (HELLO,)
+    for wrong in (None, [], ["AVX2"], ["AVX2", 1, False, False], ["AVX2", True, False, False, 0, [0], False, []]):
+        hello = [*rest[:10], wrong, []]
+        with pytest.raises(ProtocolError):
+            codec.decode_report(msgspec.msgpack.encode([2, 0, [hello]]))
 
 
 @pytest.mark.parametrize(
