@@ -133,7 +133,7 @@ def disguised(op: OpOverload) -> Callable[..., Any]:
 
     def function(*args: Any, **kwargs: Any) -> Any:
         place = getattr(_innermost(args[0]), "_place", None)
-        if place is None or place.kernels != "cpu" or place.device.type == "cpu":
+        if place is None or not kernels.shown_a_cpu(place.record) or place.device.type == "cpu":
             return op._op_dk(_COMPOSITE, *args, **kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
             return _transformed(op, args, kwargs)

@@ -304,12 +304,10 @@ _CUDA = {
 
 
 def lstm(record: Record, input: Operand, projections: bool, graph: bool) -> str:
-    """What computes an LSTM's layers: "onednn", "cudnn", or "parts", its decomposition. ``graph``: the grad mode.
+    """What computes an LSTM's layers on a CPU: "onednn", or "parts", its decomposition. ``graph``: the grad mode.
 
     Source: aten/src/ATen/native/RNN.cpp, lstm and use_mkldnn.
     """
-    if record.kind == "cuda":
-        return layers(record, input)
     if projections or not torch._C._get_mkldnn_enabled() or 0 in input.shape:
         return "parts"
     node = record.node
@@ -321,22 +319,10 @@ def lstm(record: Record, input: Operand, projections: bool, graph: bool) -> str:
     return "onednn" if dtypes.get(input.dtype) else "parts"
 
 
-def layers(record: Record, input: Operand) -> str:
-    """What computes the layers of a GRU or an RNN: "cudnn", or "parts". Source: RNN.cpp, use_cudnn."""
-    dtypes = {torch.float32, torch.float64, torch.float16}
-    if record.node.cudnn >= 91300 and record.capability >= (8, 0):  # supportsBFloat16RNNWithCuDNN
-        dtypes.add(torch.bfloat16)
-    return "cudnn" if _cudnn_takes(record, input) and input.dtype in dtypes else "parts"
-
-
-def cell(record: Record) -> str:
-    """What computes a cell of an LSTM or a GRU: "fused", or "parts". Source: RNN.cpp, LSTMCell and GRUCell."""
-    return "fused" if record.kind == "cuda" else "parts"
-
-
-def _cudnn_takes(record: Record, x: Operand) -> bool:
-    """Source: aten/src/ATen/native/TensorProperties.cpp, cudnn_is_acceptable."""
-    return record.kind == "cuda" and record.node.cudnn > 0 and torch._C._get_cudnn_enabled() and 0 not in x.shape
+def shown_a_cpu(record: Record) -> bool:
+    """Whether a recurrent layer or cell is run on what torch takes for CPU tensors. On CUDA it is not: cells are fused
+    there, as in torch, and layers made of them, where local torch has cuDNN's. Source: RNN.cpp."""
+    return record.kind == "cpu"
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------

@@ -314,9 +314,9 @@ SAME = "the kernel is one on every kind of device and CPU; "
 OVERRIDES: dict[str, str] = {
     "scaled_dot_product_attention": "attention",
     **dict.fromkeys(("lstm.input",), "lstm"),
-    **dict.fromkeys(("gru.input", "rnn_tanh.input", "rnn_relu.input"), "layers"),
-    **dict.fromkeys(("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data"), "layers"),
-    **dict.fromkeys(("lstm_cell", "gru_cell"), "cell"),
+    **dict.fromkeys(("gru.input", "rnn_tanh.input", "rnn_relu.input"), "shown_a_cpu"),
+    **dict.fromkeys(("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data"), "shown_a_cpu"),
+    **dict.fromkeys(("lstm_cell", "gru_cell"), "shown_a_cpu"),
     **dict.fromkeys(("native_dropout", "native_dropout_backward"), "dropout"),
     "mkldnn_rnn_layer": "lstm",
     "linear": SAME + "Linear.cpp asks for layouts and strides only",
@@ -358,7 +358,6 @@ def _takes_a_record(f: object) -> bool:
 #: Where else the front end asks which kernels a place has, and for what but a kernel.
 ASKED = {
     "attention.py": "the name of the kernel that was chosen",
-    "disguise.py": "whether there is a CPU to be shown",
     "generators.py": "the size of a generator's state",
     "joining.py": "which channels take the operands of a collective",
     "placement.py": "where it is told",

@@ -148,7 +148,7 @@ def test_an_lstm_on_other_cpus(cpu: str) -> None:
     assert kernels.lstm(record, told(2, 1, 3), True, True) == "parts"
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
         assert kernels.lstm(record, told(2, 1, 3), False, True) == "parts"
-    assert (kernels.layers(record, told(2, 1, 3)), kernels.cell(record)) == ("parts", "parts")
+    assert kernels.shown_a_cpu(record)
     assert (kernels.dropout(record, 0.5, True), kernels.averages_at_once(record)) == ("parts", False)
     assert kernels.casts(record) == "cpu"
 
@@ -257,15 +257,8 @@ def test_a_user_chooses_among_them() -> None:
 
 def test_the_rest_on_cuda() -> None:
     """Derived from RNN.cpp, Dropout.cpp and autocast_mode.cpp: nothing here has run on a GPU."""
-    layer = told(2, 1, 3)
-    for record, expected in ((H100, "cudnn"), (H100_NONE, "parts")):
-        assert kernels.lstm(record, layer, False, True) == kernels.layers(record, layer) == expected
-    bfloat16 = told(2, 1, 3, dtype=BF16)
-    assert [kernels.layers(r, bfloat16) for r in (A100, V100, H100_OLD)] == ["cudnn", "parts", "parts"]
-    assert kernels.layers(H100, told(2, 0, 3)) == "parts"
-    with torch.backends.cudnn.flags(enabled=False):
-        assert kernels.layers(H100, layer) == "parts"
-    assert (kernels.cell(H100), kernels.dropout(H100, 0.5, True)) == ("fused", "fused")
+    assert not kernels.shown_a_cpu(H100)
+    assert kernels.dropout(H100, 0.5, True) == "fused"
     assert (kernels.averages_at_once(H100), kernels.casts(H100)) == (True, "cuda")
     assert kernels.foreach(H100, False, BF16)
 
