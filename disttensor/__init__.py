@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import channels, functional
+from . import backend, channels, functional
 from . import device_module as node_module
 from .bundles import all_gather_into_tensor
 from .collectives import (
@@ -85,6 +85,7 @@ from .work import Work, as_completed, fetch
 __version__ = VERSION
 
 torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
+backend.at_import()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """Makes "node" a device of torch's: the device's name, its module ``torch.node``, its factories and its guard.
 
-Done at the first init and not at import, because it changes what local torch answers to a few questions.
+All but the name is done at the first init and not at import, because it changes what local torch answers to a few
+questions. With the name at import, what uses a node before that is told what is missing (``device_module._lazy_init``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch.utils import backend_registration
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from . import (
     attention,
@@ -39,6 +39,7 @@ from .context import current_node
 from .dispatch import dispatch, run
 from .planning import refuse_layout
 from .registry import enter
+from .runtime import worker
 from .runtime.errors import DisttensorError
 from .tensor import DistributedTensor
 
@@ -56,20 +57,40 @@ _OWN_KERNELS = (
 #: Why two libraries that each have a device of their own can't be used in one process.
 _ONE = "torch has one device of this kind in a process (torch.utils.rename_privateuse1_backend); use two processes"
 _library: list[torch.library.Library] = []
+_named: list[str] = []
+
+
+def name_device() -> None:
+    """Gives the device its name and its module; a second call does nothing. Raises DisttensorError where another
+    library has named its own."""
+    if _named:
+        return
+    other = torch._C._get_privateuse1_backend_name()
+    if other != "privateuseone":
+        raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
+    accelerator = torch.accelerator.current_accelerator()
+    torch.utils.rename_privateuse1_backend("node")
+    torch._register_device_module("node", device_module)
+    local.keep(accelerator)
+    setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
+    _named.append("node")
+
+
+def at_import() -> None:
+    """The same, unless this process has no use for the name: as a node, or with another backend."""
+    if not worker.is_node() and torch._C._get_privateuse1_backend_name() == "privateuseone":
+        name_device()
 
 
 def register() -> None:
     """Registers the device type; a second call does nothing."""
     if _library:
         return
-    other = torch._C._get_privateuse1_backend_name()
-    if other != "privateuseone":
-        raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
     setattr(DistributedTensor, "__torch_dispatch__", staticmethod(dispatch))  # noqa: B010 - mypy can't see the method
-    accelerator = torch.accelerator.current_accelerator()
-    _setup_privateuseone_for_python_backend(
-        rename="node", backend_module=device_module, hook=engine.Hooks(), device_guard=engine.Guard()
-    )
+    name_device()
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._C._acc.register_python_privateuseone_hook(engine.Hooks())
+    torch._C._acc.register_python_privateuseone_device_guard(engine.Guard())
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_factory, "PrivateUse1")
     kernels = torch.library.Library("aten", "IMPL")
@@ -79,7 +100,6 @@ def register() -> None:
     for op in _OWN_KERNELS:
         kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
     _library.extend((fallback, kernels, *autocast.register()))
-    local.keep(accelerator)
     engine.install()
     fast.install()
     compiling.install()
@@ -95,7 +115,6 @@ def _adapt_torch() -> None:
     """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         setattr(torch._C, name, _setter(getattr(torch._C, name)))
-    setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
     # C++ asks this for each operation on a subclass, and has held on to the function since the first
     rule_of = simple_registry.find_torch_dispatch_rule
     rule_of.__code__, rule_of.__defaults__ = _rule_of.__code__, _rule_of.__defaults__

@@ -24,6 +24,11 @@ def is_initialized() -> bool:
     return state.current() is not None
 
 
+def _lazy_init() -> None:
+    """torch asks for it before the first tensor on a node. Raises DisttensorError without a session."""
+    state.session()
+
+
 def __getattr__(name: str) -> bool:
     if name == "_initialized":  # how torch.utils.checkpoint asks whether there are generators to save
         return is_initialized()

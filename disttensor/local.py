@@ -27,7 +27,7 @@ _CALLS = {
 
 
 def keep(accelerator: torch.device | None) -> None:
-    """Makes torch answer as on a machine with this ``accelerator``. Called once, after "node" is registered."""
+    """Makes torch answer as on a machine with this ``accelerator``. Called once, after "node" is named."""
     setattr(torch._C, "_accelerator_getAccelerator", lambda: accelerator)  # noqa: B010 - mypy refuses the assignment
     for name, called in _CALLS.items():
         original = getattr(torch._C, name, None)

@@ -176,8 +176,17 @@ def main(lifeline: int) -> int:
     return start(bundle)
 
 
+def is_node() -> bool:
+    """Whether this process is a node, and nothing else."""
+    return bool(_started)
+
+
+_started: list[int] = []  #: the rank
+
+
 def start(bundle: Bundle) -> int:
     """Makes this process the node that the bundle says; returns the exit code when its session has ended."""
+    _started.append(bundle.rank)
     for path in reversed(bundle.sys_path):
         if path not in sys.path:
             sys.path.insert(0, path)

@@ -159,7 +159,7 @@ def test_another_library_with_a_device(script: Script, when: str) -> None:
     rename = "torch.utils.rename_privateuse1_backend('foo')"
     first, second = {
         "before": (f"{rename}\nimport disttensor as dt", "dt.init_master_worker(nodes=1)"),
-        "between": (f"import disttensor as dt\n{rename}", "dt.init_master_worker(nodes=1)"),
+        "between": ("import disttensor as dt", rename),
         "after": ("import disttensor as dt\ndt.init_master_worker(nodes=1)", rename),
     }[when]
     done = script(f"import torch\n{first}\n{second}")
