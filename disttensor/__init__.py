@@ -77,6 +77,7 @@ from .runtime.errors import (
     RemoteError,
     StartError,
 )
+from .runtime.spelling import did_you_mean
 from .streams import Event, Stream, current_stream, default_stream, stream, synchronize
 from .tensor import DistributedTensor
 from .traffic import reset_stats, stats
@@ -93,7 +94,8 @@ def __getattr__(name: str) -> Any:
     try:
         return LEGACY[name]
     except KeyError:
-        raise AttributeError(f"module 'disttensor' has no attribute {name!r}") from None
+        meant = "" if name.startswith("_") else did_you_mean(name, __all__)
+        raise AttributeError(f"module 'disttensor' has no attribute {name!r}{meant}") from None
 
 
 __all__ = [

@@ -15,6 +15,7 @@ import torch
 from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch.utils import backend_registration
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from . import (
     attention,
@@ -69,7 +70,7 @@ def name_device() -> None:
     if other != "privateuseone":
         raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
     accelerator = torch.accelerator.current_accelerator()
-    torch.utils.rename_privateuse1_backend("node")
+    rename_privateuse1_backend("node")
     torch._register_device_module("node", device_module)
     local.keep(accelerator)
     setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
@@ -88,7 +89,7 @@ def register() -> None:
         return
     setattr(DistributedTensor, "__torch_dispatch__", staticmethod(dispatch))  # noqa: B010 - mypy can't see the method
     name_device()
-    torch.utils.generate_methods_for_privateuse1_backend()
+    generate_methods_for_privateuse1_backend()
     torch._C._acc.register_python_privateuseone_hook(engine.Hooks())
     torch._C._acc.register_python_privateuseone_device_guard(engine.Guard())
     fallback = torch.library.Library("_", "IMPL")

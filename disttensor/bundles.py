@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .arguments import spelled
 from .groups import Group, Split
-from .joining import Joint, Part, Tensors, alike, group_at, group_of, named, nodes_of, read, written
+from .joining import Joint, Part, Tensors, alike, group_at, group_of, named, nodes_of, not_alone, read, written
 from .session import Session
 from .work import Work
 
@@ -37,6 +38,7 @@ class Bundles:
 def bundles_of(tensors: Tensors, group: Group | Split | None, what: str) -> Bundles:
     """The nodes of ``tensors``, in the order in which they come first. Raises TypeError, ValueError."""
     nodes = nodes_of(tensors, what)
+    not_alone(nodes, group, what)
     distinct = list(dict.fromkeys(nodes))
     group, session = group_at(distinct, group, what), named(tensors[0], what)._place.session
     if len(distinct) == len(nodes):
@@ -63,6 +65,7 @@ def rows_of(rows: Sequence[Tensors], tensors: Tensors, what: str) -> None:
         same_nodes(row, [tensor] * len(row), f"{what}: list {i}")
 
 
+@spelled
 def all_gather_into_tensor(
     outs: Tensors, tensors: Tensors, group: Group | None = None, async_op: bool = False
 ) -> Work | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from . import state
+from .arguments import spelled
 from .runtime.channel import channel_names, get_channel
 from .runtime.channel.base import MASTER
 from .runtime.channel.registry import why_unusable
@@ -26,6 +27,7 @@ from .switchboard import COLLECTIVES, COPIES, OPS, Rule
 DEVICES = ("cpu", "cuda")
 
 
+@spelled
 def select(
     op: str | Iterable[str],
     channel: str | None = None,

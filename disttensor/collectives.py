@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from .arguments import spelled
 from .bundles import bundles_of, rows_of, same_nodes
 from .groups import Group, Split, new_group
 from .joining import Joint, Part, alike, group_of, list_of, lists_of, named, op_of, read, same_shape, written
@@ -40,6 +41,7 @@ Tensors = Sequence[torch.Tensor]
 Algorithm = str | Way | None
 
 
+@spelled
 def all_reduce(
     tensors: Tensors,
     op: Any = ReduceOp.SUM,
@@ -69,6 +71,7 @@ def all_reduce(
     return joint.issue(all_of.session, async_op)
 
 
+@spelled
 def reduce(
     tensors: Tensors,
     dst: int,
@@ -93,6 +96,7 @@ def reduce(
     return joint.issue(all_of.session, async_op)
 
 
+@spelled
 def broadcast(
     tensors: Tensors,
     src: int,
@@ -113,6 +117,7 @@ def broadcast(
     return joint.issue(all_of.session, async_op)
 
 
+@spelled
 def all_gather(
     tensor_lists: Sequence[Tensors],
     tensors: Tensors,
@@ -138,6 +143,7 @@ def all_gather(
     return joint.issue(all_of.session, async_op)
 
 
+@spelled
 def gather(
     tensors: Tensors, gather_list: Tensors, dst: int, group: Group | None = None, async_op: bool = False
 ) -> Work | None:
@@ -153,6 +159,7 @@ def gather(
     return Joint(what, group, parts, root=root, dtype=dtype, value=gather_list).issue(session, async_op)
 
 
+@spelled
 def scatter(
     tensors: Tensors, scatter_list: Tensors, src: int, group: Group | None = None, async_op: bool = False
 ) -> Work | None:
@@ -168,6 +175,7 @@ def scatter(
     return Joint(what, group, parts, root=root, dtype=dtype, value=tensors).issue(session, async_op)
 
 
+@spelled
 def reduce_scatter(
     tensors: Tensors,
     input_lists: Sequence[Tensors],
@@ -192,6 +200,7 @@ def reduce_scatter(
     return Joint(what, group, parts, op, 0, algorithm, transport, dtype, tensors).issue(session, async_op)
 
 
+@spelled
 def all_to_all(
     output_lists: Sequence[Tensors], input_lists: Sequence[Tensors], group: Group | None = None, async_op: bool = False
 ) -> Work | None:
@@ -212,6 +221,7 @@ def all_to_all(
     return Joint(what, group, parts, dtype=dtype, value=output_lists).issue(session, async_op)
 
 
+@spelled
 def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, async_op: bool = False) -> Work | None:
     """A shift around the ring: the tensor of each node becomes that of the node ``shift`` places before it."""
     what = "sendreceive"
@@ -223,6 +233,7 @@ def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, as
     return joint.issue(session, async_op)
 
 
+@spelled
 def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> Work | None:
     """``target``, a tensor on another node, becomes ``tensor``. (``tensor.to("node:1")`` makes a new one.)"""
     what = "send"
@@ -233,11 +244,13 @@ def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> 
     return Joint("broadcast", group, parts, dtype=tensor.dtype, value=target).issue(session, async_op)
 
 
+@spelled
 def recv(target: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
     """``target`` becomes ``tensor``, which is on another node: ``send`` the other way around."""
     return send(tensor, named(target, "recv: the target"), async_op)
 
 
+@spelled
 def barrier(group: Group | None = None, async_op: bool = False) -> Work | None:
     """No node of the group (default: all) goes on before each has done what was issued to it before.
 

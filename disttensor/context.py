@@ -23,9 +23,8 @@ class node:
     again. Raises ValueError for a node that does not exist, TypeError for what is no integer.
     """
 
-    def __init__(self, k: int) -> None:
-        state.session().places.at(k)
-        self.index = k
+    def __init__(self, k: int | str | torch.device) -> None:
+        self.index = state.session().places.at(k).node
         self._tokens: list[Token[int]] = []
 
     def __enter__(self) -> node:

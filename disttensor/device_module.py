@@ -127,7 +127,4 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def _place(device: torch.device | str | int) -> Place:
-    places = state.session().places
-    if isinstance(device, int):
-        return places.at(device)
-    return places.of(torch.device(device))
+    return state.session().places.at(device)

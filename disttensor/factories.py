@@ -93,7 +93,7 @@ def _legacy(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
 LEGACY = {name: _legacy(name, dtype) for name, dtype in _LEGACY.items()}
 
 
-def device(node: int, dev: str | int | torch.device | None = None) -> torch.device:
+def device(node: int | str | torch.device, dev: str | int | torch.device | None = None) -> torch.device:
     """Any device of any node as a ``torch.device``: ``device(1, "cuda:1")``, ``device(0, "cpu")``, ``device(0)``.
 
     Raises ValueError for a node that doesn't exist, RuntimeError for a device that it doesn't have.

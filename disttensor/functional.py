@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import collectives
+from .arguments import spelled
 from .bundles import bundles_of
 from .groups import Group, Split
 from .joining import group_of, list_of, lists_of, named, op_of
@@ -22,40 +23,47 @@ from .runtime.collective import ReduceOp
 Tensors = Sequence[torch.Tensor]
 
 
+@spelled
 def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: Group | Split | None = None) -> list[torch.Tensor]:
     """The reduction of all, for every tensor, of which a node may have several."""
     group = bundles_of(tensors, group, "all_reduce").group
     return list(_apply(_AllReduce, _linear(op, tensors), group, *tensors))
 
 
+@spelled
 def reduce(tensors: Tensors, dst: int, op: Any = ReduceOp.SUM, group: Group | None = None) -> torch.Tensor:
     """The reduction of all, on node ``dst``."""
     group, _ = group_of(tensors, group, "reduce")
     return _apply(_Reduce, _linear(op, tensors), group, dst, *tensors)[0]
 
 
+@spelled
 def broadcast(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """A copy on every node of the group, of which the tensor's node is one."""
     return list(_apply(_Broadcast, group, tensor))
 
 
+@spelled
 def all_gather(tensors: Tensors, group: Group | None = None) -> list[list[torch.Tensor]]:
     """All of them on every node: a list per node."""
     group, _ = group_of(tensors, group, "all_gather")
     return _rows(_apply(_AllGather, group, *tensors), len(group))
 
 
+@spelled
 def gather(tensors: Tensors, dst: int, group: Group | None = None) -> list[torch.Tensor]:
     """All of them on node ``dst``."""
     return list(_apply(_Gather, group_of(tensors, group, "gather")[0], dst, *tensors))
 
 
+@spelled
 def scatter(tensors: Tensors, group: Group) -> list[torch.Tensor]:
     """Of a list of tensors on one node of the group, each on the node that it is for."""
     list_of(tensors, named(tensors[0], "scatter: tensor 0")._place.node, group, "scatter: the list")
     return list(_apply(_Scatter, group, *tensors))
 
 
+@spelled
 def reduce_scatter(
     input_lists: Sequence[Tensors], op: Any = ReduceOp.SUM, group: Group | None = None
 ) -> list[torch.Tensor]:
@@ -66,6 +74,7 @@ def reduce_scatter(
     return list(_apply(_ReduceScatter, _linear(op, flat), group, *flat))
 
 
+@spelled
 def all_to_all(input_lists: Sequence[Tensors], group: Group | None = None) -> list[list[torch.Tensor]]:
     """``outputs[i][j]`` is ``input_lists[j][i]``, on node i."""
     group, _ = group_of([inputs[0] for inputs in input_lists], group, "all_to_all")

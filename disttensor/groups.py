@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import state
+from .arguments import spelled
 
 #: Gives that of a node, or lists those of all, in order.
 Key = Callable[[int], Hashable] | Sequence[Hashable]
@@ -195,18 +196,17 @@ def host_of(node: int) -> str:
     return hello.host
 
 
+@spelled
 def new_group(nodes: Iterable[int] | None = None, name: str = "") -> Group:
     """A group of these nodes (default: all) in this order.
 
     Raises ValueError for a node that does not exist or is named twice, or for no node at all.
     """
-    there = state.session().states
-    chosen = tuple(range(len(there))) if nodes is None else tuple(nodes)
-    for node in chosen:
-        if isinstance(node, bool) or not isinstance(node, int):
-            raise TypeError(f"a node is an integer, not {node!r}")
-        if not 0 <= node < len(there):
-            raise ValueError(f"node {node} does not exist; there are {len(there)} nodes, 0 to {len(there) - 1}")
+    session = state.session()
+    if isinstance(nodes, str) or not (nodes is None or isinstance(nodes, Iterable)):
+        raise TypeError(f"a group is made of a list of nodes, such as [0, 1], not of {nodes!r}")
+    numbers = range(len(session.states))
+    chosen = tuple(numbers) if nodes is None else tuple(session.places.at(node).node for node in nodes)
     if not chosen or len(set(chosen)) < len(chosen):
         raise ValueError(f"a group has at least one node, and each once: {list(chosen)}")
     return Group(chosen, name)

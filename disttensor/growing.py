@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from . import state
+from .arguments import spelled, whole_number
 from .init import meet
 from .runtime.errors import DisttensorError
 from .runtime.keys import curve_pair
@@ -19,6 +20,7 @@ START = 60.0
 _PAUSE = 0.05
 
 
+@spelled
 def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> int:
     """Waits until there are ``count`` nodes, taking in those that join; gives how many there are.
 
@@ -29,6 +31,7 @@ def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> in
     more nodes than this session may have (``init_master_worker(nodes=(2, 4))``), GraphError while a graph is recorded.
     """
     waits("wait_for_nodes")
+    count = None if count is None else whole_number("count", count)
     session = state.session()
     link, deadline = session.link, None if timeout is None else time.monotonic() + timeout
     if count is not None and count > _possible(session):

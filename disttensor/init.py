@@ -13,8 +13,9 @@ from types import TracebackType
 import msgspec
 import torch
 
-from . import autocast, infer, notebook, registry, state
+from . import arguments, autocast, infer, notebook, registry, state
 from . import backend as device_backend
+from .arguments import spelled
 from .launching import part_in, plan_for
 from .placement import MAX_SLOTS
 from .runtime import binding
@@ -44,6 +45,9 @@ AT_EXIT = 2.0
 class SessionContext:
     """What ``init_master_worker`` returns: shuts the session down at the end of a ``with`` block."""
 
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
     def __enter__(self) -> SessionContext:
         return self
 
@@ -56,9 +60,12 @@ class SessionContext:
             _end(report=False)
 
     def __repr__(self) -> str:
-        return f"<disttensor session, {node_count()} nodes>"
+        count = len(self._session.states)
+        over = "" if state.current() is self._session else ", shut down"
+        return f"<disttensor session, {count} node{'s'[: count != 1]}{over}>"
 
 
+@spelled
 def init_master_worker(
     backend: str = "auto",
     *,
@@ -82,6 +89,7 @@ def init_master_worker(
     log_dir: str | os.PathLike[str] = "",
     tee: str = "",
     redirects: str = "",
+    exist_ok: bool = False,
 ) -> SessionContext:
     """Makes this process the master and gives it nodes; starts local ones unless ``dtrun`` has.
 
@@ -116,23 +124,43 @@ def init_master_worker(
         tee: what goes to these files and is shown too: "1" stdout, "2" stderr, "3" both, or node by node "0:3,1:2".
             With `log_dir` alone everything.
         redirects: what goes to these files only, in the same way.
+        exist_ok: where a session is running, take that one, as a notebook's cell does that is run again. The other
+            arguments then say nothing, but ``nodes`` has to be as many as there are.
 
     Returns: a context manager whose end calls ``shutdown``; it need not be used.
 
     Raises: RuntimeError when a session is running already, StartError when nodes could not be started (names the rank
-    and its last output), ValueError for arguments out of range or a backend that these nodes must not use, ImportError
-    for one whose library is missing, DisttensorError for one that does not work here.
+    and its last output), TypeError for arguments of another kind, ValueError for such out of range or a backend that
+    these nodes must not use, ImportError for one whose library is missing, DisttensorError for one that does not work
+    here.
     """
-    if state.current() is not None:
-        raise RuntimeError("init_master_worker was called already in this process; call disttensor.shutdown() first")
+    nodes = _checked(
+        backend, nodes, simulate_cuda, threads, env, allow_ops, functions, security, hosts, interface, launcher_options,
+        timeout,
+    )  # fmt: skip
+    if (running := state.current()) is not None:
+        if not exist_ok:
+            raise RuntimeError(
+                "init_master_worker was called already in this process; call disttensor.shutdown() first, "
+                "or take the session that is running with exist_ok=True"
+            )
+        if isinstance(nodes, int) and nodes != len(running.states):
+            raise ValueError(
+                f"nodes={nodes}: the session that is running has {len(running.states)}; "
+                "call disttensor.shutdown() first"
+            )
+        return SessionContext(running)
     where = part_in(init_method, rank, world_size, timeout)
     plan = plan_for(launcher, hosts, interface, launcher_options or {}, timeout, nodes, where)
     launcher = plan.launcher
     if launcher not in (known := ["inproc", "nearby", *launcher_names()]):
         known.remove("nearby")
-        raise ValueError(f"launcher {launcher!r} is unknown (known: {', '.join(map(repr, known))})")
-    if security not in ("curve", "none"):
-        raise ValueError(f"security {security!r} is unknown (known: 'curve', 'none')")
+        arguments.one_of("launcher", launcher, known)
+    if interface is not None and launcher in ("local", "inproc"):
+        raise ValueError(
+            f"interface={interface!r} is where nodes of other hosts reach this one, and all nodes of "
+            f"launcher={launcher!r} are here; leave it out, or name the hosts"
+        )
     output = Output(log_dir=os.path.abspath(log_dir) if log_dir else "", tee=tee, redirects=redirects)
     if (tee or redirects) and not log_dir:
         raise ValueError("tee and redirects need a log_dir, where the files are to be")
@@ -144,7 +172,7 @@ def init_master_worker(
     usable_channel(channel_name, MASTER)
     trusted = bool(_number("DISTTENSOR_TRUSTED_NETWORK", trusted_network, 0))
     if (bound := os.environ.get("DISTTENSOR_BIND", "") if bind is None else bind) not in ("", *binding.KINDS):
-        raise ValueError(f"bind={bound!r} is unknown (known: {', '.join(map(repr, binding.KINDS))})")
+        arguments.one_of("bind", bound, binding.KINDS)
 
     starter: Launcher | None = None if launcher == "inproc" else get_launcher(launcher).of(plan)
     hub: Hub | None = None
@@ -224,7 +252,42 @@ def init_master_worker(
     state.set_session(session)
     autocast.choose_default(session.places)
     _register_once()
-    return SessionContext()
+    return SessionContext(session)
+
+
+def _checked(
+    backend: str,
+    nodes: int | tuple[int, int] | None,
+    simulate_cuda: int | None,
+    threads: int | None,
+    env: Mapping[str, str] | None,
+    allow_ops: Sequence[str],
+    functions: str,
+    security: str,
+    hosts: str | Sequence[str] | None,
+    interface: str | Sequence[str] | None,
+    launcher_options: Mapping[str, str] | None,
+    timeout: float | None,
+) -> int | tuple[int, int] | None:
+    """``nodes``, a whole number if it is one. Raises TypeError, ValueError for arguments that nothing else looks at."""
+    if not isinstance(backend, str):
+        meant = f"; did you mean nodes={backend!r}?" if isinstance(backend, (int, tuple)) else ""
+        raise TypeError(f"backend is the name of a data channel, such as 'tcp', not {backend!r}{meant}")
+    for name, number, least in (("simulate_cuda", simulate_cuda, 0), ("threads", threads, 1)):
+        if number is not None:
+            arguments.whole_number(name, number, least)
+    arguments.one_of("functions", functions, ("any", "none"))
+    arguments.one_of("security", security, ("curve", "none"))
+    arguments.texts("allow_ops", allow_ops, "torchvision::*")
+    for name, some, example in (("hosts", hosts, "a:4"), ("interface", interface, "eth0")):
+        if some is not None and not isinstance(some, str):
+            arguments.texts(name, some, example)
+    for name, words in (("env", env), ("launcher_options", launcher_options)):
+        if words is not None:
+            arguments.mapping(name, words)
+    if timeout is not None:
+        arguments.seconds("timeout", timeout)
+    return None if nodes is None else arguments.span("nodes", nodes)
 
 
 def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least: int) -> int:

@@ -22,6 +22,7 @@ from .runtime.route import waits
 from .runtime.streams import when_all
 from .session import Session
 from .site import here
+from .state import session as current_session
 from .tensor import DistributedTensor
 from .work import Work, seconds_of
 
@@ -222,7 +223,18 @@ def group_of(tensors: Tensors, group: Group | Split | None, what: str) -> tuple[
     nodes = nodes_of(tensors, what)
     if len(set(nodes)) < len(nodes):
         raise ValueError(f"{what} takes one tensor per node; these are on nodes {nodes}")
+    not_alone(nodes, group, what)
     return group_at(nodes, group, what), named(tensors[0], what)._place.session
+
+
+def not_alone(nodes: Sequence[int], group: Group | Split | None, what: str) -> None:
+    """Raises ValueError for one tensor where there are several nodes, unless a group says that it is meant so: the
+    collective would do nothing."""
+    if group is None and len(nodes) == 1 and (count := len(current_session().states)) > 1:
+        raise ValueError(
+            f"{what} takes a list of one tensor per node; this is one, on node {nodes[0]}, and the session has {count} "
+            f"nodes (if it is meant so: group=disttensor.new_group([{nodes[0]}]))"
+        )
 
 
 def group_at(nodes: list[int], group: Group | Split | None, what: str) -> Group:

@@ -14,12 +14,14 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import functional
+from .arguments import spelled
 from .groups import Group, new_group
 from .placement import Place
 from .state import session as current_session
 from .tensor import DistributedTensor
 
 
+@spelled
 def broadcast_object(obj: Any, group: Group | None = None) -> list[Any]:
     """A copy for each node of the group (default: all).
 
@@ -38,6 +40,7 @@ def broadcast_object(obj: Any, group: Group | None = None) -> list[Any]:
     return [tree_unflatten(row, spec) for row in rows]
 
 
+@spelled
 def scatter_object(objs: Sequence[Any], group: Group | None = None) -> list[Any]:
     """A copy of each, with its tensors on the node that it is for. Raises ValueError unless there is one per node of
     the group (default: all)."""
@@ -45,11 +48,13 @@ def scatter_object(objs: Sequence[Any], group: Group | None = None) -> list[Any]
     return [_on_node(obj, node) for obj, node in zip(objs, group, strict=True)]
 
 
+@spelled
 def gather_object(objs: Sequence[Any], dst: int) -> list[Any]:
     """A copy of each, with its tensors on node ``dst``."""
     return [_on_node(obj, dst) for obj in objs]
 
 
+@spelled
 def all_gather_object(objs: Sequence[Any], group: Group | None = None) -> list[list[Any]]:
     """Copies of all on every node: a list per node. Raises ValueError unless there is one object per node."""
     group = _one_each(objs, group, "all_gather_object")

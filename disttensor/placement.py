@@ -190,16 +190,23 @@ class Places:
         self._by_pair[node, name] = place
         return place
 
-    def at(self, node: int, device: str | int | torch.device | None = None) -> Place:
-        """The place of a node's device: "cpu", "cuda", "cuda:1", 1 (cuda:1), -1 (cpu), None (its default).
+    def at(self, node: int | str | torch.device, device: str | int | torch.device | None = None) -> Place:
+        """The place of a node's device: "cpu", "cuda", "cuda:1", 1 (cuda:1), -1 (cpu), None (its default, or the one
+        that ``node`` itself names: "node:1").
 
         Raises ValueError or RuntimeError naming what there is.
         """
+        if isinstance(node, (str, torch.device)):
+            named = self.named(node)
+            if device is None:
+                return named
+            node = named.node
         if isinstance(node, bool) or not isinstance(node, int):
-            raise TypeError(f"a node is an integer, not {node!r}")
+            raise TypeError(f"a node is an integer or a text such as 'node:1', not {node!r}")
         if not 0 <= node < len(self._devices):
+            n = len(self._devices)
             raise ValueError(
-                f"node {node} does not exist; there are {len(self._devices)} nodes, 0 to {len(self._devices) - 1}"
+                f"node {node} does not exist; there {f'are {n} nodes, 0 to {n - 1}' if n > 1 else 'is 1 node, 0'}"
             )
         if device is None:
             return self.by_slot[node]
@@ -223,8 +230,15 @@ class Places:
             return f"cuda:{device.index or 0}"
         raise ValueError(f"a node's device is 'cpu' or 'cuda:k', not {str(device)!r}")
 
+    def named(self, device: str | torch.device) -> Place:
+        """The place that "node:1" names. Raises RuntimeError as torch and ``of`` do, ValueError for a local device."""
+        found = torch.device(device)
+        if found.type != "node":
+            raise ValueError(f"a node is an integer or a text such as 'node:1', not {str(device)!r}")
+        return self.of(found)
+
     def of(self, device: torch.device) -> Place:
-        """The place that a device of type "node" names. Raises RuntimeError for a slot that stands for nothing."""
+        """The place that a device of type "node" names. Raises RuntimeError for a slot that is no place's."""
         slot = device.index
         if slot is None:
             from .context import current_node
@@ -233,7 +247,11 @@ class Places:
         place = self.by_slot.get(slot)
         if place is None:
             raise RuntimeError(
-                f"device {str(device)!r} stands for nothing: there are {len(self._devices)} nodes "
-                f"(node:0 to node:{len(self._devices) - 1}); others are named by disttensor.device(node, 'cuda:1')"
+                f"device {str(device)!r} does not exist: {self._there()}; "
+                "a node's other devices are named by disttensor.device(node, 'cuda:1')"
             )
         return place
+
+    def _there(self) -> str:
+        n = len(self._devices)
+        return f"the session has {n} nodes, node:0 to node:{n - 1}" if n > 1 else "the session has one node, node:0"

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from . import state
+from .arguments import whole_number
 from .runtime.channel.base import Transfer
 from .session import lent
 
@@ -26,15 +27,15 @@ class prefetch(Generic[T]):
 
     The loader runs in the consumer's thread, ``depth`` batches early: what it raises comes after the batches before it.
     One that computes much should have workers (``num_workers=``). Once more than ``depth`` batches have not left, the
-    consumer waits. Raises ValueError for a depth below 1.
+    consumer waits. Raises ValueError for a depth below 1, RuntimeError for a node that does not exist.
     """
 
     def __init__(self, loader: Iterable[T], device: torch.device | str | int = "node", depth: int = 2) -> None:
-        if depth < 1:
-            raise ValueError(f"prefetch sends at least 1 batch ahead, not {depth}")
         self.loader = loader
         self.device = torch.device("node", device) if isinstance(device, int) else torch.device(device)
-        self.depth = depth
+        if self.device.type == "node" and (session := state.current()) is not None:
+            session.places.of(self.device)  # a node that does not exist is an error of this line
+        self.depth = whole_number("depth", depth, 1)
 
     def __len__(self) -> int:
         """The loader's. Raises TypeError if that has none."""

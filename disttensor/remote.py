@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from .runtime.failure import line_of
 from .runtime.functions import MAX_PICKLE, decode_result, key_of
 from .runtime.interrupts import whole
 from .runtime.route import waits
+from .runtime.spelling import did_you_mean
 from .session import Session
 from .site import here
 from .tensor import DistributedTensor, proxy
@@ -41,7 +43,7 @@ PIECE = 512 << 10
 def run(
     fn: Callable[..., Any],
     *args: Any,
-    node: int | Iterable[int] | None = None,
+    node: int | str | torch.device | Iterable[int] | None = None,
     nodes: Iterable[int] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -51,8 +53,8 @@ def run(
     tensors: proxies of that node as they are, others are sent first. Tensors in the result come back as proxies;
     everything else must be plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of it).
 
-    ``node`` may be several, such as a ``Group``: it runs on all of them at once, and the results come in a list. An
-    argument ``dt.Each(values)`` is another one for each of them.
+    ``node`` is a number or a text such as "node:1". It may be several, such as a ``Group``: the function runs on all of
+    them at once, and the results come in a list. An argument ``dt.Each(values)`` is another one for each of them.
 
     ``nodes`` is the same with torch.distributed initialized on them: the first is rank 0 of the default process group,
     by gloo (NCCL for CUDA tensors, where each has a GPU of its own). It stays for the next call with the same nodes. A
@@ -64,17 +66,47 @@ def run(
     """
     session = state.session()
     site = here()
+    _check_call(fn, kwargs)
     if nodes is not None:
         if node is not None:
             raise TypeError("run takes node= or nodes=, not both")
+        if isinstance(nodes, (int, str, torch.device)):
+            raise TypeError(
+                f"run(nodes=) takes a list of nodes, such as [0, 1], that form a process group of torch.distributed; "
+                f"on one node it is node={nodes!r}"
+            )
         return _run_on_all(session, new_group(nodes), fn, args, kwargs, site, as_ranks=True)
-    if node is not None and not isinstance(node, int):
+    if isinstance(node, Iterable) and not isinstance(node, str):
         return _run_on_all(session, new_group(node), fn, args, kwargs, site)
     call = _Call(session, session.places.at(current_node() if node is None else node), fn, args, kwargs, site)
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
     finally:
         call.end()
+
+
+def _check_call(fn: Any, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for what is no function, and for a misspelt argument of ``run`` that the function does not take
+    either: it would be told on the node that the function has got it."""
+    if not callable(fn):
+        raise TypeError(f"run takes a function and its arguments, and {fn!r:.60} can't be called")
+    for name in kwargs:
+        if (meant := did_you_mean(name, ("node", "nodes"), "{}=")) and not _takes(fn, name):
+            raise TypeError(f"run() has no argument {name!r}, and {_name(fn)} takes none of that name{meant}")
+
+
+def _takes(fn: Callable[..., Any], keyword: str) -> bool:
+    """Whether a function has an argument of that name, for all that can be known."""
+    try:
+        parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return True
+    return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
+
+
+def _name(fn: Any) -> str:
+    """A function in words."""
+    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
 
 
 class Each:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import context, state
+from .arguments import spelled
 from .context import current_node
 from .meta import new_ref
 from .placement import Place
@@ -276,11 +277,13 @@ class stream:
 StreamContext = stream
 
 
+@spelled
 def default_stream(node: torch.device | str | int | None = None, device: Device = None) -> Stream:
     """The stream that takes what is issued outside of ``with stream(s)``: of a node, by default the current one."""
     return _Default(_place(node, device))
 
 
+@spelled
 def current_stream(node: torch.device | str | int | None = None, device: Device = None) -> Stream:
     """The stream that takes what is issued now to a node, by default the current one."""
     place = _place(node, device)
@@ -288,6 +291,7 @@ def current_stream(node: torch.device | str | int | None = None, device: Device 
     return current if current is not None and current.stream_id else _Default(place)
 
 
+@spelled
 def synchronize(node: torch.device | str | int | None = None) -> None:
     """Waits until a node (a number or a device; None: all of them) has done everything, on all its streams.
 
@@ -300,6 +304,4 @@ def _place(node: torch.device | str | int | None, device: Device = None) -> Plac
     places = state.session().places
     if isinstance(device, (str, torch.device)) and torch.device(device).type == "node":
         return places.of(torch.device(device))
-    if isinstance(node, (str, torch.device)):  # Stream("node:1"), as torch.cuda.Stream("cuda:1")
-        return places.of(torch.device(node))
     return places.at(current_node() if node is None else node, device)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .arguments import spelled
 from .runtime.channel.base import Arrival
 from .runtime.errors import ChannelError, DisttensorError, NodeLost
 from .runtime.request import Request
@@ -105,6 +106,7 @@ class Work:
         return f"<Work {state}: {self._text}>"
 
 
+@spelled
 def fetch(tensor: torch.Tensor) -> Work:
     """Begins to copy a tensor from its node; returns at once. ``.result()`` of the Work is the local tensor.
 
@@ -123,6 +125,7 @@ def seconds_of(timeout: float | timedelta | None) -> float | None:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
+@spelled
 def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None) -> Iterator[Work]:
     """The works in the order in which they end, well or not: what comes first, from whichever node.
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..errors import DisttensorError
+from ..spelling import did_you_mean
 from .base import DataChannel
 
 ENTRY_POINTS = "disttensor.channels"
@@ -108,7 +109,10 @@ def _load(name: str) -> type[DataChannel]:
             found = point.load()
             break
         else:
-            raise ValueError(f"unknown data channel {name!r}; known channels: {', '.join(channel_names())}")
+            known = channel_names()
+            raise ValueError(
+                f"unknown data channel {name!r}; known channels: {', '.join(known)}{did_you_mean(name, known)}"
+            )
     if not (isinstance(found, type) and issubclass(found, DataChannel)):
         raise TypeError(f"data channel {name!r} is {found!r}, which is not a subclass of DataChannel")
     return found

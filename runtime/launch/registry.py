@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from ..spelling import did_you_mean
 from .base import Launcher
 from .engine import Engine
 
@@ -58,7 +59,8 @@ def get_launcher(name: str) -> type[Launcher]:
     if name in _registered:
         return _registered[name]
     if name not in _BUILTIN:
-        raise ValueError(f"unknown launcher {name!r}; known launchers: {', '.join(launcher_names())}")
+        known = launcher_names()
+        raise ValueError(f"unknown launcher {name!r}; known launchers: {', '.join(known)}{did_you_mean(name, known)}")
     module, _, attribute = _BUILTIN[name].partition(":")
     found = getattr(import_module(module, __package__), attribute)
     if not (isinstance(found, type) and issubclass(found, Launcher)):

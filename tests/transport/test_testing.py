@@ -291,7 +291,7 @@ WITH_SESSION: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "cut": (ValueError, "node 7 does not exist; there are 2 nodes", lambda: testing.cut(7)),
     "kill": (ValueError, "node 7 does not exist", lambda: testing.kill(7)),
     "queued": (ValueError, "node -1 does not exist", lambda: testing.queued(-1)),
-    "queued of text": (TypeError, "a node is an integer", lambda: testing.queued("node:1")),  # type: ignore[arg-type]
+    "queued of bytes": (TypeError, "a node is an integer", lambda: testing.queued(b"node:1")),  # type: ignore[arg-type]
     "usage of a node": (ValueError, "node 7 does not exist", lambda: testing.usage(7)),
     "usage of a device": (RuntimeError, "node:99", lambda: testing.usage("node:99")),
     "usage of what is here": (ValueError, "cpu is no device of a node", lambda: testing.usage("cpu")),

@@ -26,6 +26,7 @@ LAYERS = {
     "addresses": 0,
     "interfaces": 0,
     "keys": 0,
+    "spelling": 0,
     "mpi": 1,
     "slurm": 1,
     "abilities": 1,
