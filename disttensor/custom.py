@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from . import collectives
 from .collectives import Algorithm, Tensors
 from .groups import Group, Split, new_group
-from .joining import named, not_alone
+from .joining import named
 from .objects import copies
 from .placement import Place, one_session
 from .runtime.collective import ReduceOp, Way
@@ -199,8 +199,6 @@ def _homes(rows: Sequence[Sequence[Any]], group: Group | None) -> list[Place | N
     if not there:
         return homes
     one_session(*there)
-    if len(homes) == 1:
-        not_alone([there[0].node], group, "all_reduce")
     if group is None:
         everybody = new_group()
         if len(homes) != len(everybody) or any(home and home.node != i for i, home in enumerate(homes)):

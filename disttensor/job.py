@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,12 +20,14 @@ import msgspec
 from .options import parser
 from .runtime import mpi, slurm
 from .runtime.binding import forwarded, gpus
+from .runtime.channel_names import BUILTIN, names
 from .runtime.interfaces import listening_as
 from .runtime.launch import registry
 from .runtime.launch.hosts import parse_hosts, read_hostfile
 from .runtime.launch.meeting import Meeting, of_slurm
 from .runtime.launch.output import Output
 from .runtime.launch.plan import Host, Plan
+from .runtime.spelling import did_you_mean
 
 #: What the script is told, by the option that says it.
 _TOLD = {
@@ -49,6 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _check_hosts(options)
         _check_launcher(options.launcher)
         _check_script(options)
+        _check_backend(options.backend)
         _check_process_group(options)
         options.output = _output(options)
         options.env = forwarded(options.env or ())
@@ -57,10 +61,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _check_backend(name: str | None) -> None:
+    """Says at once what the script would be told after its imports, unless it makes the channel known itself."""
+    if name is not None and name not in BUILTIN and ":" not in name and name not in (known := names()):
+        print(
+            f"dtrun: --backend {name}: here is no data channel of that name (known: {', '.join(known)}), and unless "
+            f"the script registers it its start will fail{did_you_mean(name, known)}",
+            file=sys.stderr,
+        )
+
+
 def _check_launcher(name: str | None) -> None:
     known = [*registry.launcher_names(), "nearby"]
     if name is not None and name not in known:
-        raise ValueError(f"--launcher {name} is unknown (known: {', '.join(known[:-1])})")
+        raise ValueError(f"--launcher {name} is unknown (known: {', '.join(known[:-1])}){did_you_mean(name, known)}")
 
 
 def _hosts(options: argparse.Namespace) -> list[Host] | None:
@@ -167,8 +181,23 @@ def _check_script(options: argparse.Namespace) -> None:
         if options.launcher == "mpi":
             raise ValueError("--no-python: under mpiexec dtrun itself is the process that runs the script")
     elif not options.module and not os.path.isfile(options.script):
-        what = "is a directory" if os.path.isdir(options.script) else "does not exist"
-        raise ValueError(f"script {options.script!r} {what}")
+        raise ValueError(f"script {options.script!r} {_no_script(options.script)}")
+
+
+def _no_script(name: str) -> str:
+    """Why it is none, and what may be meant."""
+    if os.path.isdir(name):
+        return "is a directory"
+    folder, file = os.path.split(name)
+    try:
+        there = os.listdir(folder or ".")
+    except OSError:
+        there = []
+    if meant := did_you_mean(file, there, "{}"):
+        return f"does not exist{meant}"
+    if re.fullmatch(r"\w+", name):
+        return "does not exist, and dtrun has no command of that name (there is `dtrun worker`)"
+    return "does not exist"
 
 
 def _check_process_group(options: argparse.Namespace) -> None:

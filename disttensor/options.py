@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from .runtime.binding import KINDS as BINDINGS
 from .runtime.binding import gpus
+from .runtime.spelling import did_you_mean
 
 _EXAMPLES = """\
 examples:
@@ -27,10 +28,27 @@ The exit code is the script's, or 128 + the signal that killed it.
 """
 
 
+#: Options of other launchers, and what they are here.
+_ELSEWHERE = {
+    "--nodes": "-n",
+    "--np": "-n",
+    "--nprocs": "-n",
+    "--ntasks": "-n",
+    "--num-nodes": "--nnodes",
+    "-H": "--hosts",
+}
+
+
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, and what may be meant."""
 
     def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
+            shown = [option for a in self._actions if a.help is not argparse.SUPPRESS for option in a.option_strings]
+            found = _ELSEWHERE.get(unknown[1])
+            message += f"; did you mean {found}?" if found else did_you_mean(unknown[1], shown, "{}")
+        elif choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -56,6 +74,8 @@ def _processes(text: str) -> int | None:
     """Of torchrun's words for a number, or a number. None: what there is without one."""
     if text == "gpu" and not gpus():
         raise argparse.ArgumentTypeError("this machine has no GPU")
+    if text == "p":
+        raise argparse.ArgumentTypeError("-np is mpiexec's; did you mean -n?")
     words = {"auto": None, "gpu": len(gpus()), "cpu": len(os.sched_getaffinity(0))}
     return words[text] if text in words else at_least(1)(text)
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,12 +20,13 @@ from .context import current_node
 from .edited import Modules
 from .groups import Group, new_group
 from .meta import Handle, meta_of, new_ref
+from .missing import REMEDY, advised, culprit
 from .placement import Place, one_session
 from .process_groups import worlds_of
 from .runtime import codec
 from .runtime import command as c
 from .runtime.errors import DisttensorError, PeerFailed
-from .runtime.failure import line_of
+from .runtime.failure import in_short
 from .runtime.functions import MAX_PICKLE, decode_result, key_of
 from .runtime.interrupts import whole
 from .runtime.route import waits
@@ -81,6 +83,8 @@ def run(
     call = _Call(session, session.places.at(current_node() if node is None else node), fn, args, kwargs, site)
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
+    except ModuleNotFoundError as error:
+        raise advised(error, session.plain) from None
     finally:
         call.end()
 
@@ -105,8 +109,10 @@ def _takes(fn: Callable[..., Any], keyword: str) -> bool:
 
 
 def _name(fn: Any) -> str:
-    """A function in words."""
-    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+    """A function in words: as it is called where it is defined."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__).rpartition("<locals>.")[2][:100]
 
 
 class Each:
@@ -154,7 +160,7 @@ def _run_on_all(
                 results.append(call.result(reply))
                 stays = stays and reply.kept
             except Exception as error:
-                failed.append(error)
+                failed.append(advised(error, session.plain))
         kept = stays and not failed
     finally:
         for call in calls:
@@ -174,7 +180,7 @@ def _first_of(failed: list[Exception]) -> Exception:
     broke_off = [other for other in others if isinstance(other, PeerFailed)]
     for other in others:
         if other not in broke_off:
-            first.add_note(f"and on another node: {type(other).__name__}: {other}")
+            first.add_note(f"and on another node: {type(other).__name__}: {in_short(other)}")
     if broke_off:
         first.add_note(f"and {len(broke_off)} other nodes broke off, as ranks wait for each other")
     return first
@@ -188,15 +194,16 @@ class _Call:
     ) -> None:
         self.place = place
         self._site = site
+        self._what = f"{_name(fn)}()"
         self._sent = _known(session)
         self._keep: list[DistributedTensor] = []
         self._request, self._adopted = 0, False
-        function = _pickled(fn, place, self._keep)
+        function = _pickled(fn, place, self._keep, f"{self._what}")
         self._holds_tensors = bool(self._keep)
         # what is used once has a name of its own; the unpickler doesn't read so far
         once = next(_serial).to_bytes(8, "big")
         self._function = key_of(function := function + once if self._holds_tensors else function)
-        arguments = _pickled((tuple(args), kwargs), place, self._keep) + once
+        arguments = _pickled((tuple(args), kwargs), place, self._keep, f"the arguments of {self._what}") + once
         self._arguments = key_of(arguments)
         session.link.interrupts.look()
         known = None if self._holds_tensors else self._sent
@@ -205,7 +212,7 @@ class _Call:
     def command(self, id: int, world: c.World | None = None) -> c.Command:
         self._request = id
         refs = tuple(t._h.ref for t in self._keep)
-        return c.Run(id, self._function, self._arguments, not self._holds_tensors, line_of(self._site), refs, world)
+        return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, world)
 
     def result(self, reply: c.Result) -> Any:
         """What the function has returned."""
@@ -236,15 +243,18 @@ def _known(session: Any) -> set[tuple[int, bytes]]:
     return known
 
 
-def _pickled(value: Any, place: Place, keep: list[DistributedTensor]) -> bytes:
-    """Pickles with tensors replaced by refs; ``keep`` holds those that were sent for it."""
+def _pickled(value: Any, place: Place, keep: list[DistributedTensor], what: str) -> bytes:
+    """Pickles with tensors replaced by refs; ``keep`` holds those that were sent for it. Raises TypeError for what
+    can't be pickled, which names it."""
     buffer, modules = io.BytesIO(), _modules(place.session)
     pickler = _Pickler(buffer, place, keep, modules)
-    if stale := modules.stale():
-        with _by_value(stale):
+    try:
+        with _by_value(stale) if (stale := modules.stale()) else contextlib.nullcontext():
             pickler.dump(value)
-    else:
-        pickler.dump(value)
+    except (TypeError, cloudpickle.pickle.PicklingError) as e:
+        if (found := culprit(value, what, _fails)) is not None:
+            e.args = (f"{what} can't be sent to node {place.node}: {found} ({e}); {REMEDY}",)
+        raise
     data = buffer.getvalue()
     if len(data) > MAX_PICKLE:
         raise ValueError(
@@ -280,6 +290,22 @@ def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
         finally:
             for module in new:
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _fails(value: Any) -> bool:
+    """Whether a value can't be pickled."""
+    try:
+        _Dry(io.BytesIO()).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends no tensors."""
+
+    def persistent_id(self, value: Any) -> int | None:
+        return 0 if isinstance(value, torch.Tensor) else None
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

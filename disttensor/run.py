@@ -39,7 +39,7 @@ from .runtime.launch import registry
 from .runtime.launch.control import Stop
 from .runtime.launch.plan import PLAN, Plan
 from .runtime.launch.process import adopt_orphans, die_with_parent, end_children, wait_any
-from .runtime.launch.spawn import LAUNCHER_FD, spawn_root, spawn_server
+from .runtime.launch.spawn import LAUNCHER_FD, spawn_root, spawn_server, was_taken
 from .runtime.launch.wire import frame
 
 #: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         spawn = partial(spawn_root, plan, tied=True)
     try:
-        code = _run(program_of(options), environment, spawn, _patience(plan))
+        code = _run(
+            program_of(options), environment, spawn, _patience(plan), "" if options.no_python else options.script
+        )
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
@@ -170,10 +172,12 @@ def _run(
     environment: dict[str, str],
     spawn: Callable[[], tuple[socket.socket, subprocess.Popen[bytes]]],
     patience: float = 0.0,
+    name: str = "",
 ) -> int:
     """The script's return code, as subprocess counts it. When it returns nothing that was started is left.
 
     ``spawn`` starts what starts the nodes, which after the script has ``patience`` seconds to end by itself.
+    ``name``: of a script of which it is said if it had no use for them.
     """
     forwarded = {s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}  # as after nohup
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -197,6 +201,8 @@ def _run(
             except OSError as e:
                 raise StartError(f"{program[0]!r} cannot be run: {e.strerror}") from e
             code = _watch(script, forwarded)
+            if name and code == 0 and not was_taken(control):
+                _say_unused(name)
             if code >= 0:  # by itself, which the end of a socket does not tell
                 with contextlib.suppress(OSError):
                     control.sendall(frame(Stop(0.0)))
@@ -206,6 +212,16 @@ def _run(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     server.poll()  # only tells the object that its process was reaped
     return code
+
+
+def _say_unused(name: str) -> None:
+    """A script that has no use for nodes may have forgotten to ask for them."""
+    with contextlib.suppress(OSError, ValueError):
+        print(
+            f"dtrun: {name} never called disttensor.init_master_worker(): its nodes were started in vain",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _watch(script: subprocess.Popen[bytes], forwarded: set[signal.Signals]) -> int:

@@ -26,7 +26,7 @@ from .runtime.bundle import Bundle
 from .runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
 from .runtime.channel.opened import Channels
 from .runtime.errors import ChannelError, DisttensorError, NodeLost, PoisonedError
-from .runtime.failure import Failure, Site, line_of
+from .runtime.failure import Failure, Site, in_short, line_of
 from .runtime.interrupts import whole
 from .runtime.launch.base import Launcher
 from .runtime.link import Link
@@ -423,7 +423,7 @@ class Session:
             errors.insert(0, left[0].exception(others=left[1:]))
         errors += [lost.again() for lost in link.losses if lost.rank not in said]
         for other in errors[1:]:
-            errors[0].add_note(str(other))
+            errors[0].add_note(in_short(other))
         return errors[0] if errors else None
 
     def forked(self) -> None:

@@ -113,7 +113,7 @@ class Run(Wire, frozen=True, tag=18):
     function: bytes
     arguments: bytes
     keep: bool  #: the function will be run again (it holds no tensors)
-    site: str
+    what: str  #: the function in words, for errors
     refs: tuple[int, ...] = ()  #: of the tensors that the function and its arguments name
     world: World | None = None  #: it is run as a rank of that
 
@@ -477,7 +477,8 @@ class Failed(Wire, frozen=True, tag=44):
     op: str
     kind: str  #: the exception type, as "builtins.RuntimeError"
     message: str
-    traceback: str
+    traceback: str  #: empty where nothing of the user's is in it
+    args: tuple[Plain | tuple[Plain, ...], ...] = ()  #: of a type of Python's own, if they are more than its message
 
 
 class Poisoned(Wire, frozen=True, tag=45):

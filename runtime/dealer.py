@@ -19,6 +19,7 @@ from .channel.base import Transfer
 from .channel.ticket import Ticket
 from .cuda import CudaLane, CudaMark, keep_for_default
 from .errors import PoisonedError, ProtocolError
+from .failure import name_of
 from .joint import join
 from .lanes import Lanes
 from .store import Entry, Later, Poison, Promise, Unmade, made
@@ -83,7 +84,7 @@ class Dealer(Lanes):
         """A command could not even be queued."""
         if isinstance(command, c.On):
             command = command.command
-        self.executor.give_up(command, self.tell(self.executor.seq, type(command).__name__, error))
+        self.executor.give_up(command, self.tell(self.executor.seq, name_of(command), error))
 
     def _other(self, command: c.Command) -> None:
         executor = self.executor
@@ -225,7 +226,7 @@ class Dealer(Lanes):
             executor.functions.skip(command)
             answer(poison)
 
-        self._task(lane, "Run", run, command.refs, spoil=spoil)
+        self._task(lane, name_of(command), run, command.refs, spoil=spoil)
 
     def _seed(self, lane: Lane, command: c.Seed) -> None:
         self._task(lane, "Seed", lambda values: self.executor.other(command))

@@ -7,7 +7,6 @@ A command that reads poison is skipped and passes the poison on.
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable
 from functools import partial
 
@@ -23,7 +22,7 @@ from .collective.board import Boards
 from .dealer import Dealer
 from .errors import ProtocolError
 from .events import Events
-from .failure import MAX_NAME, MAX_TEXT, attempt, earliest, replayed
+from .failure import earliest, name_of, replayed, told
 from .functions import Functions
 from .graphs import Graphs
 from .ops import AllowList
@@ -418,7 +417,7 @@ class Executor:
                     again.__context__ = None  # that it came too early the first time is nobody's concern
                     error = again
         if poison is None:
-            poison = self.tell(template.name if template else type(command).__name__, error)
+            poison = self.tell(template.name if template else name_of(command), error)
         self.give_up(command, poison)
 
     def give_up(self, command: c.Command, poison: Poison) -> None:
@@ -460,12 +459,7 @@ class Executor:
     def tell(self, op: str, error: Exception, number: int | None = None) -> Poison:
         """Tells the master that a command has failed: that of this number, or the one that is being applied."""
         number = self.number if number is None else number
-        kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
-        text = attempt(lambda: str(error), f"the text of this {kind}")
-        # format_exception parses source, and CPython 3.11 can fail in that (gh-106905)
-        trace = attempt(lambda: "".join(traceback.format_exception(error)), "the traceback")
-        kind, text, trace = _clean(kind[:MAX_NAME]), _clean(text[:MAX_TEXT]), _clean(trace[-MAX_TEXT:])
-        self.emit(c.Failed(number, op, kind, text, trace))
+        self.emit(told(number, op, error))
         return Poison(self.rank, number)
 
 
@@ -485,8 +479,3 @@ def _set_generator(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
-
-
-def _clean(text: str) -> str:
-    """Without what UTF-8 can't carry (lone surrogates)."""
-    return text.encode("utf-8", "replace").decode()

@@ -6,12 +6,14 @@ Functions come pickled from the master only, over the authenticated control chan
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
+import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -143,7 +145,9 @@ def _run(function: _Function, arguments: bytes, tensor: Tensors) -> tuple[bytes,
             result = call(*args, **kwargs)
         except SystemExit as e:
             status = attempt(partial(repr, e.code), "the code")
-            raise DisttensorError(f"the function called sys.exit({status}); the node goes on") from e
+            raise DisttensorError(
+                f"the function called sys.exit({status}); the node goes on; let it return instead"
+            ) from e
         except Exception:
             raise
         except BaseException as e:  # KeyboardInterrupt, CancelledError: they would end the node
@@ -190,10 +194,39 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, complex):
         return msgspec.msgpack.Ext(_COMPLEX, _encoder.encode([value.real, value.imag]))
     raise TypeError(
-        f"a function on a node returned a {type(value).__module__}.{type(value).__qualname__}; "
-        "only tensors and plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of them) come back, "
-        "because the master never unpickles what a node sends"
+        f"a function on a node returned a {type(value).__module__}.{type(value).__qualname__}; {_instead(value)} "
+        "(only tensors and plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of them) come back, "
+        "because the master never unpickles what a node sends)"
     )
+
+
+#: By class, what says the same in tensors and plain data.
+_INSTEAD = {
+    "numpy.ndarray": "torch.from_numpy(x)",
+    "numpy.generic": "x.item()",
+    "torch.nn.modules.module.Module": "x.state_dict()",
+    "torch.optim.optimizer.Optimizer": "x.state_dict()",
+    "pandas.core.frame.DataFrame": "x.to_dict()",
+    "datetime.date": "x.isoformat()",
+    "datetime.time": "x.isoformat()",
+    "datetime.timedelta": "x.total_seconds()",
+    "enum.Enum": "x.value",
+    "collections.abc.Iterator": "list(x)",
+    "os.PathLike": "str(x)",
+    "builtins.range": "list(x)",
+}
+
+
+def _instead(value: Any) -> str:
+    """What the function had better return."""
+    names = [f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__]
+    names += ["collections.abc.Iterator"] * isinstance(value, Iterator) + ["os.PathLike"] * isinstance(
+        value, os.PathLike
+    )
+    found = next((_INSTEAD[name] for name in names if name in _INSTEAD), None)
+    if found is None and dataclasses.is_dataclass(value):
+        found = "dataclasses.asdict(x)"
+    return f"for x return {found}" if found else "return what it is made of"
 
 
 def decode_result(data: bytes, tensors: list[Any]) -> Any:

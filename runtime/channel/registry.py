@@ -1,7 +1,7 @@
 """Which data channels there are, by name.
 
 Three sources, the first that knows a name wins: ``register_channel``, the channels that come with disttensor (one line
-each in ``_BUILTIN``), and the entry points ``disttensor.channels`` of installed packages. A channel's module is
+each in channel_names.py), and the entry points ``disttensor.channels`` of installed packages. A channel's module is
 imported when it is asked for, so one that needs a library (mpi4py, NCCL) costs nobody else anything.
 """
 
@@ -10,23 +10,11 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from ..channel_names import BUILTIN as _BUILTIN
+from ..channel_names import ENTRY_POINTS, names
 from ..errors import DisttensorError
 from ..spelling import did_you_mean
 from .base import DataChannel
-
-ENTRY_POINTS = "disttensor.channels"
-
-#: name -> "module:class", the module relative to this package
-_BUILTIN = {
-    "auto": ".auto:AutoChannel",
-    "gloo": ".gloo:GlooChannel",
-    "inproc": ".inproc:InprocChannel",
-    "mpi": ".mpi:MpiChannel",
-    "nccl": ".nccl:NcclChannel",
-    "null": ".null:NullChannel",
-    "shm": ".shm:ShmChannel",
-    "tcp": ".tcp:TcpChannel",
-}
 
 #: What a package whose import failed comes with: `pip install 'disttensor[NAME]'`.
 _EXTRAS = {"mpi4py": "mpi"}
@@ -120,4 +108,4 @@ def _load(name: str) -> type[DataChannel]:
 
 def channel_names() -> list[str]:
     """The known names, sorted; nothing is imported."""
-    return sorted({*_registered, *_BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return sorted({*_registered, *names()})

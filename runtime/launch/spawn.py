@@ -21,6 +21,9 @@ from .wire import frame
 #: Where dtrun tells the script which descriptor is the socket of its server.
 LAUNCHER_FD = "DISTTENSOR_LAUNCHER_FD"
 
+#: An option that changes nothing on such a socket, and is seen by all who hold it.
+_TAKEN = socket.SO_KEEPALIVE
+
 #: The script that they run.
 BOOT = os.path.join(os.path.dirname(__file__), "boot.py")
 
@@ -125,4 +128,10 @@ def inherited_server() -> socket.socket | None:
         sock.detach()
         return None
     sock.set_inheritable(False)
+    sock.setsockopt(socket.SOL_SOCKET, _TAKEN, 1)
     return sock
+
+
+def was_taken(sock: socket.socket) -> bool:
+    """Whether the script has asked for its nodes by this socket."""
+    return bool(sock.getsockopt(socket.SOL_SOCKET, _TAKEN))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from equal import same
 from native_channel import NativeChannel
+from telling import said
 
 import disttensor as dt
 from disttensor import state, switchboard
@@ -229,7 +230,7 @@ def test_a_channel_that_nodes_cannot_open() -> None:
     for _ in range(2):
         with pytest.raises(dt.DisttensorError, match=r"'master-only' can't be used here: nodes have no luck") as error:
             dt.channels.select("send", "master-only")
-        assert f"issued: {__file__}" in str(error.value)
+        assert f"issued: {__file__}" in said(error.value)
         dt.synchronize()  # it is not told again
     assert not dt.channels.selected()
     OnlyOnTheMaster.works = True

@@ -217,7 +217,7 @@ def test_mistakes_of_it_raise_here():
     outs = [torch.empty(0, device=x.device) for x in xs]
     cases = [
         (ValueError, "but for the first size", lambda: dt.all_gather_into_tensor(outs[:2], [xs[0], xs[1][:, :1]])),
-        (ValueError, "but for the first size", lambda: dt.all_gather_into_tensor(outs[:1], [xs[0].sum()])),
+        (ValueError, "but for the first size", lambda: dt.all_gather_into_tensor(outs[:2], [x.sum() for x in xs[:2]])),
         (
             TypeError,
             "float32, but torch.int64 arrives",

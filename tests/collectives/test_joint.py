@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from telling import said
 
 import disttensor as dt
 from disttensor import functional as F
@@ -223,11 +224,12 @@ def test_groups_at_once():
 
 def test_a_group_of_one():
     x, list_of_one = torch.ones(3, device="node:2"), [[torch.zeros(3, device="node:2")]]
+    group = dt.new_group([2])
     for call in (dt.all_reduce, dt.sendreceive):
-        call([x], group=dt.new_group([2]))
-    dt.reduce([x], 2, "AVG")
-    dt.broadcast([x], 2)
-    dt.all_gather(list_of_one, [x])
+        call([x], group=group)
+    dt.reduce([x], 2, "AVG", group)
+    dt.broadcast([x], 2, group)
+    dt.all_gather(list_of_one, [x], group)
     assert x.tolist() == list_of_one[0][0].tolist() == [1, 1, 1]
 
 
@@ -287,7 +289,7 @@ def test_poison_reaches_all_and_names_its_line():
     for make in (lambda: dt.all_reduce(xs), lambda: dt.all_reduce(xs, async_op=True).wait()):
         with pytest.raises(IndexError) as told:
             make() or xs[0].cpu()
-        assert f"test_joint.py:{line}" in str(told.value)
+        assert f"test_joint.py:{line}" in said(told.value)
     for x in xs:
         with pytest.raises(IndexError):
             x.cpu()

@@ -82,8 +82,10 @@ for number, (title, code, _) in enumerate(MISTAKES):
         exec(compile(code, name, "exec"))
         said = "nothing"
     except Exception as e:
-        trace = "".join(traceback.format_tb(e.__traceback__)) + str(e)
-        said = f"{type(e).__name__}: {e}"
+        where = [note for note in getattr(e, "__notes__", ()) if note.startswith("  ")]
+        text = "\\n".join([str(e), *where])
+        trace = "".join(traceback.format_tb(e.__traceback__)) + text
+        said = f"{type(e).__name__}: {text}"
         if name not in trace and "in_a_child" not in code:
             said = "NO LINE " + said
     with contextlib.suppress(Exception):

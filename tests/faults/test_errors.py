@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal import same
+from telling import said
 
 import disttensor as dt
 from disttensor import testing
@@ -160,11 +161,11 @@ def test_a_failure_is_told_with_everything() -> None:
     y, n = torch.ones(3, device="node:1").gather(0, torch.tensor([7], device="node:1")), line()
     with pytest.raises(RuntimeError, match="out of bounds") as e:
         y.cpu()
-    text = str(e.value)
+    text = said(e.value)
     assert f"{__file__}:{n} in test_a_failure_is_told_with_everything" in text
     assert "aten::gather" in text
     assert "node 1" in text
-    assert any("traceback on node 1" in note and "executor" in note for note in e.value.__notes__)
+    assert "traceback" not in text, "an operator has none of the user's lines"
 
 
 FAILURES: dict[str, tuple[type[Exception], str, Callable[[torch.device], object]]] = {
@@ -218,7 +219,7 @@ def test_failures_have_their_own_type(name: str, sync: str) -> None:
             y.sum().item()
         else:
             dt.synchronize()
-    assert "test_errors.py" in str(e.value)
+    assert "test_errors.py" in said(e.value)
     dt.synchronize()
 
 

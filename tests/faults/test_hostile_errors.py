@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from telling import said
 
 import disttensor as dt
 from disttensor import testing
@@ -103,7 +104,7 @@ def test_it_arrives_and_the_node_goes_on(name: str) -> None:
     with pytest.raises((RuntimeError, ValueError, dt.DisttensorError)) as caught:
         dt.run(program, node=0)
     assert not isinstance(caught.value, dt.NodeLost)
-    told = str(caught.value)
+    told = said(caught.value)
     assert "node 0" in told
     assert "test_hostile_errors.py" in told
     longest = testing.limit("error") + 2000

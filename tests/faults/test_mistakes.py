@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
+import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn as nn
+from telling import said
 
 import disttensor
 
@@ -184,7 +191,6 @@ NODES: dict[str, Mistake] = {
     "one of reduce": (ValueError, "reduce takes a list of one tensor per node", lambda: dt.reduce(ones(0), 0)),
     "one of broadcast": (ValueError, "broadcast takes a list", lambda: dt.broadcast(ones(0), 0)),
     "one differentiable": (ValueError, "all_reduce takes a list", lambda: dt.functional.all_reduce(ones(0))),
-    "one nested": (ValueError, "all_reduce takes a list", lambda: dt.all_reduce([{"w": ones(0)[0]}], torch.add)),
     "keyword": (
         TypeError,
         r"all_reduce\(\) got .*'async'; did you mean async_op=\?",
@@ -225,3 +231,175 @@ def test_one_tensor_is_enough_where_it_is_said(settled: None) -> None:
     dt.all_reduce([x], group=dt.new_group([1]))
     dt.all_reduce([x, torch.ones(2, device=dt.device(1, "cuda:1"))])
     assert x.tolist() == [2.0, 2.0]
+
+
+# ---- functions on nodes ----------------------------------------------------------------------------------------------
+
+
+def fails(error: BaseException) -> None:
+    raise error
+
+
+ERRORS: dict[str, tuple[BaseException, tuple[Any, ...]]] = {
+    "key": (KeyError("b"), ("b",)),
+    "key in two": (KeyError((1, "b")), ((1, "b"),)),
+    "index": (IndexError("no 3"), ("no 3",)),
+    "file": (FileNotFoundError(2, "No such file or directory", "x.csv"), (2, "No such file or directory")),
+    "encoding": (UnicodeEncodeError("ascii", "a", 0, 1, "no"), ("ascii", "a", 0, 1, "no")),
+    "several": (ValueError("a", 2, None), ("a", 2, None)),
+    "nothing": (ValueError(), ()),
+    "empty": (StopIteration(5), (5,)),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_exception_is_what_it_was_and_its_notes_say_where(name: str, settled: None) -> None:
+    """Its arguments and text are as they would be here; a traceback shows the node and the user's line."""
+    error, args = ERRORS[name]
+    with pytest.raises(type(error)) as raised:
+        dt.run(fails, error, node=1)
+    assert type(raised.value) is type(error)
+    assert raised.value.args == (args or ("",))
+    assert str(raised.value) == str(error)
+    assert getattr(raised.value, "filename", None) == getattr(error, "filename", None)
+    first, trace = raised.value.__notes__
+    assert re.match(r"  failed: fails\(\) on node 1 \(host .*\)\n  issued: .*test_mistakes.py:\d+ in test_an_", first)
+    assert trace.startswith("--- traceback on node 1 ---\nTraceback (most recent call last):")
+    assert "in fails\n    raise error" in trace
+    assert "runtime" not in trace
+
+
+def test_a_key_that_is_not_plain(settled: None) -> None:
+    with pytest.raises(KeyError) as raised:
+        dt.run(fails, KeyError(object()), node=1)
+    assert "object object" in raised.value.args[0]
+
+
+def test_an_operator_has_no_traceback_of_ours(settled: None) -> None:
+    labels = torch.tensor([9], device="node:1")
+    with pytest.raises(IndexError, match="Target 9 is out of bounds") as raised:
+        torch.nn.functional.nll_loss(torch.zeros(1, 3, device="node:1"), labels).item()
+    (where,) = raised.value.__notes__
+    assert where.startswith("  failed: aten::nll_loss_forward on node 1")
+    assert "test_mistakes.py" in where
+
+
+def test_what_ended_a_function_by_itself(settled: None) -> None:
+    with pytest.raises(dt.DisttensorError, match=r"sys.exit\(3\); the node goes on; let it return instead") as raised:
+        dt.run(lambda: exit(3), node=1)
+    assert "failed: <lambda>() on node 1" in said(raised.value)
+
+
+def test_functions_by_name(settled: None) -> None:
+    class Policy:
+        def act(self) -> None:
+            raise ValueError
+
+        def __call__(self) -> None:
+            raise ValueError
+
+    for function, name in (
+        (Policy().act, "Policy.act"), (Policy(), "Policy"), (functools.partial(fails, ValueError()), "fails"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - it says nothing
+            dt.run(function, node=1)
+        assert f"failed: {name}() on node 1" in said(raised.value)
+
+
+class Colour(enum.Enum):
+    RED = object()
+
+
+RESULTS: dict[str, tuple[Callable[[], object], str]] = {
+    "array": (lambda: np.ones(3), r"numpy.ndarray; for x return torch.from_numpy\(x\)"),
+    "numpy number": (lambda: np.float32(1), r"numpy.float32; for x return x.item\(\)"),
+    "module": (lambda: nn.Linear(1, 1), r"Linear; for x return x.state_dict\(\)"),
+    "optimizer": (lambda: torch.optim.SGD(nn.Linear(1, 1).parameters()), r"SGD; for x return x.state_dict\(\)"),
+    "time": (datetime.datetime.now, r"datetime; for x return x.isoformat\(\)"),
+    "in a list": (lambda: [1, {"a": datetime.timedelta(1)}], r"for x return x.total_seconds\(\)"),
+    "enum": (lambda: Colour.RED, "Colour; for x return x.value"),
+    "generator": (lambda: (x for x in "ab"), r"generator; for x return list\(x\)"),
+    "anything": (object, "builtins.object; return what it is made of"),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_that_cannot_come_back(name: str, settled: None) -> None:
+    function, text = RESULTS[name]
+    with pytest.raises(TypeError, match=text) as raised:
+        dt.run(function, node=1)
+    assert not any("traceback" in note for note in raised.value.__notes__)
+
+
+LOCK = threading.Lock()
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.inner = {"lock": LOCK}
+
+    def method(self) -> None:
+        pass
+
+
+def of_a_variable() -> Callable[[], object]:
+    lock = threading.Lock()
+
+    def fetch() -> object:
+        return lock
+
+    return fetch
+
+
+UNPICKLABLE: dict[str, tuple[Callable[[], object], str]] = {
+    "variable": (
+        lambda: dt.run(of_a_variable(), node=1),
+        r"fetch\(\) can't be sent to node 1: the variable 'lock' of fetch\(\) is a _thread.lock",
+    ),
+    "argument": (
+        lambda: dt.run(len, [1, LOCK], node=1),
+        r"the arguments of len\(\) can't .*: argument 1 of len\(\)\[1\] is a _thread.lock",
+    ),
+    "keyword": (lambda: dt.run(dict, a=LOCK, node=1), r"the argument 'a' of dict\(\) is a _thread.lock"),
+    "attribute": (
+        lambda: dt.run(Holder().method, node=1),
+        r"the attribute 'inner' of the object whose method method\(\) is\['lock'\] is a",
+    ),
+    "partial": (lambda: dt.run(functools.partial(print, LOCK), node=1), "is a _thread.lock"),
+    "on several": (lambda: dt.run(print, LOCK, node=[0, 1]), "can't be sent to node 0: .* is a _thread.lock"),
+    "generator": (lambda: dt.run(print, (x for x in "ab"), node=1), "argument 1 of print.* is a builtins.generator"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPICKLABLE)
+def test_what_cannot_be_sent_is_named(name: str, settled: None) -> None:
+    program, text = UNPICKLABLE[name]
+    with pytest.raises(TypeError, match=text) as raised:
+        program()
+    assert re.search(r"\(cannot pickle .*\); make it inside of the function", str(raised.value))
+
+
+def test_a_module_that_only_the_script_finds(script: Callable[..., Any], tmp_path: Any) -> None:
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "found_here.py").write_text("x = 5")
+    done = script(
+        """
+import sys
+import disttensor as dt
+dt.init_master_worker(nodes=1)
+sys.path.append(sys.path[0] + "/later")
+
+def load(name):
+    return __import__(name).x
+
+for name in ("found_here", "found_nowhere"):
+    for node in (0, [0]):
+        try:
+            dt.run(load, name, node=node)
+        except ModuleNotFoundError as e:
+            print(e, *e.__notes__, sep="|")
+"""
+    )
+    assert done.stdout.count("before init_master_worker(), or in the function") == 2, done
+    assert done.stdout.count("found_nowhere is not here either: pip install it on all hosts") == 2, done
+    assert done.stdout.count("failed: load() on node 0") == 4, done

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from telling import said
 
 import disttensor as dt
 from disttensor import testing
@@ -241,7 +242,7 @@ def test_verifying_says_what_differs() -> None:
     step(x)
     with pytest.raises(dt.GraphError) as caught:
         step(x)
-    text = str(caught.value)
+    text = said(caught.value)
     assert "result 0: 3 of 3 elements of (3,) differ; at [0] the replay has 3.0 and eager 4.0" in text
     assert "what aten::add_.Tensor writes at " in text
     assert "test_graphed.py" in text

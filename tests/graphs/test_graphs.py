@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from telling import said
 
 import disttensor as dt
 from disttensor import testing
@@ -250,8 +251,8 @@ def test_a_failure_names_the_line_that_recorded_it_and_the_one_that_replayed() -
         bad.cpu()
     lines = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "# recorded here" in text)
-    assert f"test_graphs.py:{line} in" in str(caught.value)
-    assert "replayed: " in str(caught.value)
+    assert f"test_graphs.py:{line} in" in said(caught.value)
+    assert "replayed: " in said(caught.value)
     assert good.tolist() == [[2, 2]] * 3
     x.fill_(1)
     g.replay()

@@ -18,29 +18,30 @@ def step(rng, local, there, works):
     mine, theirs = [local[k] for k in nodes], [there[k] for k in nodes]
     async_op, root = rng.random() < 0.4, rng.randrange(len(nodes))
     work = None
+    group = dt.new_group(nodes) if len(nodes) == 1 else None  # one tensor alone is an error
     match rng.randrange(11):
         case 0:
             total = sum(mine) % 97
             outs = [torch.empty_like(x) for x in theirs]
             algorithm = rng.choice([None, "ring", "halving", "tree", dt.Way("direct", chunk=64)])
-            work = dt.all_reduce(theirs, out=outs, async_op=async_op, algorithm=algorithm)
+            work = dt.all_reduce(theirs, out=outs, group=group, async_op=async_op, algorithm=algorithm)
             for k, out in zip(nodes, outs, strict=True):
                 local[k], there[k] = total.clone(), out % 97
         case 1:
-            work = dt.broadcast(theirs, nodes[root], async_op=async_op)
+            work = dt.broadcast(theirs, nodes[root], group=group, async_op=async_op)
             for x in mine:
                 x.copy_(mine[root].clone())
         case 2:
-            work = dt.reduce(theirs, nodes[root], dt.ReduceOp.MAX, async_op=async_op)
+            work = dt.reduce(theirs, nodes[root], dt.ReduceOp.MAX, group=group, async_op=async_op)
             mine[root].copy_(torch.stack(mine).amax(0))
         case 3:
-            work = dt.sendreceive(theirs, async_op=async_op)
+            work = dt.sendreceive(theirs, group=group, async_op=async_op)
             shifted = [mine[i - 1].clone() for i in range(len(mine))]
             for x, y in zip(mine, shifted, strict=True):
                 x.copy_(y)
         case 4:
             lists = [[torch.empty_like(x) for _ in nodes] for x in theirs]
-            work = dt.all_gather(lists, theirs, async_op=async_op)
+            work = dt.all_gather(lists, theirs, group=group, async_op=async_op)
             for k, outs in zip(nodes, lists, strict=True):
                 there[k] = sum(outs) % 89
                 local[k] = sum(mine) % 89
@@ -54,12 +55,12 @@ def step(rng, local, there, works):
             there[k] = there[other].to(f"node:{k}") * 1
         case 7:  # two of each node
             pairs = [y for x in theirs for y in (x, x + 1)]
-            work = dt.all_reduce(pairs, async_op=async_op, algorithm=rng.choice([None, "tree", "ring"]))
+            work = dt.all_reduce(pairs, group=group, async_op=async_op, algorithm=rng.choice([None, "tree", "ring"]))
             for k, y in zip(nodes, pairs[1::2], strict=True):
                 local[k], there[k] = (2 * sum(mine) + len(mine)) % 97, y % 97
         case 8:  # one that grows
             outs = [x.new_empty(0) for x in theirs]
-            work = dt.all_gather_into_tensor(outs, theirs, async_op=async_op)
+            work = dt.all_gather_into_tensor(outs, theirs, group=group, async_op=async_op)
             for k, out in zip(nodes, outs, strict=True):
                 local[k], there[k] = sum(mine) % 79, (out * 1).view(len(nodes), -1).sum(0) % 79
         case 9:  # some have nothing

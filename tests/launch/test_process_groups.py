@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from telling import said
 from torch.nn.parallel import DistributedDataParallel
 
 import disttensor as dt
@@ -157,7 +158,7 @@ def test_a_mistake_ends_the_others_waiting(four: None, size: int, early: bool) -
         with pytest.raises(ValueError, match=f"a mistake of rank {who}") as caught:
             dt.run(mistaken, who, size, early, nodes=[0, 1, 2])
         assert "and 2 other nodes broke off, as ranks wait for each other" in caught.value.__notes__
-        assert f"on node {who}" in str(caught.value)
+        assert f"on node {who}" in said(caught.value)
     found = dt.run(reduced, torch.ones(1), nodes=[0, 1, 2])
     assert [one[3].item() for one in found] == [3.0] * 3
 

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from equal import same
+from telling import said
 
 import disttensor as dt
 from disttensor import testing
@@ -179,8 +180,10 @@ def test_errors_keep_their_type() -> None:
     for kind in (ValueError, KeyError, ZeroDivisionError, RuntimeError, NotImplementedError, TypeError, IndexError):
         with pytest.raises(kind, match="boom") as e:
             dt.run(fail, kind, node=1)
-        assert "test_run.py" in str(e.value)
+        assert "test_run.py" in said(e.value)
+        assert "failed: fail() on node 1" in said(e.value)
         assert any("in fail" in note and "traceback on node 1" in note for note in e.value.__notes__)
+        assert "runtime" not in said(e.value), "none of our own lines"
     with pytest.raises(dt.RemoteError, match=r"OwnError.*boom"):
         dt.run(fail, OwnError, node=1)
 

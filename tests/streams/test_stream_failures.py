@@ -8,6 +8,7 @@ import pytest
 import torch
 from equal import same
 from stream_kit import busy, run_on, thread
+from telling import said
 
 import disttensor as dt
 from disttensor import testing
@@ -40,8 +41,8 @@ def test_a_failure_on_a_stream_names_the_line_and_poisons_what_depends_on_it() -
     for victim in (bad, worse, far, later):
         with pytest.raises(RuntimeError, match="out of bounds") as caught:
             victim.cpu()
-        assert line_of(out_of_range) in str(caught.value)
-        assert "aten::gather on node 0" in str(caught.value)
+        assert line_of(out_of_range) in said(caught.value)
+        assert "aten::gather on node 0" in said(caught.value)
     with dt.stream(s), pytest.raises(RuntimeError, match="out of bounds"):
         bad.sum().item()
     with dt.stream(t), pytest.raises(RuntimeError, match="out of bounds"):

@@ -27,6 +27,7 @@ LAYERS = {
     "interfaces": 0,
     "keys": 0,
     "spelling": 0,
+    "channel_names": 0,
     "mpi": 1,
     "slurm": 1,
     "abilities": 1,

@@ -1,0 +1,24 @@
+"""L0: the data channels that come with disttensor, by name, for who does not want to import torch for it."""
+
+from __future__ import annotations
+
+ENTRY_POINTS = "disttensor.channels"
+
+#: name -> "module:class", the module relative to the package channel
+BUILTIN = {
+    "auto": ".auto:AutoChannel",
+    "gloo": ".gloo:GlooChannel",
+    "inproc": ".inproc:InprocChannel",
+    "mpi": ".mpi:MpiChannel",
+    "nccl": ".nccl:NcclChannel",
+    "null": ".null:NullChannel",
+    "shm": ".shm:ShmChannel",
+    "tcp": ".tcp:TcpChannel",
+}
+
+
+def names() -> list[str]:
+    """Those, and the ones that installed packages have; sorted. Nothing is imported."""
+    from importlib.metadata import entry_points
+
+    return sorted({*BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
