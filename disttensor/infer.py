@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .runtime.garbage import no_collection
 
@@ -71,6 +71,8 @@ _DYNAMIC = torch.Tag.dynamic_output_shape
 _VALUE = torch.Tag.data_dependent_output
 #: Operators that give nothing and raise if the data are bad: asked, or what follows would compute on garbage.
 _CHECKS = frozenset({"aten::_linalg_check_errors"})
+#: Elements of tensors that are made here to hear what local torch says of them.
+_FEW = 1 << 22
 _PLAIN = frozenset({"bool", "int", "float", "number", "complex", "str"})
 
 
@@ -133,8 +135,35 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": "meta"}
     try:
         return _KNOWN.get(op, op)(*args, **kwargs)
-    except AssertionError as e:  # how some of torch's meta kernels refuse what the real ones refuse with RuntimeError
+    except NotImplementedError:
+        raise
+    except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as e:
+        if (local := _locally(op, args, kwargs)) is not None:
+            raise local from None
+        if not isinstance(e, AssertionError):  # how some of torch's meta kernels refuse what real ones do otherwise
+            raise
         raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
+
+
+def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What local torch raises for tensors like these, where its meta kernels have other words. None for nothing."""
+    metas = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    if sum(v.numel() for v in metas) > _FEW:
+        return None
+
+    def like(v: Any) -> Any:
+        if isinstance(v, torch.Tensor) and v.device.type == "meta":
+            return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cpu").zero_()
+        return v
+
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "cpu"}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            op(*tree_map(like, args), **tree_map(like, kwargs))
+    except (RuntimeError, TypeError, ValueError, IndexError) as e:
+        return None if isinstance(e, NotImplementedError) or "not implemented for" in str(e) else e.with_traceback(None)
+    return None
 
 
 def warm(then: Callable[[], None]) -> None:

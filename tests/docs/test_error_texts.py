@@ -19,7 +19,7 @@ TRANSCRIPT = ROOT / "docs" / "ERRORS.md"
 
 #: What a user may do wrong, or have happen: a title, lines, and a word of what the text must say to do.
 MISTAKES = [
-    ("wrong shape", "a @ torch.ones(7, 7, device='node:1')", ""),
+    ("wrong shape", "a @ torch.ones(7, 7, device='node:1')", "3x3 and 7x7"),
     ("wrong dtype", "a @ a.long()", ""),
     ("operands on two nodes", "a + torch.ones(3, 3, device='node:0')", ".to("),
     ("operands on two devices of a node", "a + torch.ones(3, 3, device=dt.device(1, 'cuda:1'))", ".to("),
@@ -37,7 +37,7 @@ MISTAKES = [
     ("out of memory on the node", "torch.empty(1 << 50, device='node:1').sum().item()", "memory"),
     ("sparse tensor", "torch.ones(3).to_sparse().to('node:1')", "to_dense()"),
     ("pinned memory", "torch.ones(3, device='node:1', pin_memory=True)", "local"),
-    ("function that fails", "dt.run(lambda: 1 / 0, node=1)", ""),
+    ("function that fails", "dt.run(lambda: 1 / 0, node=1)", "issued"),
     ("result that can't come back", "dt.run(object, node=1)", "plain data"),
     ("second session", "dt.init_master_worker()", "shutdown()"),
     ("use in a forked child", "in_a_child(lambda: a + 1)", "master"),

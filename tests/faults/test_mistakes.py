@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import enum
 import functools
+import operator
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -231,6 +232,51 @@ def test_one_tensor_is_enough_where_it_is_said(settled: None) -> None:
     dt.all_reduce([x], group=dt.new_group([1]))
     dt.all_reduce([x, torch.ones(2, device=dt.device(1, "cuda:1"))])
     assert x.tolist() == [2.0, 2.0]
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def at(device: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.ones(shape, device=device) for shape in shapes]
+
+
+SHAPES: dict[str, Callable[[str], object]] = {
+    "matmul": lambda d: operator.matmul(*at(d, (3, 4), (3, 4))),
+    "batches": lambda d: torch.bmm(*at(d, (2, 3, 4), (2, 3, 4))),
+    "four dimensions": lambda d: operator.matmul(*at(d, (2, 3, 4, 5), (2, 3, 4, 5))),
+    "vector": lambda d: torch.mv(*at(d, (2, 3), (4,))),
+    "dot": lambda d: torch.dot(*at(d, (3,), (4,))),
+    "bias": lambda d: torch.addmm(*at(d, (5,), (2, 3), (3, 4))),
+    "layer": lambda d: nn.Linear(3, 4, device=d)(*at(d, (2, 5))),
+    "convolution": lambda d: nn.Conv2d(3, 4, 3, device=d)(*at(d, (2, 2, 5, 5))),
+    "normalization": lambda d: nn.LayerNorm(4, device=d)(*at(d, (2, 3))),
+    "broadcast": lambda d: operator.sub(*at(d, (2, 3), (2, 4))),
+    "in place": lambda d: at(d, (2,))[0].copy_(*at(d, (3,))),
+    "labels": lambda d: nn.functional.cross_entropy(*at(d, (2, 3)), torch.zeros(3, dtype=torch.int64, device=d)),
+    "index": lambda d: at(d, (3, 3))[0].gather(0, torch.zeros(4, dtype=torch.int64, device=d)),
+    "embedding": lambda d: nn.functional.embedding(*at(d, (2,), (3, 4))),
+    "view": lambda d: at(d, (2, 3))[0].view(7),
+    "stack": lambda d: torch.stack(at(d, (3,), (4,))),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_wrong_shapes_are_said_as_local_torch_says_them(name: str, settled: None) -> None:
+    program, state = SHAPES[name], torch.get_rng_state()
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as local:
+        program("cpu")
+    torch.set_rng_state(state)
+    with pytest.raises(type(local.value)) as raised:
+        program("node:1")
+    assert str(raised.value) == str(local.value)
+
+
+def test_what_is_too_large_to_be_made_here_is_said_all_the_same(settled: None) -> None:
+    """In the words of torch's meta kernels, and with no more memory than they need."""
+    x = torch.ones(1, device="node:1").expand(1 << 20, 1 << 10)
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        x @ x
 
 
 # ---- functions on nodes ----------------------------------------------------------------------------------------------
