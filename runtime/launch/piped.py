@@ -46,6 +46,10 @@ class PipedEngine(Engine):
         """That program, in messages."""
         return "the agent"
 
+    def unanswered(self, host: Host) -> str:
+        """What is said of a host from which nothing has come."""
+        return f"{self.called(host)} has not connected yet"
+
     def advice(self, host: str, code: int, lines: list[str]) -> str:
         """What to do when the process has ended before its agent has come."""
         return ""
@@ -86,7 +90,7 @@ class PipedBranch(Branch):
         self._closed = False
         self._loop.watch(self._wire.fileno(), self._hear)
         self._loop.watch(self._pidfd, self._reap)
-        self._boss.doing(self, f"{self._program} has not connected yet")
+        self._boss.doing(self, engine.unanswered(host))
         self._loop.later(engine.plan.timeout, self._too_late)
 
     def say(self, order: Order) -> None:

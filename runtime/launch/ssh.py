@@ -95,6 +95,12 @@ class SshEngine(NearbyEngine):
     def _python(self) -> str:
         return self.plan.python or sys.executable
 
+    def unanswered(self, host: Host) -> str:
+        text = super().unanswered(host)
+        if is_here(host.name):
+            return text
+        return f"{text}; is it up, and is there no firewall between? `ssh {host.name} true` has to end at once"
+
     def advice(self, host: str, code: int, lines: list[str]) -> str:
         text = "\n".join(lines)
         for word, advice in _ADVICE.items():

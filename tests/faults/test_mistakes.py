@@ -449,3 +449,9 @@ for name in ("found_here", "found_nowhere"):
     assert done.stdout.count("before init_master_worker(), or in the function") == 2, done
     assert done.stdout.count("found_nowhere is not here either: pip install it on all hosts") == 2, done
     assert done.stdout.count("failed: load() on node 0") == 4, done
+
+
+def test_a_host_that_does_not_answer() -> None:
+    ssh = "sh -c 'case \"$*\" in *-G*) exit 1;; esac; exec sleep 600' ssh"  # -G asks for the user's settings
+    with pytest.raises(dt.StartError, match=r"ssh has not connected yet; is it up, .* `ssh 192.0.2.1 true` has to end"):
+        dt.init_master_worker(hosts="192.0.2.1:1", timeout=2, interface="127.0.0.1", launcher_options={"ssh": ssh})

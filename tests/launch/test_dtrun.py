@@ -78,7 +78,15 @@ def dtrun(tmp_path: Path) -> Dtrun:
         (["-n", "0", "x.py"], "a whole number of at least 1 is needed, not '0'"),
         (["-n", "two", "x.py"], "a whole number of at least 1 is needed, not 'two'"),
         (["--simulate-cuda", "-1", "x.py"], "a whole number of at least 0 is needed, not '-1'"),
-        (["--nodes", "2", "x.py"], "unrecognized arguments: --nodes"),
+        (["--nodes", "2", "x.py"], "unrecognized arguments: --nodes; did you mean -n?"),
+        (["-np", "2", "x.py"], "-np is mpiexec's; did you mean -n?"),
+        (["--host", "a", "x.py"], "unrecognized arguments: --host; did you mean --hosts?"),
+        (["--simulate-cude", "1", "x.py"], "did you mean --simulate-cuda?"),
+        (["--zzz", "1", "x.py"], "unrecognized arguments: --zzz (see dtrun --help)"),
+        (["--bind", "gpus", "x.py"], "did you mean 'gpu'?"),
+        (["--launcher", "slrum", "x.py"], "did you mean 'slurm'?"),
+        (["status"], "script 'status' does not exist, and dtrun has no command of that name"),
+        ([__file__.replace("dtrun.py", "drtun.py")], "does not exist; did you mean test_dtrun.py?"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +96,31 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert err.startswith("dtrun: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("rdma", True), ("NCCL", True), ("tcp", False), ("my.module:Channel", False)],
+)
+def test_a_backend_that_nobody_has_is_noticed_before_the_script(
+    name: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no more than that: the script may make it known."""
+    assert main(["--backend", name, "--no-python", "true"]) == 0
+    err = capsys.readouterr().err
+    assert (f"dtrun: --backend {name}: here is no data channel of that name (known: auto, gloo" in err) is said
+    assert ("did you mean 'nccl'?" in err) is (name == "NCCL")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [("print(1)", 0, True), ("1 / 0", 1, False), ("import disttensor as dt; dt.init_master_worker()", 0, False)],
+)
+def test_a_script_that_asks_for_no_nodes(dtrun: Dtrun, text: str, code: int, said: bool) -> None:
+    with dtrun(text, options=("-n", "1")) as process:
+        _, err = process.communicate(timeout=HANG)
+    assert process.returncode == code
+    assert ("never called disttensor.init_master_worker(): its nodes were started in vain" in err) is said, err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def test_a_loader_without_a_length() -> None:
 
 
 def test_a_depth_of_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 batch ahead, not 0"):
+    with pytest.raises(ValueError, match="depth=0: at least 1 is needed"):
         dt.prefetch([], 0, depth=0)
 
 
