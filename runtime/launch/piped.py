@@ -62,7 +62,7 @@ class PipedBranch(Branch):
         super().__init__(host.name, host.slots)
         self._engine, self._boss, self._loop = engine, engine.boss, engine.loop
         self._closed = True  #: or nothing is open yet
-        self._program = engine.called(host)
+        self._program, self._unanswered = engine.called(host), engine.unanswered(host)
         self._boss.add(self)
         me = os.getpid()
         ours, theirs = socket.socketpair()
@@ -90,7 +90,7 @@ class PipedBranch(Branch):
         self._closed = False
         self._loop.watch(self._wire.fileno(), self._hear)
         self._loop.watch(self._pidfd, self._reap)
-        self._boss.doing(self, engine.unanswered(host))
+        self._boss.doing(self, self._unanswered)
         self._loop.later(engine.plan.timeout, self._too_late)
 
     def say(self, order: Order) -> None:
@@ -154,7 +154,7 @@ class PipedBranch(Branch):
 
     def _too_late(self) -> None:
         if not self._closed and self.knock is None:
-            cause = f"no agent was there within {self._engine.plan.timeout:g} s ({self._program} still tries)"
+            cause = f"no agent was there within {self._engine.plan.timeout:g} s ({self._unanswered})"
             self._boss.lost(self, cause, os.EX_UNAVAILABLE, self._tail())
 
     def _tail(self) -> list[str]:
