@@ -155,7 +155,7 @@ print("compared", len(before))
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 def test_another_library_with_a_device(script: Script, when: str) -> None:
-    """The import names nothing; after that torch has room for one."""
+    """Torch has room for one; the import names ours."""
     rename = "torch.utils.rename_privateuse1_backend('foo')"
     first, second = {
         "before": (f"{rename}\nimport disttensor as dt", "dt.init_master_worker(nodes=1)"),
