@@ -35,6 +35,7 @@ from . import (
     storage,
     transfer,
     uninitialized,
+    wider,
 )
 from .context import current_node
 from .dispatch import dispatch, run
@@ -194,4 +195,4 @@ def _to_copy(
     return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
 
 
-__all__ = ["handlers", "linear", "register"]
+__all__ = ["handlers", "linear", "register", "wider"]

@@ -3,7 +3,8 @@
  1. a handler (`@handler(aten.x.default)` in handlers.py): copies, values, what has its own way
  2. a local tensor among the operands: 0-dim ones are sent along as values, others are an error at the user's line
  3. a cached plan for (operator, operands' metadata, static arguments): mint a ref, append a Call, return the proxy
- 4. no plan yet: infer the outputs on the meta device; where that can't be done, ask the node, once per signature
+ 4. no plan yet: compose what CPUs lack and CUDA has (`@instead`, wider.py), or infer the outputs on the meta device;
+    where that can't be done, ask the node, once per signature
  5. outputs that depend on the data: ask the node each time
 
 Nothing here blocks but 4 and 5's questions and a full window.
@@ -114,6 +115,8 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
                 return _mixed(entry, args, kwargs, place)
     plan = entry.plans.get(tuple(key))
     if plan is None:
+        if entry.instead is not None and (composed := entry.instead(entry, args, kwargs)) is not NotImplemented:
+            return composed
         if entry.asks:
             return ask(entry, args, kwargs, place_of(entry, args, kwargs, place), call, out)[0]
         made = make_plan(entry, args, kwargs, place, call, out)

@@ -60,6 +60,7 @@ class Entry:
         "asks",
         "composite",
         "handler",
+        "instead",
         "kinds",
         "kwkinds",
         "lists",
@@ -110,6 +111,7 @@ class Entry:
         #: whether its meta kernel was right, by how the operands lay (`lying` in planning.py)
         self.right: dict[Any, bool] = {}
         self.handler: Callable[..., Any] | None = None
+        self.instead: Callable[..., Any] | None = None
 
     def store(self, table: dict[Any, Any], key: Any, plan: Plan) -> None:
         """Notes a plan in one of this entry's tables; a full one is emptied first, with the other."""

@@ -16,6 +16,7 @@ Handler = Callable[[Entry, Any, Any], Any]
 entries: dict[int, Entry] = {}
 _handlers: dict[OpOverload, Handler] = {}
 _kinds: dict[str, Handler] = {}
+_instead: dict[str, Handler] = {}
 #: Tables kept elsewhere whose keys hold on to a session; emptied with the plans.
 caches: list[dict[Any, Any]] = []
 
@@ -42,6 +43,18 @@ def handles(kind: str) -> Callable[[Handler], Handler]:
     return register
 
 
+def instead(*names: str) -> Callable[[Handler], Handler]:
+    """Registers what the overloads of aten operators, in-place ones too, do for some signatures: asked at each call
+    that has no plan, it gives the result, or NotImplemented."""
+
+    def register(fn: Handler) -> Handler:
+        for name in names:
+            _instead[name] = _instead[name + "_"] = fn
+        return fn
+
+    return register
+
+
 def enter(op: OpOverload) -> Entry:
     """The entry of an operator."""
     entry = entries.get(id(op))
@@ -50,6 +63,7 @@ def enter(op: OpOverload) -> Entry:
         kinds = ("python", entry.python), ("composite", entry.composite), ("view", entry.view), ("value", entry.value)
         kind = next((name for name, applies in kinds if applies), "")
         entry.handler = _handlers.get(op) or _kinds.get(kind)
+        entry.instead = _instead.get(entry.name.partition(".")[0].removeprefix("aten::"))
         entries[id(op)] = entry
     return entry
 

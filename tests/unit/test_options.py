@@ -164,7 +164,7 @@ def test_torchruns_options_are_known() -> None:
     others = ("rdzv-backend", "rdzv-id", "rdzv-conf", "max-restarts", "monitor-interval", "start-method", "role")
     others += ("run-path", "local-ranks-filter", "local-addr", "logs-specs", "numa-binding", "signals-to-handle")
     others += ("event-log-handler", "duplicate-stdout-filters", "duplicate-stderr-filters", "shutdown-timeout")
-    others += ("virtual-local-rank",)
+    others += ("virtual-local-rank", "log-line-prefix-template", "print-completion")
     left = {name.replace("_", "-") for name in theirs - ours}
     assert left <= {f"--{name}" for name in others}
 
