@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("clean", "compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks, with local tensors as well
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python"),  # what dynamo says of 3.13.0
 ]
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
