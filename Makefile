@@ -16,7 +16,7 @@ MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
 
-.PHONY: demo dev check unit test slow gpu mutants flaked netns mpi slurm ssh ray bench clean
+.PHONY: demo dev check unit test slow gpu mutants flaked versions netns mpi slurm ssh ray bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -59,6 +59,10 @@ flaked: dev
 
 mutants: dev
 	$(BIN)/python tools/ci/mutants.py --jobs $(JOBS)
+
+# The oldest and the newest Pythons and torches, in environments that are made for it and removed.
+versions:
+	tools/ci/versions.sh
 
 netns: dev
 	tools/ci/netns.sh $(BIN)/pytest

@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 import torch
 
-from . import arguments, autocast, infer, notebook, registry, state
+from . import arguments, autocast, infer, notebook, registry, state, tested
 from . import backend as device_backend
 from .arguments import spelled
 from .launching import part_in, plan_for
@@ -376,6 +376,7 @@ def _register_once() -> None:
     if _registered:
         return
     _registered = True
+    tested.say()
     atexit.register(_at_exit)
     notebook.attach()
     os.register_at_fork(after_in_child=_in_child)

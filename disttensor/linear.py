@@ -138,6 +138,13 @@ def _named(name: str) -> Any:
     return torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
 
 
-#: (more than a matrix, with a bias) -> what torch's result is by
-_NAMES = {(False, True): "Addmm", (False, False): "Mm", (True, True): "View", (True, False): "UnsafeView"}
-_WAYS = {case: _named(f"{name}Backward0") for case, name in _NAMES.items()}
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _name(deep: bool, biased: bool) -> str:
+    """What this torch's result is by: which of its views ends the composite differs between versions."""
+    x, weight, bias = (torch.empty(s, device="cpu").requires_grad_() for s in ((1,) * (2 + deep), (1, 1), (1,)))
+    return type(aten.linear.default(x, weight, bias if biased else None).grad_fn).__name__
+
+
+#: (more than a matrix, with a bias) -> a way in
+_WAYS = {(deep, biased): _named(_name(deep, biased)) for deep in (False, True) for biased in (False, True)}

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _COMPLEX_HALF = frozenset({torch.complex32})
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _BOOL = frozenset({torch.bool})
 
@@ -29,6 +30,7 @@ _WIDER: dict[torch.dtype, dict[torch.dtype, torch.dtype]] = {
     torch.bfloat16: {torch.bfloat16: torch.float32},
     torch.complex32: {torch.complex32: torch.complex64, torch.float16: torch.float32},
     torch.bool: {torch.bool: torch.uint8},
+    **{dtype: {dtype: torch.float32} for dtype in _FLOAT8},
     **{dtype: {dtype: torch.float64} for dtype in _INTEGERS},
 }
 
@@ -50,6 +52,7 @@ NARROW: dict[str, frozenset[torch.dtype]] = {
     ),
     "rrelu_with_noise": frozenset({torch.float16}),
     "_fft_r2c": frozenset({torch.float16}),
+    "scatter": _FLOAT8,
     "abs": _BOOL,
     "trace": _BOOL | _COMPLEX_HALF,
     **dict.fromkeys(
@@ -71,7 +74,9 @@ def _computes_as_cpu(tensors: list[Any]) -> bool:
 def widened(entry: Entry, args: Any, kwargs: Any) -> Any:
     """The operation in the wider type, where it is one of `NARROW`'s and its node computes as a CPU."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    narrow = reduce(torch.promote_types, (t.dtype for t in tensors))
+    types = {t.dtype for t in tensors}
+    types = {dtype for dtype in types if dtype.is_floating_point or dtype.is_complex} or types  # without indices
+    narrow = reduce(torch.promote_types, types)
     if narrow not in NARROW[entry.op.overloadpacket.__name__.removesuffix("_")] or not _computes_as_cpu(tensors):
         return NotImplemented
     wider = _WIDER[narrow]

@@ -1,14 +1,18 @@
-"""Which nodes a master takes: those that speak as it does."""
+"""Which nodes a master takes: those that speak as it does. What it says of a torch that no test has run on."""
 
 from __future__ import annotations
 
+import re
+from configparser import ConfigParser
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from checkout import ROOT
 from msgspec.structs import replace
 
+from disttensor import tested
 from disttensor.init import meet
 from disttensor.runtime import command as c
 from disttensor.runtime.abilities import own
@@ -40,3 +44,35 @@ def test_others_are_refused(hello: c.Hello, says: str) -> None:
 
 def test_another_build_of_the_same_torch_is_taken() -> None:
     met(replace(HELLO, torch=str(torch.__version__).partition("+")[0] + "+cu999"))
+
+
+def test_an_untested_torch_is_told_of_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DISTTENSOR_UNTESTED", raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
+    tested.say()
+    told = capsys.readouterr().err
+    assert told.startswith("disttensor: torch 2.99.1+cpu is not among")
+    assert told.count("\n") == 1
+    monkeypatch.setenv("DISTTENSOR_UNTESTED", "1")
+    tested.say()
+    monkeypatch.delenv("DISTTENSOR_UNTESTED")
+    for known in tested.TORCH:
+        monkeypatch.setattr(torch, "__version__", f"{known}.1+cu130")
+        tested.say()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_page_has_every_tested_torch() -> None:
+    """A line of its table for each pair that the script runs; those of which all has run are the tested ones."""
+    page = (ROOT / "docs/COMPATIBILITY.md").read_text()
+    row = r"^\| (3\.\d+)\.\d+ \| (\d+\.\d+)\.\d+ \| [\d-]+ \| (complete|in part) \|"
+    ran = re.findall(row, page, re.MULTILINE)
+    assert {torch for _, torch, how in ran if how == "complete"} == set(tested.TORCH)
+    pairs = re.findall(r"(3\.\d+):(\d+\.\d+)?", (ROOT / "tools/ci/versions.sh").read_text().partition("set -- ")[2])
+    newest = max((torch for _, torch, _ in ran), key=lambda release: int(release.partition(".")[2]))
+    assert sorted((python, torch) for python, torch, _ in ran) == sorted((p, t or newest) for p, t in pairs)
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert settings["options"]["python_requires"] == f">={min(python for python, _, _ in ran)}"
