@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 import torch
 
-from . import arguments, autocast, infer, notebook, registry, state, tested
+from . import arguments, autocast, infer, notebook, registry, selfcheck, state, tested
 from . import backend as device_backend
 from .arguments import spelled
 from .launching import part_in, plan_for
@@ -90,6 +90,7 @@ def init_master_worker(
     tee: str = "",
     redirects: str = "",
     exist_ok: bool = False,
+    verify: float = 0,
 ) -> SessionContext:
     """Makes this process the master and gives it nodes; starts local ones unless ``dtrun`` has.
 
@@ -126,6 +127,8 @@ def init_master_worker(
         redirects: what goes to these files only, in the same way.
         exist_ok: where a session is running, take that one, as a notebook's cell does that is run again. The other
             arguments then say nothing, but ``nodes`` has to be as many as there are.
+        verify: the share of operations, 0 to 1, that are computed here as well and compared (docs/VERIFYING.md); the
+            first that differs raises VerifyError.
 
     Returns: a context manager whose end calls ``shutdown``; it need not be used.
 
@@ -150,6 +153,7 @@ def init_master_worker(
                 "call disttensor.shutdown() first"
             )
         return SessionContext(running)
+    share = selfcheck.share_of(verify)
     where = part_in(init_method, rank, world_size, timeout)
     plan = plan_for(launcher, hosts, interface, launcher_options or {}, timeout, nodes, where)
     launcher = plan.launcher
@@ -252,6 +256,7 @@ def init_master_worker(
     state.set_session(session)
     autocast.choose_default(session.places)
     _register_once()
+    selfcheck.begin(session, share)
     return SessionContext(session)
 
 
@@ -361,6 +366,7 @@ def _end(report: bool, timeout: float | None = None) -> None:
             error = session.last_words(timeout)
         except BaseException as e:  # Ctrl-C
             error = e
+    selfcheck.end()
     state.set_session(None)
     session.close(2.0 if timeout is None else 0.5)
     registry.drop_plans()

@@ -5,6 +5,7 @@
       RemoteError       an operation failed on a node with a type that the master doesn't know
       ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
       GeometryError     an operation gave a node's tensor another shape or other strides than its proxy has
+      VerifyError       a node's result is not that of local torch (``verify=``)
       GraphError        what a graph can't record, or can't replay as it was recorded
       StartError        nodes could not be started
       ForkError         a forked child used its parent's session
@@ -61,6 +62,17 @@ class GeometryError(DisttensorError):
 
 class GraphError(DisttensorError):
     """Something can't be recorded into a graph, or a graph can't be replayed as it was recorded."""
+
+
+class VerifyError(DisttensorError):
+    """A node's result is not that of local torch, as ``init_master_worker(verify=...)`` has compared them.
+
+    Attributes: ``operator``, ``node`` and ``line`` (of the user's program).
+    """
+
+    def __init__(self, text: str, operator: str = "", node: int = -1, line: str = "") -> None:
+        super().__init__(text)
+        self.operator, self.node, self.line = operator, node, line
 
 
 class StartError(DisttensorError):
