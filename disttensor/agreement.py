@@ -1,4 +1,4 @@
-"""Whether a node's result is that of local torch: how far values of each dtype may be apart, and what is said of more."""
+"""Whether a node's result is that of local torch: how far values of a dtype may be apart, and what is said of more."""
 
 from __future__ import annotations
 
@@ -79,10 +79,13 @@ def memory_differs(actual: torch.UntypedStorage, expected: torch.UntypedStorage,
 
 def geometry_differs(actual: torch.Tensor, expected: torch.Tensor, strides: bool = True) -> str:
     """ "" for two tensors of one dtype and shape, and with ``strides`` also of one layout."""
-    told = [(a.dtype, tuple(a.shape), *((a.stride(), int(a.storage_offset())) if strides else ())) for a in (actual, expected)]
-    for name, one, other in zip(("dtype", "shape", "strides", "offset"), *told, strict=False):
+    told = [
+        (a.dtype, tuple(a.shape), *((a.stride(), int(a.storage_offset())) if strides else ()))
+        for a in (actual, expected)
+    ]
+    for name, one, other in zip(("dtype is", "shape is", "strides are", "offset is"), *told, strict=False):
         if one != other:
-            return f"the {name} is {one}, and with local torch {other}"
+            return f"the {name} {one}, and with local torch {other}"
     return ""
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .dispatch import dispatch
-from .meta import Handle, Lazy, Shared, meta_of, new_ref
+from .meta import Handle, Lazy, Shared, contiguous, meta_of, new_ref
 from .placement import Place
 from .planning import make_room
 from .runtime import codec
@@ -36,6 +36,8 @@ class Memory:
 class Images:
     """Of the tensors of one operation at one moment: what shares memory on a node shares it here."""
 
+    #: what the operation overwrites: if nothing uses it yet it stays so, for a copy to it may be the transfer itself
+    target: torch.Tensor | None = None
     memories: dict[Name, Memory] = field(default_factory=dict)
     _seen: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = field(default_factory=dict)
 
@@ -65,12 +67,14 @@ class Images:
                 self.memories[name] = Memory(storage.clone(), tensor.detach(), tensor.dtype)
             geometry = (tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             return _in(self.memories[name].storage, *geometry, (tensor.is_conj(), tensor.is_neg())), name
+        return self._fetch(tensor)  # type: ignore[arg-type]  # what is left is a proxy
+
+    def _fetch(self, tensor: DistributedTensor) -> tuple[torch.Tensor, Name]:
         home, bits = at_home(tensor), tensor._h.meta.bits
-        if isinstance(home._h, Lazy) and not home._h.ref and home._h.base is None:
-            # nothing uses it yet, and a copy to it may be the transfer itself: it stays so
-            meta = home._h.meta
+        meta = home._h.meta
+        if tensor is self.target and _is_unused(home._h):
             empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
-            name = (home._h, 0)
+            name: Name = (home._h, 0)
             self.memories.setdefault(name, Memory(empty.untyped_storage(), home, meta.dtype))
             return _in(self.memories[name].storage, meta.dtype, meta.shape, meta.stride, 0, bits), name
         place = home._place
@@ -141,6 +145,11 @@ def _in(
     torch._C._set_conj(image, bits[0])
     torch._C._set_neg(image, bits[1])
     return image
+
+
+def _is_unused(h: Handle) -> bool:
+    """Whether it is a whole empty tensor that is not there yet."""
+    return isinstance(h, Lazy) and not h.ref and h.base is None and h.meta.stride == contiguous(h.meta.shape)
 
 
 def _ref(tensor: DistributedTensor) -> int:

@@ -1,4 +1,4 @@
-"""What local torch makes of an operation's operands; and by which rules an operation is not compared, or not in full."""
+"""What local torch makes of an operation's operands; and by which rules operations are not compared, or not in full."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import disguise
 from .joining import Joint
@@ -90,8 +90,11 @@ def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
                 return f"an operand of layout {x.layout}"
         elif isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return "a traced size"
-        elif isinstance(x, torch.device) and x.type == "meta":
-            return "the meta device has no values"
+        elif isinstance(x, torch.device):
+            if x.type == "meta":
+                return "the meta device has no values"
+            if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+                return "a composite that may copy to another device; its parts are compared"
     return ""
 
 
@@ -227,4 +230,4 @@ def place_of(args: Any, kwargs: Any, place: Place | None) -> Place | None:
     if first is None:
         return None
     held = first._h.meta.place
-    return held.session.places.at(held.node, held.name)
+    return held.session.places.at(held.node, held.name)  # type: ignore[no-any-return]

@@ -146,7 +146,8 @@ class SelfCheck:
         if why or place is None:
             self._skipped[why] += 1
             return call()
-        before, seeded = Images(), draws(op) and place.kernels == "cpu"
+        before = Images(args[0] if op is torch.ops.aten.copy_.default else None)
+        seeded = draws(op) and place.kernels == "cpu"
         given = self._quiet(lambda: tree_map_only(torch.Tensor, before.of, (args, kwargs)))
         state = self._quiet(lambda: self._generator(place)) if seeded else None
         if given is _NOTHING or state is _NOTHING:
@@ -277,7 +278,7 @@ class SelfCheck:
             self._inside.on = False
 
     def _quiet(self, read: Callable[[], T]) -> T:
-        """What ``read`` gives; _NOTHING if it raises, for what has failed is raised where it would be without a check."""
+        """What ``read`` gives; _NOTHING if it raises: what has failed is raised where it would be without a check."""
         failures = self.session.link.failures
         seen = {key for key, failure in list(failures.items()) if failure.observed}
         with self._own(), plain_torch():
@@ -337,8 +338,8 @@ class SelfCheck:
                 told = _tensors_differ(x, y, before, after, names, place)
             if told:
                 return f"{name}: {told}"
-        for i, (name, memory) in enumerate(before.memories.items()):
-            if names and (told := _memory_told(memory, after, names[name], place)):
+        for i, (key, memory) in enumerate(before.memories.items()):
+            if names and (told := _memory_told(memory, after, names[key], place)):
                 return f"the memory of operand {i}, {operand_name(memory.tensor)}, after it: {told}"
         if drawn is not None and not torch.equal(drawn, state):
             return "the generator's state after it is not that of local torch: it has drawn more, or fewer, numbers"
@@ -388,7 +389,7 @@ def _outs(joint: Joint, work: Any) -> list[list[torch.Tensor]]:
 
 def _plain_differ(x: Any, y: Any) -> str:
     """Of results that are no tensors."""
-    if type(x) is type(y) and (x == y or x != x and y != y):
+    if type(x) is type(y) and (x == y or (x != x and y != y)):
         return ""
     if type(x) is float and type(y) is float:
         return values_differ(torch.tensor([x]), torch.tensor([y]), "cpu")
@@ -407,8 +408,10 @@ def _tensors_differ(
     if told := values_differ(image, y, place.kernels):
         return told
     owner = before.owner(y)
-    if x.numel() and (names.get(owner) if owner else None) != (found := after.name_of(x)) and (
-        owner or found in names.values()
+    if (
+        x.numel()
+        and (names.get(owner) if owner else None) != (found := after.name_of(x))
+        and (owner or found in names.values())
     ):
         return "it shares memory with an operand" if owner is None else "it shares no memory with the operand it is of"
     return ""
@@ -469,3 +472,6 @@ def share_of(verify: Any) -> float:
 def counts() -> Counts:
     """What was compared in the newest session with ``verify``, which may have ended."""
     return Counts(0, {}, {}, {}) if _last is None else _last.counts()
+
+
+__all__ = ["Counts", "VerifyError", "begin", "counts", "end", "share_of"]

@@ -12,6 +12,7 @@ from .runtime.failure import Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PICKLE = os.sep + os.path.join("cloudpickle", "")  # asks for what an argument of dt.run is to be
 _RUNTIME = os.path.dirname(os.path.realpath(os.path.join(_HERE, "runtime", "__init__.py"))) + os.sep
 
 #: id of a code object -> it; the user's, and those of torch and ours. By id: hashing one hashes its bytecode each time.
@@ -23,7 +24,8 @@ def _is_users(code: CodeType) -> bool:
     if len(users) + len(_others) > 100_000:
         users.clear()
         _others.clear()
-    mine = not code.co_filename.startswith((_HERE, _TORCH, _RUNTIME, "<frozen "))
+    name = code.co_filename
+    mine = not name.startswith((_HERE, _TORCH, _RUNTIME, "<frozen ")) and _PICKLE not in name
     (users if mine else _others)[id(code)] = code
     return mine
 

@@ -27,6 +27,7 @@ PUBLIC = {
     "disttensor.testing",
     "disttensor.channels",
     "disttensor.functional",
+    "disttensor.selfcheck",
     "disttensor.runtime.channel",
 }
 
@@ -40,6 +41,7 @@ INTERNAL: dict[str, str] = {
     "ops/test_edited.py": "Modules: which modules have changed since nodes imported them",
     "ops/test_picked_kernels.py": "kernels.py, with records that no node here tells, and the table of all overrides",
     "ops/test_plans.py": "the tables of plans and templates: their bounds and their keys",
+    "ops/test_selfcheck.py": "what stands in the ways of operations while they are compared, and seeded defects",
     "graphs/test_engine_build.py": "the process that compiles engines",
     "graphs/test_engine_cuda.py": "the engine of CUDA graphs, with a stand-in for a GPU",
     "graphs/test_engine_programs.py": "what engines make of a Program",

@@ -1,0 +1,692 @@
+"""``init_master_worker(verify=...)``: what is wrong on a node is found, and where; nothing else is."""
+
+from __future__ import annotations
+
+import linecache
+import random
+import re
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from checkout import ROOT
+
+import disttensor as dt
+from disttensor import (
+    DistributedTensor,
+    attention,
+    backend,
+    dispatch,
+    fast,
+    joining,
+    linear,
+    planning,
+    remote,
+    selfcheck,
+    state,
+)
+from disttensor.runtime import template
+from disttensor.runtime.channel.inproc import InprocChannel
+from disttensor.runtime.collective import reduction
+from disttensor.runtime.errors import VerifyError
+from disttensor.session import Session
+
+NODE = "node:1"
+
+
+def session(verify: float = 1.0, nodes: int = 2, simulate_cuda: int = 0) -> dt.init.SessionContext:
+    return dt.init_master_worker(nodes=nodes, launcher="inproc", verify=verify, simulate_cuda=simulate_cuda)
+
+
+@pytest.fixture(autouse=True)
+def nothing_unread() -> Iterator[None]:
+    """No comparison was given up in any session here but where a test says why."""
+    yield
+    assert not [why for why in selfcheck.counts().skipped if why.startswith("something")]
+
+
+# ---- defects ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Defect:
+    """What is broken, a program that meets it, and what is said of it: the operator, how it differs, and the line."""
+
+    seed: Callable[[pytest.MonkeyPatch], None]
+    program: Callable[[], Any]
+    operator: str
+    says: str
+    line: str = "lambda: "  #: in the text of the line
+
+
+def kernel(name: str, breaks: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """``breaks(original, *args)`` in the place of what nodes run for an operator."""
+
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        original = template.binding
+
+        def binding(op: Any, *rest: Any) -> Callable[..., Any]:
+            fn = original(op, *rest)
+            return (lambda *args, **kwargs: breaks(fn, *args, **kwargs)) if op.name() == name else fn
+
+        patch.setattr(template, "binding", binding)
+
+    return seed
+
+
+def wrapped(owner: Any, name: str, breaks: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """The same for a function of ours."""
+
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kwargs: breaks(original, *args, **kwargs))
+
+    return seed
+
+
+def off(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """One value is another."""
+    result = fn(*args, **kwargs)
+    first = result[0] if isinstance(result, tuple) else result
+    with torch.no_grad():
+        first.view(-1)[-1] += 1
+    return result
+
+
+def twice(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The numbers after those that were due."""
+    fn(*args, **kwargs)
+    return fn(*args, **kwargs)
+
+
+def beside(fn: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
+    """Writes memory beside what it shall write."""
+    fn(x, *args)
+    x.as_strided((1,), (1,), 0).fill_(7)
+    return x
+
+
+def over(fn: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
+    """Writes what it only reads."""
+    result = fn(x, *args)
+    x.zero_()
+    return result
+
+
+def but_last(fn: Callable[..., Any], xs: list[torch.Tensor], *args: Any) -> Any:
+    return fn(xs[:-1], *args)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape).to(NODE)
+
+
+def late(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+    """The backward pass of a function of a leaf; its line is this file's, in ``backwards``."""
+    return lambda: backwards(fn(ones(2, 3).requires_grad_()))
+
+
+def backwards(y: torch.Tensor) -> None:
+    y.sum().backward()
+
+
+def unlike(fn: Callable[..., Any], op: Any, args: Any, kwargs: Any) -> Any:
+    """Strides that the node's tensor has not."""
+    result = fn(op, args, kwargs)
+    if op.name() == "aten::exp":
+        return result.new_empty(result.shape[::-1]).permute(*reversed(range(result.dim())))
+    return result
+
+
+def unmasked(
+    fn: Callable[..., Any], query: Any, key: Any, value: Any, mask: Any = None, *rest: Any, **options: Any
+) -> Any:
+    return fn(query, key, value, None, *rest, **options)
+
+
+def on_the_way(fn: Callable[..., Any], channel: Any, tensor: torch.Tensor, peer: int, *args: Any) -> Any:
+    """From node 0 to node 1 goes something else."""
+    return fn(channel, tensor + 1 if (channel._rank, peer) == (0, 1) else tensor, peer, *args)
+
+
+def forgets(a: torch.Tensor, b: torch.Tensor, **out: Any) -> torch.Tensor:
+    """A reduction of the first."""
+    return torch.mul(a, 1, **out)
+
+
+def fused_step() -> None:
+    options = {"momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_([ones(3)], [ones(3)], [], weight_decay=0.0, is_first_step=True, **options)
+
+
+def recurrent() -> None:
+    layer = nn.LSTM(3, 4).to(NODE)
+    layer(ones(5, 2, 3))
+
+
+def wrong(arrival: Any) -> Any:
+    arrival.tensor.add_(1)
+    return arrival
+
+
+DEFECTS: dict[str, Defect] = {
+    "elementwise": Defect(kernel("aten::mul.Tensor", off), lambda: ones(2, 3) * 2, "aten::mul.Tensor", "at [1, 2]"),
+    "elementwise, torch's way": Defect(
+        kernel("aten::sin", off), lambda: ones(2, 3).sin(), "aten::sin", "1 of 6 values differ, by up to 1 "
+    ),
+    "number first": Defect(
+        kernel("aten::rsub.Scalar", off), lambda: 1 - ones(2, 3), "aten::rsub.Scalar", "1 of 6 values"
+    ),
+    "reduction": Defect(kernel("aten::sum", off), lambda: ones(3).sum(), "aten::sum", "at [] the node has 7.0"),
+    "reduction to a number": Defect(
+        kernel("aten::_local_scalar_dense", lambda fn, x: fn(x) + 1),
+        lambda: ones(1).item(),
+        "aten::_local_scalar_dense",
+        "1 of 1 values differ",
+    ),
+    "indices": Defect(
+        kernel("aten::argmax", lambda fn, *a: fn(*a) + 1), lambda: ones(3).argmax(), "aten::argmax", "1 of 1"
+    ),
+    "matmul": Defect(kernel("aten::mm", off), lambda: ones(2, 3) @ ones(3, 2), "aten::mm", "1 of 4 values"),
+    "linear": Defect(
+        kernel("aten::linear", off), lambda: F.linear(ones(2, 3), ones(4, 3)), "aten::linear", "1 of 8 values"
+    ),
+    "in place": Defect(kernel("aten::add_.Tensor", off), lambda: ones(3).add_(1), "aten::add_.Tensor", "at [2]"),
+    "in place, beside it": Defect(
+        kernel("aten::mul_.Tensor", beside), lambda: ones(3)[1:].mul_(2), "aten::mul_.Tensor", "the memory of operand 0"
+    ),
+    "an operand is written": Defect(
+        kernel("aten::exp", over), lambda: ones(3).exp(), "aten::exp", "the memory of operand 0"
+    ),
+    "out=": Defect(
+        kernel("aten::add.out", lambda fn, a, b, out: fn(a, b, alpha=2, out=out)),
+        lambda: torch.add(ones(3), ones(3), out=ones(3)),
+        "aten::add.out",
+        "3 of 3 values",
+    ),
+    "view of another place": Defect(
+        kernel("aten::select.int", lambda fn, x, dim, i: fn(x, dim, i + 1)),
+        lambda: ones(3, 2)[1],
+        "aten::select.int",
+        "the offset is 4, and with local torch 2",
+    ),
+    "view that is a copy": Defect(
+        kernel("aten::view", lambda fn, *a: fn(*a).clone()), lambda: ones(4).view(2, 2), "aten::view", "no memory"
+    ),
+    "copy that is a view": Defect(
+        kernel("aten::clone", lambda fn, x, **k: fn(x[:], **k) if x.dim() != 3 else x),
+        lambda: ones(1, 1, 2).clone(),
+        "aten::clone",
+        "it shares memory with an operand",
+    ),
+    "layout on the node": Defect(
+        kernel("aten::cos", lambda fn, x: fn(x).t().contiguous().t()),
+        lambda: ones(2, 3).cos(),
+        "aten::cos",
+        "the strides are (1, 2), and with local torch (3, 1)",
+    ),
+    "layout here": Defect(
+        wrapped(planning.infer, "infer", unlike), lambda: ones(2, 3).exp(), "aten::exp", "to the script the strides are"
+    ),
+    "dtype on the node": Defect(
+        kernel("aten::tan", lambda fn, x: fn(x).double()), lambda: ones(3).tan(), "aten::tan", "the dtype is"
+    ),
+    "factory": Defect(
+        kernel("aten::eye.m_out", off), lambda: torch.eye(3, device=NODE), "aten::eye.m_out", "at [2, 2]"
+    ),
+    "factory, at once": Defect(
+        kernel("aten::tril_indices", off),
+        lambda: torch.tril_indices(2, 2, device=NODE),
+        "aten::tril_indices",
+        "1 of 6 values",
+    ),
+    "random": Defect(
+        kernel("aten::normal_", twice), lambda: torch.randn(3, device=NODE), "aten::normal_", "3 of 3 values"
+    ),
+    "random, the state only": Defect(
+        kernel("aten::bernoulli_.float", lambda fn, x, *a: (fn(x, *a), torch.rand(1))[0]),
+        lambda: ones(3).bernoulli_(0.0),
+        "aten::bernoulli_.float",
+        "it has drawn more, or fewer, numbers",
+    ),
+    "dropout": Defect(
+        kernel("aten::bernoulli_.float", twice),
+        lambda: F.dropout(ones(100), 0.5),
+        "aten::native_dropout",
+        "of 100 values differ",
+    ),
+    "foreach": Defect(
+        kernel("aten::_foreach_add_.Scalar", but_last),
+        lambda: torch._foreach_add_([ones(2), ones(3)], 1),
+        "aten::_foreach_add_.Scalar",
+        "the memory of operand 1",
+    ),
+    "fused optimizer": Defect(
+        kernel("aten::_fused_sgd_", lambda fn, xs, *a, **k: fn(xs, *a, **k | {"lr": 1.0})),
+        fused_step,
+        "aten::_fused_sgd_",
+        "the memory of operand 0",
+        "torch._fused_sgd_(",
+    ),
+    "indexing": Defect(
+        kernel("aten::index.Tensor", off),
+        lambda: ones(3)[torch.tensor([2, 0])],
+        "aten::index.Tensor",
+        "1 of 2 values",
+    ),
+    "mask": Defect(
+        kernel("aten::nonzero", lambda fn, x: fn(x).flip(0)),
+        lambda: ones(3)[ones(3) > 1],
+        "aten::nonzero",
+        "2 of 2 values",
+    ),
+    "data-dependent shape": Defect(
+        kernel("aten::nonzero", lambda fn, x: fn(x)[1:]),
+        lambda: ones(3).nonzero(),
+        "aten::nonzero",
+        "the shape is (2, 1), and with local torch (3, 1)",
+    ),
+    "backward": Defect(
+        kernel("aten::tanh_backward", off),
+        late(torch.tanh),
+        "aten::tanh_backward",
+        "1 of 6 values",
+        "y.sum().backward()",
+    ),
+    "backward of linear": Defect(
+        kernel("aten::mm", off),
+        late(lambda x: F.linear(x, ones(4, 3))),
+        "aten::mm",
+        "1 of 6 values",
+        "y.sum().backward()",
+    ),
+    "composite": Defect(
+        wrapped(attention, "attention", unmasked),
+        lambda: F.scaled_dot_product_attention(*[ones(1, 1, 3, 4)] * 3, torch.eye(3, device=NODE) * 40),
+        "aten::scaled_dot_product_attention",
+        "values differ",
+    ),
+    "recurrent": Defect(
+        kernel("aten::mkldnn_rnn_layer", off), recurrent, "aten::mkldnn_rnn_layer", "1 of", "layer(ones"
+    ),
+    "copy to a node": Defect(
+        wrapped(Session, "upload", lambda fn, s, x, *a: fn(s, x + 1, *a)),
+        lambda: torch.ones(3).to(NODE),
+        "a copy to a node",
+        "3 of 3 values",
+    ),
+    "copy to the master": Defect(
+        wrapped(Session, "download", lambda fn, s, x, *a: fn(s, x, *a) + (1 if x.dtype is torch.int16 else 0)),
+        lambda: torch.ones(3, dtype=torch.int16, device=NODE).cpu(),
+        "a copy to the master",
+        "by the checksums of both",
+    ),
+    "fetch": Defect(
+        wrapped(Session, "fetch", lambda fn, *a: wrong(fn(*a))),
+        lambda: dt.fetch(ones(3)),
+        "a copy to the master",
+        "by the checksums of both",
+    ),
+    "copy between nodes": Defect(
+        wrapped(InprocChannel, "isend", on_the_way),
+        lambda: torch.ones(3, device="node:0").to(NODE),
+        "aten::_to_copy",
+        "3 of 3 values",
+    ),
+    "copy of an argument": Defect(
+        wrapped(InprocChannel, "isend", on_the_way),
+        lambda: dt.run(torch.neg, torch.ones(3, device="node:0"), node=1),
+        "a copy between nodes",
+        "3 of 3 values",
+    ),
+    "copy in place": Defect(
+        wrapped(InprocChannel, "isend", on_the_way),
+        lambda: ones(3).copy_(torch.ones(3, device="node:0")),
+        "aten::copy_",
+        "3 of 3 values",
+    ),
+    "collective": Defect(
+        lambda patch: patch.setitem(reduction._KERNELS, dt.ReduceOp.SUM, forgets),
+        lambda: dt.all_reduce([torch.full((3,), k + 1.0, device=f"node:{k}") for k in range(2)]),
+        "all_reduce",
+        "tensor 0 of node",
+    ),
+    "collective that moves": Defect(
+        wrapped(InprocChannel, "isend", on_the_way),
+        lambda: dt.broadcast([torch.ones(3, device=f"node:{k}") for k in range(2)], src=0),
+        "broadcast",
+        "tensor 0 of node 1: 3 of 3 values",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", DEFECTS)
+def test_a_defect_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect = DEFECTS[family]
+    with session():
+        defect.program()  # nothing to find: it is the defect that is found below
+    defect.seed(monkeypatch)
+    with session(), pytest.raises(VerifyError) as told:
+        defect.program()
+    error = told.value
+    assert error.operator == defect.operator
+    assert defect.says in str(error)
+    assert f"computed: on node {error.node} cpu (host " in str(error)
+    assert f"issued: {error.line}\n" in str(error)
+    path, number = error.line.partition(" in ")[0].rsplit(":", 1)
+    assert path == __file__
+    first = defect.program.__code__.co_firstlineno
+    if defect.line == "lambda: ":
+        assert int(number) == first
+    else:
+        assert defect.line in linecache.getline(path, int(number))
+
+
+@pytest.mark.parametrize("family", ["elementwise", "collective", "copy to a node", "composite"])
+def test_without_verify_it_is_not(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    DEFECTS[family].seed(monkeypatch)
+    with session(verify=0):
+        DEFECTS[family].program()
+
+
+# ---- what it leaves as it is -----------------------------------------------------------------------------------------
+
+
+def ways() -> list[Any]:
+    """Whatever stands in the ways that an operation can take."""
+    return [
+        vars(DistributedTensor)["__torch_dispatch__"].__func__,
+        fast.issue,
+        linear.dispatch,
+        backend.dispatch,
+        backend.run,
+        remote.move,
+        joining.Joint.issue,
+    ]
+
+
+def test_nothing_stands_in_the_way_without_it() -> None:
+    with session(verify=0):
+        plain = ways()
+        assert plain[:5] == [dispatch.dispatch, dispatch.issue, dispatch.dispatch, dispatch.dispatch, dispatch.run]
+        assert not {"upload", "download", "fetch"} & vars(state.session()).keys()
+    with session(verify=0.5):
+        assert not [now for now, before in zip(ways(), plain, strict=True) if now is before]
+        assert {"upload", "download", "fetch"} <= vars(state.session()).keys()
+    assert ways() == plain
+    with session(verify=0):
+        assert ways() == plain
+        assert not {"upload", "download", "fetch"} & vars(state.session()).keys()
+
+
+def test_composites_are_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with session():
+        pass
+    calls: list[str] = []
+
+    def note(*args: Any) -> bool:
+        calls.append("operation")
+        return False
+
+    monkeypatch.setattr(selfcheck.SelfCheck, "_chosen", note)
+    x = torch.rand(1, 1, 4, 8)
+    with session(verify=0):
+        y = x.to(NODE)
+        assert torch.allclose(
+            F.scaled_dot_product_attention(y, y, y).cpu(), F.scaled_dot_product_attention(x, x, x), atol=1e-6
+        )
+        torch.linalg.svdvals(y)
+    assert calls == []
+    with session(verify=1):
+        torch.linalg.svdvals(x.to(NODE))
+    assert calls
+
+
+def step(where: str) -> list[Any]:
+    """A program whose numbers depend on all generators."""
+    torch.manual_seed(3)  # nodes that are threads here seed the one generator that there is
+    dt.synchronize()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.ReLU(), nn.Linear(8, 2)).to(where)
+    torch.manual_seed(4)
+    dt.synchronize()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found: list[Any] = []
+    for _ in range(3):
+        x = torch.randn(5, 6, device=where)
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return [*found, torch.rand(3).tolist(), random.random(), torch.rand(3, device=where).cpu().tolist()]
+
+
+@pytest.mark.parametrize("launcher", ["inproc", pytest.param("local", marks=pytest.mark.slow)])
+def test_numbers_and_generators_are_as_without(launcher: str) -> None:
+    found = []
+    for verify in (0, 0.3, 1.0):
+        with dt.init_master_worker(nodes=2, launcher=launcher, verify=verify, threads=1):
+            random.seed(5)
+            found.append(step(NODE))
+    assert found[0] == found[1] == found[2]
+    assert sum(selfcheck.counts().compared.values()) > 100
+
+
+def test_what_fails_fails_as_without() -> None:
+    told = []
+    for verify in (0, 1.0):
+        with session(verify):
+            with pytest.raises(RuntimeError) as here:
+                ones(2, 3) @ ones(2, 3)
+            picked = F.embedding(torch.tensor([5]).to(NODE), ones(2, 3))  # on the node, later
+            after = picked.sum()
+            assert (ones(2) * 2).cpu().tolist() == [2, 4]
+            with pytest.raises(IndexError) as there:
+                after.item()
+            F.embedding(torch.tensor([6]).to(NODE), ones(2, 3))
+            with pytest.raises(IndexError) as unasked:
+                dt.synchronize()
+            told.append([str(error.value).splitlines() for error in (here, there, unasked)])
+    assert told[0] == told[1]
+    skipped = selfcheck.counts().skipped
+    assert skipped.pop("something that has failed (IndexError)") >= 3
+    assert not skipped
+    with session():
+        pass
+
+
+# ---- which operations ------------------------------------------------------------------------------------------------
+
+
+def test_a_share_is_chosen_and_always_the_same() -> None:
+    counts = []
+    for _ in range(2):
+        with session(verify=0.1):
+            x = ones(3)
+            for _ in range(1000):
+                x * 2
+            counts.append(selfcheck.counts())
+    assert counts[0] == counts[1]
+    assert counts[0].operations == 1001
+    assert 60 < counts[0].compared["aten::mul.Tensor"] < 140
+
+
+@pytest.mark.parametrize("verify", [-0.1, 1.01, float("nan"), float("inf")])
+def test_a_share_is_between_0_and_1(verify: float) -> None:
+    with pytest.raises(
+        ValueError, match=r"verify=.* is no share: 0 compares nothing, 0.01 one operation of 100, 1 all"
+    ):
+        session(verify)
+    assert not dt.is_initialized()
+
+
+@pytest.mark.parametrize("verify", [True, "0.5", None, 1j])
+def test_a_share_is_a_number(verify: Any) -> None:
+    with pytest.raises(TypeError, match=r"verify=.* is no number"):
+        session(verify)
+
+
+def test_what_is_not_compared_is_counted() -> None:
+    with session(simulate_cuda=1):
+        x = ones(3)
+        torch.empty_like(x)
+        dt.barrier()
+        with dt.graph(g := dt.Graph()):
+            x * 3
+        g.replay()
+        counts = selfcheck.counts()
+    assert counts.partly == {"memory that nothing has written": 1}
+    assert counts.skipped == {"a barrier has no values": 1, "nothing runs while a graph is recorded": 1}
+
+
+def test_streams_and_threads() -> None:
+    found: list[float] = []
+
+    def work(k: int) -> None:
+        with dt.stream(dt.Stream(node=k)):
+            x = torch.full((4,), float(k), device=f"node:{k}")
+            for _ in range(5):
+                x = x * 2 + 1
+            found.append(x.sum().item())
+
+    with session():
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(found) == [124.0, 252.0]
+    assert selfcheck.counts().compared["aten::mul.Tensor"] == 10
+
+
+COLLECTIVES: list[Callable[[list[torch.Tensor]], Any]] = [
+    lambda xs: [
+        dt.all_reduce(xs, op) for op in (dt.ReduceOp.SUM, dt.ReduceOp.AVG, dt.ReduceOp.MAX, dt.ReduceOp.PRODUCT)
+    ],
+    lambda xs: dt.all_reduce(xs, transport=torch.bfloat16),
+    lambda xs: dt.all_reduce(xs, async_op=True).result(),
+    lambda xs: dt.all_reduce([*xs, xs[0] * 3]),
+    lambda xs: dt.reduce(xs, dst=2),
+    lambda xs: dt.broadcast(xs, src=1),
+    lambda xs: dt.all_gather([[torch.empty_like(x) for _ in xs] for x in xs], xs),
+    lambda xs: dt.all_gather_into_tensor([torch.empty_like(x) for x in xs], xs),
+    lambda xs: dt.gather(xs, [torch.empty_like(xs[1]) for _ in xs], dst=1),
+    lambda xs: dt.scatter(xs, [xs[2] * k for k in range(3)], src=2),
+    lambda xs: dt.reduce_scatter(xs, [[x * k for k in range(3)] for x in xs]),
+    lambda xs: dt.all_to_all([[torch.empty_like(x) for _ in xs] for x in xs], [[x * k for k in range(3)] for x in xs]),
+    lambda xs: dt.sendreceive(xs, 2),
+    lambda xs: dt.send(xs[0], xs[2]),
+]
+
+
+def test_collectives() -> None:
+    with session(nodes=3):
+        for k, run in enumerate(COLLECTIVES):
+            run([torch.randn(4, 2, device=f"node:{node}") * 10**k for node in range(3)])
+        counts = selfcheck.counts()
+    assert counts.skipped == {}
+    kinds = {
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+        "shift",
+    }
+    assert kinds <= counts.compared.keys()
+
+
+# ---- whole programs --------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """An embedding, a layer under test, and a head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.kind = kind
+        if kind == "transformer":
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+            self.body: nn.Module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        elif kind == "lstm":
+            self.body = nn.LSTM(16, 16, num_layers=2, dropout=0.1, batch_first=True, bidirectional=True)
+        else:
+            self.body = nn.Sequential(
+                nn.Conv2d(1, 4, 3, padding=1),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Dropout(0.2),
+                nn.Flatten(),
+            )
+        self.head = nn.Linear({"transformer": 16, "lstm": 32}.get(kind, 4 * 4 * 8), 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        if self.kind == "cnn":
+            return self.head(self.body(x[:, None]))
+        x = self.body(x)
+        return self.head((x[0] if self.kind == "lstm" else x).mean(1))
+
+
+def losses(kind: str, verify: float, steps: int) -> list[float]:
+    with dt.init_master_worker(nodes=2, launcher="inproc", verify=verify):
+        torch.manual_seed(0)
+        dt.synchronize()
+        model = Model(kind).to(NODE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(1)
+        dt.synchronize()
+        found = []
+        for _ in range(steps):
+            tokens, label = torch.randint(0, 11, (6, 8)).to(NODE), torch.randint(0, 3, (6,)).to(NODE)
+            loss = F.cross_entropy(model(tokens), label)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cnn", "transformer", "lstm"])
+@pytest.mark.parametrize("steps", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_training(kind: str, steps: int) -> None:
+    assert losses(kind, 1.0, steps) == losses(kind, 0, steps)
+    counts = selfcheck.counts()
+    assert sum(counts.compared.values()) > 100 * steps
+    assert set(counts.skipped) <= {"a proxy seen as a CPU tensor, which sends nothing"}
+    assert set(counts.partly) <= {"memory that nothing has written"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cnn", "transformer", "lstm"])
+def test_training_on_nodes_with_threads_of_their_own(kind: str) -> None:
+    """A node that sums in another order differs by roundings only."""
+    with dt.init_master_worker(nodes=2, threads=2, verify=1.0):
+        torch.manual_seed(0)
+        model = Model(kind).to(NODE)
+        for _ in range(5):
+            F.cross_entropy(
+                model(torch.randint(0, 11, (6, 8)).to(NODE)), torch.zeros(6, dtype=torch.long, device=NODE)
+            ).backward()
+    assert sum(selfcheck.counts().compared.values()) > 100
+
+
+def test_the_page_shows_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = '\n\n\nx = torch.arange(1.0, 7).view(2, 3).to("node:1")\n\ny = x * 2'
+    kernel("aten::mul.Tensor", off)(monkeypatch)
+    with session(), pytest.raises(VerifyError) as told:
+        exec(compile(program, "train.py", "exec"), {"torch": torch})
+    text = re.sub(r"host \S+, pid \d+", "host HOST, pid PID", f"VerifyError: {told.value}")
+    assert textwrap.indent(text, "    ") in (ROOT / "docs" / "VERIFYING.md").read_text()
