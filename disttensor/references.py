@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import disguise
+from .dispatch import _composite
 from .joining import Joint
 from .placement import Place
+from .registry import enter
 from .runtime.collective import ReduceOp
 from .runtime.route import route
 from .tensor import DistributedTensor
@@ -80,6 +82,8 @@ def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
         return "a proxy seen as a CPU tensor, which sends nothing"
     if composite and torch.is_autocast_enabled("node"):
         return "a composite under autocast; its parts are compared"
+    if not composite and enter(op).handler is _composite:
+        return "a composite in inference mode; its parts are compared"
     for x in tree_leaves((args, kwargs)):
         if isinstance(x, torch.Tensor) and not isinstance(x, DistributedTensor):
             if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
@@ -90,11 +94,8 @@ def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
                 return f"an operand of layout {x.layout}"
         elif isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return "a traced size"
-        elif isinstance(x, torch.device):
-            if x.type == "meta":
-                return "the meta device has no values"
-            if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
-                return "a composite that may copy to another device; its parts are compared"
+        elif isinstance(x, torch.device) and x.type == "meta":
+            return "the meta device has no values"
     return ""
 
 

@@ -246,6 +246,22 @@ def test_streams_and_threads() -> None:
     assert selfcheck.counts().compared["aten::mul.Tensor"] == 10
 
 
+def test_what_has_no_memory_is_no_failure() -> None:
+    """Autograd's own zeros; and composites in inference mode, whose parts are compared."""
+    with session():
+        x = ones(3).requires_grad_()
+        torch.autograd.functional.jacobian(lambda y: torch.stack([y.sum(), (y * 2).prod()]), x, create_graph=True)
+        torch.ops.aten._efficientzerotensor.default([3], device=x.device) * 2
+        with torch.inference_mode():
+            torch.fft.hfft(torch.randn(4, 5, dtype=torch.complex64).to(NODE))
+            F.linear(ones(2, 3), ones(4, 3))
+        dt.synchronize()
+        counts = selfcheck.counts()
+    assert counts.skipped.pop("a zero of autograd's own, which has no memory") >= 1
+    assert counts.skipped.pop("a composite in inference mode; its parts are compared") >= 1
+    assert not counts.skipped
+
+
 COLLECTIVES: list[Callable[[list[torch.Tensor]], Any]] = [
     lambda xs: [
         dt.all_reduce(xs, op) for op in (dt.ReduceOp.SUM, dt.ReduceOp.AVG, dt.ReduceOp.MAX, dt.ReduceOp.PRODUCT)
@@ -345,7 +361,7 @@ def losses(kind: str, verify: float, steps: int) -> list[float]:
 def test_training(kind: str, steps: int) -> None:
     assert losses(kind, 1.0, steps) == losses(kind, 0, steps)
     counts = selfcheck.counts()
-    assert sum(counts.compared.values()) > 100 * steps
+    assert sum(counts.compared.values()) > 50 * steps
     assert set(counts.skipped) <= {"a proxy seen as a CPU tensor, which sends nothing"}
     assert set(counts.partly) <= {"memory that nothing has written"}
 
