@@ -335,22 +335,9 @@ class On(Wire, frozen=True, tag=30):
 
     stream: int
     command: (
-        Call
-        | First
-        | Ask
-        | Send
-        | Recv
-        | Run
-        | Seed
-        | Random
-        | Keep
-        | Storage
-        | Record
-        | Wait
-        | Await
-        | Replay
+        Call | First | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await | Replay
         | Collective
-    )
+    )  # fmt: skip
 
 
 class Discard(Wire, frozen=True, tag=53):

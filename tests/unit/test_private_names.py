@@ -39,6 +39,7 @@ TORCHS = {"_base", "_grad", "_is_view", "_version"}
 INTERNAL: dict[str, str] = {
     "ops/test_beside.py": "what stands between torch and its own functions: which backwards it takes for ours",
     "ops/test_edited.py": "Modules: which modules have changed since nodes imported them",
+    "ops/test_metadata.py": "meta kernels that are wrong: what the script infers is replaced",
     "ops/test_picked_kernels.py": "kernels.py, with records that no node here tells, and the table of all overrides",
     "ops/test_plans.py": "the tables of plans and templates: their bounds and their keys",
     "ops/test_selfcheck.py": "what stands in the ways of operations while they are compared, and seeded defects",
