@@ -277,7 +277,7 @@ def _check_overlap(entry: Entry, meta: Meta) -> None:
     """What local torch says of writing to an expanded tensor; the meta kernels don't."""
     if entry.name.partition(".")[0] in _OVERLAPS or torch.Tag.inplace_view in entry.op.tags:
         return
-    if any(stride == 0 and n > 1 for n, stride in zip(meta.shape, meta.stride, strict=True)):
+    if 0 not in meta.shape and any(s == 0 and n > 1 for n, s in zip(meta.shape, meta.stride, strict=True)):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             f"Please clone() the tensor before performing the operation. ({entry.name} on {meta})"
