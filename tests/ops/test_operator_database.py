@@ -52,8 +52,10 @@ FORMULA = "for tensor subclasses torch takes another formula; the numbers are th
 RESIZES = "local torch changes the operand's shape, against its documentation"
 #: (name, layout) -> why it fails with operands that lie so.
 FAILS_LAID: dict[tuple[str, str], str] = {
-    **{(name, layout): why for name, why in FAILS.items() if isinstance(name, str) for layout in database.LAYOUTS},
-    **{("prod", layout): SAFE for layout in ("permuted", "sliced", "expanded", "batch_of_one")},
+    **{(name, layout): why for name, why in FAILS.items() if why is SPARSE for layout in database.LAYOUTS},
+    **{("as_strided.partial_views", layout): MEMORY for layout in database.LAYOUTS if layout != "sliced"},
+    **{("ormqr", layout): SUBCLASS for layout in ("permuted", "batch_of_one")},
+    **{("prod", layout): SAFE for layout in ("permuted", "batch_of_one")},
     **{("masked.prod", layout): SAFE for layout in ("permuted", "channels_last")},
     **{
         (f"{name}.reduction_no_dim", layout): FORMULA
@@ -65,7 +67,7 @@ FAILS_LAID: dict[tuple[str, str], str] = {
     ("masked_select", "permuted"): FORMULA,
     ("linalg.householder_product", "permuted"): FORMULA,
     **{("as_strided", layout): MEMORY for layout in ("expanded", "batch_of_one")},
-    **{("as_strided_scatter", layout): MEMORY for layout in ("permuted", "expanded")},
+    ("as_strided_scatter", "expanded"): MEMORY,
     ("addbmm", "batch_of_one"): RESIZES,
 }
 #: Those whose first samples work.
