@@ -231,8 +231,12 @@ class Places:
         raise ValueError(f"a node's device is 'cpu' or 'cuda:k', not {str(device)!r}")
 
     def named(self, device: str | torch.device) -> Place:
-        """The place that "node:1" names. Raises RuntimeError as torch and ``of`` do, ValueError for a local device."""
-        found = torch.device(device)
+        """The place that "node:1" names. Raises RuntimeError as ``of`` does, TypeError for what is no device,
+        ValueError for a local one."""
+        try:
+            found = torch.device(device)
+        except RuntimeError:
+            raise TypeError(f"a node is an integer or a text such as 'node:1', not {device!r}") from None
         if found.type != "node":
             raise ValueError(f"a node is an integer or a text such as 'node:1', not {str(device)!r}")
         return self.of(found)

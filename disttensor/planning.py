@@ -197,9 +197,8 @@ def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
         for v in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(v, DistributedTensor):
                 meta = v._h.meta
-                plain = meta.stride == contiguous(meta.shape) and 0 not in meta.shape
-                odd = odd or not plain
-                lie.append((meta.dtype, len(meta.shape) if plain else _order(meta)))
+                odd = odd or 0 in meta.shape or meta.stride != contiguous(meta.shape)
+                lie += (meta.dtype, meta.bits, _order(meta))
             elif type(v) is int:
                 lie.append(max(-_SIZE, min(v, _SIZE)))  # a dimension; sizes are all the same
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 from typing import ClassVar
 
@@ -130,9 +131,10 @@ class TestRegistry:
                 return self.value
 
         points = [Point("theirs", InprocChannel), Point("odd", dict)]
-        monkeypatch.setattr(
-            registry_module, "entry_points", lambda group, name=None: [p for p in points if name in (None, p.name)]
-        )
+        for module in (registry_module, importlib.metadata):
+            monkeypatch.setattr(
+                module, "entry_points", lambda group, name=None: [p for p in points if name in (None, p.name)]
+            )
         assert issubclass(get_channel("theirs"), DataChannel)
         with pytest.raises(TypeError, match="odd"):
             get_channel("odd")

@@ -274,7 +274,7 @@ def test_wrong_shapes_are_said_as_local_torch_says_them(name: str, settled: None
 
 def test_what_is_too_large_to_be_made_here_is_said_all_the_same(settled: None) -> None:
     """In the words of torch's meta kernels, and with no more memory than they need."""
-    x = torch.ones(1, device="node:1").expand(1 << 20, 1 << 10)
+    x = torch.empty(1 << 20, 1 << 10, device="node:1")
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
         x @ x
 
@@ -449,9 +449,3 @@ for name in ("found_here", "found_nowhere"):
     assert done.stdout.count("before init_master_worker(), or in the function") == 2, done
     assert done.stdout.count("found_nowhere is not here either: pip install it on all hosts") == 2, done
     assert done.stdout.count("failed: load() on node 0") == 4, done
-
-
-def test_a_host_that_does_not_answer() -> None:
-    ssh = "sh -c 'case \"$*\" in *-G*) exit 1;; esac; exec sleep 600' ssh"  # -G asks for the user's settings
-    with pytest.raises(dt.StartError, match=r"ssh has not connected yet; is it up, .* `ssh 192.0.2.1 true` has to end"):
-        dt.init_master_worker(hosts="192.0.2.1:1", timeout=2, interface="127.0.0.1", launcher_options={"ssh": ssh})

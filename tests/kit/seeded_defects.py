@@ -334,3 +334,6 @@ DEFECTS: dict[str, Defect] = {
         "tensor 0 of node 1: 3 of 3 values",
     ),
 }
+
+#: Those that are found without ``verify``, as each signature's geometry is compared once.
+ALWAYS_FOUND = ("view of another place", "layout on the node", "layout here", "dtype on the node")

@@ -116,9 +116,9 @@ def test_what_was_divided_already_is_not_divided_again(monkeypatch: pytest.Monke
 
 
 def test_an_unknown_kind() -> None:
-    with pytest.raises(ValueError, match="bind='socket' is unknown"):
+    with pytest.raises(ValueError, match=r"bind.'socket' is unknown"):
         plan("socket", 0, 1, LARGE)
-    with pytest.raises(ValueError, match="bind='socket' is unknown"):
+    with pytest.raises(ValueError, match=r"bind.'socket' is unknown"):
         dt.init_master_worker(nodes=2, bind="socket")
 
 

@@ -102,12 +102,11 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     ("name", "said"),
     [("rdma", True), ("NCCL", True), ("tcp", False), ("my.module:Channel", False)],
 )
-def test_a_backend_that_nobody_has_is_noticed_before_the_script(
-    name: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backend_that_nobody_has_is_noticed_before_the_script(dtrun: Dtrun, name: str, said: bool) -> None:
     """And no more than that: the script may make it known."""
-    assert main(["--backend", name, "--no-python", "true"]) == 0
-    err = capsys.readouterr().err
+    with dtrun("", options=("--backend", name)) as process:
+        _, err = process.communicate(timeout=HANG)
+    assert process.returncode == 0
     assert (f"dtrun: --backend {name}: here is no data channel of that name (known: auto, gloo" in err) is said
     assert ("did you mean 'nccl'?" in err) is (name == "NCCL")
 

@@ -204,3 +204,9 @@ def test_nodes_join_while_the_session_runs(start: Start) -> None:
             y.sum().item()
         assert dt.wait_for_nodes() == 2
     assert (first.wait(HANG), third.wait(HANG)) == (0, 0)
+
+
+def test_a_host_that_does_not_answer() -> None:
+    ssh = "sh -c 'case \"$*\" in *-G*) exit 1;; esac; exec sleep 600' ssh"  # -G asks for the user's settings
+    with pytest.raises(dt.StartError, match=r"ssh has not connected yet; is it up, .* `ssh 192.0.2.1 true` has to end"):
+        dt.init_master_worker(hosts="192.0.2.1:1", timeout=2, interface="127.0.0.1", launcher_options={"ssh": ssh})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from operator_database import NODE, strides, true_to_node
+from telling import said
 
 import disttensor as dt
 from disttensor import infer, testing
@@ -122,9 +123,9 @@ def test_a_difference_is_told_with_operator_and_line(name: str, stream: bool, wr
     with pytest.raises(GeometryError, match="where the script takes it to be") as caught:
         dt.synchronize()
     assert f"{op.name()} gave a tensor (" in str(caught.value)
-    assert f"failed: {op.name()} on node 0" in str(caught.value)
+    assert f"failed: {op.name()} on node 0" in said(caught.value)
     line = call.__code__.co_firstlineno
-    assert f"test_metadata.py:{line} in <lambda>" in str(caught.value)
+    assert f"test_metadata.py:{line} in <lambda>" in said(caught.value)
     with pytest.raises(GeometryError):  # and nobody computes with it
         (made[0] if isinstance(made, (list, tuple)) else made).sum().item()
     assert x.sum().item() == 15

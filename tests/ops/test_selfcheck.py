@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from checkout import ROOT
-from seeded_defects import DEFECTS, NODE, kernel, off, ones
+from seeded_defects import ALWAYS_FOUND, DEFECTS, NODE, kernel, off, ones
 
 import disttensor as dt
 from disttensor import (
@@ -30,7 +30,7 @@ from disttensor import (
     state,
     testing,
 )
-from disttensor.runtime.errors import VerifyError
+from disttensor.runtime.errors import GeometryError, VerifyError
 
 
 def session(verify: float = 1.0, nodes: int = 2, simulate_cuda: int = 0) -> dt.init.SessionContext:
@@ -47,7 +47,7 @@ def nothing_unread() -> Iterator[None]:
 # ---- defects ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", DEFECTS)
+@pytest.mark.parametrize("family", [family for family in DEFECTS if family not in ALWAYS_FOUND])
 def test_a_defect_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     defect = DEFECTS[family]
     with session():
@@ -67,6 +67,13 @@ def test_a_defect_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert int(number) == first
     else:
         assert defect.line in linecache.getline(path, int(number))
+
+
+@pytest.mark.parametrize("family", ALWAYS_FOUND)
+def test_another_geometry_is_found_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    DEFECTS[family].seed(monkeypatch)
+    with session(verify=0), pytest.raises(GeometryError, match=f"{DEFECTS[family].operator} gave a tensor"):
+        DEFECTS[family].program().cpu()
 
 
 @pytest.mark.parametrize("family", ["elementwise", "collective", "copy to a node", "composite"])
