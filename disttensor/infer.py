@@ -33,6 +33,7 @@ WRONG_META = frozenset(
         "aten::_batch_norm_no_update",
         "aten::native_batch_norm_backward",
         "aten::native_group_norm",
+        "aten::native_group_norm_backward",
         "aten::_fft_c2c",
         "aten::_fft_c2r",
         "aten::_fft_r2c",
