@@ -124,6 +124,7 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
             plan, result = made
             if plan is not None:
                 entry.store(entry.plans, tuple(key), plan)
+                remember(entry, plan, args, kwargs)
             return result
         plan = made
         entry.store(entry.plans, tuple(key), plan)
