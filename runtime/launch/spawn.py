@@ -73,7 +73,10 @@ def _first(sock: socket.socket, word: Output | Plan) -> None:
 def _spawn(
     role: str, name: str, tied: bool, environment: Mapping[str, str] | None, *arguments: str
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = _socketpair()
+    try:
+        ours, theirs = _socketpair()
+    except OSError as e:  # no descriptors left
+        raise StartError(f"{name} could not be started: {e}") from e
     try:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
