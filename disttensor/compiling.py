@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
+from . import state
 from .tensor import DistributedTensor
 
 
@@ -33,8 +34,13 @@ def install() -> None:
     # and make_fx (torch.func.linearize) would record what dispatch does instead of the operation
     proxy_tensor.HANDLED_TYPES += (DistributedTensor,)  # type: ignore[assignment]
     # a literal of our device is traced as a local one and its copy there: made at once, it would be no fake tensor, and
-    # a compiled function would keep it beyond its session. Torch does the same for CUDA where there is no GPU
-    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment, method-assign]
+    # a compiled function would keep it beyond its session. As torch does for CUDA where there is no GPU
+    original = FakeTensorMode.avoid_device_init
+    setattr(  # noqa: B010 - mypy refuses the assignment
+        FakeTensorMode,
+        "avoid_device_init",
+        property(lambda mode: state.current() is not None or original.fget(mode)),  # type: ignore[attr-defined]
+    )
 
 
 def _plain(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -14,6 +14,7 @@ from .planning import make_room
 from .runtime import codec
 from .runtime import command as c
 from .site import here
+from .storage import memory_of
 from .tensor import DistributedTensor, proxy
 from .transfer import fetch
 
@@ -78,13 +79,13 @@ class Images:
             self.memories.setdefault(name, Memory(empty.untyped_storage(), home, meta.dtype))
             return _in(self.memories[name].storage, meta.dtype, meta.shape, meta.stride, 0, bits), name
         place = home._place
-        number, size, offset, strides = _storage(home)
+        number, _, size, offset, *steps = memory_of(home)
         shape, dtype = _said(home)
         name = (place.state, number)
         if name not in self.memories:
             content = fetch(_bytes(home, size)) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
             self.memories[name] = Memory(content.clone().untyped_storage(), home, dtype)
-        return _in(self.memories[name].storage, dtype, shape, strides, offset, bits), name
+        return _in(self.memories[name].storage, dtype, shape, tuple(steps), offset, bits), name
 
 
 def at_home(tensor: DistributedTensor) -> DistributedTensor:
@@ -156,14 +157,6 @@ def _ref(tensor: DistributedTensor) -> int:
     from .lazy import materialise
 
     return tensor._h.ref or materialise(tensor._h)
-
-
-def _storage(tensor: DistributedTensor) -> tuple[int, int, int, tuple[int, ...]]:
-    """The name and the bytes of a tensor's memory, its own offset and strides there."""
-    place, ref = tensor._place, _ref(tensor)
-    reply = place.session.ask(place, c.Answer, lambda id: c.Storage(id, ref), here())
-    name, _, size, offset, *strides = map(int, str(reply.value).split())
-    return name, size, offset, tuple(strides)
 
 
 def _said(tensor: DistributedTensor) -> tuple[tuple[int, ...], torch.dtype]:

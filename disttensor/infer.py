@@ -150,6 +150,8 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """What local torch raises for tensors like these, where its meta kernels have other words. None for nothing."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # it would draw from the user's generator
     metas = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     if sum(v.numel() for v in metas) > _FEW:
         return None
@@ -162,7 +164,7 @@ def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu"}
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.no_grad():
             op(*tree_map(like, args), **tree_map(like, kwargs))
     except (RuntimeError, TypeError, ValueError, IndexError) as e:
         return None if isinstance(e, NotImplementedError) or "not implemented for" in str(e) else e.with_traceback(None)

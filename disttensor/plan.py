@@ -113,14 +113,14 @@ class Entry:
         self.handler: Callable[..., Any] | None = None
         self.instead: Callable[..., Any] | None = None
 
-    def store(self, table: dict[Any, Any], key: Any, plan: Plan) -> None:
-        """Notes a plan in one of this entry's tables; a full one is emptied first, with the other."""
+    def store(self, table: dict[Any, Any], key: Any, known: Plan | bool) -> None:
+        """Notes something in one of this entry's tables; a full one is emptied first, with the others."""
         if len(table) >= MAX_PLANS:
             self.forget()
-        table[key] = plan
+        table[key] = known
 
     def forget(self) -> None:
-        """Drops all plans."""
+        """Drops all plans, and what is known of the meta kernel."""
         self.plans.clear()
         self.quick.clear()
         self.right.clear()

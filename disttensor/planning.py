@@ -177,7 +177,8 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)  # attention has sizes
     if lie is not None and entry.right.get(lie) is not True:
         plan, result = _asked(entry, args, kwargs, place, call, out, site)
-        entry.right.setdefault(lie, plan is not None and plan.shapes == metas)
+        if lie not in entry.right:
+            entry.store(entry.right, lie, plan is not None and plan.shapes == metas)
         return plan, result
     return _finish(entry, args, kwargs, place, metas, site)
 

@@ -167,6 +167,7 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> A
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
+#: Not that of runtime/collective/reduction.py, which is what is compared with this.
 _REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,

@@ -41,6 +41,8 @@ from .site import here
 from .tensor import DistributedTensor, operand_name, proxy
 from .transfer import move
 
+#: What no reading of tensors raises by itself.
+_DEFECTS = (TypeError, AttributeError, NameError, LookupError, AssertionError)
 T = TypeVar("T")
 _NOTHING: Any = object()
 
@@ -285,6 +287,8 @@ class SelfCheck:
             try:
                 return read()
             except Exception as e:
+                if not failures and isinstance(e, _DEFECTS):
+                    raise  # of the check itself: nothing on a node has failed
                 why = f"something that has failed ({type(e).__name__})"
                 for key, failure in list(failures.items()):
                     ours = failure.told.op == "Storage" and key not in seen

@@ -49,7 +49,7 @@ class NodeStorage(torch.UntypedStorage):
 
     def data_ptr(self) -> int:
         """Where the node has it: it says which tensors share memory, and can't be read from here. A round trip."""
-        return _ask(self.flat)[1]
+        return memory_of(self.flat)[1]
 
     def cpu(self) -> torch.UntypedStorage:
         """A local copy. Waits for the node."""
@@ -105,7 +105,7 @@ class NodeStorage(torch.UntypedStorage):
 _known: WeakValueDictionary[object, NodeStorage] = WeakValueDictionary()
 
 
-def _ask(tensor: DistributedTensor) -> list[int]:
+def memory_of(tensor: DistributedTensor) -> list[int]:
     """Of the storage that a tensor has on its node: what it is known by, its address, its bytes; and the tensor's own
     offset and strides in it, which a kernel may have chosen unlike what the proxy says."""
     place = tensor._place
@@ -118,7 +118,7 @@ def address(tensor: DistributedTensor) -> int:
     """``x.data_ptr()``."""
     if not tensor.numel():
         return 0
-    _, start, _, offset, *_ = _ask(tensor)
+    _, start, _, offset, *_ = memory_of(tensor)
     return start + offset * tensor.itemsize
 
 
@@ -129,7 +129,7 @@ def storage_of(tensor: DistributedTensor) -> NodeStorage:
 
 def _held(tensor: DistributedTensor) -> tuple[NodeStorage, int, tuple[int, ...]]:
     """The same, and the offset and strides by which the tensor is found in it."""
-    name, _, size, offset, *strides = _ask(tensor)
+    name, _, size, offset, *strides = memory_of(tensor)
     key = (tensor._place.state, name)
     known = _known.get(key)
     if known is None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from . import codec, joint
+from . import codec, geometry, joint
 from . import command as c
 from .channel.base import Arrival
 from .channel.counted import count
@@ -272,15 +272,8 @@ class Executor:
 
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
         """Raises TypeError for a tensor that strides don't describe: a proxy of it would be wrong."""
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"a {tensor.layout} tensor can't have a proxy; only strided ones can (x.to_dense())")
-        return c.Geometry(
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            codec.dtype_id(tensor.dtype),
-            str(tensor.device),
-        )
+        found = geometry.of(tensor)
+        return c.Geometry(found.shape, found.stride, found.offset, found.dtype, str(tensor.device))
 
     def _send(self, command: c.Send) -> None:
         channel = self.channels.data[command.channel]

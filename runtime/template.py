@@ -73,15 +73,15 @@ class Template:
     def compare(self, first: c.First, entries: Entries) -> None:
         """Raises GeometryError if what a signature's first call has made, or has written, is not what the master takes
         it to be: each proxy of it would be wrong."""
-        for refs, kinds in ((self.results, first.gives), (self.written, first.keeps)):
+        ways = ((self.results, first.gives, False), (self.written, first.keeps, True))
+        for refs, kinds, written in ways:
             for ref, kind in zip(refs(first.out, first.args), kinds, strict=True):
                 tensor, expected = entries[ref], first.kinds[kind]
-                if (
-                    not isinstance(tensor, torch.Tensor) or tensor.is_nested
-                ):  # nested ones have proxies of another shape
+                # a nested tensor has a proxy of another shape (infer.py)
+                if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
                     continue
                 found = geometry.of(tensor)
-                if kinds is first.keeps:  # while torch writes to a lazy conjugate its proxy is none
+                if written:  # while torch writes to a lazy conjugate its proxy is none
                     found = replace(found, bits=expected.bits)
                 if found != expected:
                     raise geometry.wrong(self.name, found, expected)
