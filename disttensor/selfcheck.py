@@ -88,19 +88,14 @@ class SelfCheck:
         self._put(Joint, "issue", lambda joint, session, async_op: self.collective(joint, session, async_op))
         for name in ("upload", "download", "fetch"):
             setattr(self.session, name, partial(getattr(self, name), getattr(self.session, name)))
-        for op, function in _composites():
-            _implement(op, partial(self.composite, op, function))
+        _wrap_composites()
 
     def remove(self) -> None:
-        """Everything is as it was. A second call does nothing."""
-        if not self._doors:
-            return
+        """Everything is as it was."""
         while self._doors:
             setattr(*self._doors.pop())
         for name in ("upload", "download", "fetch"):
             vars(self.session).pop(name, None)
-        for op, function in _composites():
-            _implement(op, function)
 
     def _put(self, owner: Any, name: str, wrapper: Any) -> None:
         self._doors.append((owner, name, vars(owner)[name]))
@@ -430,41 +425,52 @@ def _memory_told(memory: Any, after: Images, name: Name, place: Place) -> str:
 
 # ---- composites ------------------------------------------------------------------------------------------------------
 
-#: What is registered in the place of another stays there until something else is.
 _library: list[torch.library.Library] = []
 
 
-def _composites() -> list[tuple[OpOverload, Callable[..., Any]]]:
-    """Composites of torch's in whose place there are functions of our own."""
-    return [(torch.ops.aten.scaled_dot_product_attention.default, attention.attention), *choices._kernels]
+def _wrap_composites() -> None:
+    """Puts wrappers around our functions in the place of composites of torch's. A second call does nothing.
 
-
-def _implement(op: OpOverload, function: Callable[..., Any]) -> None:
-    if not _library:
-        _library.append(torch.library.Library("aten", "IMPL"))
+    They stay, and do nothing without a check: torch keeps what was registered, and whatever that holds, even where
+    something else has taken its place or its library is gone.
+    """
+    if _library:
+        return
+    _library.append(torch.library.Library("aten", "IMPL"))
+    ours = [(torch.ops.aten.scaled_dot_product_attention.default, attention.attention), *choices._kernels]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once that a kernel takes another's place, which is the purpose
-        name = op.name().removeprefix("aten::")
-        _library[0].impl(name, function, "AutogradPrivateUse1", allow_override=True)
+        for op, function in ours:
+            name, wrapper = op.name().removeprefix("aten::"), partial(_composite, op, function)
+            _library[0].impl(name, wrapper, "AutogradPrivateUse1", allow_override=True)
+
+
+def _composite(op: OpOverload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    check = _now
+    return function(*args, **kwargs) if check is None else check.composite(op, function, *args, **kwargs)
 
 
 # ---- the session's ---------------------------------------------------------------------------------------------------
 
-_last: SelfCheck | None = None
+_now: SelfCheck | None = None
+_newest = Counts(0, {}, {}, {})
 
 
 def begin(session: Session, share: float) -> None:
     """Has that share of the session's operations compared."""
-    global _last
+    global _now
     if share:
-        _last = SelfCheck(session, share)
-        _last.install()
+        _now = SelfCheck(session, share)
+        _now.install()
 
 
 def end() -> None:
     """After this nothing is compared any more."""
-    if _last is not None:
-        _last.remove()
+    global _now, _newest
+    if _now is not None:
+        _newest = _now.counts()
+        _now.remove()
+        _now = None  # which holds the session
 
 
 def share_of(verify: Any) -> float:
@@ -478,7 +484,7 @@ def share_of(verify: Any) -> float:
 
 def counts() -> Counts:
     """What was compared in the newest session with ``verify``, which may have ended."""
-    return Counts(0, {}, {}, {}) if _last is None else _last.counts()
+    return _newest if _now is None else _now.counts()
 
 
 __all__ = ["Counts", "VerifyError", "begin", "counts", "end", "share_of"]

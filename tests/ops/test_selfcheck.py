@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import random
 import re
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,6 +136,15 @@ def test_composites_are_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with session(verify=1):
         torch.linalg.svdvals(x.to(NODE))
     assert calls
+
+
+def test_a_session_is_nobodys_after_its_end() -> None:
+    """Torch keeps what is registered with it, and what that holds, beyond what takes its place."""
+    with session():
+        torch.linalg.svdvals(torch.rand(3, 3).to(NODE))
+        held = weakref.ref(state.session())
+    gc.collect()
+    assert held() is None
 
 
 def step(where: str) -> list[Any]:
