@@ -74,7 +74,13 @@ def cut(ours: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> int:
         with suppress(OSError):
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as sock:  # by now it may be another's, and then does not fit
+            twin = os.dup(int(name))
+            try:
+                sock = socket.socket(fileno=twin)
+            except OSError:  # by now the number is another's, who has no socket
+                os.close(twin)
+                continue
+            with sock:
                 here, there = sock.getsockname()[:2], sock.getpeername()[:2]  # a listener has no peer, and stays
                 if here in ours or there in theirs:
                     sock.shutdown(socket.SHUT_RDWR)

@@ -263,10 +263,11 @@ class TcpPeer:
             self._fail_unless_up(str(error))
             return
         if sock is None:
+            limit = 2 * self._limits.connect  # its own is over before, so that it is the one to say why
             with self.lock:
-                self._changed.wait_for(lambda: self.failure or self._state is _State.UP, self._limits.connect)
+                self._changed.wait_for(lambda: self.failure or self._state is _State.UP, limit)
             why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
-            self._fail_unless_up(f"{why} within {self._limits.connect:g} s")
+            self._fail_unless_up(f"{why} within {limit:g} s")
             return
         with self.lock:
             if self.failure is None and self._state is _State.CALLING:
