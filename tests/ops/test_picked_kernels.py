@@ -114,6 +114,16 @@ def test_attention_heeds_the_switches_of_the_script(form: str, mask: str | None,
     dt.synchronize()
 
 
+def test_a_switch_is_heeded_where_the_same_call_was_made_before() -> None:
+    x = torch.randn(2, 4, 5, 8)
+    for where in ("cpu", "node:1"):
+        sent, found = x.to(where), []
+        for name in ("FLASH_ATTENTION", "MATH", "FLASH_ATTENTION"):
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                found.append(picked(lambda sent=sent: F.scaled_dot_product_attention(sent, sent, sent)))
+        assert found[0] == found[2] != found[1]
+
+
 def test_nodes_tell_what_they_can() -> None:
     session = state.session()
     for hello in session.link.hellos.values():
@@ -332,6 +342,7 @@ OVERRIDES: dict[str, str] = {
     **dict.fromkeys(
         ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta", "native_channel_shuffle"), SAME + "sent whole"
     ),
+    "_embedding_bag_backward": SAME + "for sparse gradients its parts are torch's",
     **dict.fromkeys(("silu_backward", "mish_backward", "_local_scalar_dense"), SAME + "sent whole"),
 }
 #: Handlers that make, move or alias tensors: nothing is computed.
@@ -339,6 +350,7 @@ NOT_COMPUTED = {
     *("_to_copy", "alias", "copy_", "detach", "lift", "lift_fresh", "is_pinned", "is_same_size", "record_stream"),
     *("empty.memory_format", "empty_strided", "empty_like", "full_like", "ones_like", "rand_like", "randn_like"),
     *("zeros_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "index.Tensor"),
+    "_sparse_coo_tensor_with_dims_and_tensors",
     *("set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"),
 }
 
@@ -364,6 +376,7 @@ def _takes_a_record(f: object) -> bool:
 #: Where else the front end asks which kernels a place has, and for what but a kernel.
 ASKED = {
     "attention.py": "the name of the kernel that was chosen",
+    "device_module.py": "whether there is a cache to empty",
     "generators.py": "the size of a generator's state",
     "joining.py": "which channels take the operands of a collective",
     "placement.py": "where it is told",
