@@ -42,6 +42,13 @@ class node:
         return f"node({self.index})"
 
 
+def use(index: int) -> None:
+    """Makes a node that exists the current one, until something else does."""
+    if index:
+        _follow()
+    _current.set(index)
+
+
 def current_node() -> int:
     """The node that factories use now: 0 unless inside of a ``node(k)`` block."""
     return _current.get()

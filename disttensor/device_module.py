@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
-from . import context, generators, state
+from . import context, generators, remote, state
 from .context import current_node
 from .placement import Place
 from .runtime import command as c
 from .site import here
-from .streams import Event, Stream, StreamContext, current_stream, default_stream, stream
+from .streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
 
-__all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "stream"]
+__all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "set_stream", "stream"]
 
 
 def is_available() -> bool:
@@ -46,6 +48,25 @@ def current_device() -> int:
     return current_node()
 
 
+def set_device(device: torch.device | str | int) -> None:
+    """Makes a node the current one of this thread or asyncio task; ``with torch.node.device(1):`` is for a while.
+
+    A ``with`` block that it is called in ends as if it had not been. Raises as ``torch.node.device``.
+    """
+    context.use(_place(device).node)
+
+
+def _exchange_device(index: int) -> int:
+    """Sets the current node, and gives the one of before. Nothing is set for a negative index."""
+    before = current_node()
+    if index >= 0:
+        set_device(index)
+    return before
+
+
+_maybe_exchange_device = _exchange_device
+
+
 class device(context.node):
     """``with torch.node.device(1):`` makes a node the current one, as ``disttensor.node(1)``. Takes devices as well."""
 
@@ -61,6 +82,24 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     """Waits for one node (a device, or its number), or for all. Raises the earliest error not raised yet."""
     session = state.session()
     session.synchronize(None if device is None else _place(device).node)
+
+
+def empty_cache() -> None:
+    """Has the current node's torch give memory back that no tensor has. For CPUs there is nothing to do."""
+    place = _place("node")
+    if place.kernels != "cpu":
+        remote.run(torch.cuda.empty_cache, node=place.node)
+
+
+def _empty_host_cache() -> None:
+    """Nothing: no memory is pinned for nodes."""
+
+
+def memory_stats_as_nested_dict(device: torch.device | str | int = "node") -> NoReturn:
+    """``torch.accelerator.memory_stats`` and what reads it (peaks, reserved). Raises NotImplementedError."""
+    raise NotImplementedError(
+        "a node keeps no statistics of its memory: torch.node.memory_allocated(device) says what its tensors hold"
+    )
 
 
 def manual_seed_all(seed: int) -> None:

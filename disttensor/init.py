@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 import torch
 
-from . import arguments, autocast, infer, notebook, registry, selfcheck, state, tested
+from . import arguments, autocast, infer, notebook, registry, selfcheck, state, streams, tested
 from . import backend as device_backend
 from .arguments import spelled
 from .launching import part_in, plan_for
@@ -368,6 +368,7 @@ def _end(report: bool, timeout: float | None = None) -> None:
             error = e
     selfcheck.end()
     state.set_session(None)
+    streams.forget()
     session.close(2.0 if timeout is None else 0.5)
     registry.drop_plans()
     if error is not None:

@@ -1,7 +1,9 @@
-"""Local torch answers as before, though "node" is registered.
+"""Which accelerator torch speaks of: this machine's as before, though "node" is registered; nodes where it has none.
 
 To torch the one out-of-tree backend is *the* accelerator, before CUDA even: who asks for an accelerator (DataLoader,
-``pin_memory``, checkpoints) would be told "node". What is told instead is what this machine had before.
+``pin_memory``, checkpoints) would be told "node". What is told instead is what this machine had before. Where that is
+none, ``torch.accelerator`` stands for the nodes as long as a session runs: programs that pick their device by it run
+there as they are.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import DefaultDeviceType
 
-#: What torch's Python asks of the accelerator in C++ -> what the module of a local one calls it.
+from . import state
+
+#: What torch's Python asks of the accelerator in C++ -> what the module of a device calls it.
 _CALLS = {
     "_accelerator_getDeviceIndex": "current_device",
     "_accelerator_setDeviceIndex": "set_device",
@@ -22,37 +27,60 @@ _CALLS = {
     "_accelerator_exchangeDevice": "_exchange_device",
     "_accelerator_maybeExchangeDevice": "_maybe_exchange_device",
     "_accelerator_getDeviceCapability": "get_device_capability",
+    "_accelerator_isAllocatorInitialized": "is_initialized",
     "_accelerator_emptyCache": "empty_cache",
+    "_accelerator_emptyHostCache": "_empty_host_cache",
+    "_accelerator_getDeviceStats": "memory_stats_as_nested_dict",
+    "_accelerator_getMemoryInfo": "mem_get_info",
+    "_accelerator_resetAccumulatedStats": "reset_accumulated_memory_stats",
+    "_accelerator_resetPeakStats": "reset_peak_memory_stats",
 }
 
 
 def keep(accelerator: torch.device | None) -> None:
     """Makes torch answer as on a machine with this ``accelerator``. Called once, after "node" is named."""
-    setattr(torch._C, "_accelerator_getAccelerator", lambda: accelerator)  # noqa: B010 - mypy refuses the assignment
+
+    def current() -> torch.device | None:
+        return accelerator if accelerator is not None or state.current() is None else torch.device("node")
+
+    setattr(torch._C, "_accelerator_getAccelerator", current)  # noqa: B010 - mypy refuses the assignment
+    # process groups and FSDP ask so, for tensors of this process; and an answer is kept beyond a session
+    setattr(torch._C, "_get_accelerator", lambda: accelerator or torch.device("cpu"))  # noqa: B010
     for name, called in _CALLS.items():
         original = getattr(torch._C, name, None)
         if original is not None:
-            setattr(torch._C, name, _call(original, accelerator, called))
-    setattr(torch.Tensor, "pin_memory", _pin_memory(torch.Tensor.pin_memory, accelerator))  # noqa: B010
+            setattr(torch._C, name, _call(original, current, called))
+    setattr(torch.Tensor, "pin_memory", _pin_memory(torch.Tensor.pin_memory, current))  # noqa: B010
+    if DefaultDeviceType._default_device_type is None:  # it would ask once, and keep the answer beyond a session
+        DefaultDeviceType.set_device_type(accelerator.type if accelerator is not None else "cpu")
 
 
-def _call(original: Callable[..., Any], accelerator: torch.device | None, name: str) -> Callable[..., Any]:
+def _call(original: Callable[..., Any], current: Callable[[], torch.device | None], name: str) -> Callable[..., Any]:
     @wraps(original)
     def call(*args: Any) -> Any:
-        return getattr(torch.get_device_module(_there(accelerator)), name)(*args)
+        device = _there(current)
+        function = getattr(torch.get_device_module(device), name, None)
+        if function is None:
+            said = original.__name__.removeprefix("_accelerator_")
+            raise NotImplementedError(f"torch.accelerator's {said} is not there for {device.type!r} devices")
+        return function(*args)
 
     return call
 
 
-def _pin_memory(original: Callable[..., Any], accelerator: torch.device | None) -> Callable[..., Any]:
+def _pin_memory(original: Callable[..., Any], current: Callable[[], torch.device | None]) -> Callable[..., Any]:
     @wraps(original)
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return original(self, device or _there(accelerator))  # type: ignore[no-any-return]
+        device = torch.device(device) if device else _there(current)
+        if device.type == "node":  # what is sent to a node is read as it is: memory of any kind will do
+            return self
+        return original(self, device)  # type: ignore[no-any-return]
 
     return pin_memory
 
 
-def _there(accelerator: torch.device | None) -> torch.device:
-    if accelerator is None:
+def _there(current: Callable[[], torch.device | None]) -> torch.device:
+    device = current()
+    if device is None:
         raise RuntimeError("Cannot access accelerator device when none is available.")  # in torch's words
-    return accelerator
+    return device

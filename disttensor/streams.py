@@ -277,6 +277,30 @@ class stream:
 StreamContext = stream
 
 
+def set_stream(stream: Stream) -> None:
+    """Makes a stream, and its node, the current ones of this thread or asyncio task, until something else does.
+
+    ``with stream(s):`` is for a while, and a ``with`` block that this is called in ends as if it had not been. Raises
+    as entering does.
+    """
+    place = stream._place
+    place.session.link.check(place.outbox)
+    context.use(stream.node)
+    now = route.get()
+    streams = _Streams(now.streams)
+    streams.held = {**getattr(now.streams, "held", {}), stream.node: stream}
+    streams[stream.node] = stream.stream_id
+    if stream.stream_id:
+        place.outbox.divert(1)  # for good: nobody knows until when
+    route.set(Route(streams, now.recorder))
+
+
+def forget() -> None:
+    """Makes node 0 and default streams the current ones: at a session's end, for the next one."""
+    context.use(0)
+    route.set(Route())
+
+
 @spelled
 def default_stream(node: torch.device | str | int | None = None, device: Device = None) -> Stream:
     """The stream that takes what is issued outside of ``with stream(s)``: of a node, by default the current one."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import disttensor as dt
 from disttensor import engine
 from disttensor.local import _pin_memory
+from disttensor.runtime import command as c
+from disttensor.testing import MessageLog
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("accelerator", [None, torch.device("cuda")])
@@ -18,13 +25,94 @@ def test_pinning_is_the_local_accelerators(accelerator: torch.device | None) -> 
         asked.append(device)
         return self
 
-    pin = _pin_memory(original, accelerator)
+    pin = _pin_memory(original, lambda: accelerator)
     if accelerator is None:
         with pytest.raises(RuntimeError, match="when none is available"):
             pin(torch.ones(2))
     else:
         pin(torch.ones(2))
         assert asked == [accelerator]
+
+
+needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator of its own")
+
+
+@needs_none
+def test_a_program_that_asks_for_the_accelerator_trains_on_a_node() -> None:
+    """The device is chosen as in the tutorials of PyTorch."""
+
+    def train() -> list[float]:
+        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).to(device)
+        optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.1), []
+        for x, y in torch.utils.data.DataLoader(data, batch_size=8, pin_memory=device != "cpu"):
+            loss = torch.nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seen.add(loss.device.type)
+        return losses
+
+    seen: set[str] = set()
+    local = train()
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        assert train() == pytest.approx(local, rel=1e-5)
+    assert train() == local
+    assert seen == {"cpu", "node"}
+
+
+@needs_none
+def test_the_accelerator_is_the_nodes() -> None:
+    acc = torch.accelerator
+    assert acc.current_accelerator() is None
+    for _ in range(2):  # what one session sets is not the next one's
+        with dt.init_master_worker(nodes=3, launcher="inproc"):
+            assert acc.current_accelerator(check_available=True) == torch.device("node")
+            assert acc.device_count() == 3
+            assert acc.current_device_index() == 0
+            assert acc.current_stream() == torch.node.default_stream(0)
+            with acc.device_index(2):
+                assert torch.ones(1, device="node").get_node() == dt.current_node() == 2
+                acc.set_device_index(1)
+                assert torch.ones(1).to("node").get_node() == 1
+            assert dt.current_node() == 0
+            acc.set_device_index("node:1")
+            assert acc.current_device_index() == 1
+            own = torch.node.Stream(2)
+            acc.set_stream(own)
+            assert acc.current_stream() == acc.current_stream("node:2") == own
+            assert torch.ones(1, device="node").get_node() == 2
+            with MessageLog() as log:
+                assert (torch.ones(2, device="node:2") * 3).tolist() == [3, 3]
+            assert any(isinstance(command, c.On) for command in log.issued()[2])
+            acc.synchronize()
+            acc.synchronize("node:1")
+            acc.empty_cache()
+            acc.empty_host_cache()
+            with pytest.raises(ValueError, match="5"):
+                acc.set_device_index(5)
+            for ask in acc.memory_stats, acc.max_memory_allocated, acc.get_memory_info, acc.reset_peak_memory_stats:
+                with pytest.raises(NotImplementedError):
+                    ask()
+    assert acc.current_accelerator() is None
+    with pytest.raises(RuntimeError, match="none is available"):
+        acc.synchronize()
+
+
+def test_an_accelerator_of_this_machine_stays_the_accelerator(script: Script) -> None:
+    done = script(
+        """
+import torch
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")  # as seen by the import
+import disttensor as dt
+with dt.init_master_worker(nodes=1, launcher="inproc"):
+    print(torch._C._accelerator_getAccelerator(), torch._C._get_accelerator())
+"""
+    )
+    assert done.stdout == "cuda cuda\n", done.stderr
 
 
 def test_which_backwards_meet_nodes() -> None:
