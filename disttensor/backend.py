@@ -31,6 +31,7 @@ from . import (
     linear,
     local,
     optimizers,
+    sparse,
     state,
     storage,
     transfer,
@@ -39,7 +40,7 @@ from . import (
 )
 from .context import current_node
 from .dispatch import dispatch, run
-from .planning import refuse_layout
+from .planning import layout_of, refuse_layout
 from .registry import enter
 from .runtime import worker
 from .runtime.errors import DisttensorError
@@ -99,6 +100,8 @@ def register() -> None:
     attention.register(kernels)
     choices.register(kernels)
     kernels.impl("_to_copy", _to_copy, "PrivateUse1")
+    for layout in ("SparseCsr", "Quantized", "NestedTensor"):
+        kernels.impl("_to_copy", _refuse_copy, f"{layout}PrivateUse1")
     for op in _OWN_KERNELS:
         kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
     _library.extend((fallback, kernels, *autocast.register()))
@@ -185,8 +188,6 @@ def _to_copy(
         options = {"dtype": dtype, "device": device, "memory_format": memory_format}
         given = {k: v for k, v in options.items() if v is not None}
         return dispatch(torch.ops.aten._to_copy.default, (), (source,), given)
-    if source.layout is not torch.strided:
-        refuse_layout("aten::_to_copy", source.layout)
     source = source.detach()  # of a subclass no more, which may refuse what follows
     place = state.session().places.of(device or torch.device("node"))
     dtype = dtype or source.dtype
@@ -195,4 +196,9 @@ def _to_copy(
     return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
 
 
-__all__ = ["handlers", "linear", "register", "wider"]
+def _refuse_copy(source: torch.Tensor, **options: Any) -> NoReturn:
+    """In the place of torch's own, which would take the parts to a node and call that a tensor there."""
+    refuse_layout("aten::_to_copy", layout_of(source))
+
+
+__all__ = ["handlers", "linear", "register", "sparse", "wider"]

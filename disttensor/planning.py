@@ -172,8 +172,8 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         kind = RESHAPED if reshaped else WRITTEN
         return Plan(kind, place.state, (entry.name, *specs), tuple(reshaped), 0, site)
     for t in tree_leaves(result):
-        if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_quantized):
-            refuse_layout(entry.name, "quantized" if t.is_quantized else str(t.layout))
+        if isinstance(t, torch.Tensor) and layout_of(t) is not torch.strided:
+            refuse_layout(entry.name, layout_of(t))
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)  # attention has sizes
     if lie is not None and entry.right.get(lie) is not True:
         plan, result = _asked(entry, args, kwargs, place, call, out, site)
@@ -236,11 +236,17 @@ def make_room(place: Place) -> None:
         place.state.turn()
 
 
+def layout_of(tensor: torch.Tensor) -> object:
+    """``torch.strided`` for what shape and strides describe, else what an error calls it."""
+    return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+
+
 def refuse_layout(name: str, layout: object) -> NoReturn:
     """Raises NotImplementedError: a proxy's metadata are shape and strides, and other layouts have more."""
+    dense = {"quantized": "x.dequantize()", "nested": "x.to_padded_tensor(0.0)"}.get(str(layout), "x.to_dense()")
     raise NotImplementedError(
-        f"{name}: a tensor of layout {layout} can't be on a node, only strided ones can: write x.to_dense(), or "
-        "sparse=False where a layer's gradients would be sparse"
+        f"{name}: a tensor of layout {layout} can't be on a node, only strided ones can, and gradients of embeddings: "
+        f"write {dense}"
     )
 
 

@@ -22,6 +22,7 @@ from .groups import Group, new_group
 from .meta import Handle, meta_of, new_ref
 from .missing import REMEDY, advised, culprit
 from .placement import Place, one_session
+from .planning import layout_of
 from .process_groups import worlds_of
 from .runtime import codec
 from .runtime import command as c
@@ -325,6 +326,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
         if not isinstance(value, torch.Tensor):
             return None
+        if not isinstance(value, DistributedTensor) and layout_of(value) is not torch.strided:
+            return None  # by value: there are no proxies of such
         tensor: Any = value.detach()
         if not isinstance(tensor, DistributedTensor):
             tensor = upload(tensor, self._place)

@@ -6,7 +6,7 @@ import torch
 
 from .meta import Handle, Lazy, contiguous, meta_of, new_ref
 from .placement import Place, one_session
-from .planning import make_room
+from .planning import layout_of, make_room, refuse_layout
 from .runtime import codec
 from .runtime import command as c
 from .site import here
@@ -15,7 +15,9 @@ from .tensor import DistributedTensor, proxy
 
 def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> DistributedTensor:
     """A copy of a local tensor at ``place``. Returns when the tensor may be changed again; if ``non_blocking``, at
-    once."""
+    once. Raises NotImplementedError for one that is not strided."""
+    if layout_of(tensor) is not torch.strided:
+        refuse_layout("a copy to a node", layout_of(tensor))
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
     place.session.upload(tensor.detach(), place, handle.ref, here(), non_blocking)

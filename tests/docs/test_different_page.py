@@ -46,9 +46,9 @@ def test_memory() -> None:
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sparse": lambda x: x.to_sparse(),
-    "made sparse": lambda x: torch.sparse_coo_tensor(x.long()[:1], x[0], (9,)),
-    "embedding": lambda x: nn.Embedding(5, 3, sparse=True).to(x.device)(x.long()).sum().backward(),
-    "bag": lambda x: nn.EmbeddingBag(5, 3, sparse=True, mode="sum").to(x.device)(x.long()).sum().backward(),
+    "compressed": lambda x: torch.eye(3).to_sparse_csr().to(x.device),
+    "nested": lambda x: torch.nested.nested_tensor([x.cpu(), x.cpu()[:1]]).to(x.device),
+    "sent quantized": lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8).to(x.device, torch.float64),
     "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
 }
 
@@ -56,17 +56,19 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"only strided ones can: write x\.to_dense\(\), or sparse=False"):
+    with pytest.raises(
+        NotImplementedError, match=r"only strided ones can, and gradients of embeddings: write x\.\w+\([\d.]*\)$"
+    ):
         LAYOUTS[name](torch.ones(2, 2, device="node:1"))
     same(torch.eye(3).to_sparse().to_dense().to("node:1"), torch.eye(3))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
-def test_dense_gradients_give_the_numbers_of_sparse_ones(optimizer: Any) -> None:
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_sparse_gradients(optimizer: Any) -> None:
     results = []
     start = nn.Embedding(6, 3)
-    for where, sparse in (("node:1", False), ("cpu", True)):
-        table = nn.Embedding(6, 3, sparse=sparse, _weight=start.weight.detach().clone()).to(where)
+    for where in ("node:1", "cpu"):
+        table = nn.Embedding(6, 3, sparse=True, _weight=start.weight.detach().clone()).to(where)
         opt = optimizer(table.parameters(), lr=0.1)
         for rows in ([1, 2, 1], [0, 2, 5]):
             opt.zero_grad()
@@ -102,9 +104,16 @@ def test_whole_models() -> None:
     assert copy.deepcopy(model).weight.get_node() == 1
 
 
-def test_a_node_is_no_local_accelerator() -> None:
-    assert torch.accelerator.is_available() == torch.cuda.is_available()
-    assert torch.ones(2, device=torch.device("node:1")).get_node() == 1
+def test_accelerators() -> None:
+    if not torch.cuda.is_available():
+        assert torch.accelerator.current_accelerator() == torch.device("node")
+        with pytest.raises(NotImplementedError, match=r"torch\.node\.memory_allocated"):
+            torch.accelerator.memory_allocated()
+        assert torch.Event().query()
+        assert torch.Stream().device.type == "node"
+    before = torch.node.memory_allocated("node:1")
+    x = torch.ones(2, device=torch.device("node:1"))
+    assert torch.node.memory_allocated("node:1") == before + 8 == before + x.nbytes
 
 
 def test_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +138,6 @@ def test_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_names_what_is_tested_here() -> None:
-    names = ["allow_ops", "sparse=True", "flex_attention", "map_location", "ACCELERATE_TORCH_DEVICE", "as_subclass"]
+    names = ["allow_ops", "SparseAdam", "flex_attention", "map_location", "ACCELERATE_TORCH_DEVICE", "as_subclass"]
     assert [name for name in names if name not in PAGE] == []
     assert [link for link in re.findall(r"\]\(([^)#:]+)\)", PAGE) if not (ROOT / "docs" / link).exists()] == []

@@ -35,7 +35,7 @@ MISTAKES = [
     ("index out of range, on the node", "a.gather(0, torch.full((1, 1), 7, device='node:1')).cpu()", ""),
     ("error that nobody asked about", "a.gather(0, torch.full((1, 1), 7, device='node:1')); dt.synchronize()", ""),
     ("out of memory on the node", "torch.empty(1 << 50, device='node:1').sum().item()", "memory"),
-    ("sparse tensor", "torch.ones(3).to_sparse().to('node:1')", "to_dense()"),
+    ("sparse tensor", "torch.eye(3).to_sparse_csr().to('node:1')", "to_dense()"),
     ("pinned memory", "torch.ones(3, device='node:1', pin_memory=True)", "local"),
     ("function that fails", "dt.run(lambda: 1 / 0, node=1)", "issued"),
     ("result that can't come back", "dt.run(object, node=1)", "plain data"),

@@ -52,6 +52,28 @@ def test_tensors_arrive_as_ordinary_ones() -> None:
     assert dt.run(kinds, here, there, other, node=1) == ["Tensor cpu (2,)", "Tensor cpu (3,)", "Tensor cpu (4,)"]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.qint8),
+        lambda x: torch.nested.nested_tensor([x, x[:1]]),
+    ],
+    ids=["coo", "csr", "quantized", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:.*", "ignore::DeprecationWarning")
+def test_local_tensors_of_other_layouts_arrive_as_they_are(make: Any) -> None:
+    def read(x: torch.Tensor) -> tuple[str, torch.Tensor]:
+        kind = f"{x.layout} {x.is_quantized} {x.is_nested} {x.device}"
+        return kind, x.dequantize() if x.is_quantized else x[1] if x.is_nested else x.to_dense()
+
+    local = make(torch.eye(3))
+    kind, values = dt.run(read, local, node=1)
+    assert kind == read(local)[0]
+    same(values, read(local)[1])
+
+
 def test_closures() -> None:
     big, small = torch.randn(100), 3
 

@@ -32,7 +32,7 @@ PUBLIC = {
 }
 
 #: Private names that are torch's, on tensors.
-TORCHS = {"_base", "_grad", "_is_view", "_version"}
+TORCHS = {"_base", "_grad", "_indices", "_is_view", "_nnz", "_values", "_version"}
 
 #: Files that reach inside: what internal thing each of them tests. The list only shrinks: one that reaches inside no
 #: more has to leave it.
