@@ -62,6 +62,7 @@ WRONG_META = frozenset(
         "aten::linalg_lstsq",
         "aten::_thnn_fused_lstm_cell",
         "aten::mkldnn_rnn_layer",
+        "aten::mkldnn_rnn_layer_backward",
         "aten::kaiser_window",
         "aten::kaiser_window.periodic",
         "aten::kaiser_window.beta",

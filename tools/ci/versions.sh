@@ -2,7 +2,7 @@
 # The tests of operators on several versions of Python and torch: `tools/ci/versions.sh [PYTHON:TORCH...]`, where
 # "3.12:" is Python 3.12 with the newest torch. Each gets an environment, which is removed at the end unless VERSIONS
 # names a folder to keep them in. Interpreters are found on PATH, and in the folders that INTERPRETERS names, with ":"
-# between them. TESTS says what to run of the tests.
+# between them. TESTS says what to run of the tests, JOBS in how many processes.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/../.." && pwd)
 [ $# -gt 0 ] || set -- 3.11:2.11 3.11:2.13 3.12: 3.13:
@@ -77,7 +77,8 @@ for case in "$@"; do
         continue
     }
     for tests_of in "${tests[@]}"; do
-        part "$tests_of" env PYTHONPATH="$here" "$environment/bin/python" -m pytest -q -p no:cacheprovider "$tests_of"
+        part "$tests_of" env PYTHONPATH="$here" "$environment/bin/python" -m pytest -q -p no:cacheprovider \
+            -n "${JOBS:-2}" --dist loadfile "$tests_of"
     done
 done
 exit $failed
