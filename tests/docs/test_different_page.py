@@ -63,6 +63,7 @@ def test_layouts(name: str) -> None:
     same(torch.eye(3).to_sparse().to_dense().to("node:1"), torch.eye(3))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # what torch says once, of local ones too
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
 def test_sparse_gradients(optimizer: Any) -> None:
     results = []
