@@ -49,8 +49,11 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if registered is not None:  # C++ has its own list of them, which went with the other tensor
             setattr(tensor, hooks, registered)
     if grad is not None and grad.shape == tensor.shape:
-        grad.data = grad.detach().to(tensor.device, tensor.dtype)
-        tensor.grad = grad
+        moved = grad.detach().to(tensor.device, tensor.dtype)
+        if grad.layout is torch.strided:
+            grad.data = moved
+            moved = grad
+        tensor.grad = moved
 
 
 @whole
@@ -83,7 +86,9 @@ def install() -> None:
 
     @wraps(original)
     def compatible(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return isinstance(a, DistributedTensor) or isinstance(b, DistributedTensor) or original(a, b)
+        if not isinstance(a, DistributedTensor) and not isinstance(b, DistributedTensor):
+            return original(a, b)
+        return a.layout is b.layout is torch.strided  # in the place of a sparse gradient another comes
 
     doc = _data.__doc__
     setattr(torch.Tensor, "data", property(_data.__get__, set_data, _data.__delete__, doc))  # type: ignore[attr-defined]  # noqa: B010

@@ -74,6 +74,10 @@ def draws(op: OpOverload) -> bool:
     return _SEEDED in op.tags
 
 
+#: Why what a sparse gradient takes part in is not compared.
+SPARSE = "a sparse gradient; its parts are compared"
+
+
 def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
     """Why an operation is not compared: a rule, or ""."""
     if route.get().recorder is not None:
@@ -92,6 +96,8 @@ def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
                 return "a composite inside a transform; its parts are compared"
             if x.layout is not torch.strided:
                 return f"an operand of layout {x.layout}"
+        elif isinstance(x, DistributedTensor) and x.layout is not torch.strided:
+            return SPARSE
         elif isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return "a traced size"
         elif isinstance(x, torch.device) and x.type == "meta":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from limits import HANG
 
 import disttensor as dt
 
@@ -187,6 +190,42 @@ def test_a_grad_that_is_kept_is_zeroed() -> None:
     before = remote.weight.detach().cpu()
     optimizer.step()
     assert torch.equal(remote.weight.detach().cpu(), before)
+
+
+@pytest.mark.parametrize("to", ["cpu", "node:0", "node:1"])
+@pytest.mark.parametrize("start", ["cpu", "node:1"])
+def test_it_goes_where_its_module_goes(start: str, to: str) -> None:
+    (_, model) = both("plain")[0]
+    model.to(start)
+    (lookup(model, BATCHES[0], start) ** 2).sum().backward()
+    weight = model.weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.grad is not None
+    before = weight.grad.to_dense().cpu()
+    model.to(to)
+    assert model.weight is weight
+    assert weight.grad.is_sparse
+    assert weight.device == weight.grad.device == torch.device(to)
+    assert torch.equal(weight.grad.to_dense().cpu(), before)
+    torch.optim.SparseAdam(model.parameters()).step()
+
+
+def test_it_passes_the_self_check() -> None:
+    """In a process of its own session: its parts are compared, and it is no failure."""
+    program = """
+import torch, disttensor as dt
+from disttensor import selfcheck
+with dt.init_master_worker(nodes=1, launcher="inproc", verify=1.0):
+    table = torch.nn.Embedding(6, 3, sparse=True).to("node:0")
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    for _ in range(2):
+        table(torch.tensor([1, 2, 1], device="node:0")).pow(2).sum().backward()
+        optimizer.step()
+print(sorted(selfcheck.counts().skipped))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
+    parts = "its parts are compared"
+    assert done.stdout == f"['a composite in inference mode; {parts}', 'a sparse gradient; {parts}']\n", done.stderr
 
 
 def test_beside_dense_layers() -> None:
