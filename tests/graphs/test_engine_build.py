@@ -106,7 +106,7 @@ def test_a_compiled_program_does_what_the_interpreter_does(
             assert engine.used == ("inductor" if i else "interpreter"), engine.why
             alike([*results, *ours], [*expected, *theirs])
             if i == 0:
-                assert engine.wait(HANG)
+                assert engine.wait(2 * HANG)  # the compiler had not ended after one, beside a load of 30
 
         broken = copies(inputs)
         where = next(t for t in broken if t.dtype == torch.int64 and t.dim())
