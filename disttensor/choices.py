@@ -5,8 +5,9 @@ Numbers follow from the path: LAPACK finds other singular values when it is aske
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.optim import swa_utils
 
-from . import disguise, kernels, state
+from . import attention, disguise, kernels, state
 from .dispatch import as_torch_came, run
 from .plan import Entry
 from .registry import handler
@@ -32,6 +33,35 @@ def register(library: torch.library.Library) -> None:
         library.impl(op.name().removeprefix("aten::"), function, "AutogradPrivateUse1")
     name = "_get_foreach_kernels_supported_devices"
     setattr(swa_utils, name, _averaging(getattr(swa_utils, name)))
+
+
+#: What is called in the place of each composite's function, if anything is, by those that stand there then.
+_around: list[Callable[..., Any]] = []
+_library: list[torch.library.Library] = []
+
+
+def surround(by: Callable[..., Any] | None) -> None:
+    """Has ``by(op, function, *args, **kwargs)`` called in the place of the functions for composites; None ends that.
+
+    What stands there then stays, and does nothing without: torch keeps what was registered, and whatever that holds,
+    even where something else has taken its place or its library is gone.
+    """
+    _around[:] = [by] if by is not None else []
+    if _library or by is None:
+        return
+    _library.append(torch.library.Library("aten", "IMPL"))
+    ours = [(aten.scaled_dot_product_attention.default, attention.attention), *_kernels]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once that a kernel takes another's place, which is the purpose
+        for op, function in ours:
+            name, caller = op.name().removeprefix("aten::"), partial(_surrounded, op, function)
+            _library[0].impl(name, caller, "AutogradPrivateUse1", allow_override=True)
+
+
+def _surrounded(op: OpOverload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for by in _around:
+        return by(op, function, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
 def _averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:

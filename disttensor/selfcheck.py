@@ -7,7 +7,6 @@ torch do the same, and compares results, and all memory that the operands lie in
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import attention, backend, choices, fast, linear, remote
+from . import backend, choices, fast, linear, remote
 from .agreement import geometry_differs, leaves, memory_differs, values_differ
 from .dispatch import dispatch, issue, run
 from .images import Images, Name, local_sum, sum_of, under
@@ -98,7 +97,7 @@ class SelfCheck:
         self._put(Joint, "issue", lambda joint, session, async_op: self.collective(joint, session, async_op))
         for name in ("upload", "download", "fetch"):
             setattr(self.session, name, partial(getattr(self, name), getattr(self.session, name)))
-        _wrap_composites()
+        choices.surround(self.composite)
 
     def remove(self) -> None:
         """Everything is as it was."""
@@ -106,6 +105,7 @@ class SelfCheck:
             setattr(*self._doors.pop())
         for name in ("upload", "download", "fetch"):
             vars(self.session).pop(name, None)
+        choices.surround(None)
 
     def _put(self, owner: Any, name: str, wrapper: Any) -> None:
         self._doors.append((owner, name, vars(owner)[name]))
@@ -434,33 +434,6 @@ def _tensors_differ(
 
 def _memory_told(memory: Any, after: Images, name: Name, place: Place) -> str:
     return memory_differs(after.memories[name].storage, memory.storage, memory.dtype, place.kernels)
-
-
-# ---- composites ------------------------------------------------------------------------------------------------------
-
-_library: list[torch.library.Library] = []
-
-
-def _wrap_composites() -> None:
-    """Puts wrappers around our functions in the place of composites of torch's. A second call does nothing.
-
-    They stay, and do nothing without a check: torch keeps what was registered, and whatever that holds, even where
-    something else has taken its place or its library is gone.
-    """
-    if _library:
-        return
-    _library.append(torch.library.Library("aten", "IMPL"))
-    ours = [(torch.ops.aten.scaled_dot_product_attention.default, attention.attention), *choices._kernels]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says once that a kernel takes another's place, which is the purpose
-        for op, function in ours:
-            name, wrapper = op.name().removeprefix("aten::"), partial(_composite, op, function)
-            _library[0].impl(name, wrapper, "AutogradPrivateUse1", allow_override=True)
-
-
-def _composite(op: OpOverload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    check = _now
-    return function(*args, **kwargs) if check is None else check.composite(op, function, *args, **kwargs)
 
 
 # ---- the session's ---------------------------------------------------------------------------------------------------

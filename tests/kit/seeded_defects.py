@@ -114,10 +114,8 @@ def unlike(fn: Callable[..., Any], op: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def unmasked(
-    fn: Callable[..., Any], query: Any, key: Any, value: Any, mask: Any = None, *rest: Any, **options: Any
-) -> Any:
-    return fn(query, key, value, None, *rest, **options)
+def unmasked(fn: Callable[..., Any], backend: int, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    return fn(backend, query, key, value, None, *rest)
 
 
 def on_the_way(fn: Callable[..., Any], channel: Any, tensor: torch.Tensor, peer: int, *args: Any) -> Any:
@@ -277,7 +275,7 @@ DEFECTS: dict[str, Defect] = {
         "y.sum().backward()",
     ),
     "composite": Defect(
-        wrapped(attention, "attention", unmasked),
+        wrapped(attention, "_fused", unmasked),
         lambda: F.scaled_dot_product_attention(*[ones(1, 1, 3, 4)] * 3, torch.eye(3, device=NODE) * 40),
         "aten::scaled_dot_product_attention",
         "values differ",

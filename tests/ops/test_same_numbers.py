@@ -270,10 +270,3 @@ def test_muon() -> None:
         return [loss.item() for loss in out]
 
     assert make("node:1") == make("cpu")
-
-
-def test_sparse_gradients_say_what_to_do() -> None:
-    """SparseAdam wants them, and a tensor on a node is strided."""
-    table = nn.Embedding(VOCABULARY, 4, sparse=True).to("node:1")
-    with pytest.raises(NotImplementedError, match="sparse"):
-        table(torch.tensor([1, 2], device="node:1")).sum().backward()
