@@ -44,8 +44,9 @@ check: dev
 unit: dev
 	$(BIN)/pytest -q tests/unit
 
+# The files in their order: sorted by numbers of tests, those with a few long ones come last, where one waits for another.
 test: dev
-	$(BIN)/pytest -q -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: dev
 	$(BIN)/pytest -q -m "slow and not ($(ENGINES))"
