@@ -19,6 +19,7 @@ from .runtime import command as c
 from .runtime.errors import DisttensorError
 from .runtime.failure import Site
 from .runtime.outbox import Outbox
+from .runtime.route import route
 
 if TYPE_CHECKING:
     from .session import Session
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MAX_SLOTS = 128
 #: Templates between two clean-ups of a node's table.
 GENERATION = 32_768
+#: Libraries of operators that every node has, as it has torch.
+OWN = frozenset({"aten", "prims"})
 
 
 class NodeState:
@@ -39,6 +42,7 @@ class NodeState:
         self.lock = threading.RLock()
         self.templates: dict[object, int] = {}
         self.defined: dict[int, c.Define] = {}  #: what nodes know of templates, for graphs
+        self._permitted: set[str] = set()  #: operators that the node has
         self.generation = 0  #: of templates; raised by ``turn``
         self._next = count()
         self._generations = [0, 0]
@@ -51,21 +55,25 @@ class NodeState:
         The table is bounded: after a generation of new templates older ones are dropped. Plans that name them were
         dropped one generation before (``full`` says when), so no thread can still be about to use one.
         """
+        if op not in self._permitted:
+            self._permit(op, site)
         key = (op, exact(args), exact(kwargs), outs)
         with self.lock:
             number = self.templates.get(key)
             if number is None:
-                self._permit(op)
                 number = next(self._next)
                 self.defined[number] = define = c.Define(number, op, args, kwargs, outs)
                 self.outbox.add(define, site)
                 self.templates[key] = number
             return number
 
-    def _permit(self, op: str) -> None:
-        """Raises NotImplementedError for what the node would refuse, which is told long after the call."""
+    def _permit(self, op: str, site: Site | None) -> None:
+        """Raises NotImplementedError for what the node would refuse, which is told long after the call.
+
+        Which operators of other libraries a node has is asked once for each; one that is missing may come later.
+        """
+        library = op.partition("::")[0]
         if not self.session.allow.allows(op):
-            library = op.partition("::")[0]
             if library == "aten":
                 raise NotImplementedError(f"{op}: nodes don't run what reaches beyond tensors")
             raise NotImplementedError(
@@ -73,6 +81,14 @@ class NodeState:
                 f"init_master_worker(allow_ops=['{library}::*']), and have the nodes import the library that has it: "
                 f"disttensor.run(exec, 'import {library}', node=[...])"
             )
+        if library not in OWN:
+            if route.get().recorder is not None:
+                return  # nothing answers while a graph is recorded
+            place = self.session.places.at(self.rank)
+            why_not = self.session.ask(place, c.Answer, lambda id: c.Usable(id, (op,), ops=True), site).value
+            if why_not:
+                raise NotImplementedError(f"node {self.rank}: {why_not}")
+        self._permitted.add(op)
 
     @property
     def full(self) -> bool:

@@ -133,7 +133,10 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
 
     os.environ.update(settings(options, Plan("mpi")))
     registry.automatic = "mpi"
-    return lead(lambda: _run_here(options))
+    code, used = lead(lambda: _run_here(options))
+    if code == 0 and not used:
+        _say_unused(options.script)
+    return code
 
 
 def _run_here(options: argparse.Namespace) -> int:

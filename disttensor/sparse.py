@@ -276,6 +276,10 @@ def _mapped(op: OpOverload, written: OpOverload, linear: bool) -> None:
             _refuse(op.name())
         if not isinstance(x, SparseGradient):
             x, rest = rest[0], (x, *rest[1:])
+        if op is aten.pow.Tensor_Scalar and rest[0] == 0:
+            raise RuntimeError(
+                "pow: cannot raise to zeroth power on sparse tensor; it would make the result tensor dense"
+            )
         x = x if linear else _coalesce(x)
         return _with(x, op(x._values_, *rest, **kwargs))
 

@@ -182,10 +182,11 @@ class Open(Wire, frozen=True, tag=56):
 
 
 class Usable(Wire, frozen=True, tag=57):
-    """Answers why these data channels can't be used here, a line for each: an empty one if it can."""
+    """Answers why these channels (``ops``: operators) can't be used here, a line for each: an empty one if it can."""
 
     request: int
     names: tuple[str, ...]
+    ops: bool = False
 
 
 class Peer(Wire, frozen=True, tag=24):

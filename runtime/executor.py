@@ -235,7 +235,8 @@ class Executor:
             case c.Open():
                 self.emit(c.Answer(command.request, self.channels.open(command.channel, command.name)))
             case c.Usable():
-                self.emit(c.Answer(command.request, "\n".join(why_unusable(name, self.rank) for name in command.names)))
+                why_not = self._allow.why_not if command.ops else partial(why_unusable, rank=self.rank)
+                self.emit(c.Answer(command.request, "\n".join(map(why_not, command.names))))
             case c.Lost():
                 self.channels.forget(command.rank, command.why)
             case c.Stop():

@@ -31,6 +31,14 @@ class AllowList:
             op = self._known[name] = self._find(name)
         return op
 
+    def why_not(self, name: str) -> str:
+        """Why ``resolve`` would raise, or an empty text."""
+        try:
+            self.resolve(name)
+        except ProtocolError as e:
+            return str(e)
+        return ""
+
     def allows(self, name: str) -> bool:
         """Whether the operator's name is on the list."""
         qualified = name.partition(".")[0]

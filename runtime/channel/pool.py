@@ -3,7 +3,8 @@ tensor into fresh memory is half as fast as into memory that was used before.
 
 A block is anonymous memory of our own. A tensor over it holds a *lease* (an array, whose only purpose is to die with
 the tensor's storage); the lease's weak reference puts the block back. That callback may run inside of a collection in
-any thread, so it takes no lock and does nothing but append (or let go, when enough blocks are idle).
+any thread, so it takes no lock and does nothing but append (or let go, when enough blocks are idle). The pool holds the
+blocks that are in use, too: a weak reference that only garbage refers to is never called.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class WarmPool:
     def __init__(self, most_bytes: int = 512 << 20, most_blocks: int = 8) -> None:
         self._most_bytes, self._most_blocks = most_bytes, most_blocks
         self._idle: list[_Block] = []  #: oldest first; appended to without the lock
+        self._used: set[_Block] = set()
         self._lock = threading.Lock()  #: held by take only, never by the callback
 
     def idle_bytes(self) -> int:
@@ -51,7 +53,9 @@ class WarmPool:
             return torch.empty(shape, dtype=dtype)
         block = self._take(nbytes)
         lease = np.frombuffer(block.memory, dtype=np.uint8, count=nbytes)
-        block.lease = weakref.ref(lease, lambda _: self._give(block))
+        pool = weakref.ref(self)  # no cycle: what is idle goes with the pool at once
+        block.lease = weakref.ref(lease, lambda _: _give(pool(), block))
+        self._used.add(block)
         return torch.frombuffer(lease, dtype=torch.uint8).view(dtype).view(shape)
 
     def _take(self, nbytes: int) -> _Block:
@@ -65,6 +69,13 @@ class WarmPool:
         step = 1 << max(12, nbytes.bit_length() - 4)
         return _Block(-(-nbytes // step) * step)
 
-    def _give(self, block: _Block) -> None:
+    def give(self, block: _Block) -> None:
+        """Its tensor is gone."""
+        self._used.discard(block)
         if len(self._idle) < self._most_blocks and self.idle_bytes() + block.nbytes <= self._most_bytes:
             self._idle.append(block)
+
+
+def _give(pool: WarmPool | None, block: _Block) -> None:
+    if pool is not None:
+        pool.give(block)

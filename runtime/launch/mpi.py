@@ -188,6 +188,7 @@ class Crew:
         self.world = world
         self.pid = os.getpid()
         self.offers: dict[int, Offer] = {}
+        self.used = False  #: a session has been started
         self.code = 1  #: the exit code that this process is going to have; 1 as long as nobody knows
         self.adopts = False  #: the processes that the script leaves behind are to be ended
         self._left = False
@@ -209,6 +210,7 @@ class Crew:
     def order(self, rank: int, data: bytes) -> None:
         """Takes up a node's offer, so it is waiting for this. Nothing means that there is nothing more to do."""
         del self.offers[rank]
+        self.used = self.used or bool(data)
         self.world.comm.Send([data, self.world.mpi.BYTE], rank + 1, ORDER)
 
     def leave(self, code: int) -> None:
@@ -248,10 +250,13 @@ def crew() -> Crew:
     return Crew(mpi.world())
 
 
-def lead(program: Callable[[], int]) -> int:
-    """Rank 0: calls ``program`` and gives its exit code. At the end of the process all that was started is ended."""
+def lead(program: Callable[[], int]) -> tuple[int, bool]:
+    """Rank 0: calls ``program`` and gives its exit code, and whether it had use for nodes.
+
+    At the end of the process all that was started is ended.
+    """
     adopt_orphans()
     mine = crew()
     mine.adopts = True
     mine.code = program()
-    return mine.code
+    return mine.code, mine.used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -277,6 +278,13 @@ class TestPool:
         del view
         assert pool.idle_bytes() >= 4 << 20
         assert pool.empty((1000, 1000), torch.float32).data_ptr() == address
+
+    def test_a_collection_does_not_lose_what_is_in_use(self):
+        pool = WarmPool()
+        tensor = pool.empty((1 << 20,), torch.float32)
+        gc.collect()
+        del tensor
+        assert pool.idle_bytes() >= 4 << 20
 
     def test_bounds(self):
         pool = WarmPool(most_bytes=5 << 20, most_blocks=2)

@@ -80,6 +80,7 @@ def test_contract(mpi: Mpi) -> None:
     ("body", "code", "says"),
     [
         ("sys.exit(7)", 7, ""),
+        ("print(1)", 0, "never called disttensor.init_master_worker(): its nodes were started in vain"),
         ("dt.init_master_worker()\n1 / 0", 1, "in <module>\n    1 / 0\n    ~~^~~\nZeroDivisionError"),
         (
             "dt.init_master_worker()\nx = torch.arange(3, device='node:1')[torch.tensor([7]).to('node:1')]",

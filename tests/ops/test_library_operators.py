@@ -62,10 +62,14 @@ def test_shapes_that_depend_on_data_are_asked_for_each_time(theirs: Any) -> None
 
 def test_what_has_a_meta_kernel_is_not_asked(theirs: Any) -> None:
     x = torch.tensor([1.0, -1.0])
-    remote = x.to("node:1")
+    remote, other = x.to("node:1"), x.tile(2).to("node:1")
     with testing.MessageLog() as log:
         y = theirs.told(remote)
-    assert log.commands == ["Define theirs::told", "Call theirs::told"]
+    assert log.commands == ["Usable", "Define theirs::told", "Call theirs::told"]
+    assert log.replies == ["Answer"]
+    with testing.MessageLog() as log:
+        theirs.told(other)
+    assert log.commands == ["Call theirs::told"]
     assert log.replies == []
     same(y, x * 3)
     same(theirs.twice(remote), x * 2)
@@ -87,8 +91,12 @@ def test_what_is_not_allowed_is_refused_at_the_call(theirs: Any) -> None:
 def test_nodes_import_the_library(library: Any) -> None:
     with dt.init_master_worker(nodes=1, allow_ops=["theirs::*"]):
         x = torch.ones(2, device="node:0")
-        with pytest.raises(dt.RemoteError, match=r"doesn't exist on this node.*disttensor\.run\(exec, 'import"):
-            library.twice(x).cpu()
+        for _ in range(2):  # at the call
+            with pytest.raises(NotImplementedError, match=r"node 0: .*this node.*disttensor\.run\(exec, 'import"):
+                library.twice(x)
         dt.run(exec, LIBRARY + "torch.kept = theirs, others", node=[0])  # else it would be garbage
+        with testing.MessageLog() as log:
+            same(library.twice(x), torch.full((2,), 2.0))
+        assert log.commands[:3] == ["Usable", "Define theirs::twice", "Ask theirs::twice"]
         same(library.told(x), torch.full((2,), 3.0))
         same(library.guess(x - 1), torch.ones(0))

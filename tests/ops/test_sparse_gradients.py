@@ -269,7 +269,10 @@ def test_what_else_is_refused(use: str) -> None:
 
 
 def test_wrong_ones_are_errors() -> None:
-    _, remote = gradients()
+    local, remote = gradients()
+    for gradient in (local, remote):
+        with pytest.raises(RuntimeError, match="cannot raise to zeroth power on sparse"):
+            gradient.pow(0)
     with pytest.raises(RuntimeError, match="sizes of 'self' and 'other'"):
         torch.ones(5, 3, device=NODE).add_(remote)
     with pytest.raises(RuntimeError, match="are not those of a tensor of shape"):
