@@ -160,18 +160,21 @@ def strides(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1) if x.numel() else ()
 
 
-def _there(x: torch.Tensor) -> tuple[Any, ...]:
+def _there(*tensors: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
     """Runs on the node."""
-    return tuple(x.shape), x.stride(), int(x.storage_offset()), str(x.dtype), x.is_conj(), x.is_neg()
+    return tuple(
+        (tuple(x.shape), x.stride(), int(x.storage_offset()), str(x.dtype), x.is_conj(), x.is_neg()) for x in tensors
+    )
 
 
-def true_to_node(proxy: torch.Tensor) -> None:
-    """Asserts that a proxy's metadata are its tensor's."""
-    shape, stride, offset, dtype, *bits = dt.run(_there, proxy.detach(), node=0)
-    assert (tuple(proxy.shape), str(proxy.dtype)) == (tuple(shape), dtype), "the node has another shape or dtype"
-    assert [proxy.is_conj(), proxy.is_neg()] == bits, "conjugate or negative on one side only"
-    said = (proxy.stride(), int(proxy.storage_offset()))
-    assert said == (tuple(stride), offset), f"strides and offset {said}, the node has {(stride, offset)}"
+def true_to_node(proxies: list[torch.Tensor]) -> None:
+    """Asserts that proxies' metadata are those of their tensors."""
+    there = dt.run(_there, *(proxy.detach() for proxy in proxies), node=0) if proxies else ()
+    for proxy, (shape, stride, offset, dtype, *bits) in zip(proxies, there, strict=True):
+        assert (tuple(proxy.shape), str(proxy.dtype)) == (tuple(shape), dtype), "the node has another shape or dtype"
+        assert [proxy.is_conj(), proxy.is_neg()] == bits, "conjugate or negative on one side only"
+        said = (proxy.stride(), int(proxy.storage_offset()))
+        assert said == (tuple(stride), offset), f"strides and offset {said}, the node has {(stride, offset)}"
 
 
 def check(
@@ -208,9 +211,7 @@ def _check_call(op: OpInfo, sample: SampleInput, grad: bool, close: bool, layout
             dt.synchronize()
         return True
     got = remote.call(op)
-    for leaf in tree_leaves(got):
-        if isinstance(leaf, dt.DistributedTensor):
-            true_to_node(leaf)
+    true_to_node([leaf for leaf in tree_leaves(got) if isinstance(leaf, dt.DistributedTensor)])
     if op.name in UNDEFINED:
         expected, got = (tree_map(lambda t: torch.zeros_like(t) if _is(t) else t, v) for v in (expected, got))
     if sample.output_process_fn_grad is not None:
@@ -219,9 +220,7 @@ def _check_call(op: OpInfo, sample: SampleInput, grad: bool, close: bool, layout
     agree(remote.tensors, local.tensors, close, "operand after it")
     if grad:
         here, there = _gradients(expected, local), _gradients(got, remote)
-        for leaf in there or ():
-            if leaf is not None:
-                true_to_node(leaf)
+        true_to_node([leaf for leaf in there or () if leaf is not None])
         assert (here is None) == (there is None), "only one of the two has gradients"
         agree(there, here, close, "gradient")
     return True
@@ -253,7 +252,7 @@ def _check_in_place(op: OpInfo, sample: SampleInput, close: bool, layout: str | 
             return
         got = remote.call(op.inplace_variant)
         assert (got is remote.input) == (expected is local.input)
-    true_to_node(remote.input)
+    true_to_node([remote.input])
     agree(remote.tensors, local.tensors, close, "operand of the in-place variant")
 
 
