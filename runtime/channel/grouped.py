@@ -121,6 +121,8 @@ class GroupedChannel(TcpChannel):
         try:
             group = self._groups.get(ranks)
             if group is None:
+                if (lost := self.lost(ranks)) is not None:  # what was issued behind it is over at once
+                    raise lost
                 group = self._groups[ranks] = self._group(f"ranks {ranks} {number}", ranks)
             if (lost := self.lost(ranks)) is not None:  # perhaps before there was a group to cut
                 raise lost

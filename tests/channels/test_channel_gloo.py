@@ -179,7 +179,7 @@ def outcomes(channels: list[GlooChannel], ranks: list[int], number: int) -> list
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["at the first", "later"])
-def test_a_rank_that_is_forgotten_breaks_the_collective_of_the_others(known):
+def test_a_rank_that_is_forgotten_breaks_the_collective_of_the_others(known, monkeypatch):
     """It is stopped: its connections stay, and say nothing."""
     channels = joint(3)
     if known:
@@ -199,7 +199,12 @@ def test_a_rank_that_is_forgotten_breaks_the_collective_of_the_others(known):
     for thread in [*threads, timer]:
         thread.join(LIMIT)
     assert found == [2, 2]
-    first, second, _ = outcomes(channels, [0, 1], 3)  # the others go on
+    with monkeypatch.context() as patch:  # what was issued behind it needs no group to break off
+        patch.setattr(GlooChannel, "_group", lambda *_: pytest.fail("a group is made with one who is lost"))
+        for error in outcomes(channels, [0, 1, 2], 3)[:2]:
+            assert isinstance(error, BrokenError)
+            assert error.rank == 2
+    first, second, _ = outcomes(channels, [0, 1], 4)  # the others go on
     assert first[0] == second[0] == 1
     for channel in channels:
         channel.close()

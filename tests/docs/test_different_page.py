@@ -90,6 +90,25 @@ def test_attention() -> None:
     assert torch.allclose(remote.cpu(), F.scaled_dot_product_attention(q, q, q, attn_mask=mask), atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_hooks_between_layers_of_an_encoder() -> None:
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    for nested in (True, False):
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+        seen = []
+        encoder.layers[0].register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output))
+        remote = copy.deepcopy(encoder).to("node:1")
+        with torch.no_grad():
+            expected = encoder(x, src_key_padding_mask=padding)
+            if nested:
+                with pytest.raises(RuntimeError, match="NestedTensorImpl"):
+                    remote(x.to("node:1"), src_key_padding_mask=padding.to("node:1")).cpu()
+                continue
+            same(remote(x.to("node:1"), src_key_padding_mask=padding.to("node:1")), expected)
+            same(seen[1], seen[0])
+
+
 def test_whole_models() -> None:
     model = nn.Linear(3, 2).to("node:1")
     file = io.BytesIO()

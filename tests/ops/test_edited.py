@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +25,14 @@ Write = Callable[..., ModuleType]
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Writes a module and imports or reloads it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions may have the same time and size
     names = set()
+    times = count(1_000_000_000)  # by a file's time and size Python, on nodes too, tells whether it has compiled it
 
     def write(name: str, text: str) -> ModuleType:
-        (tmp_path / f"{name}.py").write_text(text)
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        time = next(times)
+        os.utime(file, (time, time))
         importlib.invalidate_caches()
         if name in names:
             return importlib.reload(sys.modules[name])
