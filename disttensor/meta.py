@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from .runtime import codec
 from .runtime import command as c
 from .runtime.interrupts import whole
 
@@ -130,6 +131,12 @@ def meta_like(tensor: torch.Tensor, place: Place) -> Meta:
     """The Meta of a tensor with ``tensor``'s geometry at ``place``."""
     bits = (tensor.is_conj(), tensor.is_neg())
     return meta_of(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, place, bits)
+
+
+def meta_told(geometry: c.Geometry, place: Place) -> Meta:
+    """The Meta of a tensor at ``place`` of which a node has told this."""
+    g, bits = geometry, (bool(geometry.bits & 1), bool(geometry.bits & 2))
+    return meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place, bits)
 
 
 def forget_all() -> None:

@@ -8,11 +8,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import infer
-from .meta import Handle, Meta, contiguous, meta_like, meta_of, new_ref, stand_in
+from .meta import Handle, Meta, contiguous, meta_like, meta_told, new_ref, stand_in
 from .placement import Place, one_session
 from .plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
 from .registry import drop_plans
-from .runtime import codec
 from .runtime import command as c
 from .runtime.errors import DisttensorError
 from .runtime.route import route
@@ -310,9 +309,7 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
     if len(reply.outs) != len(refs):
         raise DisttensorError(f"{entry.name}: node {place.node} answered {reply} where {len(refs)} shapes were due")
-    metas = [
-        None if g is None else meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place) for g in reply.outs
-    ]
+    metas = [None if g is None else meta_told(g, place) for g in reply.outs]
     proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
     if listed:
         return proxies, metas

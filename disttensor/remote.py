@@ -19,12 +19,11 @@ from . import state
 from .context import current_node
 from .edited import Modules
 from .groups import Group, new_group
-from .meta import Handle, meta_of, new_ref
+from .meta import Handle, meta_told, new_ref
 from .missing import REMEDY, advised, culprit
 from .placement import Place, one_session
 from .planning import layout_of
 from .process_groups import worlds_of
-from .runtime import codec
 from .runtime import command as c
 from .runtime.errors import DisttensorError, PeerFailed
 from .runtime.failure import in_short
@@ -365,8 +364,7 @@ def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
     session = place.session
     name = geometry.device if geometry.device.startswith("cuda") else "cpu"
     where = place if session.link.hellos[place.node].simulated else session.places.at(place.node, name)
-    meta = meta_of(geometry.shape, geometry.stride, geometry.offset, codec.dtype_of(geometry.dtype), where)
-    return proxy(Handle(new_ref(), meta))
+    return proxy(Handle(new_ref(), meta_told(geometry, where)))
 
 
 def nodes_info() -> Sequence[dict[str, Any]]:

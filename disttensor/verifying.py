@@ -9,10 +9,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .generators import keep, restore
-from .meta import Handle, meta_of, new_ref
+from .meta import Handle, meta_told, new_ref
 from .placement import Place
 from .recording import Log, Recorder
-from .runtime import codec
 from .runtime import command as c
 from .runtime.errors import GraphError
 from .runtime.failure import line_of
@@ -78,7 +77,7 @@ def _clone(log: Log, ref: int) -> DistributedTensor:
     assert g is not None
     if g.device.startswith("cuda"):
         place = node.session.places.at(node.rank, g.device)
-    return proxy(Handle(out, meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place)))
+    return proxy(Handle(out, meta_told(g, place)))
 
 
 def _set(log: Log, ref: int, value: DistributedTensor) -> None:

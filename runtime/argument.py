@@ -54,18 +54,18 @@ Value: TypeAlias = bool | int | float | str | Complex | None
 
 
 class Geometry(Wire, frozen=True, tag=8):
-    """The metadata of one tensor on a node."""
+    """The metadata of one tensor on a node. ``bits``: 1 for a lazy conjugate, 2 for a lazy negative, 3 for both."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: int
     device: str
+    bits: int = 0
 
 
 class Expected(Wire, frozen=True, tag=9):
-    """The metadata that the master takes a tensor on a node to have. ``bits``: 1 for a lazy conjugate, 2 for a lazy
-    negative, 3 for both."""
+    """The metadata that the master takes a tensor on a node to have. ``bits``: as of Geometry."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -159,6 +159,8 @@ def _check_geometry(g: c.Geometry) -> None:
     extent = g.offset + sum(max(n - 1, 1) * s for n, s in zip(g.shape, g.stride, strict=False))
     if len(g.stride) != len(g.shape) or min(g.stride, default=0) < 0 or g.offset < 0 or extent * itemsize > _COUNTABLE:
         raise ProtocolError(f"no tensor of shape {g.shape} has strides {g.stride!s:.500} and offset {g.offset}")
+    if not 0 <= g.bits <= 3 or (g.bits & 1 and not dtype_of(g.dtype).is_complex):
+        raise ProtocolError(f"no tensor of {dtype_of(g.dtype)} has the lazy bits {g.bits}")
     if not _DEVICE.fullmatch(g.device):
         raise ProtocolError(f"{g.device[:100]!r} is no device")
 

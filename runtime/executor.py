@@ -274,7 +274,7 @@ class Executor:
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
         """Raises TypeError for a tensor that strides don't describe: a proxy of it would be wrong."""
         found = geometry.of(tensor)
-        return c.Geometry(found.shape, found.stride, found.offset, found.dtype, str(tensor.device))
+        return c.Geometry(found.shape, found.stride, found.offset, found.dtype, str(tensor.device), found.bits)
 
     def _send(self, command: c.Send) -> None:
         channel = self.channels.data[command.channel]

@@ -64,6 +64,37 @@ def test_elementwise(name: str, dtype: torch.dtype) -> None:
         assert strides(got) == strides(expected)
 
 
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugate": lambda z: z.conj(),
+    "negative": lambda z: z.conj().imag,
+    "both": lambda z: torch._neg_view(z.conj()),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_results_of_functions(name: str) -> None:
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    expected, got = LAZY[name](z), dt.run(LAZY[name], z.to(NODE), node=0)
+    true_to_node([got])
+    assert (got.is_conj(), got.is_neg()) == (expected.is_conj(), expected.is_neg())
+    for use in (lambda x: x * 2, torch.clone, lambda x: x.t().real.neg(), lambda x: torch.view_as_real(x + 0j)):
+        assert torch.equal(use(got).cpu(), use(expected))
+
+
+@pytest.mark.parametrize("adjoint", [True, False])
+def test_a_lazy_result_of_what_is_asked(adjoint: bool) -> None:
+    """Operators whose meta kernels are not believed."""
+    a, b = torch.randn(3, 3, dtype=torch.complex64), torch.randn(4, 3, dtype=torch.complex64)
+    factors = torch.linalg.lu_factor(a)
+    expected = torch.linalg.lu_solve(*factors, b, left=False, adjoint=adjoint)
+    remote = [x.to(NODE) for x in (*factors, b)]
+    for _ in range(2):  # asked, and planned
+        got = torch.linalg.lu_solve(*remote, left=False, adjoint=adjoint)
+        true_to_node([got])
+        assert got.is_conj() == expected.is_conj()
+        assert torch.equal(got.imag.cpu(), expected.imag)
+
+
 # ---- a meta kernel that is wrong -------------------------------------------------------------------------------------
 
 

@@ -56,8 +56,9 @@ def geometry(
     offset: int = 0,
     dtype: int = 0,
     device: str = "cpu",
+    bits: int = 0,
 ) -> c.Geometry:
-    return c.Geometry(shape, stride, offset, dtype, device)
+    return c.Geometry(shape, stride, offset, dtype, device, bits)
 
 
 #: What is asked for, and what doesn't answer it.
@@ -68,6 +69,8 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
     "shapes for a result": (c.Result, c.Shapes(1, ())),
     "negative size": (c.Shapes, c.Shapes(1, (geometry((-2, 3)),))),
     "negative stride": (c.Shapes, c.Shapes(1, (None, geometry(stride=(3, -1))))),
+    "unknown bits": (c.Shapes, c.Shapes(1, (geometry(bits=4),))),
+    "conjugate of a real one": (c.Shapes, c.Shapes(1, (geometry(bits=1),))),
     "negative offset": (c.Result, c.Result(1, b"", (geometry(offset=-1),))),
     "strides of other rank": (c.Result, c.Result(1, b"", (geometry(stride=(1,)),))),
     "uncountable": (c.Result, c.Result(1, b"", (geometry((1 << 40, 1 << 40), (0, 0)),))),

@@ -58,7 +58,7 @@ for case in "$@"; do
     echo "Python $python, torch ${torch:-newest}"
     rm -rf "$scratch/source" "$scratch/elsewhere"
     mkdir -p "$scratch/source" "$scratch/elsewhere"
-    git -C "$here" ls-files -z | (cd "$here" && xargs -0 cp --parents -t "$scratch/source")
+    git -C "$here" ls-files -z | (cd "$here" && xargs -0 cp --no-dereference --parents -t "$scratch/source")
     if [ ! -x "$environment/bin/python" ]; then
         "python$python" -m venv "$environment" || exit 1
     fi
