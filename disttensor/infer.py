@@ -88,6 +88,13 @@ def _native_attention(*args: Any, **kwargs: Any) -> Any:
     return output, weights if wanted else None
 
 
+def _flash_attention(*args: Any, **kwargs: Any) -> Any:
+    """Before torch 2.13 its meta kernel had the sums of exponentials in float32, for doubles as well."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    output, sums = op(*args, **kwargs)
+    return output, sums.to(torch.float64) if output.dtype is torch.float64 else sums
+
+
 def _padded(nested: torch.Tensor, padding: float, size: Any = None) -> torch.Tensor:
     if size is None:
         raise RuntimeError("to_padded_tensor of a tensor on a node needs its output_size")
@@ -95,12 +102,14 @@ def _padded(nested: torch.Tensor, padding: float, size: Any = None) -> torch.Ten
 
 
 #: Operators whose outputs are known here better than from their meta kernels. The first two are the ends of torch's way
-#: for padded batches (``nn.TransformerEncoder``): between them a node has a nested tensor, without the padding. To the
-#: script it is as large as with it, which only torch's own layers see.
+#: for padded batches (``nn.TransformerEncoder``), the third is on it: between them a node has a nested tensor, without
+#: the padding. To the script it is as large as with it, which only torch's own layers see.
 _KNOWN: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten._nested_tensor_from_mask.default: lambda x, *rest, **_: x.new_empty(x.shape),
     torch.ops.aten.to_padded_tensor.default: _padded,
+    torch.ops.aten._transformer_encoder_layer_fwd.default: lambda x, *rest, **_: x.new_empty(x.shape),
     torch.ops.aten._native_multi_head_attention.default: _native_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
 }
 
 

@@ -9,7 +9,7 @@ there as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -38,21 +38,34 @@ _CALLS = {
 
 
 def keep(accelerator: torch.device | None) -> None:
-    """Makes torch answer as on a machine with this ``accelerator``. Called once, after "node" is named."""
+    """Makes torch answer as on a machine with this ``accelerator``. Called once, after "node" is named.
+
+    A torch that is built for one has it on a machine without, too: what is there is asked when it is needed, as a
+    question to CUDA is felt by processes that are forked later.
+    """
+
+    @cache
+    def there() -> torch.device | None:
+        found = accelerator is not None and torch.get_device_module(accelerator).is_available()
+        return accelerator if found else None
 
     def current() -> torch.device | None:
-        return accelerator if accelerator is not None or state.current() is None else torch.device("node")
+        return accelerator if state.current() is None else there() or torch.device("node")
 
     setattr(torch._C, "_accelerator_getAccelerator", current)  # noqa: B010 - mypy refuses the assignment
     # process groups and FSDP ask so, for tensors of this process; and an answer is kept beyond a session
-    setattr(torch._C, "_get_accelerator", lambda: accelerator or torch.device("cpu"))  # noqa: B010
+    setattr(torch._C, "_get_accelerator", lambda: there() or torch.device("cpu"))  # noqa: B010
     for name, called in _CALLS.items():
         original = getattr(torch._C, name, None)
         if original is not None:
             setattr(torch._C, name, _call(original, current, called))
     setattr(torch.Tensor, "pin_memory", _pin_memory(torch.Tensor.pin_memory, current))  # noqa: B010
-    if DefaultDeviceType._default_device_type is None:  # it would ask once, and keep the answer beyond a session
-        DefaultDeviceType.set_device_type(accelerator.type if accelerator is not None else "cpu")
+
+    def default_type() -> str:
+        """Torch's own would ask once, and keep the answer beyond a session."""
+        return DefaultDeviceType._default_device_type or (there() or torch.device("cpu")).type
+
+    setattr(DefaultDeviceType, "get_device_type", staticmethod(default_type))  # noqa: B010
 
 
 def _call(original: Callable[..., Any], current: Callable[[], torch.device | None], name: str) -> Callable[..., Any]:

@@ -47,6 +47,8 @@ F.interpolate(img.bfloat16(), scale_factor=2)
 torch.trace(h), F.pad(img.bfloat16(), (1, 1, 1, 1), mode="reflect"), F.huber_loss(h, y)
 torch.linalg.multi_dot([x, w, w.T])
 """
+if torch.__version__ < (2, 13):
+    PROGRAMS = PROGRAMS.replace("torch.trace(h), ", "")  # docs/COMPATIBILITY.md
 #: What torch's stand-ins for CUDA tensors can't do.
 ONLY_CPU = """
 torch.addmm(m[:, :1], x, w), F.linear(x, w.T, w[0]), torch.mv(m, m[0]), F.cosine_embedding_loss(h, y, x[:, 0].sign())

@@ -87,6 +87,10 @@ LITERALS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+if torch.__version__ < (2, 13):
+    del LITERALS["new_tensor"]  # docs/COMPATIBILITY.md
+
+
 @backends
 @pytest.mark.parametrize("name", LITERALS)
 def test_literals(backend: str, name: str) -> None:
