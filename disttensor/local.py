@@ -8,6 +8,7 @@ there as they are.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -61,6 +62,10 @@ def keep(accelerator: torch.device | None) -> None:
             setattr(torch._C, name, _call(original, current, called))
     setattr(torch.Tensor, "pin_memory", _pin_memory(torch.Tensor.pin_memory, current))  # noqa: B010
 
+    if torch.distributed.is_available():
+        config = importlib.import_module("torch.distributed.distributed_c10d").BackendConfig
+        setattr(config, "__init__", _default_backend(config.__init__, current))  # noqa: B010
+
     def default_type() -> str:
         """Torch's own would ask once, and keep the answer beyond a session."""
         return DefaultDeviceType._default_device_type or (there() or torch.device("cpu")).type
@@ -73,12 +78,30 @@ def _call(original: Callable[..., Any], current: Callable[[], torch.device | Non
     def call(*args: Any) -> Any:
         device = _there(current)
         function = getattr(torch.get_device_module(device), name, None)
+        if function is None and name == "_empty_host_cache":  # CUDA's is the one that pins for all of this process
+            return getattr(torch._C, "_host_emptyCache", _nothing)()
         if function is None:
             said = original.__name__.removeprefix("_accelerator_")
             raise NotImplementedError(f"torch.accelerator's {said} is not there for {device.type!r} devices")
         return function(*args)
 
     return call
+
+
+def _nothing() -> None:
+    pass
+
+
+def _default_backend(original: Callable[..., None], current: Callable[[], torch.device | None]) -> Callable[..., None]:
+    """What process groups take that name no backend: torch 2.15 asks for the accelerator; they are of this process."""
+
+    @wraps(original)
+    def init(self: Any, backend: Any) -> None:
+        device = current()
+        unnamed = str(backend) == "undefined" and device is not None and device.type == "node"
+        original(self, "cpu:gloo" if unnamed else backend)
+
+    return init
 
 
 def _pin_memory(original: Callable[..., Any], current: Callable[[], torch.device | None]) -> Callable[..., Any]:

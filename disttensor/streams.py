@@ -93,6 +93,10 @@ class Stream:
         """Whether all that was issued to this stream is done. One round trip."""
         return self.record_event().query()
 
+    def is_capturing(self) -> bool:
+        """False: no CUDA graph is captured here. Optimizers ask a stream for that since torch 2.15."""
+        return False
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stream):
             return NotImplemented

@@ -35,8 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # these tests go on, what they start does not inherit it
 
-# On Python 3.13 Triton's bindings (of torch's builds for CUDA) tell of leaks at the end of who is forked with them.
-LEAKY = sys.version_info >= (3, 13) and find_spec("triton") is not None
+# Triton's bindings (of torch 2.15's builds for CUDA) tell of leaks at the end of who is forked with them.
+LEAKY = torch.__version__ >= (2, 15) and find_spec("triton") is not None
 if not os.environ.get("DISTTENSOR_TESTS_COLD") and not LEAKY:
     warm.install()
 

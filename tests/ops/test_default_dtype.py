@@ -39,6 +39,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")  # torch 2.15, of local ones too
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_cached_plans_follow(name: str, nodes: None) -> None:
     local = torch.tensor([1, 2, 3])

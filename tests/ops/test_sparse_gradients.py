@@ -149,6 +149,7 @@ def test_a_gradient_is_used(use: str) -> None:
         assert str(found) == str(expected)
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15, of local ones too
 def test_it_is_saved_as_a_local_one() -> None:
     local, remote = gradients()
     file = io.BytesIO()
