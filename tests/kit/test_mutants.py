@@ -151,3 +151,10 @@ def test_patches_have_a_form(tree: Path) -> None:
     put(tree, "tests", "n // 2", "n", "test_half")
     assert mutants(tree, "--list") == (0, "tests: it is broken\n    tests/test_half.py::test_half\n")
     assert "there is no mutant gone" in mutants(tree, "gone")[1]
+
+
+@pytest.mark.parametrize("patch", sorted((ROOT / "tests/mutants").glob("*.patch")), ids=lambda path: path.stem)
+def test_each_applies_to_the_product(patch: Path) -> None:
+    """Seen at once, not when `make mutants` runs."""
+    done = subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
