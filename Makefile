@@ -44,7 +44,7 @@ check: dev
 unit: dev
 	$(BIN)/pytest -q tests/unit
 
-# The files in their order: sorted by numbers of tests, those with a few long ones come last, where one waits for another.
+# The files in their order: sorted by numbers of tests, those with a few long ones come last, and are waited for.
 test: dev
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

@@ -89,7 +89,7 @@ def _native_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def _flash_attention(*args: Any, **kwargs: Any) -> Any:
-    """Before torch 2.13 its meta kernel had the sums of exponentials in float32, for doubles as well."""
+    """In torch 2.11 its meta kernel has the sums of exponentials in float32, for doubles as well."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     output, sums = op(*args, **kwargs)
     return output, sums.to(torch.float64) if output.dtype is torch.float64 else sums

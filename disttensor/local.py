@@ -61,7 +61,6 @@ def keep(accelerator: torch.device | None) -> None:
         if original is not None:
             setattr(torch._C, name, _call(original, current, called))
     setattr(torch.Tensor, "pin_memory", _pin_memory(torch.Tensor.pin_memory, current))  # noqa: B010
-
     if torch.distributed.is_available():
         config = importlib.import_module("torch.distributed.distributed_c10d").BackendConfig
         setattr(config, "__init__", _default_backend(config.__init__, current))  # noqa: B010
@@ -79,17 +78,13 @@ def _call(original: Callable[..., Any], current: Callable[[], torch.device | Non
         device = _there(current)
         function = getattr(torch.get_device_module(device), name, None)
         if function is None and name == "_empty_host_cache":  # CUDA's is the one that pins for all of this process
-            return getattr(torch._C, "_host_emptyCache", _nothing)()
+            return getattr(torch._C, "_host_emptyCache", lambda: None)()
         if function is None:
             said = original.__name__.removeprefix("_accelerator_")
             raise NotImplementedError(f"torch.accelerator's {said} is not there for {device.type!r} devices")
         return function(*args)
 
     return call
-
-
-def _nothing() -> None:
-    pass
 
 
 def _default_backend(original: Callable[..., None], current: Callable[[], torch.device | None]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from . import kernels
 from .runtime import command as c
 from .runtime.errors import DisttensorError
 from .runtime.failure import Site
+from .runtime.ops import BASE
 from .runtime.outbox import Outbox
 from .runtime.route import route
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 MAX_SLOTS = 128
 #: Templates between two clean-ups of a node's table.
 GENERATION = 32_768
-#: Libraries of operators that every node has, as it has torch.
-OWN = frozenset({"aten", "prims"})
 
 
 class NodeState:
@@ -81,7 +80,7 @@ class NodeState:
                 f"init_master_worker(allow_ops=['{library}::*']), and have the nodes import the library that has it: "
                 f"disttensor.run(exec, 'import {library}', node=[...])"
             )
-        if library not in OWN:
+        if f"{library}::*" not in BASE:  # what every node has, as it has torch
             if route.get().recorder is not None:
                 return  # nothing answers while a graph is recorded
             place = self.session.places.at(self.rank)

@@ -10,7 +10,7 @@ import torch
 
 import disttensor as dt
 from disttensor import engine
-from disttensor.local import _pin_memory
+from disttensor.local import _default_backend, _pin_memory
 from disttensor.runtime import command as c
 from disttensor.testing import MessageLog
 
@@ -32,6 +32,19 @@ def test_pinning_is_the_local_accelerators(accelerator: torch.device | None) -> 
     else:
         pin(torch.ones(2))
         assert asked == [accelerator]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "named", "taken"),
+    [("node", "undefined", "cpu:gloo"), ("node", "nccl", "nccl"), ("cuda", "undefined", "undefined"), (None, "", "")],
+)
+def test_process_groups_are_of_this_process(accelerator: str | None, named: str, taken: str) -> None:
+    """Torch 2.15 asks for the accelerator where no backend is named."""
+    given: list[str] = []
+    device = accelerator and torch.device(accelerator)
+    init = _default_backend(lambda self, backend: given.append(backend), lambda: device)
+    init(None, named)
+    assert given == [taken]
 
 
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator of its own")
@@ -75,6 +88,7 @@ def test_the_accelerator_is_the_nodes() -> None:
             assert acc.device_count() == 3
             assert acc.current_device_index() == 0
             assert acc.current_stream() == torch.node.default_stream(0)
+            assert not acc.current_stream().is_capturing()  # as optimizers ask since torch 2.15
             with acc.device_index(2):
                 assert torch.ones(1, device="node").get_node() == dt.current_node() == 2
                 acc.set_device_index(1)
