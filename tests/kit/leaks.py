@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import orphans
 import pytest
 import warm
 from limits import HANG
@@ -84,6 +85,7 @@ def check(before: Held, what: str, limit: float = HANG / 4) -> None:
 
 
 def _processes() -> frozenset[int]:
+    orphans.reap()
     return frozenset(int(name) for name in os.listdir("/proc") if name.isdigit()) - warm.held()[0]
 
 

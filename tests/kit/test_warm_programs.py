@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import leaks
+import orphans
 import pytest
 import warm
 from limits import HANG
@@ -188,6 +189,31 @@ def test_several_threads_start_programs() -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == [f"{k} {os.getpid()}\n" for k in range(8)]
+
+
+@pytest.mark.parametrize("when", ["meanwhile", "later"])
+def test_an_orphan_that_comes_here_is_waited_for(when: str) -> None:
+    """As a zygote does whose program ends while another program is started: it stayed a zombie of the test process."""
+    code = """
+import subprocess, sys
+inner = "import os; print(os.getpid(), flush=True); os.read(0, 1)"
+subprocess.run([sys.executable, "-c", inner])
+"""
+    with warm.cold():
+        program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with program, program.stdin as asks, program.stdout as said:  # type: ignore[union-attr]
+        pid = int(said.readline())
+        with orphans.adopting():
+            program.kill()
+            program.wait()
+            if when == "meanwhile":
+                asks.close()
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if when == "later":
+            asks.close()
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            leaks.Held.now()
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_one_that_is_left_is_found() -> None:

@@ -21,7 +21,6 @@ import array
 import atexit
 import builtins
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -40,6 +39,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import orphans
+
 #: What a zygote has imported: all third-party modules that a session needs.
 IMPORTS = ("numpy", "torch", "torch._dynamo", "zmq", "msgspec", "cloudpickle")
 #: Variables that Python or a library reads when it starts; where one differs a program has another zygote, or none.
@@ -52,9 +53,7 @@ _LEAVES = ("server",)
 #: How many zygotes a pytest process has at a time; each has 300 MB.
 _MOST = 3
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CORE)
-_GET_CHILD_SUBREAPER, _SET_CHILD_SUBREAPER = 37, 36
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -73,7 +72,7 @@ class Zygote:
         if self.sock is None:
             return None
         try:
-            with _adopting():
+            with orphans.adopting():
                 data = json.dumps(request).encode()
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
                 self.sock.sendmsg([struct.pack("I", len(data))], rights)
@@ -99,18 +98,6 @@ class Zygote:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)  # a fork of this process may still hold the socket
             os.waitpid(self.pid, 0)
-
-
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """What loses its parent meanwhile becomes this process's child."""
-    before = ctypes.c_int()
-    _libc.prctl(_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        _libc.prctl(_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 class _State:

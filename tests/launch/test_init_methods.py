@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -163,10 +164,14 @@ def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
     with dt.init_master_worker(init_method=url, nodes=1):
         secret = (tmp_path / ".config/disttensor/secret").read_text().strip()
         found = meeting(url).invitation(0)
+        looked = set()
         for process in [*family(worker.pid), *psutil.Process().children(recursive=True)]:
-            seen = Path(f"/proc/{process.pid}/cmdline").read_text() + Path(f"/proc/{process.pid}/environ").read_text()
-            assert secret not in seen
-            assert found.secret_key not in seen
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # those of others may end meanwhile
+                seen = "".join(Path(f"/proc/{process.pid}/{what}").read_text() for what in ("cmdline", "environ"))
+                looked.add(process.pid)
+                assert secret not in seen
+                assert found.secret_key not in seen
+        assert {process.pid for process in family(worker.pid)} <= looked
     worker.wait(HANG)
 
 
