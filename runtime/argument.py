@@ -23,7 +23,7 @@ class Complex(Wire, frozen=True, tag=2):
 
 
 class DType(Wire, frozen=True, tag=3):
-    """A torch dtype, by its index in codec.DTYPES."""
+    """A torch dtype, by its number in dtypes.py."""
 
     id: int
 

@@ -12,7 +12,7 @@ import os
 import msgspec
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 9
+PROTOCOL = 10
 
 #: disttensor's own version, which messages name.
 VERSION = "0.1.0"

@@ -13,18 +13,12 @@ import msgspec
 import torch
 
 from . import command as c
+from .dtypes import DTYPES, IDS, NAMES
 from .errors import ProtocolError
 
 #: A message is at most this long; the socket factory cuts longer ones off.
 MAX_MESSAGE = 1 << 20
 
-#: dtypes by number. Append only; the number goes over the wire.
-DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.complex32, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint16, torch.uint32, torch.uint64,
-    torch.float8_e8m0fnu, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
-)  # fmt: skip
 #: Elements and bytes that torch can count with room to spare. (A tensor that was expanded has no such memory.)
 _COUNTABLE = 1 << 62
 _VERSION = re.compile(r"\d{1,4}\.\d{1,4}\S{0,100}")
@@ -35,7 +29,6 @@ FORMATS: tuple[torch.memory_format, ...] = (
     torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d,
 )  # fmt: skip
 
-DTYPE_ID = {d: i for i, d in enumerate(DTYPES)}
 _LAYOUT_ID = {d: i for i, d in enumerate(LAYOUTS)}
 _FORMAT_ID = {d: i for i, d in enumerate(FORMATS)}
 
@@ -98,16 +91,17 @@ def to_spec(value: object) -> c.Spec:
 def dtype_id(dtype: torch.dtype) -> int:
     """Raises TypeError for a dtype that this protocol doesn't carry."""
     try:
-        return DTYPE_ID[dtype]
+        return IDS[dtype]
     except KeyError:
         raise TypeError(f"tensors of {dtype} can't go to a node") from None
 
 
 def dtype_of(id: int) -> torch.dtype:
     """Raises ProtocolError."""
-    if not 0 <= id < len(DTYPES):
-        raise ProtocolError(f"dtype {id} is unknown (0 to {len(DTYPES) - 1} are known)")
-    return DTYPES[id]
+    dtype = DTYPES.get(id)
+    if dtype is None:
+        raise ProtocolError(f"dtype {NAMES[id] if 0 <= id < len(NAMES) else id} is unknown")
+    return dtype
 
 
 def to_value(value: object) -> c.Value:

@@ -9,16 +9,10 @@ import ctypes
 
 import torch
 
-#: Wire ids of dtypes are indices into this list: append only. Names, because an older torch lacks some.
-_NAMES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
-    *("complex32", "complex64", "complex128", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz"),
-    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-)
-_IDS: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate(_NAMES) if hasattr(torch, name)}
+from ..dtypes import IDS, NAMES, QUANTIZED
 
-#: every dtype that can travel, in the order of their wire ids
-DTYPES: tuple[torch.dtype, ...] = tuple(_IDS)
+#: every dtype that can travel
+DTYPES: tuple[torch.dtype, ...] = tuple(dtype for dtype in IDS if dtype not in QUANTIZED)
 
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}
 _PyBUF_WRITE = 0x200
@@ -31,15 +25,14 @@ def dtype_id(tensor: torch.Tensor) -> int:
     """The wire id of ``tensor``'s dtype. Raises TypeError for what cannot travel (sparse, quantized, sub-byte)."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel as one; send its dense parts")
-    try:
-        return _IDS[tensor.dtype]
-    except KeyError:
-        raise TypeError(f"{tensor.dtype} cannot travel; view or convert it to a plain dtype first") from None
+    if tensor.dtype in QUANTIZED or tensor.dtype not in IDS:
+        raise TypeError(f"{tensor.dtype} cannot travel; view or convert it to a plain dtype first")
+    return IDS[tensor.dtype]
 
 
 def describe(dtype: int, numel: int) -> str:
     """Words for an error: ``float32 x 12`` from a wire id and a number of elements."""
-    name = _NAMES[dtype] if dtype < len(_NAMES) else f"dtype #{dtype} (of a newer version)"
+    name = NAMES[dtype] if dtype < len(NAMES) else f"dtype #{dtype} (of a newer version)"
     return f"{name} x {numel}"
 
 

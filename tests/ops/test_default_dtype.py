@@ -39,13 +39,17 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")  # torch 2.15, of local ones too
+#: docs/COMPATIBILITY.md: there torch's meta kernels and real ones disagree about a complex number beside bfloat16.
+OTHERS = (torch.bfloat16,) if torch.__version__ < (2, 15) else ()
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_cached_plans_follow(name: str, nodes: None) -> None:
+    more = OTHERS if name == "complex" else (torch.bfloat16,)
     local = torch.tensor([1, 2, 3])
     remote = local.to("node:0")
     program, held = PROGRAMS[name], []
-    for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32):
+    for dtype in (torch.float32, torch.float64, torch.float32, *more, torch.float32):
         torch.set_default_dtype(dtype)
         for _ in range(2):
             held.append((program(remote), program(local)))  # nothing waits for the node between two defaults

@@ -19,6 +19,7 @@ LAYERS = {
     "argument": 0,
     "command": 0,
     "conformance": 0,
+    "dtypes": 0,
     "errors": 0,
     "garbage": 0,
     "generated": 0,
