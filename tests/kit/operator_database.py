@@ -20,8 +20,12 @@ import disttensor as dt
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+# Each time that samples are made torch searches the whole stack, with the text of each line, for unittest's test.
+vars(common_utils)["extract_test_fn"] = lambda: None
 
 NODE = "node:0"
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
