@@ -59,8 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if any(flaked.is_named(item.nodeid, name) for name in named)]
 
 
+def pytest_collection() -> None:
+    """Nothing of what is collected is garbage: to look for it takes a quarter of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Has the collector look at what tests make only; at all that was imported and collected it takes 0.3 s."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
