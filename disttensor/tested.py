@@ -8,7 +8,7 @@ import sys
 import torch
 
 #: A release counts with all its patches: "2.13" for 2.13.1.
-TORCH = ("2.13",)
+TORCH = ("2.11", "2.13", "2.15")
 
 
 def untested(version: str) -> str:
