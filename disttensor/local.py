@@ -3,7 +3,8 @@
 To torch the one out-of-tree backend is *the* accelerator, before CUDA even: who asks for an accelerator (DataLoader,
 ``pin_memory``, checkpoints) would be told "node". What is told instead is what this machine had before. Where that is
 none, ``torch.accelerator`` stands for the nodes as long as a session runs: programs that pick their device by it run
-there as they are.
+there as they are. So do ``torch.Event`` and ``torch.Stream``, whose own do nothing for a backend that is Python: a wait
+for such an event returned at once, while memory that it was to guard was still read.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def keep(accelerator: torch.device | None) -> None:
         if original is not None:
             setattr(torch._C, name, _call(original, current, called))
     setattr(torch.Tensor, "pin_memory", _pin_memory(torch.Tensor.pin_memory, current))  # noqa: B010
+    setattr(torch, "Event", _of_nodes(torch.Event, current, _event))  # noqa: B010
+    setattr(torch, "Stream", _of_nodes(torch.Stream, current, _stream))  # noqa: B010
     if torch.distributed.is_available():
         config = importlib.import_module("torch.distributed.distributed_c10d").BackendConfig
         setattr(config, "__init__", _default_backend(config.__init__, current))  # noqa: B010
@@ -108,6 +111,46 @@ def _pin_memory(original: Callable[..., Any], current: Callable[[], torch.device
         return original(self, device)  # type: ignore[no-any-return]
 
     return pin_memory
+
+
+def _of_nodes(original: type, current: Callable[[], torch.device | None], make: Callable[..., Any]) -> type:
+    """A class that is called as ``original`` is: for a device that is a node it gives what ``make`` does."""
+
+    def ours() -> type:
+        return getattr(torch.get_device_module("node"), original.__name__)  # type: ignore[no-any-return]
+
+    class Kind(type(original)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is not named:  # a class of somebody's that is derived from it
+                return super().__call__(*args, **kwargs)
+            device = args[0] if args else kwargs.get("device")
+            if device is None or isinstance(device, int):
+                found = current() if "device_type" not in kwargs else None
+                device = found if found is None or device is None else torch.device(found.type, device)
+            if device is None or torch.device(device).type != "node":
+                return original(*args, **kwargs)
+            return make(ours(), torch.device(device), *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, (original, ours())) if cls is named else super().__instancecheck__(instance)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, (original, ours())) if cls is named else super().__subclasscheck__(subclass)
+
+    named = Kind(original.__name__, (original,), {"__doc__": original.__doc__, "__module__": original.__module__})
+    return named
+
+
+def _event(
+    kind: type, device: torch.device, *, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+) -> Any:
+    if interprocess:
+        raise NotImplementedError("an event of nodes can't be given to other processes: leave interprocess=True out")
+    return kind(enable_timing, blocking)  # of whatever node it is recorded on, as a local one is
+
+
+def _stream(kind: type, device: torch.device, *, priority: int = 0) -> Any:
+    return kind(device, priority=priority)
 
 
 def _there(current: Callable[[], torch.device | None]) -> torch.device:

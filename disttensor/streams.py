@@ -6,7 +6,7 @@ waits for it by itself; in-place writes are ordered by events only, as in CUDA.
 
 from __future__ import annotations
 
-from contextvars import Token
+from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +23,10 @@ from .runtime.route import Route, route, waits
 from .site import here
 
 Device = torch.device | str | int | None
+
+
+#: The blocks of ``with s:`` that this thread or asyncio task is in.
+_entered: ContextVar[tuple[stream, ...]] = ContextVar("disttensor.streams", default=())
 
 
 class _Owned:
@@ -96,6 +100,22 @@ class Stream:
     def is_capturing(self) -> bool:
         """False: no CUDA graph is captured here. Optimizers ask a stream for that since torch 2.15."""
         return False
+
+    @whole
+    def __enter__(self) -> Stream:
+        """As ``with disttensor.stream(self)``."""
+        block = stream(self)
+        block.__enter__()
+        _entered.set((*_entered.get(), block))
+        return self
+
+    @whole
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        *outer, block = _entered.get()
+        _entered.set(tuple(outer))
+        block.__exit__(kind, error, trace)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stream):

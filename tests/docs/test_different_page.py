@@ -129,8 +129,10 @@ def test_accelerators() -> None:
         assert torch.accelerator.current_accelerator() == torch.device("node")
         with pytest.raises(NotImplementedError, match=r"torch\.node\.memory_allocated"):
             torch.accelerator.memory_allocated()
-        assert torch.Event().query()
-        assert torch.Stream().device.type == "node"
+        assert isinstance(torch.Event(), torch.node.Event)
+        assert isinstance(torch.Stream(), torch.node.Stream)
+    assert not isinstance(torch._C.Event("node:1"), torch.node.Event)  # as one that was imported by name before
+    assert isinstance(torch.Event("node:1"), torch.node.Event)
     before = torch.node.memory_allocated("node:1")
     x = torch.ones(2, device=torch.device("node:1"))
     assert torch.node.memory_allocated("node:1") == before + 8 == before + x.nbytes

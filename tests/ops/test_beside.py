@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Callable
 
 import pytest
 import torch
+from stream_kit import busy
 
 import disttensor as dt
 from disttensor import engine
@@ -148,3 +150,65 @@ def test_which_backwards_meet_nodes() -> None:
         for root in (x, x.exp(), (x * x).sin(), remote.detach().cpu() * x):
             assert not engine.reaches_a_node([root])
             assert not engine.reaches_a_node([edge(root)])
+
+
+# ---- torch.Event and torch.Stream ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=needs_none)])
+def test_torchs_event_waits_for_a_node(named: bool) -> None:
+    """Torch's own does nothing for it: what is written to memory after the wait was read by the node."""
+    at = {"device": "node:1"} if named else {}
+    with dt.init_master_worker(nodes=2, launcher="inproc"), dt.node(1):
+        stream, event = torch.Stream(**at), torch.Event(**at, enable_timing=True)
+        assert stream.device == torch.device("node:1")
+        with stream as entered:
+            assert torch.node.current_stream() == stream == entered
+            first = stream.record_event(torch.Event(**at, enable_timing=True))
+            with busy(stream):
+                event.record()
+                assert not event.query()
+                assert not stream.query()
+        assert torch.node.current_stream() != stream
+        event.synchronize()
+        assert event.query()
+        assert first.elapsed_time(event) > 0
+        stream.synchronize()
+        for made, kind, own in (event, torch.Event, torch.node.Event), (stream, torch.Stream, torch.node.Stream):
+            assert type(made) is own
+            assert isinstance(made, kind)
+            assert issubclass(own, kind)
+
+
+def test_torchs_streams_nest_and_end_where_an_error_passes() -> None:
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        first, second = torch.Stream("node:0"), torch.Stream(torch.device("node:0"), priority=-1)
+        assert second.priority == -1
+        with first:
+            with contextlib.suppress(KeyError), second, first:
+                assert torch.node.current_stream() == first
+                raise KeyError
+            assert torch.node.current_stream() == first
+        assert torch.node.current_stream() == torch.node.default_stream(0)
+        with pytest.raises(NotImplementedError, match="interprocess"):
+            torch.Event("node:0", interprocess=True)
+        with pytest.raises((ValueError, RuntimeError), match="5"):
+            torch.Stream("node:5")
+    with pytest.raises(dt.DisttensorError, match="init_master_worker"):
+        torch.Stream("node:0")
+
+
+class MyEvent(torch.Event):
+    """A library's, as torch's own for CUDA is."""
+
+
+def test_torchs_events_of_other_devices_are_torchs() -> None:
+    assert isinstance(MyEvent("meta"), torch.Event)
+    assert not isinstance(torch.Event("meta"), MyEvent)
+    assert not isinstance(object(), (torch.Event, torch.Stream))
+    assert type(torch.Event("meta")) is torch._C.Event
+    assert issubclass(torch._C.Stream, torch.Stream)
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.Event("no such device")
+    with pytest.raises(TypeError):
+        torch.Event(of="nothing")
