@@ -15,4 +15,4 @@ NAMES = (
 DTYPES: dict[int, torch.dtype] = {i: getattr(torch, name) for i, name in enumerate(NAMES) if hasattr(torch, name)}
 IDS: dict[torch.dtype, int] = {dtype: i for i, dtype in DTYPES.items()}
 #: Their bytes mean nothing without a scale, which is not in the tensor's memory.
-QUANTIZED = frozenset(dtype for dtype in IDS if str(dtype).startswith(("torch.q", "torch.quint")))
+QUANTIZED = frozenset(dtype for dtype in IDS if str(dtype).startswith("torch.q"))

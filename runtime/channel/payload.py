@@ -11,8 +11,10 @@ import torch
 
 from ..dtypes import IDS, NAMES, QUANTIZED
 
+_IDS = {dtype: number for dtype, number in IDS.items() if dtype not in QUANTIZED}
+
 #: every dtype that can travel
-DTYPES: tuple[torch.dtype, ...] = tuple(dtype for dtype in IDS if dtype not in QUANTIZED)
+DTYPES: tuple[torch.dtype, ...] = tuple(_IDS)
 
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}
 _PyBUF_WRITE = 0x200
@@ -25,9 +27,10 @@ def dtype_id(tensor: torch.Tensor) -> int:
     """The wire id of ``tensor``'s dtype. Raises TypeError for what cannot travel (sparse, quantized, sub-byte)."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel as one; send its dense parts")
-    if tensor.dtype in QUANTIZED or tensor.dtype not in IDS:
-        raise TypeError(f"{tensor.dtype} cannot travel; view or convert it to a plain dtype first")
-    return IDS[tensor.dtype]
+    try:
+        return _IDS[tensor.dtype]
+    except KeyError:
+        raise TypeError(f"{tensor.dtype} cannot travel; view or convert it to a plain dtype first") from None
 
 
 def describe(dtype: int, numel: int) -> str:

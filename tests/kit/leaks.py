@@ -86,7 +86,7 @@ def check(before: Held, what: str, limit: float = HANG / 4) -> None:
 
 def _processes() -> frozenset[int]:
     orphans.reap()
-    return frozenset(int(name) for name in os.listdir("/proc") if name.isdigit()) - warm.held()[0]
+    return frozenset(orphans.processes() - warm.held()[0])
 
 
 def _is_ours(pid: int) -> bool:

@@ -19,7 +19,7 @@ def adopting() -> Iterator[None]:
 
     Elsewhere the machine's first process waits for orphans; of those that come here nobody knows, so `reap` does.
     """
-    were, alive, before = _children(), _processes(), ctypes.c_int()
+    were, alive, before = _children(), processes(), ctypes.c_int()
     _libc.prctl(_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -47,5 +47,6 @@ def _children() -> set[int]:
     return found
 
 
-def _processes() -> set[int]:
+def processes() -> set[int]:
+    """All of this machine."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
