@@ -123,9 +123,11 @@ def _of_nodes(original: type, current: Callable[[], torch.device | None], make: 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is not named:  # a class of somebody's that is derived from it
                 return super().__call__(*args, **kwargs)
-            device = args[0] if args else kwargs.get("device")
+            device, of_number = args[0] if args else kwargs.get("device"), kwargs.get("device_type")
+            if of_number == torch._C._autograd.DeviceType.PrivateUse1.value:
+                raise NotImplementedError("a node's stream is not found by numbers: make a torch.node.Stream(1)")
             if device is None or isinstance(device, int):
-                found = current() if "device_type" not in kwargs else None
+                found = current() if of_number is None else None
                 device = found if found is None or device is None else torch.device(found.type, device)
             if device is None or torch.device(device).type != "node":
                 return original(*args, **kwargs)

@@ -192,6 +192,8 @@ def test_torchs_streams_nest_and_end_where_an_error_passes() -> None:
         assert torch.node.current_stream() == torch.node.default_stream(0)
         with pytest.raises(NotImplementedError, match="interprocess"):
             torch.Event("node:0", interprocess=True)
+        with pytest.raises(NotImplementedError, match=r"torch\.node\.Stream"):
+            torch.Stream(stream_id=0, device_index=1, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
         with pytest.raises((ValueError, RuntimeError), match="5"):
             torch.Stream("node:5")
     with pytest.raises(dt.DisttensorError, match="init_master_worker"):
@@ -208,6 +210,7 @@ def test_torchs_events_of_other_devices_are_torchs() -> None:
     assert not isinstance(object(), (torch.Event, torch.Stream))
     assert type(torch.Event("meta")) is torch._C.Event
     assert issubclass(torch._C.Stream, torch.Stream)
+    assert torch.Stream(stream_id=0, device_index=0, device_type=0).device.type == "cpu"
     with pytest.raises((RuntimeError, TypeError)):
         torch.Event("no such device")
     with pytest.raises(TypeError):
