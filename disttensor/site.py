@@ -10,7 +10,7 @@ import torch
 
 from .runtime.failure import Site
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.abspath(sys.modules["disttensor"].__path__[0]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PICKLE = os.sep + os.path.join("cloudpickle", "")  # asks for what an argument of dt.run is to be
 _RUNTIME = os.path.dirname(os.path.realpath(os.path.join(_HERE, "runtime", "__init__.py"))) + os.sep

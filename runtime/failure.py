@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -115,8 +116,8 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_REAL = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_HERE = os.path.abspath(sys.modules["disttensor.runtime"].__path__[0]) + os.sep
+_REAL = os.path.realpath(_HERE) + os.sep
 #: What no operator and no user's function raises without a frame of its own.
 _OUR_OWN = (AssertionError, AttributeError, KeyError, NameError)
 

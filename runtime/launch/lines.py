@@ -17,7 +17,7 @@ _LOOK = 2 * TAIL_LINES  #: of so many the last ones are taken, as some are left 
 LONG = 1 << 16
 
 #: In what faulthandler writes of a crash: what is the same each time, and would leave no room for what came before.
-_OURS = re.compile(r'  File ".*runtime/launch/\w+\.py", line \d+ in |Extension modules: ')
+_OURS = re.compile(r'  File ".*runtime/launch/[\w/]+\.py", line \d+ in |Extension modules: ')
 
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
