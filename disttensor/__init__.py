@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from . import backend, channels, functional
-from . import device_module as node_module
-from .bundles import all_gather_into_tensor
-from .collectives import (
+from . import channels
+from .channels.stats import reset_stats, stats
+from .collectives import functional
+from .collectives.api import (
     all_gather,
     all_to_all,
     barrier,
@@ -30,9 +30,15 @@ from .collectives import (
     send,
     sendreceive,
 )
-from .context import current_node, node
-from .custom import Reduced, all_reduce
-from .factories import (
+from .collectives.groups import Group, Levels, Split, host_of, new_group
+from .collectives.multi_tensor import all_gather_into_tensor
+from .collectives.objects import all_gather_object, broadcast_object, gather_object, scatter_object
+from .collectives.user_reduction import Reduced, all_reduce
+from .data.prefetch import prefetch
+from .futures.work import Work, as_completed, fetch
+from .graphs.decorator import graphed
+from .graphs.graph import Graph, graph
+from .proxy.factories import (
     LEGACY,
     arange,
     device,
@@ -51,20 +57,13 @@ from .factories import (
     tensor,
     zeros,
 )
-from .graphed import graphed
-from .graphs import Graph, graph
-from .groups import Group, Levels, Split, host_of, new_group
-from .growing import wait_for_nodes
-from .init import init_master_worker, is_initialized, node_count, shutdown
-from .objects import all_gather_object, broadcast_object, gather_object, scatter_object
-from .prefetch import prefetch
-from .remote import Each, run
-from .remote import nodes_info as nodes
-from .runtime.bundle import VERSION
+from .proxy.proxy import DistributedTensor
 from .runtime.channel import register_channel
-from .runtime.channel.check import check_data_channel
 from .runtime.collective import ReduceOp, Way
-from .runtime.errors import (
+from .runtime.contracts.data_channel import check_data_channel
+from .runtime.process.spelling import did_you_mean
+from .runtime.protocol.bundle import VERSION
+from .runtime.protocol.errors import (
     BrokenError,
     BusyError,
     ChannelError,
@@ -77,16 +76,19 @@ from .runtime.errors import (
     RemoteError,
     StartError,
 )
-from .runtime.spelling import did_you_mean
-from .streams import Event, Stream, current_stream, default_stream, stream, synchronize
-from .tensor import DistributedTensor
-from .traffic import reset_stats, stats
-from .work import Work, as_completed, fetch
+from .session.current_node import current_node, node
+from .startup.elastic import wait_for_nodes
+from .startup.start import init_master_worker, is_initialized, node_count, shutdown
+from .streams.streams import Event, Stream, current_stream, default_stream, stream, synchronize
+from .tasks.functions import Each, run
+from .tasks.functions import nodes_info as nodes
+from .torch_backend import device_module as node_module
+from .torch_backend import register
 
 __version__ = VERSION
 
 torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
-backend.at_import()
+register.at_import()
 
 
 def __getattr__(name: str) -> Any:

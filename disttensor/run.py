@@ -31,16 +31,16 @@ from typing import Any
 
 import msgspec
 
-from .job import guest_of, parse, plan_of, program_of, settings
-from .runtime import mpi
-from .runtime.binding import gpus
-from .runtime.errors import StartError
+from .cli.checked_options import guest_of, parse, plan_of, program_of, settings
+from .runtime.host import mpi_env
+from .runtime.host.affinity import gpus
+from .runtime.host.launch_spec import PLAN, Plan
 from .runtime.launch import registry
-from .runtime.launch.control import Stop
-from .runtime.launch.plan import PLAN, Plan
-from .runtime.launch.process import adopt_orphans, die_with_parent, end_children, wait_any
-from .runtime.launch.spawn import LAUNCHER_FD, spawn_root, spawn_server, was_taken
-from .runtime.launch.wire import frame
+from .runtime.launch.tree.control import Stop
+from .runtime.launch.tree.framed import frame
+from .runtime.launch.tree.spawn import LAUNCHER_FD, spawn_root, spawn_server, was_taken
+from .runtime.process.lifetime import adopt_orphans, die_with_parent, end_children, wait_any
+from .runtime.protocol.errors import StartError
 
 #: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
 _PATIENCE = 2.0
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_by_mpi(options)
     if (guest := guest_of(options)) is not None:
         os.environ.update(options.env)
-        return int(import_module("disttensor.runtime.launch.guest").main(guest))
+        return int(import_module("disttensor.runtime.launch.rendezvous.worker_cli").main(guest))
     try:
         plan = plan_of(options)
     except ValueError as e:
@@ -97,7 +97,7 @@ def _patience(plan: Plan) -> float:
 
 def _run_everywhere(options: argparse.Namespace, plan: Plan) -> int:
     """The script on every node, without a master."""
-    everywhere = import_module("disttensor.runtime.launch.everywhere")
+    everywhere = import_module("disttensor.runtime.launch.torchrun_mode.everywhere")
     count = plan.least or plan.slots or options.nodes or max(2, len(gpus()))
     program = program_of(options)
     try:
@@ -115,9 +115,9 @@ def _run_everywhere(options: argparse.Namespace, plan: Plan) -> int:
 def _run_by_mpi(options: argparse.Namespace) -> int:
     """One of mpiexec's processes: rank 0 runs the script itself, the others do not return."""
     die_with_parent(os.getppid())  # mpiexec, or its helper on this host
-    first = (mpi.place() or (0, 1))[0] == 0
+    first = (mpi_env.place() or (0, 1))[0] == 0
     try:
-        world = mpi.world()
+        world = mpi_env.world()
         if world.comm.size < 2:
             raise StartError("mpiexec has to start at least 2 processes, the master and a node: mpiexec -n 2 dtrun ...")
     except StartError as e:
@@ -126,10 +126,10 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
         return 1
     if not first:
         os.environ.update(options.env)
-        from .runtime.launch.mpi_node import serve
+        from .runtime.launch.starters.mpi_node import serve
 
         serve(world, options.output)
-    from .runtime.launch.mpi import lead
+    from .runtime.launch.starters.mpi import lead
 
     os.environ.update(settings(options, Plan("mpi")))
     registry.automatic = "mpi"
@@ -242,7 +242,7 @@ class _Callable(types.ModuleType):
     """Importing this module makes it ``disttensor.run``, which is the function's name too: so it does as that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from .remote import run
+        from .tasks.functions import run
 
         return run(*args, **kwargs)
 

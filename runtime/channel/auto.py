@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from .base import Capabilities
-from .shm import ShmChannel
+from .shm.channel import ShmChannel
 
 
 class AutoChannel(ShmChannel):

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import BrokenError
+from ..protocol.errors import BrokenError
 
 MASTER = -1
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import BrokenError, BusyError, ClosedError
+from ..protocol.errors import BrokenError, BusyError, ClosedError
 from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from .payload import describe, dtype_id, store
 from .ticket import Ticket, failed, poisoned

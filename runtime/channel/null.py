@@ -12,10 +12,10 @@ import torch
 
 from .base import Capabilities, Transfer
 from .carrier import Carrier, Parcel, Say
-from .frame import CARRIED, Frame
 from .payload import dtype_id, is_plain, scratch
-from .tcp import TcpChannel
-from .tcp_sender import Out
+from .tcp.channel import TcpChannel
+from .tcp.frames import CARRIED, Frame
+from .tcp.sender import Out
 from .ticket import Ticket, failed
 
 

@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from ..dtypes import IDS, NAMES, QUANTIZED
+from ..protocol.dtypes import IDS, NAMES, QUANTIZED
 
 _IDS = {dtype: number for dtype, number in IDS.items() if dtype not in QUANTIZED}
 

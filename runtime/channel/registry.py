@@ -10,10 +10,10 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from ..channel_names import BUILTIN as _BUILTIN
-from ..channel_names import ENTRY_POINTS, names
-from ..errors import DisttensorError
-from ..spelling import did_you_mean
+from ..process.spelling import did_you_mean
+from ..protocol.channel_names import BUILTIN as _BUILTIN
+from ..protocol.channel_names import ENTRY_POINTS, names
+from ..protocol.errors import DisttensorError
 from .base import DataChannel
 
 #: What a package whose import failed comes with: `pip install 'disttensor[NAME]'`.

@@ -11,7 +11,7 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 
-from ..errors import ChannelError, PoisonedError
+from ..protocol.errors import ChannelError, PoisonedError
 from .base import Transfer
 
 _log = logging.getLogger("disttensor.channel")

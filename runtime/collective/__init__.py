@@ -3,6 +3,7 @@ talk and fail, ``choice`` which algorithm is used when."""
 
 from __future__ import annotations
 
+from .algorithm_table import NATIVE, TABLE, Way, choose
 from .calls import (
     all_gather,
     all_reduce,
@@ -15,10 +16,9 @@ from .calls import (
     scatter,
     sendreceive,
 )
-from .choice import NATIVE, TABLE, Way, choose
+from .exchange import IDS, LOST, Wire
 from .native import native
 from .reduction import ReduceOp, check
-from .wire import IDS, LOST, Wire
 
 __all__ = [
     "IDS",

@@ -16,11 +16,11 @@ import torch
 
 from ..channel.payload import is_plain, plain, scratch, store
 from . import direct, halving, hierarchical, ring, tree
-from .board import SLOT, Board
-from .choice import Way, choose
+from .algorithm_table import Way, choose
 from .cut import cut, cut_apart, pieces_of, slabs
+from .exchange import Wire, pipeline
 from .reduction import ReduceOp, check
-from .wire import Wire, pipeline
+from .shared_pages import SLOT, Board
 
 
 def all_reduce(

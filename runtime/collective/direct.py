@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .exchange import Incoming, Steps, Wire
 from .reduction import ReduceOp
-from .wire import Incoming, Steps, Wire
 
 Pieces = Sequence[torch.Tensor]
 #: None: there is nothing of it in this slab.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .exchange import Steps, Wire
 from .reduction import ReduceOp
-from .wire import Steps, Wire
 
 
 def _folded(wire: Wire) -> tuple[int, int]:

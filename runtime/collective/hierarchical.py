@@ -9,8 +9,8 @@ import torch
 
 from . import direct, tree
 from .cut import cut, pieces_of, slabs
+from .exchange import Wire, pipeline
 from .reduction import ReduceOp
-from .wire import Wire, pipeline
 
 #: Reduces a tensor in place over all ranks of a wire.
 AllReduce = Callable[[Wire, torch.Tensor, torch.Tensor, ReduceOp], None]

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from ..channel.payload import is_plain, plain, scratch, store
-from ..errors import BrokenError
+from ..protocol.errors import BrokenError
 from .calls import barrier
+from .exchange import Wire
 from .reduction import ReduceOp
-from .wire import Wire
 
 
 def native(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .exchange import Steps, Wire
 from .reduction import ReduceOp
-from .wire import Steps, Wire
 
 Pieces = Sequence[torch.Tensor]
 #: None: there is nothing of it in this slab.

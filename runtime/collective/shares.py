@@ -13,8 +13,8 @@ from itertools import accumulate
 import torch
 
 from ..channel.payload import plain, scratch, store
+from .exchange import Wire
 from .reduction import ReduceOp
-from .wire import Wire
 
 Tensors = Sequence[torch.Tensor]
 #: The collective, of our inputs and outs.

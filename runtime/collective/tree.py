@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from .exchange import Steps, Wire
 from .reduction import ReduceOp
-from .wire import Steps, Wire
 
 
 class Tree:

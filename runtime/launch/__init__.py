@@ -1,6 +1,6 @@
 """L6: launchers start worker processes and leave none behind."""
 
-from .base import Exited, Launcher, Started
+from ..host.launcher import Exited, Launcher, Started
 from .registry import get_launcher, launcher_names, register_launcher
 
 __all__ = ["Exited", "Launcher", "Started", "get_launcher", "launcher_names", "register_launcher"]

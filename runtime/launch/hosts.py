@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from .plan import Host
+from ..host.launch_spec import Host
 
 #: Open MPI's words for the number of nodes; others of either MPI are about binding, which --bind says here.
 _SLOTS = ("slots", "cpu", "count")

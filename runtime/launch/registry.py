@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ..spelling import did_you_mean
-from .base import Launcher
-from .engine import Engine
+from ..host.launcher import Launcher
+from ..process.spelling import did_you_mean
+from .starters.base import Engine
 
 #: name -> "module:class", the module relative to this package; imported when it is asked for
 _BUILTIN = {

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 
-from ..errors import BrokenError, ClosedError
+from ..protocol.errors import BrokenError, ClosedError
 from .base import Hub, Spoke
 from .sockets import MAX_MESSAGE
 

@@ -11,7 +11,7 @@ import time
 
 import zmq
 
-from ..errors import BrokenError, ClosedError
+from ..protocol.errors import BrokenError, ClosedError
 from . import sockets
 from .base import Spoke
 from .sockets import MAX_MESSAGE

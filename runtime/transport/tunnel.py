@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import zmq
 
-from ..errors import BrokenError, ClosedError
-from .pump import Pump
+from ..protocol.errors import BrokenError, ClosedError
 from .spoke import RETRY, KeyRefusedError, ZmqSpoke
+from .tunnel_io import Pump
 from .zmq import ZmqHub
 
 #: The guests' key (others: below it), where ranks stand for keys elsewhere: no guest has such a number, so that a key

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 import zmq
 from zmq.utils import z85
 
-from ..errors import BrokenError, ClosedError
+from ..protocol.errors import BrokenError, ClosedError
 from . import sockets
 from .base import Hub
-from .doorman import Doorman
 from .sockets import MAX_MESSAGE
 from .spoke import ZmqSpoke, plain_name
+from .zap import Doorman
 
 __all__ = ["ZmqHub", "ZmqSpoke"]
 

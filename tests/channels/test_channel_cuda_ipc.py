@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.runtime.channel import cuda_ipc
-from disttensor.runtime.channel.check import check_data_channel
-from disttensor.runtime.channel.check_kit import LIMIT
-from disttensor.runtime.channel.cuda_ipc import CudaSharing
-from disttensor.runtime.channel.frame import EAGER
-from disttensor.runtime.channel.segments import FREE
-from disttensor.runtime.channel.shm import ShmChannel
+from disttensor.runtime.channel.shm import cuda_ipc
+from disttensor.runtime.channel.shm.channel import ShmChannel
+from disttensor.runtime.channel.shm.cuda_ipc import CudaSharing
+from disttensor.runtime.channel.shm.segments import FREE
+from disttensor.runtime.channel.tcp.frames import EAGER
+from disttensor.runtime.contracts.data_channel import check_data_channel
+from disttensor.runtime.contracts.data_channel_kit import LIMIT
 
 LARGE = EAGER
 
@@ -78,7 +78,7 @@ def pair(stand_in):
 
 
 def test_a_tensor_goes_by_a_buffer_which_is_free_then(pair, stand_in, monkeypatch):
-    monkeypatch.setattr("disttensor.runtime.channel.segments.Segment.fill", None)  # nothing by the CPU's memory
+    monkeypatch.setattr("disttensor.runtime.channel.shm.segments.Segment.fill", None)  # nothing by the CPU's memory
     for k in range(5):
         for target in (torch.zeros(LARGE), torch.zeros(2 * LARGE)[::2]):
             receive = pair[1].irecv(target, -1, 10 * k + target.stride(0))

@@ -17,14 +17,14 @@ import torch
 from processes import alive_after
 from variants import variants
 
-from disttensor.runtime.channel.check import check_data_channel
-from disttensor.runtime.channel.check_kit import LIMIT
-from disttensor.runtime.channel.frame import EAGER
-from disttensor.runtime.channel.gloo import GlooChannel
-from disttensor.runtime.channel.gloo_group import GlooGroup
-from disttensor.runtime.channel.gloo_store import BoardStore, cut
-from disttensor.runtime.channel.tcp_peer import Limits
-from disttensor.runtime.errors import BrokenError
+from disttensor.runtime.channel.gloo.channel import GlooChannel
+from disttensor.runtime.channel.gloo.group import GlooGroup
+from disttensor.runtime.channel.gloo.store import BoardStore, cut
+from disttensor.runtime.channel.tcp.frames import EAGER
+from disttensor.runtime.channel.tcp.peer import Limits
+from disttensor.runtime.contracts.data_channel import check_data_channel
+from disttensor.runtime.contracts.data_channel_kit import LIMIT
+from disttensor.runtime.protocol.errors import BrokenError
 
 LARGE = EAGER
 MET = 1 << 60  #: the id of a transfer
@@ -39,7 +39,9 @@ def met(n: int) -> list[GlooChannel]:
     channels = connected(n)
     carriers = [carrier for channel in channels for carrier in channel._carriers()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disttensor.runtime.channel.gloo._CONNECT_PAIR", LIMIT)  # all of them share the interpreter
+        patch.setattr(
+            "disttensor.runtime.channel.gloo.channel._CONNECT_PAIR", LIMIT
+        )  # all of them share the interpreter
         for carrier in carriers:
             carrier._begin()
         for carrier in carriers:
@@ -71,7 +73,7 @@ def test_large_tensors_go_by_gloo():
     channels = met(2)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("disttensor.runtime.channel.tcp_inbound.Inbound.read_into", None)  # the connection has none
+            patch.setattr("disttensor.runtime.channel.tcp.inbound.Inbound.read_into", None)  # the connection has none
             for tensor in (torch.arange(LARGE), torch.randn(300, 300).t(), torch.zeros(LARGE, dtype=torch.complex32)):
                 arrival = channels[1].iarrive(tuple(tensor.shape), tensor.dtype, -1, tensor.numel())
                 channels[0].send(tensor, 0, tensor.numel())
@@ -217,7 +219,7 @@ def test_a_rank_that_fails_by_itself_lets_the_others_out(seen, monkeypatch):
     channels = joint(3)
     outcomes(channels, [0, 1, 2], 1)
     group = channels[2]._groups[0, 1, 2]
-    monkeypatch.setattr("disttensor.runtime.channel.grouped._NEWS", 0.5)  # there is none: nobody is lost
+    monkeypatch.setattr("disttensor.runtime.channel.library_groups._NEWS", 0.5)  # there is none: nobody is lost
     if not seen:
         monkeypatch.setattr(group, "cut", lambda: None)
     channels[2]._groups[0, 1, 2].run = None  # type: ignore[method-assign]
@@ -281,7 +283,7 @@ def test_a_forked_child_ends():
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(monkeypatch):
     """Between two looks its number may be used anew: for a file, here."""
-    monkeypatch.setattr("disttensor.runtime.channel.gloo_store.stat.S_ISSOCK", lambda mode: True)
+    monkeypatch.setattr("disttensor.runtime.channel.gloo.store.stat.S_ISSOCK", lambda mode: True)
     read, write = os.pipe()
     try:
         before = set(os.listdir("/proc/self/fd"))

@@ -12,8 +12,8 @@ import torch
 
 from disttensor.runtime.channel import ChannelContext, DataChannel, PeerInfo, get_channel, register_channel
 from disttensor.runtime.channel import registry as registry_module
-from disttensor.runtime.channel.check import CHECKS, CHECKS_OF_GROUPS, ConformanceError, check_data_channel
 from disttensor.runtime.channel.inproc import InprocChannel, _rooms
+from disttensor.runtime.contracts.data_channel import CHECKS, CHECKS_OF_GROUPS, ConformanceError, check_data_channel
 
 _jobs = (f"test-{n}" for n in itertools.count())
 

@@ -22,8 +22,8 @@ def test_conformance(mpi: Mpi) -> None:
     """All peers in one process, which sends to itself by MPI."""
     text = """
     from channel_kit import ranked
-    from disttensor.runtime import mpi
-    from disttensor.runtime.channel.check import check_data_channel
+    from disttensor.runtime.host import mpi_env as mpi
+    from disttensor.runtime.contracts.data_channel import check_data_channel
     world = mpi.world()
     check_data_channel(lambda n: ranked("mpi", range(-1, n - 1)), (2, 3))
     if not world.abandoned:
@@ -38,7 +38,7 @@ def test_conformance(mpi: Mpi) -> None:
 COLLECTIVES = """
     import torch
     import disttensor as dt
-    from disttensor.runtime.channel.mpi_group import REDUCES
+    from disttensor.runtime.channel.mpi.group import REDUCES
 
     dt.init_master_worker()
     n = dt.node_count()
@@ -122,7 +122,7 @@ def test_large_tensors_go_by_mpi(mpi: Mpi) -> None:
     text = """
     import torch
     import disttensor as dt
-    from disttensor.runtime import mpi
+    from disttensor.runtime.host import mpi_env as mpi
 
     with dt.init_master_worker():
         def count():
@@ -132,7 +132,7 @@ def test_large_tensors_go_by_mpi(mpi: Mpi) -> None:
                     counts[kind] += 1
                     return real(*args)
                 return counted
-            from disttensor.runtime.channel import mpi as channel
+            from disttensor.runtime.channel.mpi import channel as channel
             channel.counts = counts = {"Isend": 0, "Irecv": 0}
             class Spy:
                 Isend, Irecv = staticmethod(spy("Isend")), staticmethod(spy("Irecv"))
@@ -142,7 +142,7 @@ def test_large_tensors_go_by_mpi(mpi: Mpi) -> None:
             dt.run(count, node=k)
         count()
         def counts():
-            from disttensor.runtime.channel import mpi as channel
+            from disttensor.runtime.channel.mpi import channel as channel
             return channel.counts
         big = torch.randn(500, 1000)
         for _ in range(3):
@@ -172,7 +172,7 @@ def test_trouble_in_a_collective(mpi: Mpi) -> None:
 
     with dt.init_master_worker():
         def stumble():
-            from disttensor.runtime.channel.mpi_group import MpiGroup
+            from disttensor.runtime.channel.mpi.group import MpiGroup
             real = MpiGroup._all_reduce
             def fail(*args):
                 MpiGroup._all_reduce = real
@@ -219,7 +219,7 @@ def test_without_mpiexec(mpi: Mpi) -> None:
     done = subprocess.run(command, env=mpi.environment, cwd=os.getcwd(), capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "disttensor.runtime.errors.DisttensorError: the data channel 'mpi' can't be used here: no mpiexec has started "
+        "disttensor.runtime.protocol.errors.DisttensorError: the data channel 'mpi' can't be used here: no mpiexec has started "
         "its processes: `mpiexec -n 5 dtrun --backend mpi script.py` does"
     )
 

@@ -11,13 +11,13 @@ import torch
 from native_channel import _all_parts
 
 import disttensor as dt
-from disttensor.runtime.channel import nccl
-from disttensor.runtime.channel.check import check_data_channel
-from disttensor.runtime.channel.check_kit import LIMIT
-from disttensor.runtime.channel.nccl import NcclChannel
-from disttensor.runtime.channel.nccl_library import Communicator
+from disttensor.runtime.channel.nccl import channel as nccl
+from disttensor.runtime.channel.nccl.channel import NcclChannel
+from disttensor.runtime.channel.nccl.library import Communicator
 from disttensor.runtime.collective.reduction import ReduceOp, kernel
-from disttensor.runtime.errors import BrokenError
+from disttensor.runtime.contracts.data_channel import check_data_channel
+from disttensor.runtime.contracts.data_channel_kit import LIMIT
+from disttensor.runtime.protocol.errors import BrokenError
 
 N = 3
 

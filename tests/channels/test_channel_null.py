@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.runtime.channel import check_ends
-from disttensor.runtime.channel.check_kit import LIMIT
-from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.null import NullChannel
-from disttensor.runtime.channel.tcp_inbound import Inbound
-from disttensor.runtime.errors import BrokenError, PoisonedError
+from disttensor.runtime.channel.tcp.frames import EAGER
+from disttensor.runtime.channel.tcp.inbound import Inbound
+from disttensor.runtime.contracts import data_channel_ends
+from disttensor.runtime.contracts.data_channel_kit import LIMIT
+from disttensor.runtime.protocol.errors import BrokenError, PoisonedError
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_nothing_is_moved_and_all_ends(channels, numel, monkeypatch):
 
 @pytest.mark.parametrize("name", ["check_peer_closes", "check_peer_closes_before_use", "check_closed"])
 def test_what_is_not_about_bytes(channels, name):
-    getattr(check_ends, name)(channels)
+    getattr(data_channel_ends, name)(channels)
 
 
 def test_refusals_and_mismatches(channels):

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from disttensor.runtime.channel.base import DataChannel
-from disttensor.runtime.channel.check import check_data_channel
-from disttensor.runtime.channel.check_kit import LIMIT
-from disttensor.runtime.channel.frame import EAGER
-from disttensor.runtime.channel.segments import _DESCRIPTOR, Mappings, Segment, Segments
-from disttensor.runtime.channel.sharing import AHEAD
-from disttensor.runtime.channel.shm import ShmChannel
-from disttensor.runtime.errors import BrokenError, ProtocolError
+from disttensor.runtime.channel.shm.channel import ShmChannel
+from disttensor.runtime.channel.shm.segments import _DESCRIPTOR, Mappings, Segment, Segments
+from disttensor.runtime.channel.shm.sharing import AHEAD
+from disttensor.runtime.channel.tcp.frames import EAGER
+from disttensor.runtime.contracts.data_channel import check_data_channel
+from disttensor.runtime.contracts.data_channel_kit import LIMIT
+from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
 
 LARGE = EAGER  #: elements of float32: four times what goes over the connection
 
@@ -170,7 +170,7 @@ def test_what_a_child_writes_is_not_the_scripts():
 
 
 def test_idle_memory_is_bounded(pair, monkeypatch):
-    monkeypatch.setattr("disttensor.runtime.channel.segments.MOST_IDLE", 1 << 20)
+    monkeypatch.setattr("disttensor.runtime.channel.shm.segments.MOST_IDLE", 1 << 20)
     for n in range(1, 12):
         move(pair, torch.zeros(n * LARGE))
     held = sum(s.nbytes for s in segments(pair[0], 0))

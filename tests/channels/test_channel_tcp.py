@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from disttensor.runtime.channel import ChannelContext, PeerInfo, Transfer
-from disttensor.runtime.channel.frame import EAGER
 from disttensor.runtime.channel.pool import WarmPool
-from disttensor.runtime.channel.tcp import TcpChannel
-from disttensor.runtime.channel.tcp_peer import Limits
-from disttensor.runtime.errors import BrokenError, ClosedError
+from disttensor.runtime.channel.tcp.channel import TcpChannel
+from disttensor.runtime.channel.tcp.frames import EAGER
+from disttensor.runtime.channel.tcp.peer import Limits
+from disttensor.runtime.protocol.errors import BrokenError, ClosedError
 
 KEY = b"k" * 32
 
@@ -56,7 +56,7 @@ def pair():
 def test_pings_of_all_kinds(pair, monkeypatch):
     """The one who waits and the reader thread hand the connection to each other without losing anything."""
     a, b = pair
-    monkeypatch.setattr("disttensor.runtime.channel.tcp_reader._interruptible", lambda: False)
+    monkeypatch.setattr("disttensor.runtime.channel.tcp.reader._interruptible", lambda: False)
     sizes = [0, 1, 256, EAGER // 4, EAGER // 4 + 1, 300_000]
     rounds = 300
 

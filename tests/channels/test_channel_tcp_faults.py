@@ -15,10 +15,10 @@ import torch
 from test_channel_tcp import KEY, channel, connected, nothing_left  # noqa: F401 - a fixture
 
 from disttensor.runtime.channel import PeerInfo
-from disttensor.runtime.channel.frame import DATA, SIZE, Frame, Opener, Sealer
-from disttensor.runtime.channel.handshake import HELLO, NONCE, WELCOME, Hello, answer, call
-from disttensor.runtime.channel.tcp import TcpChannel
-from disttensor.runtime.errors import BrokenError, ProtocolError
+from disttensor.runtime.channel.tcp.channel import TcpChannel
+from disttensor.runtime.channel.tcp.frames import DATA, SIZE, Frame, Opener, Sealer
+from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, WELCOME, Hello, answer, call
+from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
 
 
 class Wire:

@@ -16,9 +16,9 @@ from native_channel import NativeChannel
 from telling import said
 
 import disttensor as dt
-from disttensor import state, switchboard
 from disttensor.runtime.channel.base import Capabilities
 from disttensor.runtime.channel.inproc import InprocChannel
+from disttensor.session import channel_router, current
 
 N = 3
 
@@ -134,8 +134,8 @@ def test_collectives_and_their_algorithms() -> None:
 
 
 def test_auto_takes_the_collectives_of_gpus_where_each_tensor_has_one_of_its_own(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    board = state.session().board
-    monkeypatch.setattr(switchboard, "BEST", "native")
+    board = current.session().board
+    monkeypatch.setattr(channel_router, "BEST", "native")
     monkeypatch.setattr(board, "automatic", True)
     xs = {(node, gpu): torch.ones(3, device=dt.device(node, gpu)) for node in range(2) for gpu in ("cuda:0", "cpu")}
     other = torch.ones(3, device=dt.device(1, "cuda:1"))
@@ -251,7 +251,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = dt.channels.available()["send", "cpu", "mympi"]
     assert entry.state == "unavailable"
     assert "absent_library" in entry.why
-    state.session().board._unusable.pop("mympi")
+    current.session().board._unusable.pop("mympi")
 
 
 def test_available() -> None:
@@ -278,7 +278,7 @@ def test_selected_prints_as_a_table() -> None:
 
 
 def test_between_hosts_only_what_authenticates(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = state.session().board
+    board = current.session().board
     assert board.forbidden(Capabilities()) == ""
     monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
     assert "trusted_network=True" in board.forbidden(Capabilities())
@@ -294,7 +294,7 @@ def test_between_hosts_only_what_authenticates(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_several_hosts_a_session_begins_with_trust_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_session", None)
+    monkeypatch.setattr(current, "_session", None)
     monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name.replace("MainThread", "node 0"))
 
     def start(trusted: bool | None = None) -> None:
@@ -315,7 +315,7 @@ def test_on_several_hosts_a_session_begins_with_trust_only(monkeypatch: pytest.M
 
 
 def test_a_backend_that_does_not_work_is_refused_before_nodes_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_session", None)
+    monkeypatch.setattr(current, "_session", None)
     monkeypatch.setattr(Trusting, "unavailable", classmethod(lambda cls, rank: "it was not started by mpiexec"))
     with pytest.raises(dt.DisttensorError, match="'trusting' can't be used here: it was not started by mpiexec"):
         dt.init_master_worker("trusting", nodes=2)
@@ -340,7 +340,7 @@ def test_a_forked_child_opens_nothing() -> None:
 
 
 def test_without_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_session", None)
+    monkeypatch.setattr(current, "_session", None)
     table = dt.channels.available()
     assert table["send", "cpu", "tcp"]
     for call in (lambda: dt.channels.select("send", "tcp"), dt.channels.reset, dt.channels.selected):

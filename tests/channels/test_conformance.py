@@ -16,9 +16,9 @@ from processes import alive_after
 
 import disttensor as dt
 from disttensor.runtime import collective as C
-from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.registry import _BUILTIN
 from disttensor.runtime.collective import ReduceOp, Way
+from disttensor.runtime.contracts.data_channel import check_data_channel
 
 PEERS = (2, 3, 4, 8)
 SIZES = (0, 1, 1021, 2**8, 2**13, 2**16, 2**18)

@@ -13,7 +13,7 @@ from disttensor.runtime.channel import name_for_nodes
 from disttensor.runtime.channel.inproc import InprocChannel
 
 MODULE = """
-    from disttensor.runtime.channel.tcp import TcpChannel
+    from disttensor.runtime.channel.tcp.channel import TcpChannel
 
     class Counting(TcpChannel):
         name = "counting"

@@ -15,11 +15,11 @@ from native_channel import NativeChannel
 
 import disttensor as dt
 from disttensor.runtime.channel import DataChannel, counted
-from disttensor.runtime.channel.check import check_data_channel
 from disttensor.runtime.channel.counted import CountedChannel, Tally
 from disttensor.runtime.channel.inproc import InprocChannel
-from disttensor.runtime.channel.tcp import TcpChannel
-from disttensor.runtime.channel.tcp_reader import ReceiveTicket
+from disttensor.runtime.channel.tcp.channel import TcpChannel
+from disttensor.runtime.channel.tcp.reader import ReceiveTicket
+from disttensor.runtime.contracts.data_channel import check_data_channel
 
 _jobs = itertools.count()
 

@@ -13,12 +13,12 @@ from collective_kit import Ranks, contribution, reduced
 
 import disttensor as dt
 from disttensor.runtime import collective as C
-from disttensor.runtime.channel.segments import Mapping
-from disttensor.runtime.collective import ReduceOp, board
-from disttensor.runtime.errors import BrokenError, PoisonedError
+from disttensor.runtime.channel.shm.segments import Mapping
+from disttensor.runtime.collective import ReduceOp, shared_pages
+from disttensor.runtime.protocol.errors import BrokenError, PoisonedError
 
 N = 3
-FITS = board.SLOT // 4
+FITS = shared_pages.SLOT // 4
 
 
 @pytest.fixture
@@ -146,14 +146,14 @@ def test_a_rank_that_sees_no_memory_of_others_makes_all_use_messages(ranks, monk
         return see(descriptor, nbytes)
 
     see = Mapping.of
-    monkeypatch.setattr(board.Mapping, "of", blind)
+    monkeypatch.setattr(shared_pages.Mapping, "of", blind)
     assert all(x.tolist() == [6.0] * 4 for x in ranks.results(_summed))
     assert made_boards(ranks) == [None] * N
     assert all(x.tolist() == [6.0] * 4 for x in ranks.results(_summed))
 
 
 def test_without_memory_for_more_all_use_messages(ranks, monkeypatch):
-    monkeypatch.setattr(board, "MOST", 1)
+    monkeypatch.setattr(shared_pages, "MOST", 1)
     for members in ([0, 1], [0, 2], [0, 1, 2]):
         ranks.results(_summed, members=members)
     assert all(made_boards(ranks, [0, 1]))
@@ -178,15 +178,15 @@ def test_a_rank_that_is_lost_ends_the_waiting_of_the_others(ranks):
         assert x.tolist() == [3.0] * 4
 
 
-@pytest.mark.skipif(not board._FUTEX, reason="sleeps are short there")
+@pytest.mark.skipif(not shared_pages._FUTEX, reason="sleeps are short there")
 def test_who_waits_for_long_sleeps_until_it_is_woken(ranks, monkeypatch):
     ranks.results(_summed)
-    monkeypatch.setattr(board, "_nap", (ctypes.c_long * 2)(1000, 0))
+    monkeypatch.setattr(shared_pages, "_nap", (ctypes.c_long * 2)(1000, 0))
     late = made_boards(ranks)[2]
 
     def call(wire):
         if wire.me == 2:
-            while not late._sides[2].words[board._SLEEPER]:
+            while not late._sides[2].words[shared_pages._SLEEPER]:
                 os.sched_yield()
         return _summed(wire)
 

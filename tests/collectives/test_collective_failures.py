@@ -10,7 +10,7 @@ from collective_kit import CHANNELS, Ranks
 from disttensor.runtime import collective as C
 from disttensor.runtime.channel.base import DataChannel
 from disttensor.runtime.collective import ReduceOp, Way
-from disttensor.runtime.errors import BrokenError, PoisonedError
+from disttensor.runtime.protocol.errors import BrokenError, PoisonedError
 
 CHUNK = 4 << 10
 NUMEL = 40_001

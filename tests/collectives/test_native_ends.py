@@ -9,7 +9,7 @@ from collective_kit import Ranks
 
 from disttensor.runtime.channel.registry import _registered, register_channel
 from disttensor.runtime.collective import LOST, ReduceOp, native
-from disttensor.runtime.errors import BrokenError, PoisonedError
+from disttensor.runtime.protocol.errors import BrokenError, PoisonedError
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ Script = Callable[..., subprocess.CompletedProcess[str]]
 
 TELLING = """
 import os, signal, threading
-from disttensor import infer
+from disttensor.dispatch import meta_inference as infer
 
 begun, pressed, seen = threading.Event(), threading.Event(), []
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import disttensor as dt
-from disttensor.runtime.engines import builder, choice
-from disttensor.runtime.engines.builder import Build, Builder
-from disttensor.runtime.engines.choice import Choice
-from disttensor.runtime.interpreter import Interpreter
-from disttensor.runtime.store import memory
+from disttensor.runtime.node.graphs.engines import builder, switching
+from disttensor.runtime.node.graphs.engines.builder import Build, Builder
+from disttensor.runtime.node.graphs.engines.switching import Choice
+from disttensor.runtime.node.graphs.interpreter import Interpreter
+from disttensor.runtime.node.store import memory
 
 # a compiler's settings are read when torch._inductor is imported, which the process has that programs are forked from
 pytestmark = pytest.mark.cold
@@ -222,7 +222,7 @@ def test_closing_ends_the_compiling_process(folder: str, monkeypatch: pytest.Mon
 def test_the_compiling_process_ends_with_its_parent(script: Callable[..., Any], tmp_path: Path) -> None:
     done = script(
         "import os, sys\n"
-        "from disttensor.runtime.engines import builder\n"
+        "from disttensor.runtime.node.graphs.engines import builder\n"
         "b = builder.Builder()\n"
         "made = b.build('x' * 10)\n"
         "while b._process is None: pass\n"
@@ -254,7 +254,7 @@ def test_a_folder_of_somebody_else_is_refused(which: str, tmp_path: Path, monkey
 @pytest.mark.parametrize(("slower", "kept"), [(1.0, "interpreter"), (0.0, "inductor")])
 def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(choice, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(switching, "perf_counter", lambda: clock[0])
 
     class Plain(Interpreter):
         def __init__(self, program: Any) -> None:
@@ -284,13 +284,13 @@ def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytes
         assert engine.run(inputs, ())[0].tolist() == [2, 2, 2]
         assert engine.used == "interpreter"
     build.done.set()
-    for _ in range(4 * choice.TRIALS):
+    for _ in range(4 * switching.TRIALS):
         engine.run(inputs, ())
     assert engine.used == kept
 
 
 def test_nodes_import_no_compiler() -> None:
-    code = "import disttensor.runtime.worker, sys; print({'torch._inductor', 'torch._dynamo'} & {*sys.modules})"
+    code = "import disttensor.runtime.node.worker, sys; print({'torch._inductor', 'torch._dynamo'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     assert done.stdout.strip() == "set()"
 

@@ -12,10 +12,10 @@ from program_kit import SENTINELS, copies, interpret, record
 from torch import Tensor
 from torch.nn import functional as F
 
-from disttensor.runtime.engines import cuda
-from disttensor.runtime.engines.cuda import CAPTURES, WARM_UPS, CudaGraph
-from disttensor.runtime.interpreter import Interpreter
-from disttensor.runtime.store import memory
+from disttensor.runtime.node.graphs.engines import cuda
+from disttensor.runtime.node.graphs.engines.cuda import CAPTURES, WARM_UPS, CudaGraph
+from disttensor.runtime.node.graphs.interpreter import Interpreter
+from disttensor.runtime.node.store import memory
 
 A, B, C = SENTINELS
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from disttensor.runtime.engines import fitness, listing, tracing
-from disttensor.runtime.engines.compiled import Compiled
-from disttensor.runtime.engines.numbers import call
-from disttensor.runtime.program import Program
-from disttensor.runtime.store import memory
+from disttensor.runtime.node.graphs.engines import fitness, listing, tracing
+from disttensor.runtime.node.graphs.engines.compiled import Compiled
+from disttensor.runtime.node.graphs.engines.numbers import call
+from disttensor.runtime.node.graphs.program import Program
+from disttensor.runtime.node.store import memory
 
 A, B, C = SENTINELS
 NUMBERS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (1e-3, 2.0, 1.0))

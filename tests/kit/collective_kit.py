@@ -11,10 +11,10 @@ import torch
 from channel_kit import CHANNELS, ranked
 from limits import HANG
 
-from disttensor.runtime.channel.frame import EAGER
-from disttensor.runtime.channel.gloo import GlooChannel
+from disttensor.runtime.channel.gloo.channel import GlooChannel
+from disttensor.runtime.channel.tcp.frames import EAGER
 from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
-from disttensor.runtime.collective.board import Boards
+from disttensor.runtime.collective.shared_pages import Boards
 
 __all__ = ["CHANNELS", "LIMIT", "Ranks", "contribution", "reduced"]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from stub_workers import LIGHT
 
+from disttensor.runtime.contracts.launcher import CHECKS, Make, run_check
+from disttensor.runtime.host.launch_spec import Host, Plan, plan_of_dtrun
 from disttensor.runtime.launch import Launcher, get_launcher, registry
-from disttensor.runtime.launch.check import CHECKS, Make, run_check
-from disttensor.runtime.launch.join import JoinLauncher
-from disttensor.runtime.launch.local import LocalLauncher
-from disttensor.runtime.launch.plan import Host, Plan, plan_of_dtrun
-from disttensor.runtime.launch.planned import PlannedLauncher
+from disttensor.runtime.launch.starters.join import JoinLauncher
+from disttensor.runtime.launch.starters.local import LocalLauncher
+from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
 
 #: What the workers of the checks need, in place of torch.
-PRELOAD = ("disttensor.runtime.launch.check_worker",)
+PRELOAD = ("disttensor.runtime.contracts.launcher_worker",)
 
 
 def local(entry: str) -> LocalLauncher:
@@ -39,7 +39,7 @@ def nearby(entry: str) -> PlannedLauncher:
 #: `dtrun worker`, but for torch.
 _WORKER = f"""{LIGHT}
 from functools import partial
-from disttensor.runtime.launch import guest
+from disttensor.runtime.launch.rendezvous import worker_cli as guest
 guest.Agent = partial(guest.Agent, preload={PRELOAD})
 sys.exit(guest.main(sys.argv[1:]))
 """

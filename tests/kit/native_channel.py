@@ -15,7 +15,7 @@ import torch
 from disttensor.runtime.channel.base import Capabilities
 from disttensor.runtime.channel.inproc import InprocChannel
 from disttensor.runtime.collective.reduction import ReduceOp, kernel
-from disttensor.runtime.errors import BrokenError
+from disttensor.runtime.protocol.errors import BrokenError
 
 Tensors = Sequence[torch.Tensor]
 

@@ -13,14 +13,14 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disttensor.runtime.engines import fitness, listing, tracing
-from disttensor.runtime.engines.builder import Build, Builder
-from disttensor.runtime.engines.choice import Choice
-from disttensor.runtime.engines.registry import ENGINES
-from disttensor.runtime.interpreter import Interpreter
-from disttensor.runtime.program import Line, Num, Program, Reg
-from disttensor.runtime.store import memory
-from disttensor.runtime.template import tensors_of
+from disttensor.runtime.node.graphs.engines import fitness, listing, tracing
+from disttensor.runtime.node.graphs.engines.builder import Build, Builder
+from disttensor.runtime.node.graphs.engines.registry import ENGINES
+from disttensor.runtime.node.graphs.engines.switching import Choice
+from disttensor.runtime.node.graphs.interpreter import Interpreter
+from disttensor.runtime.node.graphs.program import Line, Num, Program, Reg
+from disttensor.runtime.node.store import memory
+from disttensor.runtime.node.template import tensors_of
 
 aten = torch.ops.aten
 

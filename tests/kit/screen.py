@@ -8,7 +8,7 @@ import termios
 
 import pyte
 
-from disttensor.runtime.launch.printer import Printer
+from disttensor.runtime.launch.output.printer import Printer
 
 
 class Screen:

@@ -15,11 +15,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import disttensor as dt
-from disttensor import attention, planning
-from disttensor.runtime import template
+from disttensor.dispatch import first_call
 from disttensor.runtime.channel.inproc import InprocChannel
 from disttensor.runtime.collective import reduction
-from disttensor.session import Session
+from disttensor.runtime.node import template
+from disttensor.session.session import Session
+from disttensor.torch_backend.composites import sdpa
 
 NODE = "node:1"
 
@@ -200,7 +201,10 @@ DEFECTS: dict[str, Defect] = {
         "the strides are (1, 2), and with local torch (3, 1)",
     ),
     "layout here": Defect(
-        wrapped(planning.infer, "infer", unlike), lambda: ones(2, 3).exp(), "aten::exp", "to the script the strides are"
+        wrapped(first_call.infer, "infer", unlike),
+        lambda: ones(2, 3).exp(),
+        "aten::exp",
+        "to the script the strides are",
     ),
     "dtype on the node": Defect(
         kernel("aten::tan", lambda fn, x: fn(x).double()), lambda: ones(3).tan(), "aten::tan", "the dtype is"
@@ -275,7 +279,7 @@ DEFECTS: dict[str, Defect] = {
         "y.sum().backward()",
     ),
     "composite": Defect(
-        wrapped(attention, "_fused", unmasked),
+        wrapped(sdpa, "_fused", unmasked),
         lambda: F.scaled_dot_product_attention(*[ones(1, 1, 3, 4)] * 3, torch.eye(3, device=NODE) * 40),
         "aten::scaled_dot_product_attention",
         "values differ",

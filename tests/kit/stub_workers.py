@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from disttensor.runtime.bundle import read_bundle
+from disttensor.runtime.protocol.bundle import read_bundle
 
 #: The beginning of a program that imports parts of disttensor without its front end, and so without torch.
 LIGHT = """

@@ -17,7 +17,7 @@ import pytest
 from leaks import MARK, Held, check, unmarked
 from processes import alive_after
 
-from disttensor.runtime.channel.segments import DESCRIPTOR, Mapping
+from disttensor.runtime.channel.shm.segments import DESCRIPTOR, Mapping
 
 # what a zygote (warm.py) has in its environment is this process's mark, whatever a program is told
 pytestmark = pytest.mark.cold
@@ -33,7 +33,7 @@ STAY = "import signal; print('here', flush=True); signal.pause()"
 #: Sends a segment as a node would, and stays.
 SENDER = """
 import signal, sys
-from disttensor.runtime.channel.segments import Segment
+from disttensor.runtime.channel.shm.segments import Segment
 segment = Segment(1 << 16)
 sys.stdout.buffer.write(segment.describe())
 sys.stdout.flush()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from limits import HANG
 
-from disttensor.runtime.keys import curve_pair
+from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
 from disttensor.runtime.transport.zmq import ZmqHub, ZmqSpoke
 

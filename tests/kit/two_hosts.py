@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 from checkout import search_path
 
-from disttensor.runtime.launch.plan import PLAN, Host, Plan
-from disttensor.runtime.launch.ssh import SSH
+from disttensor.runtime.host.launch_spec import PLAN, Host, Plan
+from disttensor.runtime.launch.starters.ssh import SSH
 
 LEFT, RIGHT = "10.77.0.1", "10.77.0.2"
 #: Bytes of a packet's headers: Ethernet's, IPv4's, and TCP's with its time stamps.

@@ -14,9 +14,9 @@ import torch
 from limits import HANG
 
 import disttensor as dt
-from disttensor.runtime import binding
-from disttensor.runtime.binding import Host, block, plan
-from disttensor.runtime.bundle import Bundle
+from disttensor.runtime.host import affinity
+from disttensor.runtime.host.affinity import Host, block, plan
+from disttensor.runtime.protocol.bundle import Bundle
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -27,9 +27,9 @@ LARGE = Host(("0", "1", "2", "3"), ((0, 2, 4, 6), (1, 3, 5, 7)))
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """What the host has is looked up anew."""
-    binding.this_host.cache_clear()
+    affinity.this_host.cache_clear()
     yield
-    binding.this_host.cache_clear()
+    affinity.this_host.cache_clear()
 
 
 def test_blocks_divide_everything() -> None:
@@ -105,8 +105,8 @@ def test_what_is_shared_is_said_in_one_line() -> None:
 
 def test_what_was_divided_already_is_not_divided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by Slurm, for each of its tasks: what a node sees is all its own."""
-    monkeypatch.setenv(binding.OWN, "cores")
-    assert (binding.this_host().own_gpus, binding.this_host().own_cores) == (False, True)
+    monkeypatch.setenv(affinity.OWN, "cores")
+    assert (affinity.this_host().own_gpus, affinity.this_host().own_cores) == (False, True)
     one = plan("gpu", 2, 4, Host(("2",), ((4, 5),), own_gpus=True, own_cores=True))
     assert (one.gpus, one.threads, one.said) == (("2",), 2, "")
     one = plan("core", 1, 2, Host(("0", "1"), ((4, 5),), own_cores=True))
@@ -128,7 +128,7 @@ def test_an_unknown_kind() -> None:
 )
 def test_gpus_that_the_environment_names(monkeypatch: pytest.MonkeyPatch, told: str, expected: tuple[str, ...]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-    assert binding.gpus() == expected
+    assert affinity.gpus() == expected
 
 
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,31 +138,31 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_are_bound_before_anything_asks_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
+    monkeypatch.setattr(affinity, "_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
     unset(monkeypatch)
     monkeypatch.setenv("MARK", "")
     for _ in range(2):  # a process of mpiexec's has one session after the other
-        bound = binding.apply(Bundle("job", 5, "", local_rank=1, local_size=2, env={"MARK": "set"}))
+        bound = affinity.apply(Bundle("job", 5, "", local_rank=1, local_size=2, env={"MARK": "set"}))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
         assert (bound.gpus, bound.said) == (("GPU-b", "GPU-c"), "")
     assert os.environ["MARK"] == "set"
-    assert binding.gpus() == ("GPU-b", "GPU-c")
+    assert affinity.gpus() == ("GPU-b", "GPU-c")
 
 
 def test_only_the_first_of_a_host_says_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "_uuids", lambda: ("GPU-a",))
+    monkeypatch.setattr(affinity, "_uuids", lambda: ("GPU-a",))
     for place in range(2):
         unset(monkeypatch)
-        said = binding.apply(Bundle("job", 7, "", local_rank=place, local_size=2)).said
+        said = affinity.apply(Bundle("job", 7, "", local_rank=place, local_size=2)).said
         assert said.startswith(f"{os.uname().nodename}: 2 nodes share 1 GPU") == (place == 0)
 
 
 def test_variables_to_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "a=b")
     monkeypatch.delenv("NOWHERE", raising=False)
-    assert binding.forwarded(["HERE", "X=1", "Y="]) == {"HERE": "a=b", "X": "1", "Y": ""}
+    assert affinity.forwarded(["HERE", "X=1", "Y="]) == {"HERE": "a=b", "X": "1", "Y": ""}
     with pytest.raises(ValueError, match="--env NOWHERE: it is not set here; --env NOWHERE=VALUE"):
-        binding.forwarded(["NOWHERE"])
+        affinity.forwarded(["NOWHERE"])
 
 
 def state() -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_sharing_is_said_once_for_a_host(script: Script) -> None:
 @pytest.mark.gpu
 def test_real_gpus() -> None:
     count = torch.cuda.device_count()
-    assert len(binding.gpus()) == count
+    assert len(affinity.gpus()) == count
     with dt.init_master_worker(nodes=count):
         assert [node["devices"] for node in dt.nodes()] == [["cpu", "cuda:0"]] * count
         uuids = dt.run(lambda: str(torch.cuda.get_device_properties(0).uuid), node=range(count))

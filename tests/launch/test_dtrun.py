@@ -24,8 +24,8 @@ from stub_workers import LIGHT
 from variants import variants
 
 import disttensor
-from disttensor.job import parse
-from disttensor.runtime.launch.spawn import LAUNCHER_FD, inherited_server
+from disttensor.cli.checked_options import parse
+from disttensor.runtime.launch.tree.spawn import LAUNCHER_FD, inherited_server
 
 # The import would put the module in the place of the function disttensor.run, for all tests of this process.
 _function = disttensor.run
@@ -248,8 +248,8 @@ NODES = (
     LIGHT
     + """
 import os, select, sys
-from disttensor.runtime.bundle import Bundle
-from disttensor.runtime.launch.local import LocalLauncher
+from disttensor.runtime.protocol.bundle import Bundle
+from disttensor.runtime.launch.starters.local import LocalLauncher
 launcher = LocalLauncher("stub_workers:act", ("stub_workers",))
 assert launcher._server is None, "dtrun's server was not taken"
 assert "DISTTENSOR_LAUNCHER_FD" not in os.environ and not os.get_inheritable(launcher.fileno())
@@ -341,7 +341,7 @@ def test_the_real_thing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("""
 import glob, sys, torch, disttensor as dt
-from disttensor.runtime.launch.local import LocalLauncher
+from disttensor.runtime.launch.starters.local import LocalLauncher
 secrets, start = [], LocalLauncher.start
 def spy(self, bundles):
     secrets.extend(b.secret_key.encode() for b in bundles)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor import state
+from disttensor.session import current
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_session_that_does_not_grow() -> None:
 
 
 def test_one_that_does_not_start(session: None) -> None:
-    here = state.session()
+    here = current.session()
     here.plain = msgspec.structs.replace(here.plain, backend="no-such-channel")
     with pytest.raises(
         dt.StartError, match=r"node [12] on a did not start: exit code 1\nits last output:\n(.*\n)*.*no-such"

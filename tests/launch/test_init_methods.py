@@ -34,7 +34,7 @@ PATCH = """
 import sys
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name == "disttensor.runtime.worker":
+        if name == "disttensor.runtime.node.worker":
             import torch
             torch.__version__ = "1.2.3"
 sys.meta_path.insert(0, Finder())
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Star
 
 @pytest.mark.cold
 def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
-    from disttensor.runtime.launch.meeting import meeting
+    from disttensor.runtime.launch.rendezvous.rendezvous import meeting
 
     url = f"tcp://localhost:{free_port()}"
     worker = start("-m", "dtrun", "worker", "--init-method", url)

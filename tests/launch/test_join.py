@@ -15,15 +15,15 @@ from limits import HANG
 from ports import free_port
 from test_launch import bundles, collect
 
-from disttensor.runtime.bundle import PROTOCOL, VERSION
-from disttensor.runtime.errors import BrokenError, StartError
+from disttensor.runtime.host.launch_spec import Plan
 from disttensor.runtime.launch import Exited, Started
-from disttensor.runtime.launch.control import Began, Ended, Knock, Order, Ready, Refuse, Start
-from disttensor.runtime.launch.invitation import Invitation, derived, fresh, invite, read_connection_file
-from disttensor.runtime.launch.join import JoinLauncher
-from disttensor.runtime.launch.meeting import meeting
-from disttensor.runtime.launch.plan import Plan
-from disttensor.runtime.launch.wire import Stream
+from disttensor.runtime.launch.rendezvous.credentials import Invitation, derived, fresh, invite, read_connection_file
+from disttensor.runtime.launch.rendezvous.rendezvous import meeting
+from disttensor.runtime.launch.starters.join import JoinLauncher
+from disttensor.runtime.launch.tree.control import Began, Ended, Knock, Order, Ready, Refuse, Start
+from disttensor.runtime.launch.tree.framed import Stream
+from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
+from disttensor.runtime.protocol.errors import BrokenError, StartError
 from disttensor.runtime.transport.tunnel import Visit
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports

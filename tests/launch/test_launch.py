@@ -21,8 +21,7 @@ from output_kit import unfolded
 from processes import alive_after
 from stub_workers import LIGHT
 
-from disttensor.runtime.bundle import Bundle
-from disttensor.runtime.errors import ForkError, StartError
+from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.launch import (
     Exited,
     Launcher,
@@ -32,12 +31,13 @@ from disttensor.runtime.launch import (
     register_launcher,
     registry,
 )
-from disttensor.runtime.launch.control import Ended, News, Said, Start, Took
-from disttensor.runtime.launch.local import LocalLauncher
-from disttensor.runtime.launch.output import Output
-from disttensor.runtime.launch.server import UNHEARD
-from disttensor.runtime.launch.spawn import spawn_server
-from disttensor.runtime.launch.wire import Stream
+from disttensor.runtime.launch.starters.local import LocalLauncher
+from disttensor.runtime.launch.tree.control import Ended, News, Said, Start, Took
+from disttensor.runtime.launch.tree.framed import Stream
+from disttensor.runtime.launch.tree.server import UNHEARD
+from disttensor.runtime.launch.tree.spawn import spawn_server
+from disttensor.runtime.protocol.bundle import Bundle
+from disttensor.runtime.protocol.errors import ForkError, StartError
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
 
@@ -234,8 +234,8 @@ MASTER = (
     LIGHT
     + """
 import os, select, sys, time
-from disttensor.runtime.bundle import Bundle
-from disttensor.runtime.launch.local import LocalLauncher
+from disttensor.runtime.protocol.bundle import Bundle
+from disttensor.runtime.launch.starters.local import LocalLauncher
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once, between the nodes' lines
 _, preload, *jobs = sys.argv
@@ -337,8 +337,8 @@ def test_without_standard_descriptors() -> None:
     """A daemon's master: 0, 1 and 2 are closed, and the launcher's own must not take their place."""
     code = (
         LIGHT + "import os, select\nfor fd in 0, 1, 2: os.close(fd)\n"
-        "from disttensor.runtime.bundle import Bundle\n"
-        "from disttensor.runtime.launch.local import LocalLauncher\n"
+        "from disttensor.runtime.protocol.bundle import Bundle\n"
+        "from disttensor.runtime.launch.starters.local import LocalLauncher\n"
         "l = LocalLauncher('stub_workers:act', ('stub_workers',))\n"
         "l.start([Bundle(job='three', rank=0, address='none')])\n"
         "events = []\n"

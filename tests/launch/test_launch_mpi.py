@@ -154,7 +154,7 @@ def test_mpiexec_is_killed(mpi: Mpi) -> None:
 def test_ctrl_c(mpi: Mpi) -> None:
     """The terminal sends it to the whole group of processes. Before that, a look at what others can see."""
     spy = """
-from disttensor.runtime.launch.mpi import crew
+from disttensor.runtime.launch.starters.mpi import crew
 bundles = []
 crew().order = lambda rank, data, order=crew().order: (bundles.append(data), order(rank, data))
 """

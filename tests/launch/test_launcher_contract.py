@@ -25,12 +25,12 @@ from checkout import search_path
 from contract_kit import CONTRACT, LAUNCHERS, PRELOAD, UNDER_DTRUN, local, results
 from limits import HANG
 
-from disttensor.runtime.bundle import Bundle
-from disttensor.runtime.errors import StartError
+from disttensor.runtime.contracts.launcher import CHECKS, ConformanceError, check_launcher, run_check
+from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.launch import Exited, Started
-from disttensor.runtime.launch.check import CHECKS, ConformanceError, check_launcher, run_check
-from disttensor.runtime.launch.local import LocalLauncher
-from disttensor.runtime.launch.output import Output
+from disttensor.runtime.launch.starters.local import LocalLauncher
+from disttensor.runtime.protocol.bundle import Bundle
+from disttensor.runtime.protocol.errors import StartError
 
 #: What differs little from another check, or, as any session has real workers, is shown by many other tests.
 SLOW = {"master_terminated", "master_hung_up", "real_worker"}

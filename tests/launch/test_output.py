@@ -55,7 +55,7 @@ def test_a_session(tmp_path: Path) -> None:
 
 ON_A_TERMINAL = """
 import disttensor as dt
-from disttensor import state
+from disttensor.session import current as state
 dt.init_master_worker(nodes=2, threads=1)
 for i in range(3):
     print(f"\\r{i * 50:3}%|" + "#" * i, end="", flush=True)

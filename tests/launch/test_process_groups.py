@@ -16,7 +16,7 @@ from telling import said
 from torch.nn.parallel import DistributedDataParallel
 
 import disttensor as dt
-from disttensor import state
+from disttensor.session import current
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_a_group_is_replaced_between_the_choice_of_a_group_and_its_commands(
 ) -> None:
     """The other thread waits its turn. Otherwise node 1 alone would come back to the first group, and wait for ever."""
     dt.run(dist.get_world_size, nodes=[1, 3])
-    link, sizes = state.session().link, []
+    link, sizes = current.session().link, []
     other = threading.Thread(target=lambda: sizes.append(dt.run(dist.get_world_size, nodes=[1, 2])))
     issue = link.together
 

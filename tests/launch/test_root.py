@@ -17,15 +17,15 @@ from output_kit import unfolded
 from processes import alive_after
 from test_launch import STUBS, bundles, collect
 
-from disttensor.runtime.bundle import Bundle
+from disttensor.runtime.host.launch_spec import Host, Plan
+from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.launch import Exited, Started
-from disttensor.runtime.launch.control import Order
-from disttensor.runtime.launch.engine import Branch
-from disttensor.runtime.launch.output import Output
-from disttensor.runtime.launch.plan import Host, Plan
-from disttensor.runtime.launch.planned import PlannedLauncher
-from disttensor.runtime.launch.root import Root
-from disttensor.runtime.launch.wire import Stream
+from disttensor.runtime.launch.starters.base import Branch
+from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
+from disttensor.runtime.launch.tree.control import Order
+from disttensor.runtime.launch.tree.framed import Stream
+from disttensor.runtime.launch.tree.root import Root
+from disttensor.runtime.protocol.bundle import Bundle
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
 

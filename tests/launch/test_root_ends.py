@@ -16,11 +16,11 @@ from test_launch import collect
 from test_root import Tree, asked, tree
 from variants import variants
 
-from disttensor.runtime.errors import StartError
 from disttensor.runtime.launch import Exited
-from disttensor.runtime.launch.agent import EX_BOSS_GONE
-from disttensor.runtime.launch.planned import PlannedLauncher
-from disttensor.runtime.launch.wire import MARK
+from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
+from disttensor.runtime.launch.tree.agent import EX_BOSS_GONE
+from disttensor.runtime.launch.tree.framed import MARK
+from disttensor.runtime.protocol.errors import StartError
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
 
@@ -84,7 +84,7 @@ def test_fork_server_killed(tree: Tree) -> None:
 
 def test_an_agent_ends_with_its_wire() -> None:
     """Whoever holds the other end: on another host no parent's death ends it."""
-    program = f"{LIGHT}\nfrom disttensor.runtime.launch import agent\nsys.exit(agent.main(['60', 'stub_workers']))"
+    program = f"{LIGHT}\nfrom disttensor.runtime.launch.tree import agent\nsys.exit(agent.main(['60', 'stub_workers']))"
     environment = {**os.environ, "PYTHONPATH": search_path()}
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:

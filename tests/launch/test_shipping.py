@@ -13,10 +13,11 @@ from checkout import KIT
 from limits import HANG
 from test_launch import STUBS, bundles, collect
 
-from disttensor.runtime.launch import Exited, shipping
-from disttensor.runtime.launch.control import Modules
-from disttensor.runtime.launch.local import LocalLauncher
-from disttensor.runtime.launch.shipping import Sources, TooMuch, gather, offer, unpack
+from disttensor.runtime.launch import Exited
+from disttensor.runtime.launch.starters.local import LocalLauncher
+from disttensor.runtime.launch.tree import shipping
+from disttensor.runtime.launch.tree.control import Modules
+from disttensor.runtime.launch.tree.shipping import Sources, TooMuch, gather, offer, unpack
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
 
@@ -75,7 +76,7 @@ def test_nonsense(data: bytes) -> None:
 
 USE = """
 import inspect, json, sys, traceback
-from disttensor.runtime.launch.shipping import adopt
+from disttensor.runtime.launch.tree.shipping import adopt
 folder, packed = sys.argv[1:]
 sys.path.insert(0, folder)
 try:

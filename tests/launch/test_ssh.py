@@ -18,7 +18,7 @@ from launch_kit import CUT_OFF, DIGITS, ROOT, local_losses, losses
 from limits import HANG
 from variants import variants
 
-from disttensor.runtime.bundle import PROTOCOL, VERSION
+from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
 
 pytestmark = [pytest.mark.ssh]
 
@@ -161,7 +161,7 @@ def test_one_of_eight_cannot_import(hosts: Hosts) -> None:
 
 @pytest.mark.slow
 def test_another_version(hosts: Hosts) -> None:
-    patch = "import disttensor.runtime.bundle as b\nb.PROTOCOL, b.VERSION = 99, '9.9'\n"
+    patch = "import disttensor.runtime.protocol.bundle as b\nb.PROTOCOL, b.VERSION = 99, '9.9'\n"
     lines = fail(hosts, "left:1,right:1", python=python_of(hosts, sitecustomize=patch))
     assert lines[0] == (
         f"node 1 on right did not start: right has disttensor 9.9 (protocol 99), the master {VERSION} "
@@ -249,7 +249,7 @@ PAGE = (ROOT / "docs" / "SSH.md").read_text()
 def test_the_page(hosts: Hosts, command: str, shown: str) -> None:
     (hosts.folder / "where.py").write_text(textwrap.dedent(PAGE.split("# where.py\n")[1].split("\nTwo nodes")[0]))
     done = hosts.run(*shlex.split(command))
-    out = done.stdout + done.stderr.replace("disttensor.runtime.errors.", "")
+    out = done.stdout + done.stderr.replace("disttensor.runtime.protocol.errors.", "")
     # which it is depends on whether there is a name server
     out = out.replace("Temporary failure in name resolution", "Name or service not known")
     assert textwrap.dedent(shown) in out

@@ -11,10 +11,10 @@ import torch
 from stream_kit import busy
 
 import disttensor as dt
-from disttensor import engine
-from disttensor.local import _default_backend, _pin_memory
-from disttensor.runtime import command as c
+from disttensor.runtime.protocol import commands as c
 from disttensor.testing import MessageLog
+from disttensor.torch_backend import backward
+from disttensor.torch_backend.keep_local_accelerator import _default_backend, _pin_memory
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -145,11 +145,11 @@ def test_which_backwards_meet_nodes() -> None:
         remote = x.to("node:1") * 2
         edge = torch.autograd.graph.get_gradient_edge
         for root in (remote, remote.cpu(), remote.cpu().exp() + x.sin(), remote.detach().requires_grad_()):
-            assert engine.reaches_a_node([x, root])
-            assert engine.reaches_a_node([edge(root)])
+            assert backward.reaches_a_node([x, root])
+            assert backward.reaches_a_node([edge(root)])
         for root in (x, x.exp(), (x * x).sin(), remote.detach().cpu() * x):
-            assert not engine.reaches_a_node([root])
-            assert not engine.reaches_a_node([edge(root)])
+            assert not backward.reaches_a_node([root])
+            assert not backward.reaches_a_node([edge(root)])
 
 
 # ---- torch.Event and torch.Stream ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import cloudpickle
 import pytest
 
 import disttensor as dt
-from disttensor.edited import Modules
+from disttensor.tasks.reloaded_modules import Modules
 
 Write = Callable[..., ModuleType]
 

@@ -12,9 +12,10 @@ from operator_database import NODE, strides, true_to_node
 from telling import said
 
 import disttensor as dt
-from disttensor import infer, testing
-from disttensor.registry import entries
-from disttensor.runtime.errors import GeometryError
+from disttensor import testing
+from disttensor.dispatch import meta_inference
+from disttensor.dispatch.op_table import entries
+from disttensor.runtime.protocol.errors import GeometryError
 
 aten = torch.ops.aten
 
@@ -109,7 +110,7 @@ def _steps(x: Any) -> Any:
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Any], None]]:
     """Has the script take an operator's results for others."""
-    right, lies = infer.infer, dict[Any, Any]()
+    right, lies = meta_inference.infer, dict[Any, Any]()
 
     def inferred(op: Any, args: Any, kwargs: Any) -> Any:
         if op in lies and lies[op] is None:
@@ -125,7 +126,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Any], None
         if id(op) in entries:
             entries[id(op)].forget()
 
-    monkeypatch.setattr(infer, "infer", inferred)
+    monkeypatch.setattr(meta_inference, "infer", inferred)
     yield tell
     for op in lies:
         forget(op)

@@ -24,10 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from variants import variants
 
 import disttensor as dt
-from disttensor import kernels, registry, state, testing
-from disttensor.kernels import Record
-from disttensor.runtime import abilities
-from disttensor.runtime.command import Abilities
+from disttensor import testing
+from disttensor.dispatch import op_table
+from disttensor.runtime.host import capabilities as abilities
+from disttensor.runtime.protocol.commands import Abilities
+from disttensor.session import current, kernel_choice
+from disttensor.session.kernel_choice import Record
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
@@ -125,12 +127,12 @@ def test_a_switch_is_heeded_where_the_same_call_was_made_before() -> None:
 
 
 def test_nodes_tell_what_they_can() -> None:
-    session = state.session()
+    session = current.session()
     for hello in session.link.hellos.values():
         assert hello.abilities == abilities.own(2)
         assert hello.abilities.capabilities == ((0, 0), (0, 0))
     for place in session.places.by_slot.values():
-        assert place.record == place.twin.record == kernels.here()._replace(node=abilities.own(2))
+        assert place.record == place.twin.record == kernel_choice.here()._replace(node=abilities.own(2))
 
 
 # ---- with other records ----------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def trained(options: dict[str, Any], dtype: torch.dtype, where: torch.device | s
 
 
 def another(**abilities: bool) -> Record:
-    here = kernels.here()
+    here = kernel_choice.here()
     names = {name: getattr(here.node, name) for name in ("cpu", "onednn", "bfloat16", "float16")}
     return here._replace(node=Abilities(**{**names, **abilities}))
 
@@ -168,7 +170,7 @@ def another(**abilities: bool) -> Record:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_node_that_can_less(options: str, dtype: torch.dtype) -> None:
     """It computes an LSTM as this machine's torch does without oneDNN."""
-    place = state.session().places.at(1, "cpu")
+    place = current.session().places.at(1, "cpu")
     with testing.taken_for(place, another(onednn=dtype != torch.float32, bfloat16=False, float16=False)):
         got = trained(LSTMS[options], dtype, place.device)
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
@@ -185,7 +187,7 @@ def test_a_script_that_can_less(options: str, autocast: bool, monkeypatch: pytes
     with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
         expected = trained(LSTMS[options], torch.float32, "cpu")
     none = another(onednn=False, bfloat16=False, float16=False)
-    monkeypatch.setattr(kernels, "here", lambda: none)
+    monkeypatch.setattr(kernel_choice, "here", lambda: none)
     with torch.autocast("node", enabled=autocast, dtype=torch.bfloat16):
         assert "mkldnn_rnn_layer" in picked(lambda: nn.LSTM(3, 4).to(device)(torch.zeros(2, 1, 3, device=device)))
         got = trained(LSTMS[options], torch.float32, device)
@@ -242,7 +244,7 @@ class Fact(NamedTuple):
 PICKS = """
 import json
 import torch
-from disttensor.runtime import abilities
+from disttensor.runtime.host import capabilities as abilities
 from torch.utils._python_dispatch import TorchDispatchMode
 names = []
 class Seen(TorchDispatchMode):
@@ -270,11 +272,11 @@ def test_an_lstm_on_cpus_as_torch_itself_chooses(
     done = script(PICKS, ONEDNN_MAX_CPU_ISA=isa)
     assert done.returncode == 0, done.stderr
     picks, told = json.loads(done.stdout)
-    record = Record("cpu", (0, 0), kernels.here().version, Abilities(*told))
+    record = Record("cpu", (0, 0), kernel_choice.here().version, Abilities(*told))
     for key, expected in picks.items():
         dtype, _, graph = key.partition(" ")
         x = Fact((2, 1, 3), (3, 3, 1), 0, getattr(torch, dtype))
-        assert kernels.lstm(record, x, False, graph == "True") == expected, key
+        assert kernel_choice.lstm(record, x, False, graph == "True") == expected, key
     if isa in ("SSE41", "AVX2"):
         assert picks["bfloat16 True"] == "parts"  # the variable is heeded, or this test would show less than it says
 
@@ -284,11 +286,11 @@ import os
 import torch
 SCRIPT, NODES = os.environ["SCRIPT"], os.environ["NODES"]
 os.environ["ONEDNN_MAX_CPU_ISA"] = SCRIPT
-from disttensor.runtime import abilities
+from disttensor.runtime.host import capabilities as abilities
 mine = abilities.cpu()  # from here on this process has this CPU
 os.environ["ONEDNN_MAX_CPU_ISA"] = NODES
 import disttensor as dt
-from disttensor import state
+from disttensor.session import current as state
 torch.set_num_threads(1)
 torch.manual_seed(0)
 weights = torch.nn.LSTM(3, 4, 2, bidirectional=True).bfloat16().state_dict()
@@ -318,7 +320,7 @@ def test_a_script_and_nodes_with_two_cpus(
     """An LSTM in bfloat16, which the node's own torch would compute so, too: to the bit, with its gradients."""
     done = script(TWO, SCRIPT=script_has, NODES=nodes_have)
     assert done.returncode == 0, done.stderr
-    best = str(kernels.here().node.bfloat16)
+    best = str(kernel_choice.here().node.bfloat16)
     assert done.stdout.split() == [{"AVX2": "False", "ALL": best}[who] for who in (script_has, nodes_have)]
 
 
@@ -357,15 +359,15 @@ NOT_COMPUTED = {
 
 def test_every_override_is_decided_by_a_record() -> None:
     """Or it says why not: what torch has registered for our device, and what has a handler."""
-    named = {op.name() for op in registry._handlers}
+    named = {op.name() for op in op_table._handlers}
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         named.update(torch._C._dispatch_get_registrations_for_dispatch_key(key))
     ours = {name.removeprefix("aten::") for name in named if name.startswith("aten::")}
     assert ours == OVERRIDES.keys() | NOT_COMPUTED
     by = {why for why in OVERRIDES.values() if not why.startswith(SAME)}
-    assert all(callable(getattr(kernels, name)) for name in by)
+    assert all(callable(getattr(kernel_choice, name)) for name in by)
     python = {"foreach", "averages_at_once", "casts"}  # of optimizers.py, choices.py, autocast.py
-    decide = {n for n, f in vars(kernels).items() if n.islower() and n[0] != "_" and _takes_a_record(f)}
+    decide = {n for n, f in vars(kernel_choice).items() if n.islower() and n[0] != "_" and _takes_a_record(f)}
     assert by | python == decide
 
 

@@ -10,8 +10,8 @@ import torch
 from equal import same
 
 import disttensor as dt
-from disttensor import plan
-from disttensor.registry import drop_plans, enter, entries
+from disttensor.dispatch import op_plan
+from disttensor.dispatch.op_table import drop_plans, enter, entries
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -30,7 +30,7 @@ VARYING: dict[str, Callable[[torch.Tensor, int], object]] = {
 
 @pytest.mark.parametrize("name", VARYING)
 def test_tables_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MAX_PLANS", 16)
+    monkeypatch.setattr(op_plan, "MAX_PLANS", 16)
     drop_plans()
     x = torch.arange(40.0, device="node:1")
     for i in range(40):
@@ -41,7 +41,7 @@ def test_tables_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disttensor.placement.GENERATION", 8)
+    monkeypatch.setattr("disttensor.session.places.GENERATION", 8)
     x = torch.arange(60.0, device="node:1") % 5
     node = x._place.state  # type: ignore[attr-defined]
     for i in range(60):
@@ -92,7 +92,7 @@ import gc, weakref
 import torch
 import torch.nn.functional as F
 import disttensor as dt
-from disttensor import state
+from disttensor.session import current as state
 
 with dt.init_master_worker(nodes=1, launcher="inproc"):
     session = weakref.ref(state.session())

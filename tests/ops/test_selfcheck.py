@@ -20,19 +20,14 @@ from checkout import ROOT
 from seeded_defects import ALWAYS_FOUND, DEFECTS, NODE, kernel, off, ones
 
 import disttensor as dt
-from disttensor import (
-    DistributedTensor,
-    backend,
-    dispatch,
-    fast,
-    joining,
-    linear,
-    remote,
-    selfcheck,
-    state,
-    testing,
-)
-from disttensor.runtime.errors import GeometryError, VerifyError
+from disttensor import DistributedTensor, selfcheck, testing
+from disttensor.collectives import issue
+from disttensor.dispatch import dispatch, method_shortcuts
+from disttensor.runtime.protocol.errors import GeometryError, VerifyError
+from disttensor.session import current
+from disttensor.tasks import functions
+from disttensor.torch_backend import register
+from disttensor.torch_backend.composites import linear
 
 
 def session(verify: float = 1.0, nodes: int = 2, simulate_cuda: int = 0) -> dt.init.SessionContext:
@@ -92,12 +87,12 @@ def ways() -> list[Any]:
     """Whatever stands in the ways that an operation can take."""
     return [
         vars(DistributedTensor)["__torch_dispatch__"].__func__,
-        fast.issue,
+        method_shortcuts.issue,
         linear.dispatch,
-        backend.dispatch,
-        backend.run,
-        remote.move,
-        joining.Joint.issue,
+        register.dispatch,
+        register.run,
+        functions.move,
+        issue.Joint.issue,
     ]
 
 
@@ -105,14 +100,14 @@ def test_nothing_stands_in_the_way_without_it() -> None:
     with session(verify=0):
         plain = ways()
         assert plain[:5] == [dispatch.dispatch, dispatch.issue, dispatch.dispatch, dispatch.dispatch, dispatch.run]
-        assert not {"upload", "download", "fetch"} & vars(state.session()).keys()
+        assert not {"upload", "download", "fetch"} & vars(current.session()).keys()
     with session(verify=0.5):
         assert not [now for now, before in zip(ways(), plain, strict=True) if now is before]
-        assert {"upload", "download", "fetch"} <= vars(state.session()).keys()
+        assert {"upload", "download", "fetch"} <= vars(current.session()).keys()
     assert ways() == plain
     with session(verify=0):
         assert ways() == plain
-        assert not {"upload", "download", "fetch"} & vars(state.session()).keys()
+        assert not {"upload", "download", "fetch"} & vars(current.session()).keys()
 
 
 def test_composites_are_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +137,7 @@ def test_a_session_is_nobodys_after_its_end() -> None:
     """Torch keeps what is registered with it, and what that holds, beyond what takes its place."""
     with session():
         torch.linalg.svdvals(torch.rand(3, 3).to(NODE))
-        held = weakref.ref(state.session())
+        held = weakref.ref(current.session())
     gc.collect()
     assert held() is None
 

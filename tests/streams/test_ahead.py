@@ -12,17 +12,18 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.runtime import ahead, codec
-from disttensor.runtime import command as c
-from disttensor.runtime.ahead import Ahead
-from disttensor.runtime.bundle import Bundle
 from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
 from disttensor.runtime.channel.base import MASTER
-from disttensor.runtime.errors import ClosedError
-from disttensor.runtime.functions import key_of
-from disttensor.runtime.store import Pending
+from disttensor.runtime.node import receive_ahead
+from disttensor.runtime.node.receive_ahead import Ahead
+from disttensor.runtime.node.store import Pending
+from disttensor.runtime.node.user_functions import key_of
+from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.bundle import Bundle
+from disttensor.runtime.protocol.errors import ClosedError
 from disttensor.runtime.transport.base import Spoke
-from disttensor.runtime.worker import Worker
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -122,7 +123,7 @@ class Fake:
 @pytest.mark.parametrize("seed", range(30))
 def test_order_and_limits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins once and in order, none before a command that it must not pass, none over the limit."""
-    monkeypatch.setattr(ahead, "AHEAD", 1000)
+    monkeypatch.setattr(receive_ahead, "AHEAD", 1000)
     rng = random.Random(seed)
     groups: list[tuple[c.Command, ...]] = []
     transfers: list[int] = []

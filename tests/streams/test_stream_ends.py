@@ -16,7 +16,7 @@ from stream_kit import busy, held, hold, release, run_on, thread
 from variants import variants
 
 import disttensor as dt
-from disttensor import state
+from disttensor.session import current
 
 
 def held_up(stream: dt.Stream, name: str) -> None:
@@ -86,7 +86,7 @@ def test_a_node_with_a_busy_stream_is_lost() -> None:
 @pytest.mark.parametrize("launcher", ["inproc", "local"])
 def test_a_stream_that_is_dropped_at_work_is_waited_for(launcher: str) -> None:
     with dt.init_master_worker(nodes=1, launcher=launcher):
-        x, other, session = torch.ones(3, device="node:0"), dt.Stream(0), state.session()
+        x, other, session = torch.ones(3, device="node:0"), dt.Stream(0), current.session()
         with busy(other) as let_go:
             dropped = dt.Stream(0)
             dropped.wait_event(other.record_event())

@@ -12,8 +12,8 @@ import torch
 from equal import same
 
 import disttensor as dt
-from disttensor.runtime import cuda
-from disttensor.runtime.streams import Lane
+from disttensor.runtime.node.streams import cuda_lane
+from disttensor.runtime.node.streams.lane import Lane
 
 CUDA = torch.device("cuda:0")
 
@@ -83,51 +83,51 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         default_stream=lambda device: default,
         device_count=lambda: 1,
     )
-    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor, device=torch.device))
+    monkeypatch.setattr(cuda_lane, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor, device=torch.device))
     return log
 
 
 def lane(of: type[Lane] = Lane) -> Any:
     arguments = ("a lane", lambda lane, task: None, lambda lane: None)
-    return cuda.CudaLane(CUDA, 0, *arguments) if of is cuda.CudaLane else Lane(*arguments)
+    return cuda_lane.CudaLane(CUDA, 0, *arguments) if of is cuda_lane.CudaLane else Lane(*arguments)
 
 
 def test_streams_wait_for_what_others_make(log: list[tuple[str, ...]]) -> None:
-    default, one, two = lane(), lane(cuda.CudaLane), lane(cuda.CudaLane)
+    default, one, two = lane(), lane(cuda_lane.CudaLane), lane(cuda_lane.CudaLane)
     assert log == [("side 1", "waits for stream", "default"), ("side 2", "waits for stream", "default")]
     log.clear()
     x, y, z = on_device(), on_device(), on_device()
-    with cuda.on(one, iter([x]), lambda: [y, None]):  # x was there before there were streams
+    with cuda_lane.on(one, iter([x]), lambda: [y, None]):  # x was there before there were streams
         assert log == [("side 1", "waits for", "default 0")]
         assert x.used == ["side 1"]
-    with cuda.on(one, iter([x, y, torch.ones(1), 5]), lambda: [y]):
+    with cuda_lane.on(one, iter([x, y, torch.ones(1), 5]), lambda: [y]):
         pass
     assert log[1:] == [("side 1", "waits for", "default 0")]
     log.clear()
-    with cuda.on(two, iter([y]), lambda: [z]):
+    with cuda_lane.on(two, iter([y]), lambda: [z]):
         assert log == [("side 2", "waits for", "side 1 2")]
-    with cuda.on(default, iter([y, z]), list):
+    with cuda_lane.on(default, iter([y, z]), list):
         assert [wait[:2] for wait in log[1:]] == [("default", "waits for")] * 2
     assert (y.used, z.used) == (["side 2", "default"], ["default"])
     one.join_default()
     assert log[-1] == ("default", "waits for stream", "side 1")
-    cuda.keep_for_default(z)
-    with cuda.on(default, iter([z]), list):
+    cuda_lane.keep_for_default(z)
+    with cuda_lane.on(default, iter([z]), list):
         pass
     assert log[-1] == ("default", "waits for stream", "side 1")
 
 
 def test_events_are_done_when_the_device_has_come_to_them(log: list[tuple[str, ...]]) -> None:
-    one = lane(cuda.CudaLane)
+    one = lane(cuda_lane.CudaLane)
     log.clear()
-    mark = cuda.CudaMark(CUDA, timing=True)
+    mark = cuda_lane.CudaMark(CUDA, timing=True)
     assert not mark.is_completed()
     mark.reach()
     assert not mark.is_completed()
-    cuda.wait(one, mark)  # the device waits, and not this thread
+    cuda_lane.wait(one, mark)  # the device waits, and not this thread
     assert log == [("side 1", "waits for", "default 0")]
     assert not mark.is_completed()
-    cuda.wait(lane(), mark)
+    cuda_lane.wait(lane(), mark)
     assert mark.is_completed()
 
 

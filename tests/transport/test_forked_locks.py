@@ -12,7 +12,7 @@ from limits import HANG
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
     script = """
         import contextlib, os, signal, threading, torch, disttensor as dt
-        from disttensor import state
+        from disttensor.session import current as state
         dt.init_master_worker(nodes=1)
         x, fresh = torch.ones(4, device="node:0"), torch.empty(3, device="node:0")
         session = state.session()

@@ -13,14 +13,16 @@ import torch
 from handlers import TimeUp, handled, time_up
 
 import disttensor as dt
-from disttensor import init, state, testing
-from disttensor.runtime import command as c
+from disttensor import testing
 from disttensor.runtime.channel.base import Transfer
-from disttensor.runtime.errors import BrokenError
-from disttensor.runtime.interrupts import whole
-from disttensor.runtime.link import Link
-from disttensor.runtime.outbox import Outbox
-from disttensor.runtime.request import Request, Waker
+from disttensor.runtime.master.link import Link
+from disttensor.runtime.master.outbox import Outbox
+from disttensor.runtime.master.requests import Request, Waker
+from disttensor.runtime.process.signals import whole
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.errors import BrokenError
+from disttensor.session import current
+from disttensor.startup import start
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -30,7 +32,7 @@ SOON = 20
 def link() -> Iterator[Link]:
     """The link of a session that the test may break."""
     with dt.init_master_worker(nodes=2, launcher="inproc"):
-        yield state.session().link
+        yield current.session().link
 
 
 def cut(link: Link, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +115,7 @@ def test_synchronize_ends_in_time_at_a_full_window(pool: ThreadPoolExecutor) -> 
         issuing = pool.submit(lambda: [x.add_(1) for _ in range(2 * int(testing.limit("window")))])
         assert full.wait(SOON)
         with pytest.raises(TimeoutError, match="node 1 has not answered"):
-            pool.submit(state.session().synchronize, 1, 0.01).result(SOON)
+            pool.submit(current.session().synchronize, 1, 0.01).result(SOON)
         release.set()
         issuing.result(SOON)
 
@@ -138,7 +140,7 @@ def test_the_end_of_the_session_overtakes_a_flush(flush: str, link: Link, pool: 
         link.close()
     with pytest.raises(dt.DisttensorError, match="shut down"):
         ending.result(SOON)
-    init._end(report=False)
+    start._end(report=False)
 
 
 class Broken(Transfer):
@@ -154,7 +156,7 @@ class Broken(Transfer):
 
 @pytest.mark.usefixtures("pool")
 def test_a_broken_transfer_is_told_though_the_node_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = state.session()
+    session = current.session()
     sync = session._sync
     monkeypatch.setattr(session, "_sync", lambda node, timeout: sync(node, 0.01))
     with pytest.raises(BrokenError, match="a broken cable"):
@@ -177,7 +179,7 @@ def test_a_request_outlives_the_thread_that_waited() -> None:
 
 def test_small_collectives_leave_with_what_follows_and_to_all_nodes_at_once() -> None:
     with dt.init_master_worker(nodes=4, launcher="inproc"):
-        link = state.session().link
+        link = current.session().link
         xs = [torch.ones(3, device=f"node:{k}") for k in range(4)]
         dt.synchronize()
         with link._lock:  # nothing else sends

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.runtime import codec
-from disttensor.runtime import command as c
-from disttensor.runtime.errors import ProtocolError
-from disttensor.runtime.failure import MAX_FAILURES, MAX_NAME, MAX_TEXT, MAX_TRACES, Failure, Failures
-from disttensor.runtime.link import Link
+from disttensor.runtime.master.failures import MAX_FAILURES, MAX_NAME, MAX_TEXT, MAX_TRACES, Failure, Failures
+from disttensor.runtime.master.link import Link
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.errors import ProtocolError
 from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
 
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from limits import HANG
 
-from disttensor import state, testing
+from disttensor import testing
 from disttensor.runtime.channel.ticket import Ticket
+from disttensor.session import current
 
 pytestmark = pytest.mark.usefixtures("clean")
 
 
 def test_an_upload_beyond_the_stage_waits_until_its_bytes_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel, sends, second = state.session().channel, list[Callable[[], None]](), threading.Event()
+    channel, sends, second = current.session().channel, list[Callable[[], None]](), threading.Event()
     isend, returned = channel.isend, threading.Event()
 
     def later(tensor: torch.Tensor, peer: int, transfer: int) -> Ticket:

@@ -14,7 +14,7 @@ import torch
 
 import disttensor as dt
 from disttensor import testing
-from disttensor.runtime.garbage import no_collection
+from disttensor.runtime.process.gc_pause import no_collection
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -356,9 +356,9 @@ def test_who_does_not_import_it_pays_nothing(script: Callable[..., subprocess.Co
 @pytest.mark.usefixtures("clean")
 def test_nothing_stays_wrapped() -> None:
     """What was patched is as it was, to the object's own attributes."""
-    from disttensor import state
+    from disttensor.session import current
 
-    session = state.session()
+    session = current.session()
     owners = [session, session.link, session.link.hub, session.channel, *session.link.outboxes]
     before = [set(vars(owner)) for owner in owners]
     points = ["window", "wait", "ask", "pack", "bury", "send", "receive", "acknowledge", "upload"]

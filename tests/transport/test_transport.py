@@ -8,8 +8,8 @@ import threading
 import pytest
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
 
-from disttensor.runtime.errors import BrokenError, ClosedError
-from disttensor.runtime.keys import curve_pair, job_id, job_secret, pair_key
+from disttensor.runtime.protocol.errors import BrokenError, ClosedError
+from disttensor.runtime.protocol.keys import curve_pair, job_id, job_secret, pair_key
 from disttensor.runtime.transport import sockets
 from disttensor.runtime.transport.sockets import MAX_MESSAGE
 from disttensor.runtime.transport.zmq import ZmqHub, ZmqSpoke

@@ -13,8 +13,8 @@ import zmq
 from checkout import ROOT
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
 
-from disttensor.runtime.errors import BrokenError
-from disttensor.runtime.keys import curve_pair
+from disttensor.runtime.protocol.errors import BrokenError
+from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.transport import sockets
 from disttensor.runtime.transport import zmq as transport
 from disttensor.runtime.transport.spoke import plain_name

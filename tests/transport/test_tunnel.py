@@ -12,11 +12,11 @@ import pytest
 from ports import free_port
 from transport_kit import LIMIT, Proxy, nothing_leaks
 
-from disttensor.runtime.errors import BrokenError
-from disttensor.runtime.keys import curve_pair
-from disttensor.runtime.transport import pump, tunnel
-from disttensor.runtime.transport.pump import WINDOW
+from disttensor.runtime.protocol.errors import BrokenError
+from disttensor.runtime.protocol.keys import curve_pair
+from disttensor.runtime.transport import tunnel, tunnel_io
 from disttensor.runtime.transport.tunnel import Reception, Visit
+from disttensor.runtime.transport.tunnel_io import WINDOW
 
 HOST, GUEST = curve_pair(), curve_pair()
 
@@ -116,7 +116,7 @@ def test_a_writer_waits_for_its_reader() -> None:
 
 def test_a_writer_that_does_not_wait_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with tunnelled() as (at, here, there):
-        monkeypatch.setattr(pump.End, "away", property(lambda self: 0, lambda self, value: None), raising=False)
+        monkeypatch.setattr(tunnel_io.End, "away", property(lambda self: 0, lambda self, value: None), raising=False)
         with contextlib.suppress(OSError):
             while True:
                 there.sendall(bytes(1 << 16))

@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from disttensor.runtime import codec, outbox, worker
-from disttensor.runtime import command as c
-from disttensor.runtime.bundle import Bundle
+from disttensor.runtime.master import outbox
+from disttensor.runtime.node import worker
+from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.transport.base import Spoke
 from disttensor.runtime.transport.inproc import InprocHub
-from disttensor.runtime.worker import Worker
 
 
 class Script(Spoke):

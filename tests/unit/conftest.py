@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from disttensor import session
+from disttensor.session import session
 
 
 @pytest.fixture(autouse=True)

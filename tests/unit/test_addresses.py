@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from disttensor.runtime.addresses import first_to_answer, interfaces_for, split, way_to
+from disttensor.runtime.host.addresses import first_to_answer, interfaces_for, split, way_to
 
 
 def test_split() -> None:

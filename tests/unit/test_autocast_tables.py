@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disttensor import autocast
+from disttensor.torch_backend import autocast
 
 
 def test_every_operator_of_the_tables_is_one_of_torchs() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from disttensor.runtime.bindings import FUNCTIONS, METHODS, NETWORKS, binding
-from disttensor.runtime.ops import AllowList
+from disttensor.runtime.node.op_fast_path import FUNCTIONS, METHODS, NETWORKS, binding
+from disttensor.runtime.protocol.allow_list import AllowList
 
 x = torch.rand(3, 3) + 0.5
 i = torch.tensor([[0, 1, 2]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disttensor.runtime.bundle import Bundle
+from disttensor.runtime.protocol.bundle import Bundle
 
 
 def test_its_keys_are_not_shown() -> None:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttensor.runtime import codec
-from disttensor.runtime import command as c
-from disttensor.runtime.dtypes import DTYPES, IDS, NAMES
-from disttensor.runtime.errors import ProtocolError
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.dtypes import DTYPES, IDS, NAMES
+from disttensor.runtime.protocol.errors import ProtocolError
 
 settings.register_profile("fast", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.load_profile("fast")

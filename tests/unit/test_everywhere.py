@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disttensor.runtime.launch.everywhere import _check_network
+from disttensor.runtime.launch.torchrun_mode.everywhere import _check_network
 
 
 def test_hosts_need_a_network_of_ones_own() -> None:

@@ -14,16 +14,17 @@ import pytest
 import torch
 from limits import HANG
 
-from disttensor.runtime import codec, functions
-from disttensor.runtime import command as c
 from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Transfer
 from disttensor.runtime.channel.opened import Channels
-from disttensor.runtime.errors import PoisonedError, ProtocolError
-from disttensor.runtime.executor import Executor
-from disttensor.runtime.functions import Functions, decode_result, key_of
-from disttensor.runtime.ops import AllowList
-from disttensor.runtime.store import Poison
+from disttensor.runtime.node import user_functions as functions
+from disttensor.runtime.node.executor import Executor
+from disttensor.runtime.node.store import Poison
+from disttensor.runtime.node.user_functions import Functions, decode_result, key_of
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.allow_list import AllowList
+from disttensor.runtime.protocol.errors import PoisonedError, ProtocolError
 
 
 class Node:

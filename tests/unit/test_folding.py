@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from disttensor.runtime.launch.folding import HOLD, ROOM, Folder
+from disttensor.runtime.launch.output.folding import HOLD, ROOM, Folder
 
 
 def shown(folder: Folder, now: float, everyone: int) -> list[tuple[list[int], bytes]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from disttensor.runtime.garbage import no_collection
+from disttensor.runtime.process.gc_pause import no_collection
 
 
 @pytest.fixture(autouse=True)

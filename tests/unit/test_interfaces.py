@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from disttensor.runtime import interfaces as i
+from disttensor.runtime.host import interfaces as i
 
 OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "10.0.0.2", "fd00::1"], "ib0": ["10.9.0.1"]}
 NAMES = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disttensor.runtime.errors import StartError
-from disttensor.runtime.keys import curve_pair_of
-from disttensor.runtime.launch import invitation as i
+from disttensor.runtime.launch.rendezvous import credentials as i
+from disttensor.runtime.protocol.errors import StartError
+from disttensor.runtime.protocol.keys import curve_pair_of
 
 ADDRESSES = ("tcp://127.0.0.1:1",)
 

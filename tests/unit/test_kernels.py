@@ -18,11 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disttensor import kernels
-from disttensor.kernels import CUDNN, EFFICIENT, FLASH, MATH, Attention, Record
-from disttensor.runtime.command import Abilities
+from disttensor.runtime.protocol.commands import Abilities
+from disttensor.session import kernel_choice
+from disttensor.session.kernel_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, Record
 
-VERSION = kernels.here().version
+VERSION = kernel_choice.here().version
 
 
 class Fact(NamedTuple):
@@ -116,10 +116,10 @@ def test_attention_is_what_local_torch_computes_it_with(call: Any, allowed: list
             if "o available kernel" not in str(error) and "o viable backend" not in str(error):
                 return  # shapes that don't go together
             with pytest.raises(RuntimeError, match=str(error).split(".")[0]):
-                kernels.attention(kernels.here(), asked)
+                kernel_choice.attention(kernel_choice.here(), asked)
             return
         expected = FLASH if "_scaled_dot_product_flash_attention_for_cpu" in seen.names else MATH
-        assert kernels.attention(kernels.here(), asked) == expected
+        assert kernel_choice.attention(kernel_choice.here(), asked) == expected
 
 
 # ---- an LSTM on CPUs -------------------------------------------------------------------------------------------------
@@ -143,14 +143,14 @@ def test_an_lstm_on_other_cpus(cpu: str) -> None:
     for graph, onednn in ((True, graphed), (False, plain)):
         for dtype in DTYPES:
             expected = "onednn" if dtype in onednn else "parts"
-            assert kernels.lstm(record, told(2, 1, 3, dtype=dtype), False, graph) == expected
-    assert kernels.lstm(record, told(2, 0, 3), False, True) == "parts"
-    assert kernels.lstm(record, told(2, 1, 3), True, True) == "parts"
+            assert kernel_choice.lstm(record, told(2, 1, 3, dtype=dtype), False, graph) == expected
+    assert kernel_choice.lstm(record, told(2, 0, 3), False, True) == "parts"
+    assert kernel_choice.lstm(record, told(2, 1, 3), True, True) == "parts"
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
-        assert kernels.lstm(record, told(2, 1, 3), False, True) == "parts"
-    assert kernels.shown_a_cpu(record)
-    assert (kernels.dropout(record, 0.5, True), kernels.averages_at_once(record)) == ("parts", False)
-    assert kernels.casts(record) == "cpu"
+        assert kernel_choice.lstm(record, told(2, 1, 3), False, True) == "parts"
+    assert kernel_choice.shown_a_cpu(record)
+    assert (kernel_choice.dropout(record, 0.5, True), kernel_choice.averages_at_once(record)) == ("parts", False)
+    assert kernel_choice.casts(record) == "cpu"
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
@@ -236,38 +236,40 @@ ON_CUDA: list[tuple[str, Record, Attention, int]] = [
 
 @pytest.mark.parametrize(("what", "record", "asked", "backend"), ON_CUDA)
 def test_attention_on_cuda(what: str, record: Record, asked: Attention, backend: int) -> None:
-    assert kernels.attention(record, asked) == backend
+    assert kernel_choice.attention(record, asked) == backend
 
 
 def test_a_user_chooses_among_them() -> None:
     with sdpa_kernel(SDPBackend.MATH):
-        assert kernels.attention(A100, PLAIN) == MATH
+        assert kernel_choice.attention(A100, PLAIN) == MATH
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        assert kernels.attention(H100, PLAIN) == EFFICIENT
+        assert kernel_choice.attention(H100, PLAIN) == EFFICIENT
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        assert kernels.attention(H100, PLAIN) == MATH
+        assert kernel_choice.attention(H100, PLAIN) == MATH
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
-        kernels.attention(A100, MASKED)
+        kernel_choice.attention(A100, MASKED)
     torch.use_deterministic_algorithms(True)
     try:
-        assert kernels.attention(H100, PLAIN) == FLASH
+        assert kernel_choice.attention(H100, PLAIN) == FLASH
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_the_rest_on_cuda() -> None:
     """Derived from RNN.cpp, Dropout.cpp and autocast_mode.cpp: nothing here has run on a GPU."""
-    assert not kernels.shown_a_cpu(H100)
-    assert kernels.dropout(H100, 0.5, True) == "fused"
-    assert (kernels.averages_at_once(H100), kernels.casts(H100)) == (True, "cuda")
-    assert kernels.foreach(H100, False, BF16)
+    assert not kernel_choice.shown_a_cpu(H100)
+    assert kernel_choice.dropout(H100, 0.5, True) == "fused"
+    assert (kernel_choice.averages_at_once(H100), kernel_choice.casts(H100)) == (True, "cuda")
+    assert kernel_choice.foreach(H100, False, BF16)
 
 
 def test_every_choice_is_a_function_of_the_record() -> None:
     """And nothing else in kernels.py is public but what those are made of."""
-    choices = {n for n, f in vars(kernels).items() if inspect.isfunction(f) and f.__module__ == kernels.__name__}
+    choices = {
+        n for n, f in vars(kernel_choice).items() if inspect.isfunction(f) and f.__module__ == kernel_choice.__name__
+    }
     given_a_record = {
-        n for n in choices if next(iter(inspect.signature(getattr(kernels, n)).parameters), "") == "record"
+        n for n in choices if next(iter(inspect.signature(getattr(kernel_choice, n)).parameters), "") == "record"
     }
     rest = {n for n in choices - given_a_record if not n.startswith("_")}
     assert rest <= {"record", "switches", "here"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disttensor.runtime.launch.meeting import Meeting, meeting
+from disttensor.runtime.launch.rendezvous.rendezvous import Meeting, meeting
 
 ENVIRONMENT = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "2", "WORLD_SIZE": "5"}
 

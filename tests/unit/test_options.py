@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.job import guest_of, parse, plan_of, settings
-from disttensor.options import parser
+from disttensor.cli.checked_options import guest_of, parse, plan_of, settings
+from disttensor.cli.options import parser
+from disttensor.runtime.host.launch_spec import Host, Plan
 from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
-from disttensor.runtime.launch.plan import Host, Plan
 
 
 @pytest.mark.parametrize(

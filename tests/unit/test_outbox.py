@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttensor.runtime import codec, outbox
-from disttensor.runtime import command as c
-from disttensor.runtime.errors import DisttensorError, NodeLost
-from disttensor.runtime.outbox import Outbox
+from disttensor.runtime.master import outbox
+from disttensor.runtime.master.outbox import Outbox
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.errors import DisttensorError, NodeLost
 
 
 def sent(messages: list[bytes]) -> list[c.Command]:

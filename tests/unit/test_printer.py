@@ -12,11 +12,11 @@ import pytest
 from output_kit import unfolded
 from screen import Screen
 
-from disttensor.runtime.launch import printer as module
-from disttensor.runtime.launch.folding import Folder
-from disttensor.runtime.launch.lines import Lines, Tail
-from disttensor.runtime.launch.output import Choice, Output
-from disttensor.runtime.launch.printer import Printer, spans
+from disttensor.runtime.host.output_options import Choice, Output
+from disttensor.runtime.launch.output import printer as module
+from disttensor.runtime.launch.output.folding import Folder
+from disttensor.runtime.launch.output.lines import Lines, Tail
+from disttensor.runtime.launch.output.printer import Printer, spans
 
 Make = Callable[..., Printer]
 

@@ -159,16 +159,16 @@ def test_the_list_names_files(name: str) -> None:
 
 
 REACHES = {
-    "from disttensor import state": "disttensor.state",
-    "from disttensor.plan import Entry": "disttensor.plan.Entry",
-    "import disttensor.runtime.link": "disttensor.runtime.link",
+    "from disttensor.session import current as state": "disttensor.session.current",
+    "from disttensor.dispatch.op_plan import Entry": "disttensor.dispatch.op_plan.Entry",
+    "import disttensor.runtime.master.link": "disttensor.runtime.master.link",
     "import disttensor as dt\ndt.state.session()": "dt.state",
     "import disttensor as dt\nx = dt.ones(1)\nx._place": "x._place",
     "import disttensor as dt\n(dt.ones(1) + 1)._h.ref": "(dt.ones(1) + 1)._h",
     "from disttensor import fetch\nfetch(x)._arrival": "fetch(x)._arrival",
     "from disttensor.testing import _place": "disttensor.testing._place",
-    "monkeypatch.setattr('disttensor.plan.MAX_PLANS', 3)": "disttensor.plan.MAX_PLANS",
-    'PROGRAM = """\nimport disttensor as dt\nfrom disttensor import state\n"""': "disttensor.state",
+    "monkeypatch.setattr('disttensor.dispatch.op_plan.MAX_PLANS', 3)": "disttensor.dispatch.op_plan.MAX_PLANS",
+    'PROGRAM = """\nimport disttensor as dt\nfrom disttensor.session import current as state\n"""': "disttensor.session.current",
     "PART = 'print(dt.state.session())'": "dt.state",
     "import dtrun\ndtrun._main()": "dtrun._main",
 }
@@ -184,7 +184,7 @@ PASSES = [
     "import torch\ntorch.ones(1)._version, torch._foreach_mul([], 2), torch.utils._pytree.tree_leaves(1)",
     "from torch.library import _scoped_library\nimport os\nos._exit(1)",
     "class A:\n    def f(self):\n        return self._x",
-    "'disttensor.runtime.errors.ProtocolError is what docs/ERRORS.md says; import disttensor to see it'",
+    "'disttensor.runtime.protocol.errors.ProtocolError is what docs/ERRORS.md says; import disttensor to see it'",
     "from disttensor.runtime.channel import get_channel",
 ]
 

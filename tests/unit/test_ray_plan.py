@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.runtime.errors import StartError
-from disttensor.runtime.launch import ray
-from disttensor.runtime.launch.plan import Plan
+from disttensor.runtime.host.launch_spec import Plan
+from disttensor.runtime.launch.starters import ray
+from disttensor.runtime.protocol.errors import StartError
 
 THERE = {"address": "127.0.0.1:6379"}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.job import parse, plan_of
-from disttensor.runtime import slurm
-from disttensor.runtime.launch.meeting import meeting
+from disttensor.cli.checked_options import parse, plan_of
+from disttensor.runtime.host import slurm_env
+from disttensor.runtime.launch.rendezvous.rendezvous import meeting
 
 #: Task 3 of `srun -N2 -n4`, as Slurm 22.05 tells it.
 STEP = {
@@ -49,41 +49,41 @@ def enter(job: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
 
 
 def test_a_task() -> None:
-    assert slurm.task(STEP) == slurm.Task("hal-17.0", 3, 4, 0, 1, 1, 2)
-    assert slurm.task({**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}) == slurm.Task(
+    assert slurm_env.task(STEP) == slurm_env.Task("hal-17.0", 3, 4, 0, 1, 1, 2)
+    assert slurm_env.task({**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}) == slurm_env.Task(
         "hal-17.0", 1, 4, 1, 3, 0, 2
     )
-    assert slurm.task({**STEP, "SLURM_RESTART_COUNT": "2"}).name == "hal-17.0.2", "of the job that runs now"  # type: ignore[union-attr]
+    assert slurm_env.task({**STEP, "SLURM_RESTART_COUNT": "2"}).name == "hal-17.0.2", "of the job that runs now"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("environ", [{}, BATCH, {**STEP, "SLURM_PROCID": "x"}])
 def test_no_task(environ: dict[str, str]) -> None:
-    assert slurm.task(environ) is None
+    assert slurm_env.task(environ) is None
 
 
 def test_a_task_without_others() -> None:
     """`srun -n 1 dtrun` starts local nodes; a single node of a master elsewhere is a task as any."""
     alone = {**STEP, "SLURM_STEP_NUM_TASKS": "1"}
-    assert slurm.task(alone) is not None
-    assert slurm.one_of_several(alone) is None
-    assert slurm.one_of_several(STEP) == slurm.task(STEP)
+    assert slurm_env.task(alone) is not None
+    assert slurm_env.one_of_several(alone) is None
+    assert slurm_env.one_of_several(STEP) == slurm_env.task(STEP)
 
 
 def test_how_many_tasks() -> None:
-    assert slurm.task_count({}) == 0
-    assert slurm.task_count({"SLURM_NTASKS": "5"}) == 0, "outside of a job it says nothing"
-    assert slurm.task_count(BATCH) == 4
-    assert slurm.task_count({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "4(x2),1"}) == 9
-    assert slurm.per_host("2(x3),1") == [2, 2, 2, 1]
+    assert slurm_env.task_count({}) == 0
+    assert slurm_env.task_count({"SLURM_NTASKS": "5"}) == 0, "outside of a job it says nothing"
+    assert slurm_env.task_count(BATCH) == 4
+    assert slurm_env.task_count({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "4(x2),1"}) == 9
+    assert slurm_env.per_host("2(x3),1") == [2, 2, 2, 1]
 
 
 def test_what_slurm_has_divided() -> None:
     job = {**STEP, "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "12", "SLURM_GPUS_ON_NODE": "3"}  # for three tasks
-    assert slurm.divided(1, 4, {}) == ""
-    assert slurm.divided(3, 12, job) == ""
-    assert slurm.divided(1, 4, job) == "gpus,cores"
-    assert slurm.divided(0, 4, job) == "cores"
-    assert slurm.divided(1, 12, {**job, "SLURM_GPUS_ON_NODE": "1"}) == "", "all tasks have the same one"
+    assert slurm_env.divided(1, 4, {}) == ""
+    assert slurm_env.divided(3, 12, job) == ""
+    assert slurm_env.divided(1, 4, job) == "gpus,cores"
+    assert slurm_env.divided(0, 4, job) == "cores"
+    assert slurm_env.divided(1, 12, {**job, "SLURM_GPUS_ON_NODE": "1"}) == "", "all tasks have the same one"
 
 
 def test_seats() -> None:
@@ -122,7 +122,7 @@ def test_the_plan_of_an_allocation(job: pytest.MonkeyPatch) -> None:
 
 def test_mpiexec_inside_of_a_job(job: pytest.MonkeyPatch) -> None:
     """A srun that tells what mpiexec tells means Slurm, unless MPI is asked for; mpiexec's own processes are MPI's."""
-    from disttensor.runtime import mpi
+    from disttensor.runtime.host import mpi_env
 
     for told, options, launcher in (
         ((3, 4), [], "slurm"),
@@ -131,5 +131,5 @@ def test_mpiexec_inside_of_a_job(job: pytest.MonkeyPatch) -> None:
         ((0, 8), [], "mpi"),
     ):
         enter(job, STEP)
-        job.setattr(mpi, "place", lambda told=told: told)
+        job.setattr(mpi_env, "place", lambda told=told: told)
         assert parse([*options, __file__]).launcher == launcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disttensor.runtime.store import shared
+from disttensor.runtime.node.store import shared
 
 
 def test_a_view_of_what_nobody_sees_is_not_shared() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disttensor.runtime.channel.ticket import Ticket
-from disttensor.runtime.errors import BrokenError
+from disttensor.runtime.protocol.errors import BrokenError
 
 
 def test_what_ended_well_does_not_fail_later() -> None:

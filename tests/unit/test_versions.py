@@ -12,12 +12,12 @@ import torch
 from checkout import ROOT
 from msgspec.structs import replace
 
-from disttensor import tested
-from disttensor.init import meet
-from disttensor.runtime import command as c
-from disttensor.runtime.abilities import own
-from disttensor.runtime.bundle import PROTOCOL
-from disttensor.runtime.errors import StartError
+from disttensor.runtime.host.capabilities import own
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.bundle import PROTOCOL
+from disttensor.runtime.protocol.errors import StartError
+from disttensor.startup.start import meet
+from disttensor.torch_backend import tested_versions
 
 HELLO = c.Hello(PROTOCOL, "a job", 1, "host", str(torch.__version__), "3", ("cpu",), False, "", own())
 
@@ -51,16 +51,16 @@ def test_an_untested_torch_is_told_of_in_one_line(
 ) -> None:
     monkeypatch.delenv("DISTTENSOR_UNTESTED", raising=False)
     monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
-    tested.say()
+    tested_versions.say()
     told = capsys.readouterr().err
     assert told.startswith("disttensor: torch 2.99.1+cpu is not among")
     assert told.count("\n") == 1
     monkeypatch.setenv("DISTTENSOR_UNTESTED", "1")
-    tested.say()
+    tested_versions.say()
     monkeypatch.delenv("DISTTENSOR_UNTESTED")
-    for known in tested.TORCH:
+    for known in tested_versions.TORCH:
         monkeypatch.setattr(torch, "__version__", f"{known}.1+cu130")
-        tested.say()
+        tested_versions.say()
     assert capsys.readouterr().err == ""
 
 
@@ -69,7 +69,7 @@ def test_the_page_has_every_tested_torch() -> None:
     page = (ROOT / "docs/COMPATIBILITY.md").read_text()
     row = r"^\| (3\.\d+)\.\d+ \| (\d+\.\d+)\.\d+ \| [\d-]+ \| (complete|in part) \|"
     ran = re.findall(row, page, re.MULTILINE)
-    assert {torch for _, torch, how in ran if how == "complete"} == set(tested.TORCH)
+    assert {torch for _, torch, how in ran if how == "complete"} == set(tested_versions.TORCH)
     pairs = re.findall(r"(3\.\d+):(\d+\.\d+)?", (ROOT / "tools/ci/versions.sh").read_text().partition("set -- ")[2])
     newest = max((torch for _, torch, _ in ran), key=lambda release: int(release.partition(".")[2]))
     assert sorted((python, torch) for python, torch, _ in ran) == sorted((p, t or newest) for p, t in pairs)

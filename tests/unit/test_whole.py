@@ -9,7 +9,7 @@ import weakref
 import pytest
 from handlers import TimeUp, handled, time_up
 
-from disttensor.runtime.interrupts import SIGNALS, Interrupts, whole
+from disttensor.runtime.process.signals import SIGNALS, Interrupts, whole
 
 
 def test_what_a_finalizer_would_swallow_arrives_again() -> None:

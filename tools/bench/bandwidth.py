@@ -69,7 +69,7 @@ class Memcpy:
 
 
 def by_socket(rank: int, folder: str) -> Callable[[torch.Tensor], Mover]:
-    from disttensor.runtime.channel.tcp_dial import tune_after, tune_before
+    from disttensor.runtime.channel.tcp.dial import tune_after, tune_before
 
     listener = socket.socket() if rank == 0 else None
     where = Path(folder) / "port"

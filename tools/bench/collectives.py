@@ -33,7 +33,7 @@ Op = Callable[[], object]
 def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, torch.Tensor], Op]:
     from disttensor.runtime import collective as C
     from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
-    from disttensor.runtime.collective.board import Boards
+    from disttensor.runtime.collective.shared_pages import Boards
 
     channel = get_channel(name)(ChannelContext(rank, "a benchmark", "127.0.0.1"))
     pipe.send(channel.address())

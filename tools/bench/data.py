@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from disttensor.runtime.channel import ChannelContext, DataChannel, PeerInfo, get_channel
-from disttensor.runtime.channel.tcp_dial import tune_after, tune_before
+from disttensor.runtime.channel.tcp.dial import tune_after, tune_before
 
 SMALL = 256  # float32 elements: 1 KiB
 

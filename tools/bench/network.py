@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import socket
 
-from disttensor.runtime.channel import tcp_peer
 from disttensor.runtime.channel.base import ChannelContext
-from disttensor.runtime.channel.tcp import TcpChannel
+from disttensor.runtime.channel.tcp import peer
+from disttensor.runtime.channel.tcp.channel import TcpChannel
 
 #: Bytes per second.
 SPEED = 1_250_000_000
 
 _SO_MAX_PACING_RATE = 47
-_tune_after = tcp_peer.tune_after
+_tune_after = peer.tune_after
 
 
 def _tune(sock: socket.socket) -> None:
@@ -28,5 +28,5 @@ class Network(TcpChannel):
     """For all connections of the process, as it has only one channel."""
 
     def __init__(self, context: ChannelContext) -> None:
-        tcp_peer.tune_after = _tune
+        peer.tune_after = _tune
         super().__init__(context)

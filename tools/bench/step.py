@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import disttensor as dt
-from disttensor import state
+from disttensor.session import current
 
 
 def trainer(device: str, width: int, batch: int) -> Callable[[], torch.Tensor]:
@@ -54,7 +54,7 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> float:
 def compare(width: int, batch: int, steps: int, repeats: int) -> tuple[float, float, float, float, float]:
     """(local seconds, node seconds, local over node, commands a step, bytes a command) of one session."""
     with dt.init_master_worker(nodes=1, threads=1):
-        box = state.session().link.outboxes[0]
+        box = current.session().link.outboxes[0]
         local, remote = trainer("cpu", width, batch), trainer("node:0", width, batch)
         timed(local, 3), timed(remote, 3)
         sent, size = box.sent, box.bytes

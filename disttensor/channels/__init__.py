@@ -1,0 +1,197 @@
+"""Which data channel carries what: ``dt.channels.available()``, ``select(...)``, ``selected()``, ``reset()``.
+
+    dt.channels.select("all_reduce", "gloo", min_bytes=1 << 20)
+    dt.channels.select("send", "tcp", device="cpu")
+    print(dt.channels.selected())
+
+What is not selected goes by the session's own channel, the ``backend`` of ``init_master_worker``. A channel is opened
+on all nodes as it is selected, so one that can't be used is an error of that line. What is recorded in a graph keeps
+the channels that were chosen while it was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..dispatch.call_site import here
+from ..errors.argument_checks import spelled
+from ..runtime.channel import channel_names, get_channel
+from ..runtime.channel.base import MASTER
+from ..runtime.channel.registry import why_unusable
+from ..runtime.collective import Way
+from ..runtime.collective.algorithm_table import ALGORITHMS
+from ..session import current as state
+from ..session.channel_router import COLLECTIVES, COPIES, OPS, Rule
+
+DEVICES = ("cpu", "cuda")
+
+
+@spelled
+def select(
+    op: str | Iterable[str],
+    channel: str | None = None,
+    *,
+    device: str | None = None,
+    min_bytes: int = 0,
+    max_bytes: int | None = None,
+    algorithm: str | Way | None = None,
+) -> None:
+    """Has ``channel`` carry an operation from here on. What is selected later counts more.
+
+    Args:
+        op: "upload" (master to node), "download", "send" (node to node), the name of a collective, "*" for all, or a
+            list of names.
+        channel: a name that ``available()`` knows. None leaves the channel as it is.
+        device: "cuda" if all tensors concerned have to be on CUDA devices, "cpu" if not all; None for both.
+        min_bytes, max_bytes: only from so many bytes on, and only below so many; in a collective, of the node that
+            gives or gets most.
+        algorithm: of collectives that name none at their call: "ring", a ``Way`` (docs/COLLECTIVES.md).
+
+    Raises ValueError for what does not exist, or a channel that must not be used between these hosts
+    (``trusted_network``); ImportError when its library is missing; what opening it on a node has raised;
+    DisttensorError without a session.
+    """
+    board = state.session().board
+    ops = (op,) if isinstance(op, str) else tuple(op)
+    for one in ops:
+        if one not in (*OPS, "*"):
+            raise ValueError(f"there is no operation {one!r}; there are {', '.join(OPS)}, and '*' for all")
+    if device not in (None, *DEVICES):
+        raise ValueError(f"device is 'cpu', 'cuda' or None for both, not {device!r}")
+    if min_bytes < 0 or (max_bytes is not None and max_bytes <= min_bytes):
+        raise ValueError(f"no size is at least {min_bytes} and below {max_bytes} bytes")
+    if channel is None and algorithm is None:
+        raise ValueError("name a channel, an algorithm, or both")
+    way = _way(ops, algorithm)
+    number = None if channel is None else board.open(channel, here())
+    new = [Rule(one, device, min_bytes, max_bytes, number, channel or "", way) for one in ops]
+    board.rules = (*reversed(new), *board.rules)
+
+
+def _way(ops: Sequence[str], algorithm: str | Way | None) -> Way | None:
+    if algorithm is None:
+        return None
+    way = algorithm if isinstance(algorithm, Way) else Way(algorithm)
+    for op in ops:
+        known = ALGORITHMS.get(op, ())
+        if way.algorithm not in known:
+            raise ValueError(f"{op} has no algorithm {way.algorithm!r}; it has {', '.join(known) or 'one only'}")
+    return way
+
+
+def reset() -> None:
+    """Forgets all that was selected. Channels that were opened stay so until the end of the session."""
+    state.session().board.rules = ()
+
+
+class Selected(tuple[Rule, ...]):
+    """The rules, the latest (which counts most) first. Prints as a table."""
+
+    backend: str
+
+    def __repr__(self) -> str:
+        lines = [("op", "device", "bytes", "channel", "algorithm")]
+        for rule in self:
+            way = "" if rule.way is None else rule.way.algorithm
+            lines.append((rule.op, rule.device or "any", _size(rule), rule.name or "as below", way or "by size"))
+        lines.append(("*", "any", "any", self.backend, "by size"))
+        return _columns(lines)
+
+
+def _size(rule: Rule) -> str:
+    if rule.most is None:
+        return f"from {rule.least:,}" if rule.least else "any"
+    return f"{rule.least:,} to {rule.most:,}" if rule.least else f"below {rule.most:,}"
+
+
+def selected() -> Selected:
+    """What was selected, and what holds for the rest."""
+    board = state.session().board
+    found = Selected(board.rules)
+    found.backend = next(iter(board.numbers))
+    return found
+
+
+class Entry(NamedTuple):
+    """Whether a channel has an operation for a kind of device.
+
+    ``state``: "native" (it does it itself, straight from and to such memory), "available" (staged through the CPU; a
+    collective is made of its transfers), "unavailable" (``why`` says why not), "not implemented".
+    """
+
+    state: str
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return self.state in ("native", "available")
+
+
+class Availability(Mapping[tuple[str, str, str], Entry]):
+    """(op, device, channel) -> Entry. Prints as a table."""
+
+    def __init__(self, entries: dict[tuple[str, str, str], Entry]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, key: tuple[str, str, str]) -> Entry:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        names = list(dict.fromkeys(channel for _, _, channel in self))
+        rows = list(dict.fromkeys((op, device) for op, device, _ in self))
+        signs = {"native": "native", "available": "yes", "unavailable": "-", "not implemented": "no"}
+        lines = [("op", "device", *names)]
+        lines += [(op, device, *(signs[self[op, device, name].state] for name in names)) for op, device in rows]
+        why: dict[str, None] = {}
+        for (_, device, name), entry in self.items():
+            if entry.why:
+                why[f"{name}, {device}: {entry.why}"] = None
+        return "\n".join([_columns(lines), *why])
+
+
+def available() -> Availability:
+    """What each channel can do with these nodes, or, without a session, on this machine."""
+    session = state.current()
+    names = channel_names()
+    if session is not None:
+        session.board.look(names)
+        cuda = any(len(hello.devices) > 1 for hello in session.link.hellos.values())
+        none = "" if cuda else "no node has a CUDA device"
+    else:
+        none = ""
+    entries = {}
+    for name in names:
+        why = session.board.unusable(name) if session is not None else why_unusable(name, MASTER)
+        for op in OPS:
+            for device in DEVICES:
+                entries[op, device, name] = _entry(name, op, device, why or (none if device == "cuda" else ""))
+    order = {(op, device): i for i, (op, device) in enumerate((op, d) for d in DEVICES for op in OPS)}
+    return Availability(dict(sorted(entries.items(), key=lambda item: order[item[0][:2]])))
+
+
+def _entry(name: str, op: str, device: str, why: str) -> Entry:
+    if why:
+        return Entry("unavailable", why)
+    can = get_channel(name).capabilities
+    if not {device, "cpu"} & can.devices:
+        return Entry("not implemented")
+    if op in COPIES:
+        if device in can.devices:
+            return Entry("native")
+    elif op in can.collectives and device in can.devices:
+        return Entry("native")
+    return Entry("available")
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+__all__ = ["COLLECTIVES", "Availability", "Entry", "Rule", "Selected", "available", "reset", "select", "selected"]

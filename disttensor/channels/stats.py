@@ -1,0 +1,141 @@
+"""``dt.stats()``: what the data channels of a session have carried, how often and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..runtime.channel.base import MASTER
+from ..runtime.channel.counted import GROUP, count
+from ..runtime.master.route import waits
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import NodeLost
+from ..session import current
+
+if TYPE_CHECKING:
+    from ..session.session import Session
+
+
+_NAMES = {MASTER: "master", GROUP: "group"}
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Transfers in one direction. ``seconds``: during which at least one of them was under way. A receive is under way
+    from its announcement on, so what is received has been waited for, too."""
+
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """MB/s (10^6 bytes)."""
+        return self.bytes / self.seconds / 1e6 if self.seconds else 0.0
+
+    def __add__(self, other: Flow) -> Flow:
+        return Flow(self.calls + other.calls, self.bytes + other.bytes, self.seconds + other.seconds)
+
+    def __sub__(self, other: Flow) -> Flow:
+        return Flow(self.calls - other.calls, self.bytes - other.bytes, max(0.0, self.seconds - other.seconds))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one end has counted of a data channel to one peer."""
+
+    at: str  #: whose count it is: "master" or "node:0"
+    peer: str  #: the same, or "group": collectives without transfers, with what was given and got
+    channel: str  #: its name, as "shm"
+    use: str  #: "transfers" or "collectives"
+    sent: Flow
+    received: Flow
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.at, self.peer, self.channel, self.use
+
+
+class Stats(tuple[Traffic, ...]):
+    """A row for each end, peer and channel, in this order. Prints as a table."""
+
+    @property
+    def sent(self) -> Flow:
+        """All together: every byte that was sent anywhere, once."""
+        return sum((row.sent for row in self), Flow())
+
+    @property
+    def received(self) -> Flow:
+        return sum((row.received for row in self), Flow())
+
+    def __repr__(self) -> str:
+        head = ["at", "peer", "channel", "for", *(w for way in ("sent", "received") for w in (way, "MB", "s", "MB/s"))]
+        table = [head]
+        for row in self:
+            flows = (f for flow in (row.sent, row.received) for f in _cells(flow))
+            table.append([row.at, row.peer, row.channel, row.use, *flows])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        sides = [str.ljust] * 4 + [str.rjust] * (len(head) - 4)
+        return "\n".join(
+            "  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip()
+            for line in table
+        )
+
+
+def _cells(flow: Flow) -> Iterable[str]:
+    if not flow.calls:
+        return "0", "", "", ""
+    return str(flow.calls), f"{flow.bytes / 1e6:.3f}", f"{flow.seconds:.4f}", f"{flow.rate:.0f}"
+
+
+def stats() -> Stats:
+    """What the data channels have carried since the session's start or the last ``reset_stats``, as the nodes and the
+    master have counted it. Lost nodes are missing.
+
+    What is counted has begun; call ``synchronize()`` first for all that was issued. Waits for the nodes to come this
+    far. Raises GraphError while a graph is recorded, DisttensorError without a session.
+    """
+    session = current.session()
+    rows = (_since(row, session.counted.get(row.key)) for row in _count(session))
+    return Stats(row for row in rows if row.sent.calls or row.received.calls)
+
+
+def reset_stats() -> None:
+    """``stats`` counts from here on. Raises as it."""
+    session = current.session()
+    session.counted = {row.key: row for row in _count(session)}
+
+
+def _since(row: Traffic, before: Traffic | None) -> Traffic:
+    if before is None:
+        return row
+    return Traffic(*row.key, row.sent - before.sent, row.received - before.received)
+
+
+def _count(session: Session) -> list[Traffic]:
+    waits("counting what nodes have sent")
+    link, requests = session.link, []
+    for outbox in link.outboxes:  # to all first, so that they answer side by side
+        if outbox.lost is None:
+            with suppress(NodeLost):
+                request = link.request(outbox.rank, c.Counts)
+                outbox.add(c.Count(request.id))
+                requests.append(request)
+    link.flush_all()
+    rows = [_traffic(MASTER, *row) for row in count(session.board.data.values())]
+    for request in requests:
+        with suppress(NodeLost):
+            reply = link.wait(request)
+            if isinstance(reply, c.Counts):
+                rows += [_traffic(request.node, *row) for row in reply.rows]
+    return rows
+
+
+def _traffic(at: int, channel: str, use: str, peer: int, sent: c.Figures, received: c.Figures) -> Traffic:
+    return Traffic(_name(at), _name(peer), channel, use, Flow(*sent), Flow(*received))
+
+
+def _name(rank: int) -> str:
+    return _NAMES.get(rank) or f"node:{rank}"

@@ -1,0 +1,295 @@
+"""What dtrun is asked to do: its options checked against each other, and what follows from them for who does it.
+
+parse(argv) --> options --> plan_of: where nodes come from; program_of, settings: the script, and what it is told
+                        --> guest_of: this host only lends nodes to a script that runs elsewhere
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from ..runtime.host import mpi_env, slurm_env
+from ..runtime.host.affinity import forwarded, gpus
+from ..runtime.host.interfaces import listening_as
+from ..runtime.host.launch_spec import Host, Plan
+from ..runtime.host.output_options import Output
+from ..runtime.launch import registry
+from ..runtime.launch.hosts import parse_hosts, read_hostfile
+from ..runtime.launch.rendezvous.rendezvous import Meeting, of_slurm
+from ..runtime.process.spelling import did_you_mean
+from ..runtime.protocol.channel_names import BUILTIN, names
+from .options import parser
+
+#: What the script is told, by the option that says it.
+_TOLD = {
+    "DISTTENSOR_SIMULATE_CUDA": "simulate_cuda",
+    "DISTTENSOR_BACKEND": "backend",
+    "DISTTENSOR_BIND": "bind",
+    "DISTTENSOR_TRUSTED_NETWORK": "trusted_network",
+}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was asked for, checked. ``launcher`` is None for nodes of this machine, ``hosts`` a list of Host or None,
+    ``env`` a dict.
+
+    Raises SystemExit: 2 after an error was printed, 0 after the help.
+    """
+    it = parser()
+    options = it.parse_args(argv)
+    options.launcher = None if options.launcher == "auto" else options.launcher
+    try:
+        options.hosts = _hosts(options)
+        _check_hosts(options)
+        _check_launcher(options.launcher)
+        _check_script(options)
+        _check_backend(options.backend)
+        _check_process_group(options)
+        options.output = _output(options)
+        options.env = forwarded(options.env or ())
+    except (ValueError, OSError) as e:
+        it.error(str(e))
+    return options
+
+
+def _check_backend(name: str | None) -> None:
+    """Says at once what the script would be told after its imports, unless it makes the channel known itself."""
+    if name is not None and name not in BUILTIN and ":" not in name and name not in (known := names()):
+        print(
+            f"dtrun: --backend {name}: here is no data channel of that name (known: {', '.join(known)}), and unless "
+            f"the script registers it its start will fail{did_you_mean(name, known)}",
+            file=sys.stderr,
+        )
+
+
+def _check_launcher(name: str | None) -> None:
+    known = [*registry.launcher_names(), "nearby"]
+    if name is not None and name not in known:
+        raise ValueError(f"--launcher {name} is unknown (known: {', '.join(known[:-1])}){did_you_mean(name, known)}")
+
+
+def _hosts(options: argparse.Namespace) -> list[Host] | None:
+    slots = options.nodes or 1
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile, slots)
+    return None if options.hosts is None else parse_hosts(options.hosts, slots)
+
+
+def _check_hosts(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that contradict each other."""
+    if options.rdzv_endpoint is not None:
+        if options.master_addr or options.master_port:
+            raise ValueError("--rdzv-endpoint says the same as --master-addr and --master-port: give one of them")
+        address, _, port = options.rdzv_endpoint.rpartition(":")
+        if not address or not port.isdecimal():
+            raise ValueError(f"--rdzv-endpoint is HOST:PORT, not {options.rdzv_endpoint!r}")
+        options.master_addr, options.master_port, options.rdzv_endpoint = address.strip("[]"), int(port), None
+    if options.master_port is not None and options.master_port > 65535:
+        raise ValueError(f"--master-port {options.master_port}: a port is 65535 at most")
+    most = options.nnodes[1]
+    if options.hosts:
+        if options.launcher not in (None, "ssh", "nearby"):
+            raise ValueError(
+                f"--hosts is for ssh; with --launcher {options.launcher} the hosts are known from elsewhere"
+            )
+        if most > 1 and len(options.hosts) != most:
+            raise ValueError(f"--nnodes {most} and {len(options.hosts)} hosts: leave --nnodes out")
+        if options.node_rank is not None or options.master_addr is not None:
+            raise ValueError("with --hosts dtrun reaches the hosts itself: leave --node-rank and --master-addr out")
+        options.launcher = options.launcher or "ssh"
+    elif options.launcher == "ssh":
+        raise ValueError("--launcher ssh needs --hosts a:4,b:4 or --hostfile")
+    elif most > 1 and options.launcher is None:
+        options.launcher = "join"
+    elif options.launcher is None and not options.standalone:
+        options.launcher = _around(options.backend)
+    if options.standalone and (most > 1 or options.launcher not in (None, "local")):
+        raise ValueError("--standalone is this machine only: leave out what names others")
+    if options.launcher == "join":
+        _check_meeting(options)
+    elif options.connection_file:
+        raise ValueError("--connection-file is for hosts that join: say how many there can be in all, as --nnodes 1:4")
+    if options.node_rank is not None and options.node_rank >= most:
+        raise ValueError(f"--node-rank {options.node_rank}: with --nnodes {most} ranks are 0 to {most - 1}")
+    if options.launcher not in ("ssh", "slurm", "ray") and options.python:
+        raise ValueError("--python is for hosts that dtrun reaches itself, by --hosts")
+    if options.launcher == "ray" and options.nnodes[0] != most:
+        raise ValueError("--nnodes MIN:MAX is for hosts that join; Ray is asked for all nodes at once")
+    if options.launcher != "ssh" and options.ssh_options:
+        raise ValueError("--ssh-options is for --hosts")
+
+
+def _around(backend: str | None) -> str | None:
+    """What has started this process, and several of it. A cluster may have every srun tell what mpiexec tells."""
+    task, place = slurm_env.one_of_several(), mpi_env.place() or (0, 1)
+    if place[1] > 1 and (task is None or backend == "mpi" or (task.rank, task.size) != place):
+        return "mpi"
+    return None if task is None else "slurm"
+
+
+def _check_meeting(options: argparse.Namespace) -> None:
+    told = options.master_addr is not None, options.master_port is not None
+    if options.connection_file and any(told):
+        raise ValueError("--connection-file and --master-addr both say how hosts join: give one of them")
+    if not options.connection_file and not all(told):
+        raise ValueError("--nnodes needs --master-addr and --master-port, or --hosts, or --connection-file")
+    if options.node_rank is None:  # then the same command line does on all hosts
+        options.node_rank = 0 if options.connection_file or _is_here(options.master_addr) else -1
+    if options.node_rank and options.connection_file:
+        raise ValueError("a connection file is joined by: dtrun worker --connection-file FILE")
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return bool(listening_as(host))
+    except ValueError:
+        return False
+
+
+def _output(options: argparse.Namespace) -> Output:
+    if not options.log_dir:
+        if options.tee or options.redirects:
+            raise ValueError("--tee and --redirects say what goes to the files of --log-dir")
+        return Output()
+    output = Output(log_dir=os.path.abspath(options.log_dir), tee=options.tee, redirects=options.redirects)
+    try:
+        os.makedirs(output.log_dir, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--log-dir {options.log_dir} cannot be made: {e.strerror}") from e
+    return output
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    if options.launcher == "join" and options.node_rank:
+        return  # a host that only joins; whatever script it is given runs on host 0
+    if options.script is None:
+        raise ValueError("no script was named")
+    if options.module and options.no_python:
+        raise ValueError("-m is python's, and --no-python is without")
+    if options.no_python:
+        if shutil.which(options.script) is None:
+            raise ValueError(f"--no-python: there is no program {options.script!r}")
+        if options.launcher == "mpi":
+            raise ValueError("--no-python: under mpiexec dtrun itself is the process that runs the script")
+    elif not options.module and not os.path.isfile(options.script):
+        raise ValueError(f"script {options.script!r} {_no_script(options.script)}")
+
+
+def _no_script(name: str) -> str:
+    """Why it is none, and what may be meant."""
+    if os.path.isdir(name):
+        return "is a directory"
+    folder, file = os.path.split(name)
+    try:
+        there = os.listdir(folder or ".")
+    except OSError:
+        there = []
+    if meant := did_you_mean(file, there, "{}"):
+        return f"does not exist{meant}"
+    if re.fullmatch(r"\w+", name):
+        return "does not exist, and dtrun has no command of that name (there is `dtrun worker`)"
+    return "does not exist"
+
+
+def _check_process_group(options: argparse.Namespace) -> None:
+    """What says something about a master has no meaning without one."""
+    if not options.process_group:
+        return
+    if options.launcher == "mpi":
+        raise ValueError("--process-group: under mpiexec each process already runs the script; leave dtrun out")
+    for name in ("simulate_cuda", "backend"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for nodes with a master, and --process-group has none")
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Where nodes come from, for who starts them and for the script. Raises ValueError where too little was said."""
+    launcher = options.launcher or "local"
+    hosts, (least, most) = tuple(options.hosts or ()), options.nnodes
+    slots = options.nodes or max(2, len(gpus()))
+    if launcher == "join":
+        hosts = (Host(socket.gethostname(), slots),)
+    plan = Plan(
+        launcher,
+        hosts=hosts,
+        least=least * slots if launcher == "join" else 0,
+        most=most * slots if launcher in ("join", "ray") else 0,
+        python=options.python or "",
+        interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
+        env=options.env,
+        timeout=float(options.timeout or Plan("").timeout),
+        options=_launcher_options(options),
+        output=options.output,
+        folder="" if launcher == "local" else _folder(options),
+    )
+    if launcher != "slurm":
+        return plan
+    from ..runtime.launch.starters.slurm import plan_of_allocation, plan_of_step
+
+    if slurm_env.one_of_several() is not None:
+        plan = plan_of_step(plan)
+        if options.process_group:  # without a master this task, too, is a node
+            size = plan.most + 1
+            plan = msgspec.structs.replace(plan, hosts=(Host(socket.gethostname()),), least=size, most=size)
+        return plan
+    return plan_of_allocation(plan, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
+
+
+def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
+    own = dict(text.partition("=")[::2] for text in options.launcher_option)
+    if options.launcher == "join":
+        own |= _meeting(options).options
+    return {**own, "ssh_options": options.ssh_options} if options.ssh_options else own
+
+
+def _meeting(options: argparse.Namespace) -> Meeting:
+    if options.connection_file:
+        return Meeting("file", path=os.path.abspath(options.connection_file))
+    return Meeting("tcp", options.master_addr, options.master_port)
+
+
+def guest_of(options: argparse.Namespace) -> list[str] | None:
+    """The arguments of `dtrun worker` that do what is asked for; None on the host that runs the script."""
+    patience = ["--timeout", str(options.timeout)] if options.timeout else []
+    task = slurm_env.one_of_several() if options.launcher == "slurm" else None
+    if task is not None and task.rank:
+        rank, *local = of_slurm().seat
+        # Slurm's word on places leaves the master's task out
+        place = [] if options.process_group else ["--local", *map(str, local)]
+        return ["--init-method", "slurm://", "--rank", str(rank), *place, *patience]
+    if options.launcher != "join" or not options.node_rank:
+        return None
+    slots = options.nodes or max(2, len(gpus()))
+    where = ["--master-addr", options.master_addr, "--master-port", str(options.master_port)]
+    which = ["--rank", str(slots * options.node_rank)] if options.node_rank > 0 else []
+    return ["--nproc-per-node", str(slots), *where, *which, *patience]
+
+
+def program_of(options: argparse.Namespace) -> list[str]:
+    """The command line of the script."""
+    if options.no_python:
+        return [options.script, *options.arguments]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, *(["-m"] if options.module else []), options.script, *options.arguments]
+
+
+def _folder(options: argparse.Namespace) -> str:
+    """Where the script's own modules are: what python puts first on its path."""
+    return os.getcwd() if options.module else os.path.dirname(os.path.realpath(options.script))
+
+
+def settings(options: argparse.Namespace, plan: Plan) -> dict[str, str]:
+    """What the script is told, as environment variables."""
+    told = {name: getattr(options, option) for name, option in _TOLD.items()}
+    if plan.launcher in ("local", "mpi"):
+        told["DISTTENSOR_NODES"] = options.nodes  # else the plan knows: -n is about each host
+    return {name: str(value) for name, value in told.items() if value is not None}

@@ -1,0 +1,1 @@
+"""Collectives between nodes, issued once by the script for all."""

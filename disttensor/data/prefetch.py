@@ -1,0 +1,91 @@
+"""``dt.prefetch(loader, device)``: batches that are on their way to a node while it computes with earlier ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..errors.argument_checks import whole_number
+from ..runtime.channel.base import Transfer
+from ..session import current
+from ..session.session import lent
+
+T = TypeVar("T")
+
+
+class prefetch(Generic[T]):
+    """An iterable of a loader's batches with their tensors on ``device`` (by default the current node's), ``depth`` of
+    them sent ahead of the one that the consumer has.
+
+    ``loader`` may be any iterable (a DataLoader, a generator); a ``for`` over this makes one over it. Tensors are found
+    at any depth of a batch's lists, tuples, dicts; what has a ``to`` of its own (a PackedSequence) is sent by that. All
+    else stays as it is. The bytes are read from the loader's own tensors, which it must not change once they are given.
+
+    The loader runs in the consumer's thread, ``depth`` batches early: what it raises comes after the batches before it.
+    One that computes much should have workers (``num_workers=``). Once more than ``depth`` batches have not left, the
+    consumer waits. Raises ValueError for a depth below 1, RuntimeError for a node that does not exist.
+    """
+
+    def __init__(self, loader: Iterable[T], device: torch.device | str | int = "node", depth: int = 2) -> None:
+        self.loader = loader
+        self.device = torch.device("node", device) if isinstance(device, int) else torch.device(device)
+        if self.device.type == "node" and (session := current.current()) is not None:
+            session.places.of(self.device)  # a node that does not exist is an error of this line
+        self.depth = whole_number("depth", depth, 1)
+
+    def __len__(self) -> int:
+        """The loader's. Raises TypeError if that has none."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        batches = iter(self.loader)
+        ahead: deque[_Sent | Exception] = deque()
+        try:
+            more = True
+            while more or ahead:
+                while more and len(ahead) <= self.depth:
+                    try:
+                        ahead.append(_Sent(next(batches), self.device))
+                    except StopIteration:
+                        more = False
+                    except Exception as e:  # it is due when the consumer gets there
+                        ahead.append(e)
+                        more = False
+                if ahead:
+                    yield _due(ahead.popleft())  # no name holds on to it
+        finally:
+            ahead.clear()
+            if hasattr(batches, "close"):
+                batches.close()
+
+
+class _Sent:
+    """A batch on its way."""
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        self.transfers: list[tuple[int, Transfer]] = []
+        token = lent.set(self.transfers)
+        try:
+            self.batch = tree_map(
+                lambda x: x.to(device, non_blocking=True) if _has_to(x) else x, batch, is_leaf=_has_to
+            )
+        finally:
+            lent.reset(token)
+
+
+def _has_to(x: Any) -> bool:
+    return callable(getattr(x, "to", None))
+
+
+def _due(sent: _Sent | Exception) -> Any:
+    """The batch, once its bytes have left: so the script doesn't run ahead of the node by more than was asked for."""
+    if isinstance(sent, Exception):
+        raise sent
+    if sent.transfers and (session := current.current()) is not None:
+        for node, transfer in sent.transfers:
+            session.await_transfer(transfer, node)
+    return sent.batch

@@ -1,0 +1,1 @@
+"""From an operation on proxies to a command in a node's queue."""

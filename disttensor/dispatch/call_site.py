@@ -1,0 +1,41 @@
+"""Where in the user's program an operation was issued. On the hot path: about 0.2 us."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType
+
+import torch
+
+from ..runtime.master.failures import Site
+
+_HERE = os.path.abspath(sys.modules["disttensor"].__path__[0]) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PICKLE = os.sep + os.path.join("cloudpickle", "")  # asks for what an argument of dt.run is to be
+_RUNTIME = os.path.dirname(os.path.realpath(os.path.join(_HERE, "runtime", "__init__.py"))) + os.sep
+
+#: id of a code object -> it; the user's, and those of torch and ours. By id: hashing one hashes its bytecode each time.
+users: dict[int, CodeType] = {}
+_others: dict[int, CodeType] = {}
+
+
+def _is_users(code: CodeType) -> bool:
+    if len(users) + len(_others) > 100_000:
+        users.clear()
+        _others.clear()
+    name = code.co_filename
+    mine = not name.startswith((_HERE, _TORCH, _RUNTIME, "<frozen ")) and _PICKLE not in name
+    (users if mine else _others)[id(code)] = code
+    return mine
+
+
+def here(depth: int = 2) -> Site | None:
+    """The innermost frame of the user's, from ``depth`` callers up. None where there is none (a thread of torch's)."""
+    frame = sys._getframe(depth)
+    others = _others
+    while frame is not None:
+        if id(frame.f_code) not in others and (id(frame.f_code) in users or _is_users(frame.f_code)):
+            return (frame.f_code, frame.f_lasti)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

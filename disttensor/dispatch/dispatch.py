@@ -1,0 +1,292 @@
+"""An operation on proxies becomes a command. `dispatch` is what torch calls below autograd; its precedence:
+
+ 1. a handler (`@handler(aten.x.default)` in handlers.py): copies, values, what has its own way
+ 2. a local tensor among the operands: 0-dim ones are sent along as values, others are an error at the user's line
+ 3. a cached plan for (operator, operands' metadata, static arguments): mint a ref, append a Call, return the proxy
+ 4. no plan yet: compose what CPUs lack and CUDA has (`@instead`, wider.py), or infer the outputs on the meta device;
+    where that can't be done, ask the node, once per signature
+ 5. outputs that depend on the data: ask the node each time
+
+Nothing here blocks but 4 and 5's questions and a full window.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from ..proxy.meta import Handle, Meta, new_ref
+from ..proxy.proxy import DistributedTensor, operand_name
+from ..runtime.protocol import codec
+from ..runtime.protocol import commands as c
+from ..session import current
+from ..session.places import Place, exact
+from . import rng_states
+from .call_site import here, users
+from .first_call import ask, make_plan, make_room, place_of
+from .inplace_and_multi import first, rare
+from .lazy_views import materialise
+from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
+from .op_table import enter, entries, handles
+
+_EMPTY: dict[str, Any] = {}
+_NOTHING = type(None)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+#: Calls torch as it called dispatch. Without, in inference mode views would forget whether what they are of requires a
+#: gradient, which decides how matmul computes.
+as_torch_came: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
+
+
+def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """``DistributedTensor.__torch_dispatch__``, a static method: torch would have a bound one made for each call."""
+    entry = entries.get(id(func)) or enter(func)
+    if entry.handler is not None:
+        return entry.handler(entry, args, kwargs or _EMPTY)
+    if not kwargs and type(args[0]) is DistributedTensor:
+        # the commonest shapes of a call, by the shortest way: one or two proxies, or a proxy and a number
+        if len(args) == 1:
+            h = args[0]._h
+            plan = entry.quick.get((h.meta, _NOTHING))
+            if plan is not None:
+                return issue(plan, h, None)
+        elif len(args) == 2:
+            a, b = args
+            plan = entry.quick.get((a._h.meta, b._h.meta if type(b) is DistributedTensor else type(b)))
+            if plan is not None:
+                return issue(plan, a._h, b)
+    return run(entry, args, kwargs or _EMPTY, None)
+
+
+def issue(plan: Plan, h: Handle, b: Any) -> Any:
+    """Mints, appends and makes the proxy for one of `remember`'s signatures. Called straight from torch or the user."""
+    meta: Meta = plan.shapes
+    out = new_ref()
+    first = out - (h.ref or materialise(h))
+    if b is None:
+        call: tuple[Any, ...] = (first,)
+    elif type(b) is DistributedTensor:
+        h = b._h
+        call = (first, out - (h.ref or materialise(h)))
+    else:
+        call = (first, b)
+    tensor = meta.make()
+    tensor._h = Handle(out, meta)
+    frame = sys._getframe(2)
+    code = frame.f_code
+    box = meta.place.outbox
+    commands = box.commands
+    commands += (
+        c.Call(plan.template, out, call),
+        (code, frame.f_lasti) if id(code) in users else here(),
+    )
+    if len(commands) >= box.limit:
+        meta.place.session.flush(box)
+    return tensor
+
+
+def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
+    """Steps 2 to 5 of the precedence. ``place`` is for factories, whose arguments name none."""
+    key: list[Any] = [place]
+    call: list[Any] = []
+    out = new_ref()
+    for value, kind in zip(args, entry.kinds):  # noqa: B905 - trailing defaults are not passed
+        t = type(value)
+        if t is DistributedTensor:
+            h = value._h
+            key.append(h.meta)
+            call.append(out - (h.ref or materialise(h)))
+        elif kind <= NUMBER and (t is float or t is int):
+            key.append(t)
+            call.append(value)
+        elif not _other(value, kind, key, call, out):
+            return _mixed(entry, args, kwargs, place)
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            if type(value) is DistributedTensor:
+                h = value._h
+                key.append(h.meta)
+                call.append(out - (h.ref or materialise(h)))
+            elif not _other(value, entry.kwkinds[name], key, call, out):
+                return _mixed(entry, args, kwargs, place)
+    plan = entry.plans.get(tuple(key))
+    if plan is None:
+        if entry.instead is not None and (composed := entry.instead(entry, args, kwargs)) is not NotImplemented:
+            return composed
+        if entry.asks:
+            return ask(entry, args, kwargs, place_of(entry, args, kwargs, place), call, out)[0]
+        made = make_plan(entry, args, kwargs, place, call, out)
+        if type(made) is not Plan:
+            plan, result = made
+            if plan is not None:
+                entry.store(entry.plans, tuple(key), plan)
+                remember(entry, plan, args, kwargs)
+            return result
+        plan = made
+        entry.store(entry.plans, tuple(key), plan)
+        remember(entry, plan, args, kwargs)
+        return first(entry, plan, args, kwargs, call, out)
+    if plan.kind == ONE:
+        meta = plan.shapes
+        result = meta.make()
+        result._h = Handle(out, meta)
+    elif plan.kind == WRITTEN and entry.returned == (0,):
+        result = args[0]
+    else:
+        return rare(entry, plan, args, kwargs, call, out)
+    box = plan.state.outbox
+    commands = box.commands
+    commands += (c.Call(plan.template, out, tuple(call)), here())
+    if len(commands) >= box.limit:
+        plan.state.session.flush(box)
+    return result
+
+
+def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notes a plan for the shortest way, if its signature is one of those that it serves."""
+    if plan.kind != ONE or kwargs or len(args) > 2 or type(args[0]) is not DistributedTensor:
+        return
+    b: Any = args[1] if len(args) == 2 else None
+    if type(b) is DistributedTensor:
+        entry.store(entry.quick, (args[0]._h.meta, b._h.meta), plan)
+    elif b is None or (type(b) in (float, int) and entry.kinds[1] <= NUMBER):
+        entry.store(entry.quick, (args[0]._h.meta, type(b)), plan)
+
+
+def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> bool:
+    """Sorts an argument that is no proxy into ``key`` and ``call``; False for a local tensor, or a generator."""
+    if value is None or kind == STATIC:
+        key.append(value)
+    elif kind <= NUMBER:
+        t = type(value)
+        if t is float or t is int or t is bool:
+            key.append(t)
+            call.append(value)
+        elif isinstance(value, torch.Tensor):
+            return False
+        else:
+            key.append(exact(value))  # a complex number is a static argument
+    elif kind == LIST:
+        key.append(tuple(value))
+    elif kind == INDEX:
+        key.append((type(value), value))
+        call.append(value)
+    elif kind == TENSORS:
+        key.append(len(value))
+        for v in value:
+            if type(v) is DistributedTensor:
+                h = v._h
+                key.append(h.meta)
+                call.append(out - (h.ref or materialise(h)))
+            elif v is None:
+                key.append(None)
+            else:
+                return False
+    elif kind == GENERATOR:
+        return False
+    else:  # NUMBERS
+        key.append((len(value), *map(type, value)))
+        if any(type(v) is complex for v in value):
+            key.append(exact(tuple(value)))
+        else:
+            call.extend(value)
+    return True
+
+
+@handles("composite")
+def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """In inference mode nothing above takes these apart. Their parts are what a node is sent in any mode."""
+    op = entry.op._op_dk  # not .decompose(): it prefers Python's, with other numbers
+    if torch._C._dispatch_has_kernel_for_dispatch_key(entry.name, "ADInplaceOrView"):
+        return op(_COMPOSITE, *args, **kwargs)  # torch will make views of what it gets from here
+    with as_torch_came():
+        return op(_COMPOSITE, *args, **kwargs)
+
+
+@handles("python")
+def _python(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """An operator of some library, for any device: on the node if it is allowed there, else its parts are."""
+    if current.session().allow.allows(entry.name):
+        return run(entry, args, kwargs, None)
+    return entry.op._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+@handles("value")
+def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """An operation that gives a Python value: one round trip."""
+    a: Any = args[0] if len(args) == 1 and not kwargs else None
+    if type(a) is DistributedTensor:  # .item(), mostly
+        h, out = a._h, new_ref()
+        plan = entry.quick.get((h.meta, None))
+        if plan is None:
+            specs = entry.specs(args, kwargs, DistributedTensor, "")
+            make_room(h.meta.place)
+            plan = Plan(ONE, h.meta.place.state, (entry.name, *specs), None, 0, here(3))
+            entry.store(entry.quick, (h.meta, None), plan)
+        call_one = c.Call(plan.template, out, (out - (h.ref or materialise(h)),))
+        place = h.meta.place
+        return codec.from_value(place.session.ask(place, c.Answer, lambda id: c.Ask(id, call_one), here(3)).value)
+    place = place_of(entry, args, kwargs, None)
+    out = new_ref()
+    call: list[Any] = []
+    pairs = [*zip(args, entry.kinds), *((v, entry.kwkinds[k]) for k, v in kwargs.items())]  # noqa: B905
+    for value, kind in pairs:
+        if type(value) is DistributedTensor:
+            call.append(out - (value._h.ref or materialise(value._h)))
+        elif not _other(value, kind, [], call, out):
+            return _mixed(entry, args, kwargs, place)
+    site = here(3)
+    specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+    make_room(place)
+    template = place.state.define(entry.name, *specs, 0, site)
+    reply = place.session.ask(place, c.Answer, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
+    return codec.from_value(reply.value)
+
+
+def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
+    """Local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the user's mistake. A
+    generator of the user's draws in the place of the node's."""
+    if any(isinstance(value, torch._C.Generator) for value in (*args, *kwargs.values())):
+        return rng_states.drawn(run, entry, args, kwargs, place)
+    for where in entry.writes:
+        target = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
+        if isinstance(target, torch.Tensor) and type(target) is not DistributedTensor:
+            raise RuntimeError(
+                f"{entry.name}: can't write the result into {operand_name(target)}, because an operand is on a node; "
+                "bring the operand here with .cpu()"
+            )
+    place = place_of(entry, args, kwargs, place)
+    index = entry.name.startswith(("aten::index", "aten::_index_put", "aten::_unsafe_index"))
+
+    def local(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or type(value) is DistributedTensor:
+            return value
+        if value.device.type == "cpu" and value.dim() == 0 and value.layout is torch.strided:
+            return scalar(value, place)
+        mask = index and value.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
+        if value.device.type == "cpu" and (mask or place.device.type == "cpu"):  # a twin meets what torch made for it
+            from .copies import upload
+
+            return upload(value, place)
+        raise RuntimeError(
+            f"{entry.name}: expected all tensors to be on the same device, but found {operand_name(value)} and "
+            f"a tensor on {place}; send it with .to({str(place.device)!r}) or .dist_send()"
+        )
+
+    args, kwargs = tree_map(local, (args, kwargs))
+    if entry.handler is not None:
+        return entry.handler(entry, args, kwargs)
+    return run(entry, args, kwargs, None)
+
+
+def scalar(value: torch.Tensor, place: Place) -> DistributedTensor:
+    """A local 0-dim tensor on a node's CPU, without a transfer."""
+    home = place.session.places.at(place.node, "cpu")
+    number = value.detach().item()
+    kwargs = {"dtype": value.dtype, "device": home.device}
+    return run(enter(torch.ops.aten.scalar_tensor.default), (number,), kwargs, home)  # type: ignore[no-any-return]

@@ -1,0 +1,319 @@
+"""A signature's first call: where it runs, what it gives, and what has to be asked of the node."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..proxy.meta import Handle, Meta, contiguous, meta_like, meta_told, new_ref, stand_in
+from ..proxy.proxy import DistributedTensor, operand_name, proxy
+from ..runtime.master.route import route
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import DisttensorError
+from ..session.places import Place, one_session
+from . import meta_inference
+from .call_site import here
+from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
+from .op_table import drop_plans
+
+#: Operators whose tensors must have one dtype; the meta kernels don't look.
+_ONE_DTYPE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "addr",
+        "linear",
+        "convolution",
+    )
+)
+#: Operators that write where masks say; the meta kernels take any mask.
+_MASKED = frozenset(
+    f"aten::{name}" for name in ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")
+)
+#: Operators whose results are not strided, where the meta device doesn't say so.
+_LAYOUTS = {
+    "aten::_to_sparse": "torch.sparse_coo",
+    "aten::_to_sparse_csr": "torch.sparse_csr",
+    "aten::_to_sparse_csc": "torch.sparse_csc",
+    "aten::_to_sparse_bsr": "torch.sparse_bsr",
+    "aten::_to_sparse_bsc": "torch.sparse_bsc",
+    "aten::to_mkldnn": "torch._mkldnn",
+    **{
+        f"aten::{name}": "quantized"
+        for name in (
+            "quantize_per_tensor",
+            "quantize_per_tensor_dynamic",
+            "quantize_per_channel",
+            "_make_per_tensor_quantized_tensor",
+            "_make_per_channel_quantized_tensor",
+        )
+    },
+}
+#: In-place operators that local torch lets write one element several times.
+_OVERLAPS = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "fill",
+        "zero",
+        "detach",
+        "requires_grad",
+        "addmv",
+        "baddbmm",
+        "conj_physical",
+        "index_fill",
+        "index_put",
+        "masked_fill",
+        "threshold",
+        "tril",
+        "triu",
+    )
+)
+
+
+def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place:
+    """The place where the operands are. 0-dim CPU operands may stand beside others of their node.
+
+    Raises RuntimeError naming both operands when they are on two places.
+    """
+    first: DistributedTensor | None = None
+    scalar: DistributedTensor | None = None
+    for value in tree_leaves((args, kwargs)):
+        if not isinstance(value, DistributedTensor):
+            continue
+        where = value._place
+        if place is None or (first is None and scalar is None):
+            if place is not None and place is not where:
+                break
+            place = where
+        if where is not place:
+            small = value.dim() == 0 and not where.is_cuda() and where.node == place.node
+            if small:
+                continue
+            if scalar is not None and first is None and where.node == place.node:
+                place = where
+            else:
+                other = first if first is not None else scalar
+                one_session(where, place)
+                there = operand_name(other) if other is not None else str(place)
+                raise RuntimeError(
+                    f"{entry.name}: expected all tensors to be on the same device, but found {there} and "
+                    f"{operand_name(value)}; move one with .to({str(place.device)!r}) or .to({str(where.device)!r})"
+                )
+        if value.dim() == 0 and not where.is_cuda() and first is None:
+            scalar = scalar if scalar is not None else value
+        elif first is None:
+            first = value
+    if place is None:
+        raise DisttensorError(f"{entry.name}: no operand is on a node")
+    return place
+
+
+def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
+    """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation. The plan is None
+    where it has to be asked each time."""
+    place = place_of(entry, args, kwargs, place)
+    make_room(place)
+    layout = _LAYOUTS.get(entry.name.partition(".")[0])
+    if layout is not None:
+        refuse_layout(entry.name, layout)
+    if entry.name in _ONE_DTYPE:
+        _check_dtypes(entry, args)
+    elif entry.name in _MASKED:
+        check_masks(args[0], args[1])
+    args_in = meta_inference.stand_ins(args, DistributedTensor)
+    kwargs_in = meta_inference.stand_ins(kwargs, DistributedTensor)
+    fresh: dict[int | str, torch.Tensor] = {}
+    for where in entry.writes:
+        holder: Any = args_in if isinstance(where, int) else kwargs_in
+        if isinstance(holder, tuple) and isinstance(where, int) and where < len(holder):
+            if isinstance(holder[where], torch.Tensor):
+                fresh[where] = _twin(holder[where])
+                args_in = (*args_in[:where], fresh[where], *args_in[where + 1 :])
+        elif isinstance(where, str) and isinstance(kwargs_in.get(where), torch.Tensor):
+            fresh[where] = _twin(kwargs_in[where])
+            kwargs_in = {**kwargs_in, where: fresh[where]}
+    site = here()
+    in_place = entry.mutable and bool(entry.returned or not entry.op._schema.returns)
+    lie = None if in_place or route.get().recorder is not None else lying(entry, args, kwargs, place)
+    try:
+        result = meta_inference.infer(entry.op, args_in, kwargs_in)
+    except NotImplementedError:
+        if in_place:
+            result = None  # written in place; the node will say if it can't be
+        else:
+            return _asked(entry, args, kwargs, place, call, out, site)
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        # some kernels take what their meta kernel refuses; and what other libraries' meta kernels raise may only say
+        # that nothing but the data tells the shape
+        if lie is None and (entry.torchs or in_place):
+            raise
+        return _asked(entry, args, kwargs, place, call, out, site)
+    if in_place:
+        specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+        reshaped = []
+        for where, stand in fresh.items():
+            before = args[where]._h.meta if isinstance(where, int) else kwargs[where]._h.meta
+            after = meta_like(stand, before.place)
+            if after is not before:
+                reshaped.append((where, after))
+            else:
+                _check_overlap(entry, before)
+        kind = RESHAPED if reshaped else WRITTEN
+        return Plan(kind, place.state, (entry.name, *specs), tuple(reshaped), 0, site)
+    for t in tree_leaves(result):
+        if isinstance(t, torch.Tensor) and layout_of(t) is not torch.strided:
+            refuse_layout(entry.name, layout_of(t))
+    metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)  # attention has sizes
+    if lie is not None and entry.right.get(lie) is not True:
+        plan, result = _asked(entry, args, kwargs, place, call, out, site)
+        if lie not in entry.right:
+            entry.store(entry.right, lie, plan is not None and plan.shapes == metas)
+        return plan, result
+    return _finish(entry, args, kwargs, place, metas, site)
+
+
+def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
+    """What is to be known of an operator's meta kernel before it is believed: a key of ``entry.right``, or None.
+
+    Many meta kernels choose other strides than the device's kernel where operands are not contiguous, each in its own
+    way: some for permuted operands, most for dimensions of one element whose step is odd, or without elements. So the
+    node is asked once per way in which the operands lie; for an operator that was wrong, once per signature.
+    """
+    if not entry.single:
+        return None
+    lie: list[Any] = []
+    odd = False
+    for value in (*args, *kwargs.values()):
+        for v in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(v, DistributedTensor):
+                meta = v._h.meta
+                odd = odd or 0 in meta.shape or meta.stride != contiguous(meta.shape)
+                lie += (meta.dtype, meta.bits, _order(meta))
+            elif type(v) is int:
+                lie.append(max(-_SIZE, min(v, _SIZE)))  # a dimension; sizes are all the same
+            else:
+                lie.append(v if type(v) in (bool, str) else type(v))
+        lie.append(None)
+    return (place.device.type, place.is_cuda(), *lie) if odd else None
+
+
+#: Integers from here on are sizes, and no dimensions.
+_SIZE = 8
+
+
+def _order(meta: Meta) -> tuple[Any, ...]:
+    """How a tensor lies: per dimension whether there is nothing, one element or more, the rank of its step, and whether
+    it is that of a contiguous tensor."""
+    ranks = {step: i for i, step in enumerate(sorted(set(meta.stride)))}
+    dense = bool(torch._prims_common.is_non_overlapping_and_dense_or_false(meta.stand_in))
+    steps = zip(meta.shape, meta.stride, contiguous(meta.shape), strict=True)
+    return (dense, *((min(n, 2), bool(s), ranks[s], n > 1 or s == plain) for n, s, plain in steps))
+
+
+def _asked(
+    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
+) -> tuple[Plan | None, Any]:
+    """The result, and the plan for the next call; None for an operator whose shapes may depend on the data."""
+    result, metas = ask(entry, args, kwargs, place, call, out)
+    return _finish(entry, args, kwargs, place, metas, site) if entry.torchs else None, result
+
+
+def make_room(place: Place) -> None:
+    """Bounds the templates of a node. To be called before each definition of one whose arguments may vary."""
+    if place.state.full:
+        drop_plans()
+        place.state.turn()
+
+
+def layout_of(tensor: torch.Tensor) -> object:
+    """``torch.strided`` for what shape and strides describe, else what an error calls it."""
+    return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+
+
+def refuse_layout(name: str, layout: object) -> NoReturn:
+    """Raises NotImplementedError: a proxy's metadata are shape and strides, and other layouts have more."""
+    dense = {"quantized": "x.dequantize()", "nested": "x.to_padded_tensor(0.0)"}.get(str(layout), "x.to_dense()")
+    raise NotImplementedError(
+        f"{name}: a tensor of layout {layout} can't be on a node, only strided ones can, and gradients of embeddings: "
+        f"write {dense}"
+    )
+
+
+def _twin(stand: torch.Tensor) -> torch.Tensor:
+    return stand_in(tuple(stand.shape), stand.stride(), int(stand.storage_offset()), stand.dtype)
+
+
+def _check_dtypes(entry: Entry, args: Any) -> None:
+    tensors = [v for v in args if isinstance(v, torch.Tensor)]
+    if len({t.dtype for t in tensors}) > 1:
+        found = " and ".join(operand_name(t) for t in tensors)
+        raise RuntimeError(f"{entry.name}: expected the operands to have the same dtype, but got {found}")
+
+
+def check_masks(source: torch.Tensor, indices: Any) -> None:
+    """Raises the IndexError of local torch for a mask whose shape is not that of what it selects from."""
+    at = 0
+    for index in indices:
+        if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+            at += 1
+            continue
+        for j, n in enumerate(index.shape):
+            if at + j >= source.dim():
+                raise IndexError(f"too many indices for tensor of dimension {source.dim()}")
+            if n != source.shape[at + j]:
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {j} does not match "
+                    f"the shape of the indexed tensor {list(source.shape)} at index {at + j}"
+                )
+        at += index.dim()
+
+
+def _check_overlap(entry: Entry, meta: Meta) -> None:
+    """What local torch says of writing to an expanded tensor; the meta kernels don't."""
+    if entry.name.partition(".")[0] in _OVERLAPS or torch.Tag.inplace_view in entry.op.tags:
+        return
+    if 0 not in meta.shape and any(s == 0 and n > 1 for n, s in zip(meta.shape, meta.stride, strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            f"Please clone() the tensor before performing the operation. ({entry.name} on {meta})"
+        )
+
+
+def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site: Any) -> Plan:
+    specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+    outs = sum(isinstance(m, Meta) for m in tree_leaves(metas))
+    single = isinstance(metas, Meta)
+    return Plan(ONE if single else MANY, place.state, (entry.name, *specs), metas, outs, site)
+
+
+def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int) -> tuple[Any, Any]:
+    """Runs the operation on the node and waits for its outputs' geometry: (proxies, their metas)."""
+    returns = entry.op._schema.returns
+    listed = any(str(r.type) != "Tensor" for r in returns)
+    refs = [
+        out,
+        *(new_ref() for _ in range(1, meta_inference.list_length(entry.name, args) if listed else len(returns))),
+    ]
+    specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+    site = here()
+    make_room(place)
+    template = place.state.define(entry.name, *specs, len(refs), site)
+    call = [*call, *(out - r for r in refs[1:])]
+    reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
+    if len(reply.outs) != len(refs):
+        raise DisttensorError(f"{entry.name}: node {place.node} answered {reply} where {len(refs)} shapes were due")
+    metas = [None if g is None else meta_told(g, place) for g in reply.outs]
+    proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
+    if listed:
+        return proxies, metas
+    return (proxies[0], metas[0]) if len(refs) == 1 else (tuple(proxies), tuple(metas))

@@ -1,0 +1,230 @@
+"""Operations with a way of their own: copies between places, aliases, what reads or writes a tensor's identity."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from ..proxy.meta import Lazy, meta_like, meta_of
+from ..proxy.proxy import DistributedTensor, alias, proxy
+from ..runtime.master.route import route
+from ..session import current, kernel_choice
+from ..session.places import Place
+from ..torch_backend.composites import as_cpu
+from . import meta_inference
+from .copies import copy_strides, fetch, fill, move, upload
+from .dispatch import dispatch, run
+from .first_call import check_masks, make_room, refuse_layout
+from .op_plan import Entry
+from .op_table import enter, handler
+
+aten = torch.ops.aten
+_inference = torch.is_inference_mode_enabled
+
+
+@handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
+def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
+    """The same remote tensor: proxies share the handle, and nothing is sent."""
+    base, place = args[0], as_cpu.target.place
+    handle = base._h if place is None else as_cpu.at(base._h, place)
+    if _inference():
+        return alias(base, handle)
+    tensor = handle.meta.make()
+    tensor._h = handle
+    return tensor  # type: ignore[no-any-return]
+
+
+@handler(aten._to_copy.default)
+def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """To another device, dtype or memory format: converts where the fewest bytes have to move afterwards."""
+    source: DistributedTensor = args[0]
+    kwargs = dict(kwargs)
+    device = kwargs.pop("device", None)
+    kwargs.pop("non_blocking", None)
+    kwargs.pop("pin_memory", None)
+    if kwargs.pop("layout", None) not in (None, torch.strided):
+        raise RuntimeError("to(options) doesn't support converting to a different layout")  # as torch says it
+    if device is not None and device.type == "meta":
+        return entry.op(source._h.meta.stand_in, device=device, **kwargs)
+    dtype = kwargs.get("dtype") or source.dtype
+    place = (
+        source._place
+        if device in (None, source.device)
+        else current.session().places.of(device)
+        if device.type == "node"
+        else None
+    )
+    if place is source._place:
+        return run(entry, args, kwargs, None)
+    shrink = dtype.itemsize < source.dtype.itemsize
+    moving = run(entry, args, {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
+    if place is None:
+        local = fetch(moving)
+        wanted = copy_strides(source, kwargs.get("memory_format"))
+        if wanted != local.stride():
+            local = torch.empty_strided(local.shape, wanted, dtype=local.dtype).copy_(local)
+        return local.to(device=device, dtype=dtype)
+    return arrive(move(moving, place), source, kwargs, dtype)
+
+
+def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """What came contiguous, with the strides and the dtype that torch's own copy of ``source`` would have."""
+    wanted = copy_strides(source, kwargs.get("memory_format"))
+    if wanted != moved.stride():
+        empty = torch.empty_strided(moved.shape, wanted, dtype=moved.dtype, device=moved.device)
+        moved = cast(DistributedTensor, empty.copy_(moved))
+    if moved.dtype == dtype:
+        return moved
+    return run(enter(aten._to_copy.default), (moved,), {"dtype": dtype}, None)
+
+
+def place_of(tensor: Any) -> Place:
+    """Where a proxy lives."""
+    return tensor._h.meta.place  # type: ignore[no-any-return]
+
+
+@handler(aten.copy_.default)
+def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Between any two places. A copy of a whole local tensor into one that is still empty is the transfer itself.
+
+    To a local tensor it waits, ``non_blocking`` or not: nothing would tell when that may be read.
+    """
+    target: Any = args[0]
+    source: Any = args[1]
+    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    if type(target) is not DistributedTensor:
+        target.copy_(fetch(source))
+        return target
+    if isinstance(source, torch.Tensor):
+        if type(source) is not DistributedTensor:
+            if fill(target, source, non_blocking):
+                return target
+            torch.broadcast_shapes(source.shape, target.shape)
+            source = upload(source, place_of(target), non_blocking)
+        elif place_of(source) is not place_of(target):
+            source = move(cast(DistributedTensor, source), place_of(target))
+    return run(entry, (target, source), {}, None)
+
+
+@handler(aten.empty.memory_format, aten.empty_strided.default)
+def _empty(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Memory that nothing has used costs no command."""
+    return lazy_factory(entry, args, kwargs)
+
+
+def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
+    from .op_plan import VIEW, Plan
+
+    place = current.session().places.of(kwargs["device"])
+    key = (place, *(tuple(a) for a in args), *kwargs.values())
+    plan = entry.plans.get(key)
+    if plan is None:
+        kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.get_default_dtype(), "pin_memory": None}
+        meta = meta_like(meta_inference.infer(entry.op, args, kwargs), place)
+        specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+        make_room(place)
+        plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
+        entry.store(entry.plans, key, plan)
+    made = proxy(Lazy(0, plan.shapes, None, plan, ()))
+    recorder = route.get().recorder
+    if recorder is not None:
+        recorder.begin(made._h)
+    return made
+
+
+@handler(aten.is_pinned.default)
+def _is_pinned(entry: Entry, args: Any, kwargs: Any) -> bool:
+    return False
+
+
+@handler(aten.is_same_size.default)
+def _is_same_size(entry: Entry, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+@handler(aten.record_stream.default)
+def _record_stream(entry: Entry, args: Any, kwargs: Any) -> None:
+    """Memory is freed in the order of commands already."""
+
+
+_LIKE = (
+    *(getattr(aten, f"{name}_like").default for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(getattr(aten, f"new_{name}").default for name in ("empty", "zeros", "ones", "full", "empty_strided")),
+)
+
+
+@handler(*_LIKE)
+def _like(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Factories that take their metadata from a tensor; ``device=`` may name any other place."""
+    source: DistributedTensor = args[0]
+    layout = kwargs.get("layout")
+    if layout not in (None, torch.strided):
+        refuse_layout(entry.name, layout)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
+    device = kwargs.get("device")
+    if device in (None, source.device) or (
+        device.type == "node" and current.session().places.of(device) is source._place
+    ):
+        kwargs.pop("device", None)
+        return run(entry, args, kwargs, None)
+    if device.type == "node":
+        place: Place = current.session().places.of(device)
+        meta = meta_of(source._h.meta.shape, source._h.meta.stride, 0, source.dtype, place)
+        kwargs.pop("device")
+        return run(entry, (_nothing(meta), *args[1:]), kwargs, None)
+    if device.type == "meta":
+        return entry.op(source._h.meta.stand_in, *args[1:], **kwargs)
+    local = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+    return entry.op(local, *args[1:], **kwargs)
+
+
+def _nothing(meta: Any) -> DistributedTensor:
+    entry = enter(aten.empty_strided.default)
+    return lazy_factory(entry, (meta.shape, meta.stride), {"dtype": meta.dtype, "device": meta.device})  # type: ignore[no-any-return]
+
+
+@handler(aten.index.Tensor)
+def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Masks select as many elements as are true: those are turned into indices by the node, with one round trip."""
+    source, indices = args[0], args[1]
+    if any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        check_masks(source, indices)
+        spread: list[torch.Tensor | None] = []
+        for i in indices:
+            if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8):
+                if not isinstance(i, DistributedTensor):
+                    i = upload(i, source._place)
+                spread.extend(i.nonzero().unbind(1))
+            else:
+                spread.append(i)
+        indices = spread
+    return run(entry, (source, list(indices)), kwargs, None)
+
+
+@handler(aten._pack_padded_sequence.default)
+def _pack(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Lengths, and the sizes of batches that torch computes of them and reads in C++, stay here as they do for CUDA."""
+    return entry.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """On a CPU node with the very steps of local CPU's dropout, so that one seed gives one set of numbers."""
+    source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
+    if kernel_choice.dropout(source._place.record, p, train) == "fused":
+        return run(entry, args, kwargs, None)
+    noise = dispatch(aten.empty_like.default, (), (source,))
+    noise = dispatch(aten.bernoulli_.float, (), (noise, 1 - p))
+    noise = dispatch(aten.div_.Tensor, (), (noise, 1 - p))
+    return dispatch(aten.mul.Tensor, (), (source, noise)), noise
+
+
+handler(aten.native_dropout.default)(dropout)
+
+
+@handler(aten.native_dropout_backward.default)
+def _dropout_backward(entry: Entry, args: Any, kwargs: Any) -> Any:
+    grad, mask = args[0], args[1]
+    if mask.dtype == torch.bool:
+        return run(entry, args, kwargs, None)
+    return dispatch(aten.mul.Tensor, (), (grad, mask))

@@ -1,0 +1,138 @@
+"""Calls with several outputs, and calls that write their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..proxy.meta import Handle, Meta, new_ref
+from ..proxy.proxy import DistributedTensor, alias, proxy, set_geometry
+from ..runtime.node.geometry import expected
+from ..runtime.protocol import commands as c
+from .call_site import here
+from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
+
+Make = Callable[[int, int, tuple[Any, ...]], c.Call]
+
+
+def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
+    """A new plan's first call, in which the node compares what it has then with what the plan says."""
+    written: list[Meta] = []
+    after = dict(plan.shapes) if plan.kind == RESHAPED else {}
+    for where in entry.writes:
+        value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
+        found = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        written += [after.get(where, v._h.meta) for v in found]
+    made = [] if plan.kind in (WRITTEN, RESHAPED) else [m for m in tree_leaves(plan.shapes) if isinstance(m, Meta)]
+    make = checked(made, written)
+    if plan.kind != ONE:
+        return rare(entry, plan, args, kwargs, call, out, make)
+    box = plan.state.outbox
+    result = proxy(Handle(out, plan.shapes))
+    commands = box.commands
+    commands += (make(plan.template, out, tuple(call)), here())
+    if len(box.commands) >= box.limit:
+        plan.state.session.flush(box)
+    return result
+
+
+def checked(made: Sequence[Meta], written: Sequence[Meta] = ()) -> Make:
+    """Makes first calls: with what they make and leave written."""
+    kinds = {meta: i for i, meta in enumerate(dict.fromkeys([*made, *written]))}
+    gives, keeps = tuple(kinds[m] for m in made), tuple(kinds[m] for m in written)
+    described = tuple(expected(m.shape, m.stride, m.offset, m.dtype, m.bits) for m in kinds)
+    return lambda template, out, args: c.First(template, out, args, described, gives, keeps)
+
+
+def rare(
+    entry: Entry,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: list[Any],
+    out: int,
+    make: Make = c.Call,
+) -> Any:
+    """A call of a kind that is none of `dispatch`'s two: it gives several tensors, or writes some."""
+    box, session = plan.state.outbox, plan.state.session
+    site = here()
+    if plan.kind == MANY:
+        handles: list[Handle] = []
+
+        def one(meta: Any) -> Any:
+            if type(meta) is not Meta:
+                return meta  # None, or a plain value among the tensors
+            handle = Handle(new_ref() if handles else out, meta)
+            if handles:
+                call.append(out - handle.ref)
+            handles.append(handle)
+            return alias(args[0], handle) if entry.view else proxy(handle)
+
+        shapes = plan.shapes
+        if type(shapes) in (tuple, list) and not any(type(s) in (tuple, list) for s in shapes):
+            result = type(shapes)([one(meta) for meta in shapes])  # most are flat, and a pytree takes its time
+        else:
+            result = tree_map(one, shapes)
+        commands = box.commands
+        commands += (make(plan.template, out, tuple(call)), site)
+    else:
+        targets = [args[w] if isinstance(w, int) else kwargs[w] for w in entry.returned]
+        if plan.kind == RESHAPED:
+            _reshape(entry, plan, args, kwargs, call, out, site, make)
+        else:
+            commands = box.commands
+            commands += (make(plan.template, out, tuple(call)), site)
+        result = targets[0] if len(targets) == 1 else tuple(targets) if targets else None
+    if len(box.commands) >= box.limit:
+        session.flush(box)
+    return result
+
+
+def _reshape(
+    entry: Entry,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: list[Any],
+    out: int,
+    site: Any,
+    make: Make,
+) -> None:
+    """Writes arguments whose geometry changes. Each gets a new ref first, an alias: a handle's geometry is fixed."""
+    box = plan.state.outbox
+    same = plan.state.define("aten::alias", (c.Hole(True),), (), 1, site)
+    changed: list[tuple[DistributedTensor, Handle]] = []
+    for where, meta in plan.shapes:
+        tensor = args[where] if isinstance(where, int) else kwargs[where]
+        old = tensor._h.ref
+        handle = Handle(new_ref(), meta)
+        commands = box.commands
+        commands += (c.Call(same, handle.ref, (handle.ref - old,)), site)
+        call = [
+            out - handle.ref if type(v) is int and v == out - old and _is_hole(plan, i) else v
+            for i, v in enumerate(call)
+        ]
+        changed.append((tensor, handle))
+    commands = box.commands
+    commands += (make(plan.template, out, tuple(call)), site)
+    for tensor, handle in changed:
+        set_geometry(tensor, handle)
+
+
+def _is_hole(plan: Plan, index: int) -> bool:
+    holes: list[bool] = []
+
+    def walk(spec: c.Spec) -> None:
+        if isinstance(spec, c.Hole):
+            holes.append(spec.tensor)
+        elif isinstance(spec, c.Items):
+            for s in spec.items:
+                walk(s)
+
+    for spec in plan.specs[1]:
+        walk(spec)
+    for _, spec in plan.specs[2]:
+        walk(spec)
+    return holes[index]

@@ -1,0 +1,126 @@
+"""Views and empty tensors cost no command until something uses them: most views in a training step never are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..proxy.meta import Handle, Lazy, Meta, meta_like, new_ref
+from ..proxy.proxy import DistributedTensor, alias
+from ..runtime.master.outbox import Outbox
+from ..runtime.master.route import Tap, route
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import DisttensorError
+from . import meta_inference
+from .call_site import here
+from .first_call import make_room
+from .inplace_and_multi import checked
+from .op_plan import VIEW, Entry, Plan
+from .op_table import handles
+
+_inference = torch.is_inference_mode_enabled
+
+
+def materialise(handle: Handle) -> int:
+    """Makes a lazy tensor exist on its node; gives its ref."""
+    if not isinstance(handle, Lazy):
+        raise DisttensorError("this tensor was never made")
+    plan: Plan = handle.plan
+    with plan.state.lock:
+        if handle.ref:
+            return handle.ref
+        if type(handle.base) is Lazy and not handle.base.ref:
+            _materialise_bases(handle.base)
+        ref = new_ref()
+        base = handle.base
+        call = handle.values if base is None else (ref - base.ref, *handle.values)
+        commands = past(handle, plan.state.outbox)
+        site = here()  # the line that uses it: a view that can't be made was refused when it was written
+        template = plan.template if plan.generation == plan.state.generation else plan.define(site)
+        if plan.new:
+            plan.new = False
+            commands += (checked([plan.shapes])(template, ref, call), site)
+        else:
+            commands += (c.Call(template, ref, call), site)
+        handle.ref = ref  # only now: whoever sees it may use it
+        handle.base = None
+        return ref
+
+
+def past(handle: Lazy, box: Outbox) -> Any:
+    """Where the command that makes ``handle`` goes: past a recording, unless what it is of, or the call that made an
+    empty one, was recorded. What a graph uses but doesn't make is there for all its replays."""
+    commands = box.commands
+    if type(commands) is Tap:
+        recorder = route.get().recorder
+        if recorder is not None and not recorder.made(handle):
+            return box.queue
+    return commands
+
+
+def _materialise_bases(handle: Handle | None) -> None:
+    """Of a view of a view of a view, from the first one on: a recursion would end at a thousand."""
+    chain: list[Handle] = []
+    while type(handle) is Lazy and not handle.ref:
+        chain.append(handle)
+        handle = handle.base
+    while chain:
+        materialise(chain.pop())
+
+
+@handles("view")
+def view(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """A view makes no command until it is used: most in a training step never are."""
+    base = args[0]
+    if kwargs or type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as one
+        return _run(entry, args, kwargs, None)
+    h = base._h
+    rest = args[1:]
+    if entry.lists:
+        rest = tuple([tuple(a) if type(a) is list else a for a in rest])
+    try:
+        plan = entry.plans.get((h.meta, rest))
+    except TypeError:
+        return _run(entry, args, kwargs, None)
+    if plan is None:
+        plan = _view_plan(entry, args, kwargs, h.meta, rest)
+        if plan is None:
+            return _run(entry, args, kwargs, None)
+    meta = plan.shapes
+    handle: Handle
+    below = h.base if type(h) is Lazy else None
+    if below is not None and below.meta is meta:  # x.t().t(), which is x
+        handle = below
+    elif meta is h.meta:
+        handle = h
+    else:
+        handle = Lazy(0, meta, h, plan, plan.values)
+    if _inference():
+        return alias(base, handle)
+    tensor = meta.make()
+    tensor._h = handle
+    return tensor
+
+
+def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any, ...]) -> Plan | None:
+    """None for what must take the ordinary way: views that give lists, operands that are local."""
+    if any(isinstance(v, torch.Tensor) for v in rest):
+        return None
+    place = meta.place
+    result = meta_inference.infer(entry.op, meta_inference.stand_ins(args, DistributedTensor), kwargs)
+    if not isinstance(result, torch.Tensor):
+        return None
+    positional, named = entry.specs(args, kwargs, DistributedTensor, place.name)
+    make_room(place)
+    plan = Plan(VIEW, place.state, (entry.name, positional, named), meta_like(result, place), 1, here(4))
+    plan.values = tuple(rest[i] for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
+    entry.store(entry.plans, (meta, rest), plan)
+    return plan
+
+
+def _run(entry: Entry, args: Any, kwargs: Any, place: Any) -> Any:
+    """The ordinary way; it sits above this module."""
+    from .dispatch import run
+
+    return run(entry, args, kwargs, place)

@@ -1,0 +1,226 @@
+"""The metadata of an operation's outputs, without a round trip: torch's meta kernels, asked once per signature.
+
+Named in one place are the operations that need the node: data-dependent shapes (a round trip each time) and meta
+kernels that are missing or wrong (one per signature).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..runtime.process.gc_pause import no_collection
+
+#: Meta kernels whose shapes or strides differ from what the CPU kernel returns, for contiguous operands too: the node
+#: is asked once per signature. (What they do of others is found out: `lying` in planning.py.)
+WRONG_META = frozenset(
+    {
+        "aten::max_unpool2d",
+        "aten::nonzero_static",
+        "aten::native_layer_norm",
+        "aten::_embedding_bag",
+        "aten::_embedding_bag_forward_only",
+        "aten::native_batch_norm",
+        "aten::_native_batch_norm_legit",
+        "aten::_native_batch_norm_legit.no_stats",
+        "aten::_native_batch_norm_legit_no_training",
+        "aten::_batch_norm_with_update",
+        "aten::_batch_norm_no_update",
+        "aten::native_batch_norm_backward",
+        "aten::native_group_norm",
+        "aten::native_group_norm_backward",
+        "aten::_fft_c2c",
+        "aten::_fft_c2r",
+        "aten::_fft_r2c",
+        "aten::_linalg_svd",
+        "aten::linalg_eig",
+        "aten::_linalg_eigh",
+        "aten::linalg_qr",
+        "aten::_linalg_slogdet",
+        "aten::_linalg_solve_ex",
+        "aten::_linalg_det",
+        "aten::linalg_lu",
+        "aten::linalg_lu_factor_ex",
+        "aten::linalg_inv_ex",
+        "aten::linalg_cholesky_ex",
+        "aten::triangular_solve",
+        "aten::cholesky_solve",
+        "aten::linalg_solve_triangular",
+        "aten::geqrf",
+        "aten::ormqr",
+        "aten::_cdist_forward",
+        "aten::grid_sampler_2d",
+        "aten::_ctc_loss",
+        "aten::histogram.bin_ct",
+        "aten::convolution",
+        "aten::convolution_backward",
+        "aten::linalg_lstsq",
+        "aten::_thnn_fused_lstm_cell",
+        "aten::mkldnn_rnn_layer",
+        "aten::mkldnn_rnn_layer_backward",
+        "aten::kaiser_window",
+        "aten::kaiser_window.periodic",
+        "aten::kaiser_window.beta",
+        "aten::_grouped_mm",
+    }
+)
+
+#: Tagged as data-dependent by torch; a shape that depends on the data has to be asked for each time.
+_DYNAMIC = torch.Tag.dynamic_output_shape
+_VALUE = torch.Tag.data_dependent_output
+#: Operators that give nothing and raise if the data are bad: asked, or what follows would compute on garbage.
+_CHECKS = frozenset({"aten::_linalg_check_errors"})
+#: Elements of tensors that are made here to hear what local torch says of them.
+_FEW = 1 << 22
+_PLAIN = frozenset({"bool", "int", "float", "number", "complex", "str"})
+
+
+def _native_attention(*args: Any, **kwargs: Any) -> Any:
+    """Torch's meta kernel gives weights that nobody wants, too."""
+    op = torch.ops.aten._native_multi_head_attention.default
+    wanted = args[10] if len(args) > 10 else kwargs.get("need_weights", True)
+    output, weights = op(*args, **kwargs)
+    return output, weights if wanted else None
+
+
+def _flash_attention(*args: Any, **kwargs: Any) -> Any:
+    """In torch 2.11 its meta kernel has the sums of exponentials in float32, for doubles as well."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    output, sums = op(*args, **kwargs)
+    return output, sums.to(torch.float64) if output.dtype is torch.float64 else sums
+
+
+def _padded(nested: torch.Tensor, padding: float, size: Any = None) -> torch.Tensor:
+    if size is None:
+        raise RuntimeError("to_padded_tensor of a tensor on a node needs its output_size")
+    return nested.new_empty(size)
+
+
+#: Operators whose outputs are known here better than from their meta kernels. The first two are the ends of torch's way
+#: for padded batches (``nn.TransformerEncoder``), the third is on it: between them a node has a nested tensor, without
+#: the padding. To the script it is as large as with it, which only torch's own layers see.
+_KNOWN: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten._nested_tensor_from_mask.default: lambda x, *rest, **_: x.new_empty(x.shape),
+    torch.ops.aten.to_padded_tensor.default: _padded,
+    torch.ops.aten._transformer_encoder_layer_fwd.default: lambda x, *rest, **_: x.new_empty(x.shape),
+    torch.ops.aten._native_multi_head_attention.default: _native_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+}
+
+
+def asks_always(op: OpOverload) -> bool:
+    """Whether the outputs' shapes depend on the data."""
+    return _DYNAMIC in op.tags and op.name() not in {"aten::index.Tensor", "aten::index.Tensor_out"}
+
+
+def list_length(name: str, args: tuple[Any, ...]) -> int:
+    """How many tensors an operator that gives a list of them, and has to be asked for shapes, gives.
+
+    Raises NotImplementedError.
+    """
+    if name == "aten::_histogramdd_bin_edges":
+        return len(args[1])
+    raise NotImplementedError(
+        f"{name}: a list of tensors whose shapes depend on the data is not supported; "
+        "call it on x.cpu(), or on the node in a function with disttensor.run"
+    )
+
+
+def gives_value(op: OpOverload) -> bool:
+    """Whether the operation returns a Python value instead of tensors (``.item()``, ``equal``)."""
+    returns = op._schema.returns
+    if op.name() in _CHECKS:
+        return True
+    return _VALUE in op.tags or (bool(returns) and all(str(r.type) in _PLAIN for r in returns))
+
+
+def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs ``op`` on the meta device. Raises NotImplementedError where there is no meta kernel, and torch's own errors
+    (shapes, dtypes) at the user's line."""
+    if op.name() in WRONG_META:
+        raise NotImplementedError
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "meta"}
+    try:
+        return _KNOWN.get(op, op)(*args, **kwargs)
+    except NotImplementedError:
+        raise
+    except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as e:
+        if (local := _locally(op, args, kwargs)) is not None:
+            raise local from None
+        if not isinstance(e, AssertionError):  # how some of torch's meta kernels refuse what real ones do otherwise
+            raise
+        raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
+
+
+def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What local torch raises for tensors like these, where its meta kernels have other words. None for nothing."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # it would draw from the user's generator
+    metas = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    if sum(v.numel() for v in metas) > _FEW:
+        return None
+
+    def like(v: Any) -> Any:
+        if isinstance(v, torch.Tensor) and v.device.type == "meta":
+            return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cpu").zero_()
+        return v
+
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "cpu"}
+    try:
+        with torch.no_grad():
+            op(*tree_map(like, args), **tree_map(like, kwargs))
+    except (RuntimeError, TypeError, ValueError, IndexError) as e:
+        return None if isinstance(e, NotImplementedError) or "not implemented for" in str(e) else e.with_traceback(None)
+    return None
+
+
+def warm(then: Callable[[], None]) -> None:
+    """Has torch import what its meta kernels need, over a second that the first operation would pay otherwise, and
+    calls ``then``; once. Raises what that has raised.
+
+    In a thread of its own, where no Ctrl-C comes: what is broken off in the middle is spoilt for good. It is raised
+    when the thread has ended; a second one at once.
+    """
+    global _warming
+    if _warming is None:
+        thread = threading.Thread(target=_warm, args=(then,), name="disttensor-warm")
+        thread.start()
+        _warming = thread
+    try:
+        _warmed.wait()  # not the thread's join: a Ctrl-C in that has Python 3.11 take the thread for ended
+    except BaseException:
+        _warmed.wait()  # torch aborts when the interpreter ends meanwhile
+        raise
+    if _failed:
+        raise _failed[0]
+
+
+_warming: threading.Thread | None = None
+_once, _warmed, _failed = threading.Lock(), threading.Event(), list[BaseException]()
+
+
+def _warm(then: Callable[[], None]) -> None:
+    with _once:  # a Ctrl-C that met `start` lets the next call start another one
+        if _warmed.is_set():
+            return
+        try:
+            with no_collection():  # nothing becomes garbage here; the imports take a third less
+                x = torch.empty(2, 2, device="meta")
+                torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
+                then()
+        except BaseException as e:
+            _failed.append(e)
+        finally:
+            _warmed.set()
+
+
+def stand_ins(tree: Any, tensor_type: Any) -> Any:
+    """``tree`` with tensors on the meta device in place of proxies."""
+    return tree_map(lambda v: v._h.meta.stand_in if isinstance(v, tensor_type) else v, tree)

@@ -1,0 +1,123 @@
+"""The shortest way for everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``.
+
+Torch's way from a method to `dispatch` costs more than all that dispatch does. Where nothing above dispatch has a say
+(no gradient to record, no mode, no autocast, no transform) a method here looks its plan up and issues at once. Anything
+else, and every signature's first call, goes torch's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+
+from ..proxy.proxy import DistributedTensor
+from .dispatch import issue
+from .op_table import enter
+
+aten = torch.ops.aten
+
+_grad = torch.is_grad_enabled
+_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_inference = torch.is_inference_mode_enabled
+_autocast = torch._C._is_any_autocast_enabled
+_transforms = torch._C._are_functorch_transforms_active
+
+#: Integers that go over the wire; torch says what is wrong with others.
+_WIDE = 1 << 63
+_NOTHING = type(None)
+
+
+# The six looks at what stands between a method and dispatch (gradients aside) are written out below. They cost a fifth
+# of the whole, and called as a function they would cost half as much again.
+
+
+def _unary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
+    quick = enter(op).quick
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and type(self) is DistributedTensor:
+            h = self._h
+            plan = quick.get((h.meta, _NOTHING))
+            if (
+                plan is not None
+                and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
+                and forward_ad._current_level < 0
+                and not (_grad() and self.requires_grad)
+            ):
+                return issue(plan, h, None)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _binary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
+    quick = enter(op).quick
+
+    def method(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and type(self) is DistributedTensor:
+            h = self._h
+            if type(other) is DistributedTensor:
+                plan = quick.get((h.meta, other._h.meta))
+                if (
+                    plan is not None
+                    and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
+                    and forward_ad._current_level < 0
+                    and not (_grad() and (self.requires_grad or other.requires_grad))
+                ):
+                    return issue(plan, h, other)
+            elif other is not None and (type(other) is not int or -_WIDE <= other < _WIDE):
+                plan = quick.get((h.meta, type(other)))
+                if (
+                    plan is not None
+                    and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
+                    and forward_ad._current_level < 0
+                    and not (_grad() and self.requires_grad)
+                ):
+                    return issue(plan, h, other)
+        return original(self, other, *args, **kwargs)
+
+    return method
+
+
+_BINARY: dict[str, tuple[str, ...]] = {
+    "add.Tensor": ("add", "__add__", "__radd__"),
+    "sub.Tensor": ("sub", "__sub__"),
+    "mul.Tensor": ("mul", "__mul__", "__rmul__"),
+    "div.Tensor": ("div", "__truediv__"),
+    "mm.default": ("mm", "__matmul__", "matmul"),
+    "maximum.default": ("maximum",),
+    "minimum.default": ("minimum",),
+}
+_UNARY: dict[str, tuple[str, ...]] = {
+    "sum.default": ("sum",),
+    "mean.default": ("mean",),
+    "relu.default": ("relu",),
+    "exp.default": ("exp",),
+    "log.default": ("log",),
+    "sqrt.default": ("sqrt",),
+    "tanh.default": ("tanh",),
+    "sigmoid.default": ("sigmoid",),
+    "neg.default": ("neg", "__neg__"),
+    "abs.default": ("abs",),
+}
+
+
+def install() -> None:
+    """Gives DistributedTensor these methods. A second call does nothing."""
+    if "add" in vars(DistributedTensor):
+        return
+    for table, make in ((_BINARY, _binary), (_UNARY, _unary)):
+        for name, methods in table.items():
+            packet, overload = name.split(".")
+            op = getattr(getattr(aten, packet), overload)
+            for method in methods:
+                original = getattr(torch.Tensor, method)
+                wrapped = make(op, original)
+                wrapped.__name__ = method
+                wrapped.__doc__ = original.__doc__
+                setattr(DistributedTensor, method, wrapped)

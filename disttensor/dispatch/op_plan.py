@@ -1,0 +1,220 @@
+"""Per operator: how its arguments are sorted. Per signature: a plan, computed once, of what it sends and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ..proxy.meta import Meta
+from ..runtime.master.failures import Site
+from ..runtime.protocol import codec
+from ..runtime.protocol import commands as c
+from ..session.places import NodeState
+from .meta_inference import asks_always, gives_value
+
+# How an argument takes part: in the key (what a plan depends on), in the call (what goes over the wire each time).
+TENSOR = 0  #: a proxy: its meta in the key, its ref in the call. A number here is a NUMBER
+NUMBER = 1  #: a Scalar or float: its type in the key, its value in the call
+INDEX = 2  #: an integer that both decides the shape and changes often: in both
+STATIC = 3  #: in the key, and in the template
+LIST = 4  #: a list of static values
+TENSORS = 5  #: a list of proxies, with None between them perhaps
+NUMBERS = 6  #: a list of numbers
+GENERATOR = 7  #: a generator of the user's, or None
+
+_INDEXED = {
+    ("aten::select.int", "index"),
+    ("aten::slice.Tensor", "start"),
+    ("aten::slice.Tensor", "end"),
+    ("aten::select_backward", "index"),
+    ("aten::slice_backward", "start"),
+    ("aten::slice_backward", "end"),
+}
+#: Operators whose Scalar arguments decide the shape.
+_EXACT = {"aten::arange", "aten::range"}
+
+#: Plans per operator and table. A full table is dropped as a whole: it only makes the next calls slower once.
+MAX_PLANS = 4096
+
+_KINDS = {
+    "Tensor": TENSOR,
+    "number": NUMBER,
+    "float": NUMBER,
+    "List[int]": LIST,
+    "List[bool]": LIST,
+    "List[Tensor]": TENSORS,
+    "List[Optional[Tensor]]": TENSORS,
+    "List[number]": NUMBERS,
+    "List[float]": NUMBERS,
+    "Generator": GENERATOR,
+}
+
+
+class Entry:
+    """What is known of an operator whatever its arguments."""
+
+    __slots__ = (
+        "asks",
+        "composite",
+        "handler",
+        "instead",
+        "kinds",
+        "kwkinds",
+        "lists",
+        "mutable",
+        "name",
+        "op",
+        "plans",
+        "python",
+        "quick",
+        "returned",
+        "right",
+        "single",
+        "torchs",
+        "value",
+        "view",
+        "writes",
+    )
+
+    def __init__(self, op: OpOverload) -> None:
+        schema = op._schema
+        self.op = op
+        self.name = op.name()
+        self.kinds = tuple(self._kind(a) for a in schema.arguments if not a.kwarg_only)
+        self.kwkinds = {a.name: self._kind(a) for a in schema.arguments}
+        #: torch passes lists to it, and a list is no key
+        self.lists = any(k in (LIST, NUMBERS) for k in self.kinds)
+        self.mutable = schema.is_mutable
+        #: positions (or names) of the arguments that are written
+        self.writes = tuple(
+            a.name if a.kwarg_only else i
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
+        #: the operator returns arguments that it wrote: `add_` its first, `add.out` its out
+        self.returned = self._returned(schema)
+        self.view = op.is_view and not self.mutable
+        #: made of other operators, into which torch's autograd takes it apart; without autograd it comes here whole
+        self.composite = self._composite()
+        self.torchs = self.name.startswith(("aten::", "prims::"))  #: and no other library's
+        self.python = self._python()
+        self.asks = asks_always(op)
+        self.value = gives_value(op) and not self.mutable
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the shortest way of `dispatch`
+        self.quick: dict[tuple[Any, Any], Plan] = {}
+        #: it gives tensors, each by itself
+        self.single = all(str(r.type) == "Tensor" for r in schema.returns)
+        #: whether its meta kernel was right, by how the operands lay (`lying` in planning.py)
+        self.right: dict[Any, bool] = {}
+        self.handler: Callable[..., Any] | None = None
+        self.instead: Callable[..., Any] | None = None
+
+    def store(self, table: dict[Any, Any], key: Any, known: Plan | bool) -> None:
+        """Notes something in one of this entry's tables; a full one is emptied first, with the others."""
+        if len(table) >= MAX_PLANS:
+            self.forget()
+        table[key] = known
+
+    def forget(self) -> None:
+        """Drops all plans, and what is known of the meta kernel."""
+        self.plans.clear()
+        self.quick.clear()
+        self.right.clear()
+
+    def _composite(self) -> bool:
+        def has(key: str) -> bool:
+            return torch._C._dispatch_has_kernel_for_dispatch_key(self.name, key)
+
+        return has("CompositeImplicitAutograd") and not has("PrivateUse1")
+
+    def _python(self) -> bool:
+        """Whether it is a library's own, with one kernel for all devices (``torch.library.custom_op``)."""
+        return not self.torchs and torch._C._dispatch_has_kernel_for_dispatch_key(
+            self.name, "CompositeExplicitAutograd"
+        )
+
+    def _kind(self, argument: torch.Argument) -> int:
+        text = str(argument.type)
+        if text.startswith("Optional["):
+            text = text[9:-1]
+        kind = _KINDS.get(text, LIST if text.startswith("List[") else STATIC)
+        if (self.name, argument.name) in _INDEXED or (kind == NUMBER and self.name.partition(".")[0] in _EXACT):
+            return INDEX
+        return kind
+
+    @staticmethod
+    def _returned(schema: Any) -> tuple[int | str, ...]:
+        """The arguments that come back as results because they were written, by position or name."""
+        by_alias = {}
+        for i, a in enumerate(schema.arguments):
+            if a.alias_info is not None and a.alias_info.is_write:
+                for name in a.alias_info.before_set:
+                    by_alias[name] = a.name if a.kwarg_only else i
+        found: list[int | str] = []
+        for r in schema.returns:
+            if r.alias_info is not None and r.alias_info.is_write:
+                found.extend(by_alias[name] for name in r.alias_info.before_set)
+        return tuple(found)
+
+    def specs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensor_type: type, device: str
+    ) -> tuple[tuple[c.Spec, ...], tuple[tuple[str, c.Spec], ...]]:
+        """The template's arguments, with holes in the order in which ``dispatch`` fills them."""
+
+        def spec(kind: int, value: Any) -> c.Spec:
+            if isinstance(value, tensor_type):
+                return c.Hole(True)
+            if value is None:
+                return None
+            if isinstance(value, torch.device):
+                return c.Device(device)
+            if kind == TENSORS:
+                return c.Items(tuple(None if v is None else c.Hole(True) for v in value))
+            if kind == NUMBERS and not any(isinstance(v, complex) for v in value):
+                return c.Items(tuple(c.Hole(False) for _ in value))
+            if kind <= INDEX and type(value) in (int, float, bool):
+                return c.Hole(False)
+            return codec.to_spec(value)
+
+        return (
+            tuple(spec(k, a) for k, a in zip(self.kinds, args, strict=False)),
+            tuple((name, spec(self.kwkinds[name], v)) for name, v in kwargs.items()),
+        )
+
+
+class Plan:
+    """What one signature sends and gives. Belongs to one node."""
+
+    __slots__ = ("generation", "kind", "meta", "new", "shapes", "specs", "state", "template", "values")
+
+    def __init__(
+        self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
+    ) -> None:
+        self.kind = kind
+        #: of a VIEW: no node has compared its geometry yet
+        self.new = True
+        #: of a VIEW: the numbers among its arguments, which go into the call (its key has them all)
+        self.values: tuple[Any, ...] = ()
+        self.state = state
+        self.specs: tuple[Any, ...] = (*specs, outs)
+        #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
+        self.shapes = shapes
+        self.meta: Meta | None = shapes if isinstance(shapes, Meta) else None
+        self.generation = state.generation
+        self.template = self.define(site)
+
+    def define(self, site: Site | None) -> int:
+        """The template's number now; ``template`` holds it as long as the node's generation is the plan's."""
+        name, args, kwargs, outs = self.specs
+        return self.state.define(name, args, kwargs, outs, site)
+
+
+ONE = 0  #: one new tensor
+WRITTEN = 1  #: nothing new: an argument was written
+MANY = 2  #: several new tensors
+RESHAPED = 3  #: an argument was written and has another geometry now
+VIEW = 4  #: one alias; costs no command until it is used

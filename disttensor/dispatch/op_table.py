@@ -1,0 +1,76 @@
+"""The table of operators: what is known of each, and which have a handler of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload
+
+from .op_plan import Entry
+
+#: ``handler(entry, args, kwargs)``
+Handler = Callable[[Entry, Any, Any], Any]
+
+#: id of an operator -> its entry. The entry holds the operator, so the id stays its own.
+entries: dict[int, Entry] = {}
+_handlers: dict[OpOverload, Handler] = {}
+_kinds: dict[str, Handler] = {}
+_instead: dict[str, Handler] = {}
+#: Tables kept elsewhere whose keys hold on to a session; emptied with the plans.
+caches: list[dict[Any, Any]] = []
+
+
+def handler(*ops: OpOverload) -> Callable[[Handler], Handler]:
+    """Registers ``fn(entry, args, kwargs)`` for operators that don't go the ordinary way."""
+
+    def register(fn: Handler) -> Handler:
+        for op in ops:
+            _handlers[op] = fn
+        return fn
+
+    return register
+
+
+def handles(kind: str) -> Callable[[Handler], Handler]:
+    """Registers the handler of all operators of a kind: "composite" (made of others), "python" (of a library, the same
+    for all devices), "view" (gives one alias), "value" (gives no tensor)."""
+
+    def register(fn: Handler) -> Handler:
+        _kinds[kind] = fn
+        return fn
+
+    return register
+
+
+def instead(*names: str) -> Callable[[Handler], Handler]:
+    """Registers what the overloads of aten operators, in-place ones too, do for some signatures: asked at each call
+    that has no plan, it gives the result, or NotImplemented."""
+
+    def register(fn: Handler) -> Handler:
+        for name in names:
+            _instead[name] = _instead[name + "_"] = fn
+        return fn
+
+    return register
+
+
+def enter(op: OpOverload) -> Entry:
+    """The entry of an operator."""
+    entry = entries.get(id(op))
+    if entry is None:
+        entry = Entry(op)
+        kinds = ("python", entry.python), ("composite", entry.composite), ("view", entry.view), ("value", entry.value)
+        kind = next((name for name, applies in kinds if applies), "")
+        entry.handler = _handlers.get(op) or _kinds.get(kind)
+        entry.instead = _instead.get(entry.name.partition(".")[0].removeprefix("aten::"))
+        entries[id(op)] = entry
+    return entry
+
+
+def drop_plans() -> None:
+    """All plans are made anew (a new session, or a node's full table of templates)."""
+    for entry in list(entries.values()):
+        entry.forget()
+    for cache in caches:
+        cache.clear()

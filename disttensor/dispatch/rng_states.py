@@ -1,0 +1,214 @@
+"""Generators on nodes: states of the default ones, for checkpoints, and ``torch.Generator(device="node:1")``.
+
+A state stays on its node, and takes no round trip to be kept or set. So a generator of the user's is one: for a draw it
+takes the place of the state of the default generator, and gives it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
+
+from ..proxy.meta import Handle, meta_of, new_ref
+from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.master.route import route
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import GraphError
+from ..session import current as sessions
+from ..session.places import Place, one_session
+from .call_site import here
+from .copies import upload
+from .first_call import place_of
+from .op_plan import Entry
+
+#: Bytes of a CUDA generator's state: seed and offset.
+_CUDA = 16
+
+
+def keep(place: Place) -> DistributedTensor:
+    """The state of the place's generator now, on its node's CPU."""
+    size = _CUDA if place.kernels == "cuda" else torch.get_rng_state().numel()
+    home = place.session.places.at(place.node, "cpu")
+    out = new_ref()
+    place.outbox.add(c.Keep(out, place.name, False), here())
+    return proxy(Handle(out, meta_of((size,), (1,), 0, torch.uint8, home)))
+
+
+def restore(place: Place, state: DistributedTensor) -> None:
+    """Sets the generator to what was kept on the same node. Raises DisttensorError for a state of another session."""
+    from .lazy_views import materialise
+
+    one_session(place, state._place)
+    place.outbox.add(c.Keep(state._h.ref or materialise(state._h), place.name, True), here())
+
+
+class NodeGenerator(torch._C.Generator):
+    """A generator whose draws are made on a node. Below it is a local one, which knows seeds and their states.
+
+    Given to an operation on local tensors, which torch would refuse, it draws as that local one.
+    """
+
+    _place: Place
+    _kept: DistributedTensor | None  #: the state after the last draw; None while the local one has it
+
+    def __new__(cls, place: Place) -> NodeGenerator:
+        self: NodeGenerator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        self._place, self._kept = place, None
+        _ours[_address(self)] = self
+        return self
+
+    def __init__(self, place: Place) -> None:
+        pass
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._place.device
+
+    def manual_seed(self, seed: int) -> NodeGenerator:
+        super().manual_seed(seed)
+        self._kept = None
+        return self
+
+    def seed(self) -> int:
+        self._kept = None
+        return super().seed()
+
+    def get_state(self) -> torch.Tensor:
+        """A local tensor. One round trip if it has drawn."""
+        if self._kept is not None:
+            return self._kept.cpu()
+        if self._place.kernels == "cuda":  # its seed, and how many numbers it has drawn
+            seed = self.initial_seed()
+            return torch.tensor([seed - (1 << 64) if seed >= 1 << 63 else seed, 0]).view(torch.uint8)
+        return super().get_state()
+
+    def set_state(self, new_state: torch.Tensor) -> NodeGenerator:
+        if self._place.kernels == "cuda":
+            super().manual_seed(int(new_state[:8].cpu().view(torch.int64)))
+            self._kept = upload(new_state.cpu().clone(), self._home)
+        else:
+            super().set_state(new_state.cpu())
+            self._kept = None
+        return self
+
+    def clone_state(self) -> NodeGenerator:
+        return NodeGenerator(self._place).set_state(self.get_state())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (str(self.device), self.get_state())
+
+    @property
+    def _home(self) -> Place:
+        return self._place.session.places.at(self._place.node, "cpu")
+
+    def borrow(self) -> DistributedTensor:
+        """Makes its state that of the place's default generator. Gives what that was."""
+        before = keep(self._place)
+        restore(self._place, self._kept if self._kept is not None else upload(self.get_state(), self._home))
+        return before
+
+    def give_back(self, before: DistributedTensor) -> None:
+        self._kept = keep(self._place)
+        restore(self._place, before)
+
+
+#: By the address of what torch passes on of a generator: operators get another Python object than the user's.
+_ours: WeakValueDictionary[int, NodeGenerator] = WeakValueDictionary()
+
+
+def _address(generator: torch._C.Generator) -> int:
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
+
+
+def _restored(device: str, state: torch.Tensor) -> torch._C.Generator:
+    return torch.Generator(device=device).set_state(state)
+
+
+def drawn(run: Callable[..., Any], entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
+    """``run``, with a generator of the user's among the arguments. Raises RuntimeError for one of elsewhere."""
+
+    def without(value: Any) -> Any:
+        if not isinstance(value, torch._C.Generator):
+            return value
+        given.append(value)
+        return None
+
+    given: list[torch._C.Generator] = []
+    args, kwargs = tuple(map(without, args)), {name: without(value) for name, value in kwargs.items()}
+    where = place_of(entry, args, kwargs, place)
+    generator = _ours.get(_address(given[0]))
+    if generator is None or generator._place is not where:
+        there = given[0].device if generator is None else generator._place
+        kind = RuntimeError if generator is not None else NotImplementedError
+        raise kind(
+            f"{entry.name}: expected a generator on {where} but found one on {there}; "
+            f"make it with torch.Generator(device={str(where.device)!r})"
+        )
+    if route.get().recorder is not None:
+        raise GraphError(
+            f"{entry.name}: a graph can't record the draws of a generator of one's own: each replay would draw the "
+            "same; draw from the node's default generator, or outside of the graph"
+        )
+    before = generator.borrow()
+    try:
+        return run(entry, args, kwargs, place)
+    finally:
+        generator.give_back(before)
+
+
+class _Class(type(torch._C.Generator)):  # type: ignore[misc]
+    """What ``torch.Generator`` is. Its instances are those of torch's own class, and on nodes NodeGenerators."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not torch.Generator:  # somebody's subclass
+            return super().__call__(*args, **kwargs)
+        device = args[0] if args else kwargs.get("device")
+        if isinstance(device, (str, torch.device)) and torch.device(device).type == "node":
+            return NodeGenerator(sessions.session().places.of(torch.device(device)))
+        return _original(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _original) if cls is torch.Generator else super().__instancecheck__(value)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, _original) if cls is torch.Generator else super().__subclasscheck__(kind)
+
+
+_original = torch._C.Generator
+
+
+def install() -> None:
+    """Has torch make generators on nodes; and checkpoints save the default ones of the places that their arguments are
+    on, as they do for CUDA."""
+    doc = {"__doc__": _original.__doc__, "__module__": "torch"}
+    setattr(torch, "Generator", _Class("Generator", (_original,), doc))  # noqa: B010 - mypy refuses the assignment
+    module = torch.utils.checkpoint
+    setattr(module, "get_device_states", _getting(module.get_device_states))  # noqa: B010 - mypy refuses the assignment
+    setattr(module, "set_device_states", _setting(module.set_device_states))  # noqa: B010
+
+
+def _getting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_device_states(*args: Any) -> Any:
+        places = dict.fromkeys(t._place for t in tree_leaves(args) if isinstance(t, DistributedTensor))
+        return (list(places), [keep(place) for place in places]) if places else original(*args)
+
+    return get_device_states
+
+
+def _setting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def set_device_states(devices: Any, states: Any, **kwargs: Any) -> None:
+        if not any(isinstance(device, Place) for device in devices):
+            return original(devices, states, **kwargs)  # type: ignore[no-any-return]
+        for place, state in zip(devices, states, strict=True):
+            restore(place, state)
+        return None
+
+    return set_device_states

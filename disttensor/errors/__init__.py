@@ -1,0 +1,1 @@
+"""Mistakes, and how they are said."""

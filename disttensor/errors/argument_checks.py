@@ -1,0 +1,96 @@
+"""The arguments of public functions: one that is wrong is named, with its value and what is meant instead."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from ..runtime.process.spelling import did_you_mean
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def spelled(function: _F) -> _F:
+    """Has an unknown keyword raise TypeError with the nearest one that there is."""
+    known = list(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                    + (did_you_mean(name, known, "{}=") or f"; it has {', '.join(known)}")
+                )
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """Raises ValueError for a value that is none of the known ones."""
+    if value not in known:
+        raise ValueError(
+            f"{name} {value!r} is unknown (known: {', '.join(map(repr, known))}){did_you_mean(value, known)}"
+        )
+
+
+def whole_number(name: str, value: Any, least: int = 0) -> int:
+    """The whole number that ``value`` is. Raises TypeError for what is none, ValueError for one below ``least``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} is a whole number, not {value!r}")
+    if number < least:
+        raise ValueError(f"{name}={number}: at least {least} is needed")
+    return number
+
+
+def seconds(name: str, value: Any) -> None:
+    """Raises TypeError unless it is a number, ValueError unless it is above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a number of seconds, not {value!r}")
+    if not value > 0:
+        raise ValueError(f"{name}={value}: more than 0 seconds are needed")
+
+
+def span(name: str, value: Any) -> int | tuple[int, int]:
+    """How many nodes: a number, or the least and the most. Raises TypeError, ValueError."""
+    if not isinstance(value, tuple):
+        try:
+            return whole_number(name, value, 1)
+        except TypeError:
+            raise TypeError(f"{name} is a whole number, or a pair of the least and the most, not {value!r}") from None
+    if len(value) != 2:
+        raise ValueError(f"{name}={value!r}: a pair of the least and the most is needed")
+    least, most = (whole_number(name, number, 1) for number in value)
+    if least > most:
+        raise ValueError(f"{name}={value!r}: the least comes first; did you mean {(most, least)}?")
+    return least, most
+
+
+def text(name: str, value: Any, example: str) -> None:
+    """Raises TypeError for what is no text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a text such as {example!r}, not {value!r}")
+
+
+def texts(name: str, value: Any, example: str) -> None:
+    """Raises TypeError for what is no list of texts: one text is none, as its letters would be taken for them."""
+    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(one, str) for one in value):
+        raise TypeError(f"{name} is a list of texts such as [{example!r}], not {value!r}")
+
+
+def mapping(name: str, value: Any) -> None:
+    """Raises TypeError unless it is a mapping of texts to texts."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is a dict, not {value!r}")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} has a key that is no text: {key!r}")

@@ -1,0 +1,1 @@
+"""Values on their way to the script, which it need not wait for."""

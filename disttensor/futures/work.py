@@ -1,0 +1,164 @@
+"""``dt.fetch(x)``: a tensor on its way here, as a ``Work`` that can be waited for, awaited, or looked at later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..dispatch.call_site import here
+from ..dispatch.copies import copy_strides
+from ..errors.argument_checks import spelled
+from ..proxy.proxy import DistributedTensor
+from ..runtime.channel.base import Arrival
+from ..runtime.master.requests import Request
+from ..runtime.protocol.errors import ChannelError, DisttensorError, NodeLost
+from ..session.session import Session, when_done
+
+
+class Work:
+    """Something under way, as ``torch.distributed``'s Work and Future. Any thread may use it, any number of times.
+
+    One that is dropped goes on, and is freed at its end; if it fails then, ``dt.synchronize()`` or the end says so.
+    """
+
+    def __init__(self, session: Session, source: DistributedTensor, transfer: Arrival) -> None:
+        self._session = session
+        self._node = source._place.node
+        self._text = f"{tuple(source.shape)} {source.dtype} from node {self._node}"
+        self._transfer = transfer
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._transfer.is_completed()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Returns True when it has ended well.
+
+        Raises TimeoutError after ``timeout`` seconds (it goes on), what made the tensor fail, NodeLost, DisttensorError
+        if the session was shut down before the end.
+        """
+        self._session.end_transfer(self._transfer, self._node, seconds_of(timeout))
+        return True
+
+    def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
+        """Waits, and gives the tensor: the same object each time. Raises as ``wait``."""
+        self.wait(timeout)
+        return self._transfer.tensor
+
+    def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
+        """Waits, and gives what ``wait`` would raise, or None. Raises TimeoutError after ``timeout`` seconds."""
+        try:
+            self._session.await_transfer(self._transfer, self._node, seconds_of(timeout))
+        except DisttensorError as e:  # the node, or the session, is gone
+            return e
+        try:
+            self.wait()
+        except Exception as e:
+            return e
+        return None
+
+    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
+        """Has ``fn(self)`` called once it has ended, well or not; soon if it has ended already.
+
+        The callbacks of a session run one after the other, in a thread of their own. One that raises is logged.
+        """
+        callbacks = self._session.callbacks
+        callbacks.start()
+        when_done(self._transfer, partial(callbacks.put, partial(fn, self)))
+
+    def __await__(self) -> Generator[Any, None, torch.Tensor]:
+        """``await work`` is ``work.result()`` without blocking the event loop. Cancelling the task ends the waiting."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> torch.Tensor:
+        if not self.is_completed():
+            loop = asyncio.get_running_loop()
+            ended: asyncio.Future[None] = loop.create_future()
+
+            def end() -> None:
+                if not ended.done():
+                    ended.set_result(None)
+
+            def tell() -> None:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(end)
+
+            when_done(self._transfer, tell)
+            await ended
+        try:
+            self._transfer.wait(0)
+        except ChannelError:  # why may take a round trip
+            error = await asyncio.to_thread(self.exception)
+            if error is not None:
+                raise error from None
+        return self._transfer.tensor
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_completed() else "under way"
+        return f"<Work {state}: {self._text}>"
+
+
+@spelled
+def fetch(tensor: torch.Tensor) -> Work:
+    """Begins to copy a tensor from its node; returns at once. ``.result()`` of the Work is the local tensor.
+
+    It holds what ``tensor`` holds now, whatever is written to that later, and has no gradient. Any number may be under
+    way; those of one node come in order. Raises TypeError for a local tensor, NodeLost.
+    """
+    if not isinstance(tensor, DistributedTensor):
+        raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
+    source: Any = tensor.detach().resolve_conj().resolve_neg()
+    session: Session = source._place.session
+    return Work(session, source, session.fetch(source, copy_strides(source), here()))
+
+
+def seconds_of(timeout: float | timedelta | None) -> float | None:
+    """A timeout as torch.distributed takes it, in seconds."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+
+@spelled
+def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None) -> Iterator[Work]:
+    """The works in the order in which they end, well or not: what comes first, from whichever node.
+
+    Raises TimeoutError when some have not ended ``timeout`` seconds after the first is asked for (they go on).
+    """
+    seconds = seconds_of(timeout)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    left, ended = dict.fromkeys(works), deque[Work]()
+    waiting: list[Request] = []
+
+    def end(work: Work) -> None:  # called in any thread
+        ended.append(work)
+        for request in waiting:
+            request.resolve()
+
+    for work in left:
+        when_done(work._transfer, partial(end, work))
+    while left:
+        if not ended:
+            _wait_for_any(left, ended, waiting, deadline)
+        work = ended.popleft()
+        if work in left:
+            del left[work]
+            yield work
+
+
+def _wait_for_any(works: Iterable[Work], ended: deque[Work], waiting: list[Request], deadline: float | None) -> None:
+    """Until ``ended`` is not empty. ``waiting``: what is resolved when something is put there."""
+    for work in works:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        work._session.link.flush_all()
+        waiting[:] = [Request(-1, work._node)]
+        with suppress(NodeLost):  # then another node's
+            work._session.link.wait(waiting[0], left, until=lambda: bool(ended))
+            return
+    ended.extend(works)  # all nodes are lost, and with them what they had to send

@@ -1,0 +1,1 @@
+"""Graphs: the commands of a step, recorded once and replayed by one command per node."""

@@ -1,0 +1,258 @@
+"""``@dt.graphed``: a function of tensors that is recorded by itself, and replayed from its third call on."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..dispatch.lazy_views import materialise
+from ..proxy.meta import Handle, Meta, new_ref
+from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.master.route import route
+from ..runtime.protocol.errors import GraphError
+from ..session import current
+from ..session.current_node import current_node
+from . import first_replay
+from .graph import Graph, graph
+from .traced_numbers import Changed, Number
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class _Made:
+    """A result that each replay makes."""
+
+    place: int  #: among the results of its node
+    meta: Meta
+
+
+@dataclass
+class _Given:
+    """A result that is an argument."""
+
+    leaf: int
+
+
+@dataclass
+class _Entry:
+    """One signature."""
+
+    kept: list[Any]  #: arguments by identity, so that no other takes their ids
+    graph: Graph | None = None
+    numbers: list[float] = field(default_factory=list)  #: the floats of this call
+    tensors: list[int] = field(default_factory=list)  #: leaves that are inputs
+    floats: list[int] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+    spec: TreeSpec | None = None
+
+
+class Graphed(Generic[P, R]):
+    """What ``graphed`` makes of a function. ``clear()`` drops its recordings."""
+
+    def __init__(self, function: Callable[P, R], engine: str, verify: bool, limit: int) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        self._engine = engine
+        self._verify = verify
+        self._limit = limit
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else lambda *args, **kwargs: self(owner, *args, **kwargs)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if route.get().recorder is not None:  # part of a larger recording
+            return self._function(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        key, kept = _signature(leaves, spec)
+        entry = self._entries.get(key)
+        if entry is None:  # the first call is what CUDA graphs call warming up
+            while len(self._entries) >= self._limit:
+                self._entries.popitem(last=False)
+            self._entries[key] = _Entry(kept)
+            return self._function(*args, **kwargs)
+        self._entries.move_to_end(key)
+        entry.numbers = [leaf for leaf in leaves if type(leaf) is float]
+        if entry.graph is None:
+            self._record(entry, leaves, spec)
+            if self._verify:
+                eager = lambda: self._function(*args, **kwargs)  # noqa: E731
+                return first_replay.verified(  # type: ignore[no-any-return]
+                    lambda: self._play(entry, leaves, False), eager, *self._recorded(entry, leaves)
+                )
+        try:
+            return self._play(entry, leaves)  # type: ignore[no-any-return]
+        except Changed:  # a branch on a number goes the other way now
+            entry.graph = None
+            self._record(entry, leaves, spec)
+            return self._play(entry, leaves)  # type: ignore[no-any-return]
+
+    def _record(self, entry: _Entry, leaves: list[Any], spec: TreeSpec) -> None:
+        entry.tensors = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
+        entry.floats = [i for i, leaf in enumerate(leaves) if type(leaf) is float]
+        stands = list(leaves)
+        given: dict[int, int] = {}  # a stand-in's ref -> its leaf
+        first: dict[int, Any] = {}
+        inputs: dict[int, int] = {}
+        for i in entry.tensors:
+            stands[i] = first.get(id(leaves[i]._h))
+            if stands[i] is None:
+                handle = Handle(new_ref(), leaves[i]._h.meta)
+                stands[i] = first[id(leaves[i]._h)] = proxy(handle)
+                given[handle.ref] = i
+                inputs[handle.ref] = handle.meta.place.node
+        entry.tensors = list(given.values())
+        g = Graph()
+        block = graph(g, engine=self._engine)
+        block.inputs = inputs
+        with block:
+            tape = g.recording.tape
+            for k, i in enumerate(entry.floats):
+                stands[i] = tape.root(leaves[i], lambda k=k: entry.numbers[k])  # type: ignore[misc]
+            numbers = [stands[i] for i in entry.floats]
+            args, kwargs = tree_unflatten(stands, spec)
+            results, entry.spec = tree_flatten(self._function(*args, **kwargs))
+            del args, kwargs, stands, first
+            entry.results = self._results(results, given, g, block)
+            del results  # what nothing else holds is no output of its own
+            lost = [k for k, number in enumerate(numbers) if not tape.reached(number)]
+            if lost:
+                raise GraphError(
+                    f"{self._function.__qualname__}: float argument {lost[0]} reached no operation as it is; a replay "
+                    "could not change it (math.sqrt and others make ordinary numbers); pass an int or a tensor"
+                )
+        entry.graph = g
+
+    def _results(self, results: list[Any], given: dict[int, int], g: Graph, block: graph) -> list[Any]:
+        returned: dict[int, list[int]] = {}
+        found: list[Any] = []
+        for leaf in results:
+            if isinstance(leaf, Number):
+                raise GraphError(
+                    f"{self._function.__qualname__} returns a number that depends on its arguments; return a tensor"
+                )
+            if isinstance(leaf, DistributedTensor):
+                handle = leaf._h
+                ref = handle.ref or materialise(handle)
+                node = handle.meta.place.node
+                if ref in given:
+                    leaf = _Given(given[ref])
+                elif g.recording.makes(node, ref):
+                    mine = returned.setdefault(node, [])
+                    if ref not in mine:
+                        mine.append(ref)
+                    leaf = _Made(mine.index(ref), handle.meta)
+            found.append(leaf)
+        block.returned = {node: tuple(refs) for node, refs in returned.items()}
+        return found
+
+    def _play(self, entry: _Entry, leaves: list[Any], advance: bool = True) -> Any:
+        assert entry.graph is not None
+        assert entry.spec is not None
+        inputs = []
+        for i in entry.tensors:
+            handle = leaves[i]._h
+            inputs.append((handle.meta.place.node, handle.ref or materialise(handle)))
+        made: dict[tuple[int, int], DistributedTensor] = {}
+        refs: dict[int, dict[int, int]] = {}
+        for result in entry.results:
+            if type(result) is _Made:
+                node = result.meta.place.node
+                if (node, result.place) not in made:
+                    ref = refs.setdefault(node, {})[result.place] = new_ref()
+                    made[node, result.place] = proxy(Handle(ref, result.meta))
+        outputs = {node: tuple(mine[k] for k in range(len(mine))) for node, mine in refs.items()}
+        entry.graph.play(inputs, outputs, advance)
+        return tree_unflatten(
+            [
+                made[r.meta.place.node, r.place] if type(r) is _Made else leaves[r.leaf] if type(r) is _Given else r
+                for r in entry.results
+            ],
+            entry.spec,
+        )
+
+    def _recorded(self, entry: _Entry, leaves: list[Any]) -> tuple[Any, dict[int, int]]:
+        """The recorder, and for each stand-in's ref the one that this call gives."""
+        assert entry.graph is not None
+        recorder = entry.graph.recorded
+        refs = (leaves[i]._h.ref or materialise(leaves[i]._h) for i in entry.tensors)
+        return recorder, dict(zip(recorder.inputs, refs, strict=True))
+
+
+def _is_input(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedTensor) and not leaf.requires_grad
+
+
+def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
+    """What decides which recording a call can replay; and what it names by identity."""
+    key: list[Hashable] = [spec, id(current.session()), _modes()]
+    kept: list[Any] = [current.session()]
+    seen: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if _is_input(leaf):
+            key.append((leaf._h.meta, seen.setdefault(id(leaf._h), i)))
+        elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, DistributedTensor):
+            raise GraphError(
+                f"argument {i} of a graphed function is a tensor of the master's {tuple(leaf.shape)}, which would be "
+                "recorded with the values that it has now; send it to a node before (x.to('node:0'))"
+            )
+        elif isinstance(leaf, torch.Tensor) and not leaf.is_leaf:
+            raise GraphError(
+                f"argument {i} of a graphed function was computed from tensors that require a gradient, and replays "
+                "are outside of autograd; compute it inside, or give x.detach()"
+            )
+        elif type(leaf) is float:
+            key.append(float)
+        elif leaf is None or type(leaf) in (int, bool, str, torch.dtype, torch.device):
+            key.append((type(leaf), leaf))
+        else:
+            key.append((type(leaf), id(leaf), getattr(leaf, "training", None)))
+            kept.append(leaf)
+    return tuple(key), kept
+
+
+def _modes() -> Hashable:
+    """What of torch's state decides what operations do."""
+    casts = torch.get_autocast_dtype("node") if torch.is_autocast_enabled("node") else None
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, casts, torch.get_default_dtype(), current_node()
+
+
+@overload
+def graphed(function: Callable[P, R]) -> Graphed[P, R]: ...
+@overload
+def graphed(
+    *, engine: str = "interpreter", verify: bool = False, limit: int = 16
+) -> Callable[[Callable[P, R]], Graphed[P, R]]: ...
+def graphed(function: Any = None, *, engine: str = "interpreter", verify: bool = False, limit: int = 16) -> Any:
+    """Makes a function of tensors replay itself: ``@dt.graphed`` or ``@dt.graphed(verify=True)``.
+
+    The first call with a signature runs the function as it is, the second records it into a graph, and that and all
+    later ones replay it with one small command per node. A signature is the metadata of the tensors among the
+    arguments, the values of integers, texts and the like, and the identity of everything else, parameters included (of
+    modules whether they are training, too), the current node, and torch's modes (gradients, casts); a change of shapes
+    records again. ``limit`` recordings are kept, the latest used. Floats are declared numbers: they
+    may change from call to call. Results are new tensors at each call, outside of autograd.
+
+    ``verify=True`` compares the first replay of each recording with the function itself, which runs once more from the
+    same tensors and the same generators, and raises GraphError with a list of what differs.
+
+    Raises GraphError for what can't be recorded (see ``graph``), tensors of the master's among the arguments, and a
+    float that no operation got as it is.
+    """
+
+    def wrap(function: Callable[P, R]) -> Graphed[P, R]:
+        return Graphed(function, engine, verify, limit)
+
+    return wrap if function is None else wrap(function)

@@ -1,0 +1,179 @@
+"""What the master knows of a remote tensor without asking (shape, strides, dtype, place); the handle that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from ..runtime.process.signals import whole
+from ..runtime.protocol import codec
+from ..runtime.protocol import commands as c
+
+if TYPE_CHECKING:
+    from ..session.places import Place
+
+#: Mints refs. Never reused, in no session.
+new_ref = count(1).__next__
+
+#: Interned metadata; bounded: a cleared table only makes caches miss once.
+MAX_METAS = 65_536
+_metas: dict[object, Meta] = {}
+_PLAIN = (False, False)
+
+
+class Meta:
+    """Immutable and interned: plans are cached by the identity of their operands' metas."""
+
+    __slots__ = ("bits", "dead", "device", "dtype", "make", "offset", "place", "shape", "stand_in", "stride")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        place: Place,
+        bits: tuple[bool, bool],
+    ) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.offset = offset
+        self.dtype = dtype
+        self.place = place
+        #: whether it is a lazy conjugate, a lazy negative
+        self.bits = bits
+        self.device = place.device
+        self.dead = place.dead
+        #: makes a bare proxy with this metadata; prebuilt, for it is most of what an operation costs
+        self.make: Callable[[], Any] = partial(
+            torch.Tensor._make_wrapper_subclass,
+            _tensor_type(),
+            shape,
+            *_described(shape, stride, offset),
+            None,
+            dtype,
+            torch.strided,
+            self.device,
+        )
+        #: a tensor on the meta device with this metadata, for inference
+        self.stand_in = stand_in(shape, stride, offset, dtype)
+        if bits != _PLAIN:
+            bare = self.make
+            self.make = lambda: set_bits(bare(), bits)
+            set_bits(self.stand_in, bits)
+
+    def __repr__(self) -> str:
+        return f"<{tuple(self.shape)} {self.dtype} at {self.place}>"
+
+
+def _tensor_type() -> type:
+    from .proxy import DistributedTensor
+
+    return DistributedTensor
+
+
+def _described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[Any, Any]:
+    """Strides and offset as torch parses them fastest: None for what it would take by itself."""
+    if offset:
+        return stride, offset
+    return (None if stride == contiguous(shape) else stride), None
+
+
+def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the meta device with this geometry."""
+    if not offset:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    extent = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n)
+    return torch.empty(extent, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+
+
+def set_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
+    """Makes ``tensor`` a lazy conjugate, a lazy negative, or neither of what it is."""
+    torch._C._set_conj(tensor, bits[0])
+    torch._C._set_neg(tensor, bits[1])
+    return tensor
+
+
+def meta_of(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    place: Place,
+    bits: tuple[bool, bool] = _PLAIN,
+) -> Meta:
+    """The one Meta with these values."""
+    key = (shape, stride, offset, dtype, place, bits)
+    meta = _metas.get(key)
+    if meta is None:
+        if len(_metas) >= MAX_METAS:
+            _metas.clear()
+        meta = _metas.setdefault(key, Meta(*key))
+    return meta
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    stride = []
+    step = 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+def meta_like(tensor: torch.Tensor, place: Place) -> Meta:
+    """The Meta of a tensor with ``tensor``'s geometry at ``place``."""
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return meta_of(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, place, bits)
+
+
+def meta_told(geometry: c.Geometry, place: Place) -> Meta:
+    """The Meta of a tensor at ``place`` of which a node has told this."""
+    g, bits = geometry, (bool(geometry.bits & 1), bool(geometry.bits & 2))
+    return meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place, bits)
+
+
+def forget_all() -> None:
+    """Drops interned metas (they hold on to their session)."""
+    _metas.clear()
+
+
+class Handle(msgspec.Struct, gc=False, eq=False):
+    """Owns one remote tensor: when the last proxy that shares it dies, the node is told to drop the ref.
+
+    A handle's geometry never changes: an operation that changes a tensor's geometry in place gives the proxy a new
+    handle. Proxies may share one (``detach``). A Struct, because that makes one in half the time of a class; it is in
+    no reference cycle, so the collector need not know it.
+    """
+
+    ref: int  #: 0 while the tensor doesn't exist on the node yet (Lazy)
+    meta: Meta
+
+    @whole
+    def __del__(self) -> None:
+        # no lock and no I/O: the collector can run this anywhere
+        if self.ref:
+            self.meta.dead.append(self.ref)
+
+
+class Lazy(Handle, gc=False, eq=False):
+    """A view or an empty tensor that costs no command until something uses it."""
+
+    base: Handle | None
+    plan: Any
+    values: tuple[c.Plain, ...]
+
+
+class Shared(Handle, gc=False, eq=False):
+    """Another's remote tensor with another Meta. Keeps that one alive, and owns nothing."""
+
+    owner: Handle
+
+    def __del__(self) -> None:
+        pass

@@ -1,0 +1,63 @@
+"""``repr`` of a proxy: as torch's own, with the elements that it shows fetched and no others."""
+
+from __future__ import annotations
+
+import torch
+from torch import _tensor_str
+
+from ..runtime.protocol.errors import DisttensorError
+from .proxy import DistributedTensor
+
+
+def text(tensor: DistributedTensor) -> str:
+    """Never raises: what can't be fetched is said instead."""
+    suffixes = [f"device='{tensor.device}'"]
+    try:
+        contents, named = _contents(tensor)
+        if not named:
+            suffixes.append(f"size={tuple(tensor.shape)}")
+    except Exception as e:
+        contents = "..."
+        what = (
+            str(e).splitlines()[0]
+            if isinstance(e, DisttensorError)
+            else f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        )
+        suffixes += [f"size={tuple(tensor.shape)}", f"<{what}>"]
+    default = torch.get_default_dtype()
+    usual = (default, default.to_complex(), torch.int64, torch.bool)
+    if tensor.dtype not in usual[: 1 if tensor.numel() == 0 else None]:
+        suffixes.append(f"dtype={tensor.dtype}")
+    if tensor.grad_fn is not None:
+        suffixes.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
+    elif tensor.requires_grad:
+        suffixes.append("requires_grad=True")
+    name = "Parameter containing:\n" if isinstance(tensor, torch.nn.Parameter) else ""
+    return name + str(_tensor_str._add_suffixes(f"tensor({contents}", suffixes, 7, False))
+
+
+def _contents(tensor: DistributedTensor) -> tuple[str, bool]:
+    """The numbers as text, and whether they tell the shape."""
+    if tensor.numel() == 0:
+        return "[]", tensor.dim() == 1
+    options = _tensor_str.PRINT_OPTS
+    with torch.no_grad():
+        if tensor.numel() <= options.threshold:
+            local = tensor.detach().cpu()
+            return _tensor_str._tensor_str(local, 7), True
+        edge = options.edgeitems
+        local = _edges(tensor.detach(), edge + 1).cpu()
+        shown = _edges(local, edge)
+        if local.is_complex():
+            real, imag = (_tensor_str._Formatter(part) for part in (shown.real, shown.imag))
+            return _tensor_str._tensor_str_with_formatter(local, 7, True, real, imag), True
+        return _tensor_str._tensor_str_with_formatter(local, 7, True, _tensor_str._Formatter(shown)), True
+
+
+def _edges(tensor: torch.Tensor, edge: int) -> torch.Tensor:
+    """The first and last ``edge`` entries along each dimension."""
+    for d in range(tensor.dim()):
+        n = tensor.shape[d]
+        if n > 2 * edge:
+            tensor = torch.cat([tensor.narrow(d, 0, edge), tensor.narrow(d, n - edge, edge)], d)
+    return tensor

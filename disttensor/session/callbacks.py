@@ -1,0 +1,62 @@
+"""Done callbacks of the user's: called one after the other in a thread of their own, for a channel's must not block."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from ..runtime.process.signals import whole
+
+_log = logging.getLogger("disttensor")
+
+
+class Callbacks:
+    """The thread, which is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # the collector may end a transfer, and so call `put`, while it is held
+        self._closed = False
+
+    @whole
+    def start(self) -> None:
+        """Before the first ``put``. After ``close`` nothing happens: callbacks run in the caller's thread then."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="disttensor-callbacks", daemon=True)
+                self._thread.start()
+
+    def put(self, fn: Callable[[], object]) -> None:
+        """Has ``fn`` called. Does not block, whichever thread calls it."""
+        with self._lock:  # or it could come behind the end of the queue
+            if not self._closed:
+                self._queue.put(fn)
+                return
+        _call(fn)
+
+    def close(self) -> None:
+        """Waits a short while for those that are due. Comes after the end of all transfers."""
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def forked(self) -> None:
+        """In a forked child, where the thread isn't: the lock may be held for ever."""
+        self._lock = threading.RLock()
+
+    def _run(self) -> None:
+        while (fn := self._queue.get()) is not None:
+            _call(fn)
+            del fn  # it holds a tensor
+
+
+def _call(fn: Callable[[], object]) -> None:
+    try:
+        fn()
+    except Exception:
+        _log.exception("a done callback failed")

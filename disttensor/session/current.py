@@ -1,0 +1,29 @@
+"""The one session of this process. Everything else asks here for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..runtime.protocol.errors import DisttensorError
+
+if TYPE_CHECKING:
+    from .session import Session
+
+_session: Session | None = None
+
+
+def session() -> Session:
+    """Raises DisttensorError when there is none."""
+    if _session is None:
+        raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
+    return _session
+
+
+def current() -> Session | None:
+    """The session, or None."""
+    return _session
+
+
+def set_session(new: Session | None) -> None:
+    global _session
+    _session = new

@@ -1,0 +1,81 @@
+"""The current node: what ``with dt.node(1):`` sets. One per thread and per asyncio task (a contextvar)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from functools import wraps
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from . import current
+
+_current: ContextVar[int] = ContextVar("disttensor_node", default=0)
+
+
+class node:
+    """Makes node ``k`` the current one inside of a ``with`` block: where factories put their tensors.
+
+    An operation runs where its operands live, whatever node is current. Blocks nest; the same object can be entered
+    again. Raises ValueError for a node that does not exist, TypeError for what is no integer.
+    """
+
+    def __init__(self, k: int | str | torch.device) -> None:
+        self.index = current.session().places.at(k).node
+        self._tokens: list[Token[int]] = []
+
+    def __enter__(self) -> node:
+        if self.index:
+            _follow()
+        self._tokens.append(_current.set(self.index))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.reset(self._tokens.pop())
+
+    def __repr__(self) -> str:
+        return f"node({self.index})"
+
+
+def use(index: int) -> None:
+    """Makes a node that exists the current one, until something else does."""
+    if index:
+        _follow()
+    _current.set(index)
+
+
+def current_node() -> int:
+    """The node that factories use now: 0 unless inside of a ``node(k)`` block."""
+    return _current.get()
+
+
+def _follow() -> None:
+    """Has ``local.to("node")`` follow the current node. As long as that is 0, ``Tensor.to`` stays torch's own."""
+    if not hasattr(torch.Tensor.to, "__wrapped__"):
+        setattr(torch.Tensor, "to", _to(torch.Tensor.to))  # noqa: B010 - mypy refuses the assignment
+        UninitializedTensorMixin._allowed_methods.append(torch.Tensor.to)  # what lazy modules may be asked, by identity
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # torch would ask the device guard for the index that "node" lacks, and a guard in Python can't be asked
+        if current_node():
+            if args and _names_no_node(args[0]):
+                args = (torch.device("node", current_node()), *args[1:])
+            elif _names_no_node(kwargs.get("device")):
+                kwargs["device"] = torch.device("node", current_node())
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _names_no_node(device: Any) -> bool:
+    if isinstance(device, str):
+        return device == "node"
+    return isinstance(device, torch.device) and device.type == "node" and device.index is None

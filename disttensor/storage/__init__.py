@@ -1,0 +1,1 @@
+"""Memory and identity of remote tensors: checkpoints, deep copies, ``.data =``, parameters of lazy modules."""

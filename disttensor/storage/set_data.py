@@ -1,0 +1,95 @@
+"""A tensor that stays the same Python object when it goes to a node, or comes back: ``p.data = q``, ``Module.to``.
+
+Torch changes a tensor's device in place (``set_data``) for its own kinds of tensors only; between a proxy and a local
+tensor it refuses, and ``Module.to`` would make new parameters then: ties and optimizers would be lost. So here the C++
+tensors below two Python objects are exchanged, and everything else stays with its object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+
+from ..proxy.proxy import OWN, DistributedTensor
+from ..runtime.process.signals import whole
+from .uninitialized import class_of
+
+_data = torch.Tensor.data
+
+
+def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value`` where one is local and one on a node, or where one of them is of inference mode's. Its
+    gradient follows.
+
+    Raises RuntimeError for a result that autograd made.
+    """
+    uninitialized = class_of(tensor, isinstance(value, DistributedTensor))
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            f"the data of a result can't go from {tensor.device} to {value.device} in place: its gradient would be "
+            "on another device than what it was computed from; write y = x.to(...)"
+        )
+    needs_grad, grad = tensor.requires_grad, tensor.grad
+    other = value.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        other = torch.nn.Parameter(other, needs_grad)
+    else:
+        other.requires_grad_(needs_grad)
+    if uninitialized is not None:
+        other.__class__ = uninitialized
+    elif needs_grad and not tensor.is_inference():  # no graph has one of these, nor of those
+        with torch.inference_mode(False):
+            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved)
+    _exchange(tensor, other)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        registered = getattr(tensor, hooks)
+        if registered is not None:  # C++ has its own list of them, which went with the other tensor
+            setattr(tensor, hooks, registered)
+    if grad is not None and grad.shape == tensor.shape:
+        moved = grad.detach().to(tensor.device, tensor.dtype)
+        if grad.layout is torch.strided:
+            grad.data = moved
+            moved = grad
+        tensor.grad = moved
+
+
+@whole
+def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """What ``torch.utils.swap_tensors`` does, but attributes stay; and whoever holds ``a`` need not know."""
+    ours, theirs = ({k: v for k, v in t.__dict__.items() if k in OWN} for t in (a, b))
+    rest = {k: v for k, v in a.__dict__.items() if k not in OWN}
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = rest | theirs, ours
+    torch._C._swap_tensor_impl(a, b)
+
+
+def _moved(grads: Any) -> NoReturn:
+    raise RuntimeError(
+        "a backward pass reached a tensor that has gone to another device since the forward pass; "
+        "move a module before its forward pass, or after its backward pass"
+    )
+
+
+def install() -> None:
+    """Lets torch set the data of local tensors to remote ones, and modules know that it can."""
+
+    def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(value, DistributedTensor):
+            become(tensor, value)
+        else:
+            _data.__set__(tensor, value)  # type: ignore[attr-defined]
+
+    original: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
+
+    @wraps(original)
+    def compatible(a: torch.Tensor, b: torch.Tensor) -> bool:
+        if not isinstance(a, DistributedTensor) and not isinstance(b, DistributedTensor):
+            return original(a, b)
+        return a.layout is b.layout is torch.strided  # in the place of a sparse gradient another comes
+
+    doc = _data.__doc__
+    setattr(torch.Tensor, "data", property(_data.__get__, set_data, _data.__delete__, doc))  # type: ignore[attr-defined]  # noqa: B010
+    torch._has_compatible_shallow_copy_type = compatible  # type: ignore[assignment]

@@ -1,0 +1,299 @@
+"""Storages of remote tensors, where a program asks for them: checkpoints, deep copies, ``set_``.
+
+A proxy needs no storage. Which tensors share memory is known to their node, so ``x.untyped_storage()`` is a question;
+the answer stands for that memory here, as one object for all tensors that share it. A checkpoint reads from it when it
+is written, one storage after the other, and says "cpu" of all: it loads where there are no nodes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from torch.storage import TypedStorage
+from torch.utils.hooks import warn_if_has_hooks
+
+from ..dispatch.call_site import here
+from ..dispatch.copies import fetch, is_dense
+from ..dispatch.lazy_views import materialise
+from ..dispatch.op_plan import Entry
+from ..dispatch.op_table import handler
+from ..proxy.meta import contiguous
+from ..proxy.proxy import OWN, DistributedTensor, operand_name, proxy, set_geometry
+from ..runtime.protocol import commands as c
+
+aten = torch.ops.aten
+
+
+class NodeStorage(torch.UntypedStorage):
+    """The memory of remote tensors. ``flat``: all of it, as one proxy of bytes."""
+
+    flat: Any
+
+    def __new__(cls, flat: Any, *_: Any, **__: Any) -> NodeStorage:
+        # below it's one of the meta device's, for there is no memory here
+        self: NodeStorage = super().__new__(cls, flat.numel(), device="meta")  # type: ignore[call-arg]
+        self.flat = flat
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.flat.device  # type: ignore[no-any-return]
+
+    def data_ptr(self) -> int:
+        """Where the node has it: it says which tensors share memory, and can't be read from here. A round trip."""
+        return memory_of(self.flat)[1]
+
+    def cpu(self) -> torch.UntypedStorage:
+        """A local copy. Waits for the node."""
+        return fetch(self.flat).untyped_storage()
+
+    def to(self, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+        """A copy elsewhere; itself if it's there."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        if device.type == "node":
+            return NodeStorage(self.flat.to(device))
+        local: torch.UntypedStorage = self.cpu().to(device=device)
+        return local
+
+    def clone(self) -> NodeStorage:
+        return NodeStorage(self.flat.clone())
+
+    def copy_(self, source: Any, non_blocking: bool | None = None) -> Any:
+        self.flat.copy_(source.flat if isinstance(source, NodeStorage) else _bytes(source))
+        return self
+
+    def fill_(self, value: int) -> NodeStorage:
+        self.flat.fill_(value)
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return NodeStorage(self.flat[index])
+        return self.flat[index].item()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.flat[index] = value
+
+    def tolist(self) -> list[int]:
+        return self.flat.tolist()  # type: ignore[no-any-return]
+
+    def resize_(self, size: int) -> NoReturn:
+        raise NotImplementedError("the storage of a tensor on a node can't be resized; resize the tensor")
+
+    def _write_file(self, *args: Any) -> Any:
+        return self.cpu()._write_file(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a storage on a node can't be saved by itself; save a tensor, or storage.cpu()")
+
+    def __repr__(self) -> str:
+        """As torch has it for the meta device: the bytes are elsewhere."""
+        return f"...\n[torch.storage.UntypedStorage(device={self.device}) of size {len(self)}]"
+
+
+#: One object for each memory: (node's state, the storage's name there). What is in it is alive there.
+_known: WeakValueDictionary[object, NodeStorage] = WeakValueDictionary()
+
+
+def memory_of(tensor: DistributedTensor) -> list[int]:
+    """Of the storage that a tensor has on its node: what it is known by, its address, its bytes; and the tensor's own
+    offset and strides in it, which a kernel may have chosen unlike what the proxy says."""
+    place = tensor._place
+    ref = tensor._h.ref or materialise(tensor._h)
+    reply = place.session.ask(place, c.Answer, lambda id: c.Storage(id, ref), here())
+    return [int(number) for number in str(reply.value).split()]
+
+
+def address(tensor: DistributedTensor) -> int:
+    """``x.data_ptr()``."""
+    if not tensor.numel():
+        return 0
+    _, start, _, offset, *_ = memory_of(tensor)
+    return start + offset * tensor.itemsize
+
+
+def storage_of(tensor: DistributedTensor) -> NodeStorage:
+    """The memory that a proxy's tensor has a part of. Raises what made the tensor fail, NodeLost."""
+    return _held(tensor)[0]
+
+
+def _held(tensor: DistributedTensor) -> tuple[NodeStorage, int, tuple[int, ...]]:
+    """The same, and the offset and strides by which the tensor is found in it."""
+    name, _, size, offset, *strides = memory_of(tensor)
+    key = (tensor._place.state, name)
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = NodeStorage(_flat(tensor, size))
+    return known, offset, tuple(strides)
+
+
+def _flat(tensor: Any, size: int) -> DistributedTensor:
+    """All ``size`` bytes of a tensor's memory."""
+    tensor = _bare(tensor.detach())
+    if not size:
+        tensor = tensor.as_strided((0,), (1,), 0).view(torch.uint8)
+    else:  # what is left of its size after whole elements belongs to it too
+        tensor = tensor.as_strided((1,), (1,), 0).view(torch.uint8).as_strided((size,), (1,), 0)
+    return proxy(tensor._h)  # no view of anything, to autograd
+
+
+def _bare(tensor: Any) -> Any:
+    """What it is a lazy conjugate or negative of: the same twice is neither."""
+    return _with_bits_of(tensor, tensor)
+
+
+def _with_bits_of(like: torch.Tensor, bare: Any) -> Any:
+    """The lazy conjugate or negative of ``bare``, as ``like`` is one."""
+    bare = bare.conj() if like.is_conj() else bare
+    return torch._neg_view(bare) if like.is_neg() else bare
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _part(flat: Any, like: torch.Tensor, offset: int, strides: tuple[int, ...]) -> DistributedTensor:
+    """What ``like`` is in its memory, in another memory of that size."""
+    view = flat.view(like.dtype).as_strided(like.shape, strides, offset)
+    return proxy(view._h)
+
+
+def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
+    """A copy for ``copy.deepcopy``: copies of tensors that share memory share memory."""
+    if tensor.is_conj() or tensor.is_neg():  # torch computes these
+        return proxy(tensor.detach().resolve_conj().resolve_neg()._h)
+    storage, offset, strides = _held(tensor)
+    copies = memo.setdefault("disttensor", {})
+    if id(storage) in copies:
+        return _part(copies[id(storage)][1], tensor, offset, strides)
+    with torch.no_grad():
+        if tensor.numel() * tensor.itemsize == storage.nbytes() and is_dense(tensor):
+            copy = proxy(tensor.detach().clone(memory_format=torch.preserve_format)._h)
+            copies[id(storage)] = storage, _flat(copy, storage.nbytes())
+            return copy
+        copies[id(storage)] = storage, storage.flat.clone()
+    return _part(copies[id(storage)][1], tensor, offset, strides)
+
+
+# ---- pickling --------------------------------------------------------------------------------------------------------
+
+
+def reduced(tensor: DistributedTensor, protocol: Any) -> tuple[Any, ...]:
+    """``__reduce_ex__``: by value, as the local tensor that has the same values, memory and attributes."""
+    hooks: OrderedDict[Any, Any] = OrderedDict()  # torch doesn't save them either
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in OWN}
+    if isinstance(tensor, torch.nn.Parameter):
+        args = (tensor.data, tensor.requires_grad, hooks)
+        if attributes:
+            return torch._utils._rebuild_parameter_with_state, (*args, attributes)
+        return torch._utils._rebuild_parameter, args
+    warn_if_has_hooks(tensor)
+    storage, offset, strides = _held(tensor)
+    geometry = (offset, tuple(tensor.shape), strides, tensor.requires_grad, hooks)
+    if tensor.dtype in torch.storage._new_dtypes():
+        # torch saves an untyped one, and knows it by its very type; so this says that it's one
+        typed = TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+        typed._pickle_storage_type = lambda: "UntypedStorage"  # type: ignore[method-assign]
+        whole: tuple[Any, ...] = (torch._utils._rebuild_tensor_v3, (typed, *geometry, tensor.dtype))
+    else:
+        typed = TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
+        whole = (torch._utils._rebuild_tensor_v2, (typed, *geometry))
+    bits = torch._utils.get_tensor_metadata(tensor)
+    if bits:
+        whole = whole[0], (*whole[1], bits)
+    if not attributes:
+        return whole
+    return torch._tensor._rebuild_from_type_v2, (whole[0], torch.Tensor, whole[1], attributes)
+
+
+def _tag(storage: Any) -> str | None:
+    return "cpu" if storage.device.type == "node" else None
+
+
+def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """``map_location="node:1"``, and every other way to say so."""
+    if not location.startswith("node"):
+        return None
+    device = torch.empty(0, device=location).device  # "node" is the current one
+    moved: torch.UntypedStorage = storage.to(device=device)
+    return moved
+
+
+def _set_bits(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @wraps(original)
+    def set_tensor_metadata(tensor: Any, metadata: Any) -> None:
+        """Of a tensor that is being loaded: whether it is a lazy conjugate, a lazy negative."""
+        original(tensor, metadata)
+        if isinstance(tensor, DistributedTensor):
+            tensor._h = _with_bits_of(tensor, proxy(tensor._h))._h
+
+    return set_tensor_metadata
+
+
+def install() -> None:
+    """Makes torch's storages, and what it saves and loads, know nodes."""
+    torch.serialization.register_package(9, _tag, _restore)  # type: ignore[arg-type]  # 9: before torch's own
+    torch._utils.set_tensor_metadata = _set_bits(torch._utils.set_tensor_metadata)
+    original: Any = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None:
+            return original(cls, *args, **kwargs)
+        if torch.device(device).type != "node":
+            return original(cls, *args, device=device, **kwargs)
+        # torch would look for an allocator and not find one: the end of the process
+        size = args[0] if args else 0
+        make: Any = torch.empty if isinstance(size, int) else torch.tensor
+        return NodeStorage(make(size, dtype=torch.uint8, device=device))
+
+    setattr(torch.UntypedStorage, "__new__", new)  # noqa: B010 - mypy refuses the assignment
+
+
+# ---- set_ ------------------------------------------------------------------------------------------------------------
+
+
+@handler(aten.set_.source_Tensor)
+def _set(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """``x.set_(y)``: x is y's remote tensor from now on."""
+    target, source = args
+    _one_place(target, source)
+    set_geometry(target, _with_bits_of(target, _bare(source.detach()))._h)  # torch, too, leaves the target its bits
+    return target
+
+
+@handler(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+def _set_storage(entry: Entry, args: Any, kwargs: Any) -> Any:
+    target, storage = args[:2]
+    if not isinstance(storage, NodeStorage):
+        raise RuntimeError(f"set_: the storage of a tensor on {target._place} can't be on {storage.device}")
+    _one_place(target, storage.flat)
+    source = storage.flat.view(target.dtype)
+    if len(args) > 2:
+        offset, size = args[2], tuple(args[3])
+        source = source.as_strided(size, args[4] if len(args) > 4 else contiguous(size), offset)
+    set_geometry(target, _with_bits_of(target, source)._h)
+    return target
+
+
+@handler(aten.set_.default)
+def _set_nothing(entry: Entry, args: Any, kwargs: Any) -> Any:
+    target = args[0]
+    nothing: Any = torch.empty(0, dtype=target.dtype, device=target.device)
+    set_geometry(target, _with_bits_of(target, nothing)._h)
+    return target
+
+
+def _one_place(target: Any, source: Any) -> None:
+    both = isinstance(target, DistributedTensor) and isinstance(source, DistributedTensor)
+    if not both or source._place is not target._place:
+        raise RuntimeError(f"set_: can't set {operand_name(target)} to {operand_name(source)}: they are on two places")

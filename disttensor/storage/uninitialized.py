@@ -1,0 +1,107 @@
+"""Parameters and buffers of torch's lazy modules (``nn.LazyLinear``), on a node before their shape is known.
+
+Torch tells them by their class, which refuses whatever needs a shape; with the shape they get another class. On a node
+such a tensor is a proxy without elements, whose class is the local one and DistributedTensor at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.nn.parameter import (  # type: ignore[attr-defined]
+    UninitializedBuffer,
+    UninitializedParameter,
+    UninitializedTensorMixin,
+)
+from torch.utils._pytree import tree_map_only
+
+from ..dispatch.dispatch import dispatch
+from ..proxy.proxy import DistributedTensor, proxy
+
+_data: Any = vars(DistributedTensor)["data"]
+
+
+class _OnNode:
+    """What such a class has of its own on a node, where it stands before the local one."""
+
+    at_home: type
+    cls_to_become = DistributedTensor
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.at_home(*args, **kwargs)
+
+    @staticmethod
+    def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            return proxy(x._h) if isinstance(x, _OnNode) else x.detach() if is_kind(type(x)) else x
+
+        args, kwargs = tree_map_only(torch.Tensor, plain, (args, kwargs or {}))
+        return dispatch(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
+        if not isinstance(made, torch.Tensor) or isinstance(made, cls) or issubclass(cls, UninitializedParameter):
+            return made
+        return made.as_subclass(cls.at_home)  # what is made of a buffer is one, too, as torch has it
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # which would refuse the questions of this
+            _data.__set__(self, other)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # as torch's, which keeps no device
+        return self.at_home, (self.requires_grad,)  # type: ignore[attr-defined]
+
+
+def is_kind(kind: type) -> bool:
+    """Whether tensors of this class are uninitialized."""
+    return issubclass(kind, UninitializedTensorMixin)
+
+
+@functools.cache
+def on_node(kind: type) -> type:
+    """The class on nodes of what is of this class here."""
+    return type(kind)(kind.__name__, (_OnNode, kind, DistributedTensor), {"at_home": kind})
+
+
+def class_of(tensor: torch.Tensor, remote: bool) -> type | None:
+    """The class that an uninitialized tensor has on a node, or here; None for a tensor that is not of these."""
+    kind = type(tensor)
+    if not is_kind(kind):
+        return None
+    kind = getattr(kind, "at_home", kind)
+    return on_node(kind) if remote else kind
+
+
+def install() -> None:
+    """Has torch make uninitialized tensors on nodes, too (``nn.LazyLinear(5, device="node:1")``)."""
+    for kind in (UninitializedParameter, UninitializedBuffer):
+        setattr(kind, "__new__", _new(kind.__new__))  # noqa: B010 - mypy refuses the assignment
+
+
+def _new(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def new(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        values = torch.empty(0, device=given.arguments.get("device"), dtype=given.arguments.get("dtype"))
+        if not isinstance(values, DistributedTensor):
+            return original(*args, **kwargs)
+        given.arguments["device"] = "cpu"
+        made = original(*given.args, **given.kwargs)
+        made.data = values
+        return made
+
+    return new

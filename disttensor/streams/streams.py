@@ -1,0 +1,356 @@
+"""Streams and events, as in ``torch.cuda``: on the CPU of a node a stream is a thread that does its commands in order.
+
+Operations on several streams of a node run side by side. An operation that uses a tensor which another stream makes
+waits for it by itself; in-place writes are ordered by events only, as in CUDA.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..dispatch.call_site import here
+from ..errors.argument_checks import spelled
+from ..proxy.meta import new_ref
+from ..runtime.master.route import Route, route, waits
+from ..runtime.process.signals import whole
+from ..runtime.protocol import commands as c
+from ..session import current as state
+from ..session import current_node as context
+from ..session.current_node import current_node
+from ..session.places import Place
+
+Device = torch.device | str | int | None
+
+
+#: The blocks of ``with s:`` that this thread or asyncio task is in.
+_entered: ContextVar[tuple[stream, ...]] = ContextVar("disttensor.streams", default=())
+
+
+class _Owned:
+    """Owns what a node has under ``ref``: a stream or an event."""
+
+    __slots__ = ("_dead", "ref")
+
+    def __init__(self, place: Place) -> None:
+        self.ref = new_ref()
+        self._dead = place.dead
+
+    def __del__(self) -> None:  # no lock and no I/O: the collector can run this anywhere
+        self._dead.append(self.ref)
+
+
+class Stream:
+    """A queue of work on one device of one node. What is issued to it is done in that order.
+
+    Args:
+        node: a node's number, or a device of type "node", which names both. Default: the current node.
+        device: a device of that node as ``disttensor.device`` takes it ("cpu", "cuda:1", 1). Default: the node's
+            default device.
+        priority: as in ``torch.cuda.Stream``, lower numbers first; CPUs have no priorities.
+
+    Two streams of a CPU are two threads of the node's process, and share its cores. Raises ValueError or RuntimeError
+    for a node or a device that does not exist, NodeLost.
+    """
+
+    def __init__(self, node: torch.device | str | int | None = None, device: Device = None, priority: int = 0) -> None:
+        self._set(_place(node, device))
+        self.priority = int(priority)
+        self._place.session.link.check(self._place.outbox)
+        self._owned: _Owned | None = _Owned(self._place)
+        self._place.outbox.add(c.Stream(self._owned.ref, self._place.name, self.priority), here())
+
+    def _set(self, place: Place) -> None:
+        self._place = place
+        self.node = place.node  #: the node's number
+        self.device = place.device  #: the torch.device, of type "node"
+
+    @property
+    def stream_id(self) -> int:
+        """Unlike that of any other stream; 0 for default streams."""
+        return 0 if self._owned is None else self._owned.ref
+
+    def wait_stream(self, stream: Stream) -> None:
+        """What is issued to this stream from now on waits for all that was issued to ``stream``. Returns at once."""
+        self.wait_event(stream.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        """What is issued to this stream from now on waits for ``event``. Returns at once."""
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Records ``event``, by default a new one, on this stream, and gives it."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Waits until all that was issued to this stream is done.
+
+        Raises the earliest error on its node that nothing has raised yet, NodeLost.
+        """
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Whether all that was issued to this stream is done. One round trip."""
+        return self.record_event().query()
+
+    def is_capturing(self) -> bool:
+        """False: no CUDA graph is captured here. Optimizers ask a stream for that since torch 2.15."""
+        return False
+
+    @whole
+    def __enter__(self) -> Stream:
+        """As ``with disttensor.stream(self)``."""
+        block = stream(self)
+        block.__enter__()
+        _entered.set((*_entered.get(), block))
+        return self
+
+    @whole
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        *outer, block = _entered.get()
+        _entered.set(tuple(outer))
+        block.__exit__(kind, error, trace)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stream):
+            return NotImplemented
+        return (self._place, self.stream_id) == (other._place, other.stream_id)
+
+    def __hash__(self) -> int:
+        return hash((self._place, self.stream_id))
+
+    def __repr__(self) -> str:
+        kind = f"stream {self.stream_id}" if self.stream_id else "default stream"
+        return f"<disttensor.Stream {kind} of {self._place}>"
+
+
+class _Default(Stream):
+    """The stream that a device has without being asked."""
+
+    def __init__(self, place: Place) -> None:
+        self._set(place)
+        self.priority = 0
+        self._owned = None
+
+
+class Event:
+    """A point in the work of a stream, to wait for: from another stream, of any node, or here.
+
+    Args:
+        enable_timing: whether ``elapsed_time`` may be asked.
+        blocking: as in ``torch.cuda.Event``; a wait for a node never spins, so it changes nothing.
+
+    It can be recorded again; what waits for it already waits for what it was then.
+    """
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._timing = enable_timing
+        self._place: Place | None = None
+        self._owned: _Owned | None = None
+        self._reached = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Records it on ``stream``, by default the current node's current one. Returns at once. Raises NodeLost."""
+        stream = current_stream() if stream is None else stream
+        place = stream._place
+        if route.get().recorder is not None:
+            self._place, self._owned = None, None  # a graph is replayed in the order of its commands
+            return
+        place.session.link.check(place.outbox)
+        owned = _Owned(place)
+        _issue(stream, c.Record(owned.ref, place.name, self._timing))
+        self._place, self._owned, self._reached = place, owned, False
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """What is issued to ``stream`` (by default the current one) from now on waits for the event.
+
+        Returns at once; between two nodes, too, it is they who tell each other. Nothing happens if the event was not
+        recorded. Raises NodeLost.
+        """
+        stream = current_stream() if stream is None else stream
+        if self._owned is None or self._place is None or route.get().recorder is not None:
+            return
+        there = stream._place
+        if there.session is not self._place.session:
+            self._place.session.link.check(self._place.outbox)
+        if there.node == self._place.node:
+            _issue(stream, c.Wait(self._owned.ref))
+            return
+        session = there.session
+        transfer = session.new_transfer()
+        session.link.pair(
+            (self._place.node, c.Signal(transfer, self._owned.ref, there.node)),
+            (there.node, _on(stream, c.Await(transfer, self._place.node))),
+            here(),
+        )
+
+    def query(self) -> bool:
+        """Whether the work before it is done; True for one that was not recorded. One round trip. Raises NodeLost."""
+        waits("a question about an event")
+        if self._owned is not None and not self._reached:
+            place, ref = self._asked()
+            self._reached = bool(place.session.ask(place, c.Answer, lambda id: c.Query(id, ref), here()).value)
+        return self._owned is None or self._reached
+
+    def synchronize(self) -> None:
+        """Waits until the work before it is done.
+
+        Raises the earliest error on its node that nothing has raised yet, NodeLost.
+        """
+        waits("Event.synchronize")
+        if self._owned is None:
+            return
+        place, ref = self._asked()
+        place.session.ask(place, c.Done, lambda id: c.Join(id, ref), here())
+        self._reached = True
+        place.session.complain(place.node)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """The milliseconds between this event and a later one of the same node, by its clock. One round trip.
+
+        Raises RuntimeError unless both were recorded with ``enable_timing=True`` and are done, ValueError for events
+        of two nodes.
+        """
+        if not (self._timing and end_event._timing):
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        if self._owned is None or end_event._owned is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        place, first = self._asked()
+        other, second = end_event._asked()
+        if place.node != other.node:
+            raise ValueError(f"events of nodes {place.node} and {other.node}: each node has a clock of its own")
+        reply = place.session.ask(place, c.Answer, lambda id: c.Elapsed(id, first, second), here())
+        if reply.value is None:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return float(reply.value)  # type: ignore[arg-type]
+
+    def _asked(self) -> tuple[Place, int]:
+        assert self._place is not None
+        assert self._owned is not None
+        return self._place, self._owned.ref
+
+    def __repr__(self) -> str:
+        return f"<disttensor.Event {'not recorded' if self._place is None else f'on {self._place}'}>"
+
+
+class _Streams(dict[int, int]):
+    """Of a Route: which stream is the current one of which node. Keeps them alive, for whoever inherits it."""
+
+    held: dict[int, Stream]
+
+
+def _on(stream: Stream, command: c.Record | c.Wait | c.Await) -> c.Command:
+    return c.On(stream.stream_id, command) if stream.stream_id else command
+
+
+def _issue(stream: Stream, command: c.Record | c.Wait | c.Await) -> None:
+    """For ``stream``, whichever is current."""
+    place = stream._place
+    if place.outbox.add(_on(stream, command), here(3)):
+        place.session.flush(place.outbox)
+
+
+class stream:
+    """Makes a stream the current one of its node inside of a ``with`` block, and that node the current one.
+
+    Everything that the block issues to the node goes to the stream: operations, copies, backward passes,
+    ``disttensor.run``. None changes nothing. Blocks nest; threads and asyncio tasks have current streams of their own.
+
+    Entering raises NodeLost, DisttensorError for a stream of a session that was shut down.
+    """
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self._entered: list[tuple[Any, Token[Route], context.node]] = []
+
+    @whole
+    def __enter__(self) -> stream:
+        if self.stream is not None:
+            outbox, ref = self.stream._place.outbox, self.stream.stream_id
+            self.stream._place.session.link.check(outbox)
+            node = context.node(self.stream.node)
+            node.__enter__()
+            now = route.get()
+            streams = _Streams(now.streams)
+            streams.held = {**getattr(now.streams, "held", {}), self.stream.node: self.stream}
+            streams[self.stream.node] = ref
+            outbox.divert(1)
+            self._entered.append((outbox, route.set(Route(streams, now.recorder)), node))
+        return self
+
+    @whole
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stream is not None:
+            outbox, token, node = self._entered.pop()
+            route.reset(token)
+            outbox.divert(-1)
+            node.__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"stream({self.stream!r})"
+
+
+StreamContext = stream
+
+
+def set_stream(stream: Stream) -> None:
+    """Makes a stream, and its node, the current ones of this thread or asyncio task, until something else does.
+
+    ``with stream(s):`` is for a while, and a ``with`` block that this is called in ends as if it had not been. Raises
+    as entering does.
+    """
+    place = stream._place
+    place.session.link.check(place.outbox)
+    context.use(stream.node)
+    now = route.get()
+    streams = _Streams(now.streams)
+    streams.held = {**getattr(now.streams, "held", {}), stream.node: stream}
+    streams[stream.node] = stream.stream_id
+    if stream.stream_id:
+        place.outbox.divert(1)  # for good: nobody knows until when
+    route.set(Route(streams, now.recorder))
+
+
+def forget() -> None:
+    """Makes node 0 and default streams the current ones: at a session's end, for the next one."""
+    context.use(0)
+    route.set(Route())
+
+
+@spelled
+def default_stream(node: torch.device | str | int | None = None, device: Device = None) -> Stream:
+    """The stream that takes what is issued outside of ``with stream(s)``: of a node, by default the current one."""
+    return _Default(_place(node, device))
+
+
+@spelled
+def current_stream(node: torch.device | str | int | None = None, device: Device = None) -> Stream:
+    """The stream that takes what is issued now to a node, by default the current one."""
+    place = _place(node, device)
+    current: Stream | None = getattr(route.get().streams, "held", {}).get(place.node)
+    return current if current is not None and current.stream_id else _Default(place)
+
+
+@spelled
+def synchronize(node: torch.device | str | int | None = None) -> None:
+    """Waits until a node (a number or a device; None: all of them) has done everything, on all its streams.
+
+    Raises the earliest error that nothing has raised yet, NodeLost, ValueError for a node that does not exist.
+    """
+    state.session().synchronize(None if node is None else _place(node).node)
+
+
+def _place(node: torch.device | str | int | None, device: Device = None) -> Place:
+    places = state.session().places
+    if isinstance(device, (str, torch.device)) and torch.device(device).type == "node":
+        return places.of(torch.device(device))
+    return places.at(current_node() if node is None else node, device)

@@ -1,0 +1,385 @@
+"""Users' functions on nodes: ``dt.run(fn, *args, node=k)``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ..collectives.groups import Group, new_group
+from ..dispatch.call_site import here
+from ..dispatch.copies import move, upload
+from ..dispatch.first_call import layout_of
+from ..errors.missing import REMEDY, advised, culprit
+from ..proxy.meta import Handle, meta_told, new_ref
+from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.master.failures import in_short
+from ..runtime.master.route import waits
+from ..runtime.node.user_functions import MAX_PICKLE, decode_result, key_of
+from ..runtime.process.signals import whole
+from ..runtime.process.spelling import did_you_mean
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import DisttensorError, PeerFailed
+from ..session import current
+from ..session.current_node import current_node
+from ..session.places import Place, one_session
+from ..session.session import Session
+from .process_groups import worlds_of
+from .reloaded_modules import Modules
+
+_serial = count()
+
+#: Bytes per piece, well under a message's limit.
+PIECE = 512 << 10
+
+
+def run(
+    fn: Callable[..., Any],
+    *args: Any,
+    node: int | str | torch.device | Iterable[int] | None = None,
+    nodes: Iterable[int] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Runs ``fn(*args, **kwargs)`` on a node (the current one by default) and gives its result.
+
+    The function goes there with cloudpickle, once. Tensors among the arguments (at any depth) arrive as ordinary local
+    tensors: proxies of that node as they are, others are sent first. Tensors in the result come back as proxies;
+    everything else must be plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of it).
+
+    ``node`` is a number or a text such as "node:1". It may be several, such as a ``Group``: the function runs on all of
+    them at once, and the results come in a list. An argument ``dt.Each(values)`` is another one for each of them.
+
+    ``nodes`` is the same with torch.distributed initialized on them: the first is rank 0 of the default process group,
+    by gloo (NCCL for CUDA tensors, where each has a GPU of its own). It stays for the next call with the same nodes. A
+    rank that fails ends the others' waiting for it (docs/PROCESS_GROUPS.md).
+
+    Raises what the function raised, with the node's traceback as a note, TypeError for other results, NodeLost. Of
+    several nodes all have ended then, and what else failed is in notes. For ``nodes`` ValueError, too, where gloo must
+    not be used between their hosts, and DisttensorError where they are threads (launcher="inproc").
+    """
+    session = current.session()
+    site = here()
+    _check_call(fn, kwargs)
+    if nodes is not None:
+        if node is not None:
+            raise TypeError("run takes node= or nodes=, not both")
+        if isinstance(nodes, (int, str, torch.device)):
+            raise TypeError(
+                f"run(nodes=) takes a list of nodes, such as [0, 1], that form a process group of torch.distributed; "
+                f"on one node it is node={nodes!r}"
+            )
+        return _run_on_all(session, new_group(nodes), fn, args, kwargs, site, as_ranks=True)
+    if isinstance(node, Iterable) and not isinstance(node, str):
+        return _run_on_all(session, new_group(node), fn, args, kwargs, site)
+    call = _Call(session, session.places.at(current_node() if node is None else node), fn, args, kwargs, site)
+    try:
+        return call.result(session.ask(call.place, c.Result, call.command, site))
+    except ModuleNotFoundError as error:
+        raise advised(error, session.plain) from None
+    finally:
+        call.end()
+
+
+def _check_call(fn: Any, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for what is no function, and for a misspelt argument of ``run`` that the function does not take
+    either: it would be told on the node that the function has got it."""
+    if not callable(fn):
+        raise TypeError(f"run takes a function and its arguments, and {fn!r:.60} can't be called")
+    for name in kwargs:
+        if (meant := did_you_mean(name, ("node", "nodes"), "{}=")) and not _takes(fn, name):
+            raise TypeError(f"run() has no argument {name!r}, and {_name(fn)} takes none of that name{meant}")
+
+
+def _takes(fn: Callable[..., Any], keyword: str) -> bool:
+    """Whether a function has an argument of that name, for all that can be known."""
+    try:
+        parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return True
+    return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
+
+
+def _name(fn: Any) -> str:
+    """A function in words: as it is called where it is defined."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__).rpartition("<locals>.")[2][:100]
+
+
+class Each:
+    """An argument of ``run`` on several nodes: ``values[i]`` for the i-th of them."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+
+def _run_on_all(
+    session: Session,
+    nodes: Group,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    site: Any,
+    as_ranks: bool = False,
+) -> list[Any]:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Each) and len(each.values) != len(nodes):
+            raise ValueError(f"Each has {len(each.values)} values for the {len(nodes)} nodes of {nodes}")
+    waits("a function")
+    link, calls, requests, results = session.link, [], [], []
+    failed: list[Exception] = []
+    worlds = worlds_of(session)
+    world: c.World | None = None
+    kept = False  #: all nodes still have the world
+    try:
+        for i, node in enumerate(nodes):
+            mine = [x.values[i] if isinstance(x, Each) else x for x in args]
+            named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
+            calls.append(_Call(session, session.places.at(node), fn, mine, named, site))
+        with worlds.turn(session, nodes.nodes, site) if as_ranks else contextlib.nullcontext() as world:
+            commands = []
+            for call in calls:
+                requests.append(link.request(call.place.node, c.Result))
+                commands.append((call.place.node, call.command(requests[-1].id, world), site))
+            link.together(commands)
+        stays = True
+        for call, request in zip(calls, requests, strict=True):
+            try:
+                reply: Any = link.wait(request)
+                if isinstance(reply, c.Poisoned):
+                    raise session.failure(reply.rank, reply.seq)
+                results.append(call.result(reply))
+                stays = stays and reply.kept
+            except Exception as error:
+                failed.append(advised(error, session.plain))
+        kept = stays and not failed
+    finally:
+        for call in calls:
+            call.end()
+        for request in requests:
+            link.drop(request)
+        if world is not None and not kept:
+            worlds.end(world)
+    if failed:
+        raise _first_of(failed)
+    return results
+
+
+def _first_of(failed: list[Exception]) -> Exception:
+    """With the others as notes. Those that broke off because a rank had failed come last, in one line."""
+    first, *others = sorted(failed, key=lambda error: isinstance(error, PeerFailed))
+    broke_off = [other for other in others if isinstance(other, PeerFailed)]
+    for other in others:
+        if other not in broke_off:
+            first.add_note(f"and on another node: {type(other).__name__}: {in_short(other)}")
+    if broke_off:
+        first.add_note(f"and {len(broke_off)} other nodes broke off, as ranks wait for each other")
+    return first
+
+
+class _Call:
+    """A function that is to run on a node. It and its arguments are on their way."""
+
+    def __init__(
+        self, session: Session, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, site: Any
+    ) -> None:
+        self.place = place
+        self._site = site
+        self._what = f"{_name(fn)}()"
+        self._sent = _known(session)
+        self._keep: list[DistributedTensor] = []
+        self._request, self._adopted = 0, False
+        function = _pickled(fn, place, self._keep, f"{self._what}")
+        self._holds_tensors = bool(self._keep)
+        # what is used once has a name of its own; the unpickler doesn't read so far
+        once = next(_serial).to_bytes(8, "big")
+        self._function = key_of(function := function + once if self._holds_tensors else function)
+        arguments = _pickled((tuple(args), kwargs), place, self._keep, f"the arguments of {self._what}") + once
+        self._arguments = key_of(arguments)
+        session.link.interrupts.look()
+        known = None if self._holds_tensors else self._sent
+        _send(place, known, (self._function, function), (self._arguments, arguments), site)
+
+    def command(self, id: int, world: c.World | None = None) -> c.Command:
+        self._request = id
+        refs = tuple(t._h.ref for t in self._keep)
+        return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, world)
+
+    def result(self, reply: c.Result) -> Any:
+        """What the function has returned."""
+        # simulated devices are one memory, so the node can't tell which of them a result is on: where an argument is
+        simulated = self.place.session.link.hellos[self.place.node].simulated
+        beside = next((t._place for t in self._keep), self.place) if simulated else self.place
+        tensors = [_adopted(g, beside) for g in reply.tensors]
+        if tensors:
+            self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
+        self._adopted = True
+        return decode_result(reply.data, tensors)
+
+    def end(self) -> None:
+        """Whatever happened; Ctrl-C too."""
+        if not self._adopted:
+            self._sent.discard((self.place.node, self._function))  # it may not have got as far as being kept
+            if self._request and self.place.outbox.lost is None:
+                # nobody will adopt what it returns
+                self.place.outbox.add(c.Adopt(self._request, ()), self._site)
+        self._keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
+
+
+def _known(session: Any) -> set[tuple[int, bytes]]:
+    """Which functions which nodes have. Bounded well below what a node keeps."""
+    known: set[tuple[int, bytes]] = session.__dict__.setdefault("functions", set())
+    if len(known) > 512:
+        known.clear()
+    return known
+
+
+def _pickled(value: Any, place: Place, keep: list[DistributedTensor], what: str) -> bytes:
+    """Pickles with tensors replaced by refs; ``keep`` holds those that were sent for it. Raises TypeError for what
+    can't be pickled, which names it."""
+    buffer, modules = io.BytesIO(), _modules(place.session)
+    pickler = _Pickler(buffer, place, keep, modules)
+    try:
+        with _by_value(stale) if (stale := modules.stale()) else contextlib.nullcontext():
+            pickler.dump(value)
+    except (TypeError, cloudpickle.pickle.PicklingError) as e:
+        if (found := culprit(value, what, _fails)) is not None:
+            e.args = (f"{what} can't be sent to node {place.node}: {found} ({e}); {REMEDY}",)
+        raise
+    data = buffer.getvalue()
+    if len(data) > MAX_PICKLE:
+        raise ValueError(
+            f"arguments of {len(data)} bytes exceed {MAX_PICKLE >> 20} MiB when pickled; pass them as tensors"
+        )
+    return data
+
+
+def _modules(session: Any) -> Modules:
+    """Which of the user's modules the nodes of this session have, or may have."""
+    modules: Modules = session.__dict__.setdefault("modules", Modules())
+    return modules
+
+
+_registering = threading.RLock()
+
+
+@contextlib.contextmanager
+def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Has what these modules define pickled as what is in a script or a notebook itself: nodes have older ones."""
+    with _registering:
+        new = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+        for module in new:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        except (TypeError, cloudpickle.pickle.PicklingError) as e:
+            names = ", ".join(module.__name__ for module in modules)
+            e.add_note(
+                f"nodes get {names} by value, as it has changed since they imported it; a new session imports it"
+            )
+            raise
+        finally:
+            for module in new:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _fails(value: Any) -> bool:
+    """Whether a value can't be pickled."""
+    try:
+        _Dry(io.BytesIO()).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends no tensors."""
+
+    def persistent_id(self, value: Any) -> int | None:
+        return 0 if isinstance(value, torch.Tensor) else None
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, place: Place, keep: list[DistributedTensor], modules: Modules) -> None:
+        super().__init__(file)
+        self._place = place
+        self._keep = keep
+        self._modules = modules
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type, ModuleType)):
+            self._modules.note(value)
+        return super().reducer_override(value)
+
+    def persistent_id(self, value: Any) -> int | None:
+        from ..dispatch.lazy_views import materialise
+
+        if not isinstance(value, torch.Tensor):
+            return None
+        if not isinstance(value, DistributedTensor) and layout_of(value) is not torch.strided:
+            return None  # by value: there are no proxies of such
+        tensor: Any = value.detach()
+        if not isinstance(tensor, DistributedTensor):
+            tensor = upload(tensor, self._place)
+        elif tensor._place.node != self._place.node:
+            tensor = move(tensor, self._place)
+        else:
+            one_session(tensor._place, self._place)
+        self._keep.append(tensor)
+        return int(tensor._h.ref or materialise(tensor._h))
+
+
+@whole
+def _send(
+    place: Place,
+    sent: set[tuple[int, bytes]] | None,
+    function: tuple[bytes, bytes],
+    arguments: tuple[bytes, bytes],
+    site: Any,
+) -> None:
+    """Queues (key, data) of a function, unless it was ``sent``, and of its arguments; nobody else's pieces between."""
+    with place.session.pieces:
+        if sent is None or (place.node, function[0]) not in sent:
+            _pieces(place, *function, site)
+            if sent is not None:
+                sent.add((place.node, function[0]))
+        _pieces(place, *arguments, site)
+
+
+def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
+    for start in range(0, max(len(data), 1), PIECE):
+        place.outbox.add(c.Piece(key, data[start : start + PIECE], start + PIECE >= len(data)), site)
+
+
+def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
+    session = place.session
+    name = geometry.device if geometry.device.startswith("cuda") else "cpu"
+    where = place if session.link.hellos[place.node].simulated else session.places.at(place.node, name)
+    return proxy(Handle(new_ref(), meta_told(geometry, where)))
+
+
+def nodes_info() -> Sequence[dict[str, Any]]:
+    """The nodes: for each its rank, host, pid, devices, and whether it is alive."""
+    link = current.session().link
+    return [
+        {
+            "rank": rank,
+            "host": hello.host,
+            "pid": hello.pid,
+            "devices": list(hello.devices),
+            "alive": link.outboxes[rank].lost is None,
+        }
+        for rank, hello in sorted(link.hellos.items())
+    ]
+
+
+__all__ = ["DisttensorError", "nodes_info", "run"]

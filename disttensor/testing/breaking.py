@@ -1,0 +1,74 @@
+"""Breaking what tests have to see broken: a node's connections, its process. Part of ``disttensor.testing``."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+
+from ..runtime.channel.base import MASTER
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import DisttensorError
+from ..session import current
+
+_WHY = "its connection was cut by disttensor.testing.cut"
+
+
+def cut(node: int, *, control: bool = True, data: bool = False) -> None:
+    """Breaks a node's connections with the script as a network does that fails. Returns at once.
+
+    ``control`` is what carries commands and replies. The node is lost with it: its process (or thread) ends, what the
+    script waits for of it and later uses of its tensors raise NodeLost, other nodes go on. ``data`` is what carries
+    tensors between the node and the script, in both directions. Without ``control`` only these copies are lost, those
+    under way and all later ones: they raise a ChannelError, and the node goes on.
+
+    Works for nodes of every kind, in-process ones too. Raises ValueError for a node that there is not, NodeLost for one
+    that is lost already, DisttensorError without a session.
+    """
+    session = current.session()
+    outbox = session.places.at(node).outbox
+    session.link.check(outbox)
+    if data:
+        session.board.forget(node, _WHY)  # first: the node's end, seen from here, would be the reason otherwise
+        outbox.add(c.Lost(MASTER, _WHY))
+        session.link.flush(outbox, wait=False)
+    if control:
+        with session.link._lock:
+            session.link.hub.cut(node)
+
+
+def stop(node: int) -> None:
+    """Stops a node's process (SIGSTOP): it does and says nothing, as a machine that hangs. ``resume`` has it go on.
+
+    Raises ValueError for a node that there is not, NodeLost for one that is lost, DisttensorError for one that is a
+    thread of this process (``launcher="inproc"``) or runs on another host, and without a session. So do the next two.
+    """
+    os.kill(_pid(node), signal.SIGSTOP)
+
+
+def resume(node: int) -> None:
+    """Has a node go on that was stopped; one that was not goes on as before."""
+    os.kill(_pid(node), signal.SIGCONT)
+
+
+def kill(node: int) -> None:
+    """Ends a node's process by SIGKILL, a stopped one too. Returns when it has ended; the script may hear later."""
+    pid = _pid(node)
+    process = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        select.select([process], [], [])
+    finally:
+        os.close(process)
+
+
+def _pid(node: int) -> int:
+    session = current.session()
+    session.link.check(session.places.at(node).outbox)
+    hello = session.link.hellos[node]
+    if session.shares_process:
+        raise DisttensorError(f"node {node} is a thread of this process (launcher='inproc'), which must not be stopped")
+    if hello.host != socket.gethostname():
+        raise DisttensorError(f"node {node} runs on {hello.host}, and only processes of this host can be stopped here")
+    return hello.pid

@@ -1,0 +1,195 @@
+"""What crosses the control connections, by node: ``disttensor.testing.MessageLog``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, cast
+
+from ..runtime.process.gc_pause import no_collection
+from ..runtime.protocol import codec
+from ..runtime.protocol import commands as c
+from ..session import current
+
+
+@contextlib.contextmanager
+def wrapped(owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Has an object's method replaced by ``wrap(method)``, and puts back what was there."""
+    own = owner.__dict__
+    before = own.get(name)
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if before is None:
+            del own[name]
+        else:
+            own[name] = before
+
+
+class NodeLog:
+    """What was seen of one node, or of all. Everything here can be read inside of the block and after it."""
+
+    def __init__(self, log: MessageLog | None, node: int | None) -> None:
+        self._log, self._node = log, node
+
+    @property
+    def commands(self) -> list[str]:
+        """Names of the commands that were issued, in order (of several nodes, node by node).
+
+        Those that still wait to be sent are among them. A name is the kind of command and what it is about: "Call
+        aten::add.Tensor" runs an operator, "Ask aten::item" one that is answered, "Collective all_reduce ring" takes
+        part in a collective, "On ..." is one for a stream; "Send", "Recv", "Free", "Replay", "Sync" and the like stand
+        for themselves.
+        """
+        return [name for name, _ in self._named()]
+
+    @property
+    def questions(self) -> list[str]:
+        """Names of those commands that the nodes answer."""
+        return [name for name, command in self._named() if _is_question(command)]
+
+    @property
+    def replies(self) -> list[str]:
+        """Names of what the nodes have said, as far as this process has taken it in: "Answer", "Done", "Failed"."""
+        return [type(reply).__name__ for _, data in self._received() for reply in codec.decode_report(data).replies]
+
+    @property
+    def messages(self) -> int:
+        """How many messages were sent. One takes many commands."""
+        return len(self._sent())
+
+    @property
+    def reports(self) -> int:
+        """How many messages have come from nodes. One without replies says how far the node is."""
+        return len(self._received())
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of the messages that were sent. (Tensors go by data channels: ``dt.stats()``.)"""
+        return sum(len(data) for _, data in self._sent())
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes of the messages that have come from nodes."""
+        return sum(len(data) for _, data in self._received())
+
+    def _sent(self) -> list[tuple[int, bytes]]:
+        assert self._log is not None
+        return [(node, data) for node, data in self._log.sent if self._node in (None, node)]
+
+    def _received(self) -> list[tuple[int, bytes]]:
+        assert self._log is not None
+        return [(node, data) for node, data in self._log.received if self._node in (None, node)]
+
+    def _named(self) -> Iterator[tuple[str, c.Command]]:
+        assert self._log is not None
+        issued = self._log.issued()
+        for node in sorted(issued) if self._node is None else [self._node]:
+            for command in issued.get(node, []):
+                yield self._log.name(node, command), command
+
+
+class MessageLog(NodeLog):
+    """Records what crosses the control connections between the script and its nodes, as a context manager:
+
+        with MessageLog() as log:
+            y = x + 1
+        assert log[1].commands == ["Call aten::add.Tensor"]
+        assert log.replies == []
+
+    ``log[k]`` is what was seen of node ``k``, ``log`` itself that of all nodes together. Logs may be nested.
+
+    What was issued before the block is done when it begins, so that none of it is counted. (A failure among it is
+    raised where it would be without the log.) ``settle=False`` sends it only, where nodes are kept busy. Python's
+    collector of cycles does not run by itself inside of the block: what it frees of earlier code would be among what is
+    issued. Raises DisttensorError without a session, IndexError for a node that there is not.
+    """
+
+    def __init__(self, *, settle: bool = True) -> None:
+        super().__init__(None, None)
+        self._log = self
+        self._settle = settle
+        self._session = current.session()
+        self._ended: dict[int, list[c.Command]] | None = None  #: what waited to be sent when the block ended
+        self.sent: list[tuple[int, bytes]] = []  #: (node, message)
+        self.received: list[tuple[int, bytes]] = []
+
+    def __getitem__(self, node: int) -> NodeLog:
+        if not 0 <= node < len(self._session.states):
+            raise IndexError(f"node {node} does not exist; there are {len(self._session.states)} nodes")
+        return NodeLog(self, node)
+
+    def __enter__(self) -> MessageLog:
+        session = self._session
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(no_collection())  # before all: what nodes that are threads collect is sent, too
+            if self._settle:
+                session.finish()
+            session.link.flush_all()
+            with session.link._lock:
+                hub = session.link.hub
+                undo.enter_context(wrapped(hub, "send", self._note_sent))
+                undo.enter_context(wrapped(hub, "drain", self._note_received))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._session.link._lock:
+            self._ended = self._waiting()
+            self._undo.close()  # and what is collected then is in no log
+
+    def issued(self) -> dict[int, list[c.Command]]:
+        """By node, what was sent and what waits to be."""
+        with self._session.link._lock:
+            waiting = self._waiting() if self._ended is None else self._ended
+            sent = list(self.sent)
+        out: dict[int, list[c.Command]] = {}
+        for node, data in sent:
+            out.setdefault(node, []).extend(codec.decode_batch(data).commands)
+        for node, commands in waiting.items():
+            out.setdefault(node, []).extend(commands)
+        return out
+
+    def name(self, node: int, command: c.Command) -> str:
+        """What a command is called here."""
+        kind = "Call" if isinstance(command, c.Call) else type(command).__name__
+        match command:
+            case c.Call(template=template) | c.Ask(call=c.Call(template=template)):
+                define = self._session.states[node].defined.get(template)
+                return kind if define is None else f"{kind} {define.op}"
+            case c.On(command=inner):
+                return f"{kind} {self.name(node, inner)}"
+            case c.Define(op=op):
+                return f"{kind} {op}"
+            case c.Collective(kind=what, algorithm=algorithm):
+                return f"{kind} {what} {algorithm}".rstrip()
+        return kind
+
+    def _waiting(self) -> dict[int, list[c.Command]]:
+        boxes = self._session.link.outboxes
+        return {box.rank: cast("list[c.Command]", box.queue[: len(box.queue) // 2 * 2 : 2]) for box in boxes}
+
+    def _note_sent(self, send: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:
+        def noted(node: int, message: bytes) -> None:
+            send(node, message)
+            self.sent.append((node, message))
+
+        return noted
+
+    def _note_received(self, drain: Callable[[], list[tuple[int, bytes]]]) -> Callable[[], list[tuple[int, bytes]]]:
+        def noted() -> list[tuple[int, bytes]]:
+            messages = drain()
+            self.received += messages
+            return messages
+
+        return noted
+
+
+def _is_question(command: c.Command) -> bool:
+    if isinstance(command, c.On):
+        return _is_question(command.command)
+    return hasattr(command, "request") and not isinstance(command, c.Adopt)

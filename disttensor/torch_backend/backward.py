@@ -1,0 +1,123 @@
+"""Backward passes over proxies.
+
+Two traps of torch's Python backends (seen on torch 2.11 to 2.13) are handled here:
+
+- the autograd engine has one device thread for such a backend and asserts on index > 0, so multithreading is switched
+  off in the calling thread for the length of a backward that meets proxies;
+- an exception that passes through C++ in a backward unwinds through the device guard, a noexcept function that asks
+  for the guard's ``type_`` while the error is pending, and that kills the process. Whoever looks ``type_`` up has the
+  pending error taken away and kept; the wrapper of the engine's entry raises it once C++ has unwound.
+
+And what a signal's handler raises while C++ asks (in a forward too, for each output that needs a gradient) would end in
+such a noexcept function: between the lookup and the answer no handler runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.autograd.graph
+
+from ..proxy.proxy import DistributedTensor
+from ..runtime.process.signals import held, whole
+
+_kept = threading.local()
+_poke = [None]
+
+
+class Answer:
+    """A method that gives a constant to C++, which looks it up and then calls it."""
+
+    def __init__(self, value: Any) -> None:
+        @whole
+        def answer(index: int = 0) -> Any:
+            held[0] = False
+            return value
+
+        self._answer = answer
+
+    @whole
+    def __get__(self, asked: Any, kind: Any = None) -> Any:
+        try:
+            # -1 is also how C says "failed": list's subscript looks whether an error is set, finds the pending one and
+            # takes it for its own. Nothing may be called before this while an error is set
+            _poke[-1]
+        except BaseException as error:
+            _keep(error)
+        held[0] = True  # pybind11 looks for signals before it calls, where the frame is the user's
+        return self._answer
+
+
+class Guard(torch._C._acc.DeviceGuard):
+    """The device guard that torch asks, while an exception unwinds as well."""
+
+    type_ = Answer(torch._C._autograd.DeviceType.PrivateUse1)
+
+
+class Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What C++ asks of the device type."""
+
+    is_available = Answer(True)
+    has_primary_context = Answer(True)
+    is_built = Answer(True)
+
+
+def _keep(error: BaseException) -> None:
+    """Notes an error of this thread's backward."""
+    trace = error.__traceback__
+    errors = getattr(_kept, "errors", None)
+    if errors is None:
+        errors = _kept.errors = []
+    # without __get__ at the head of its traceback
+    errors.append(error.with_traceback(trace.tb_next if trace is not None else None))
+
+
+def install() -> None:
+    """Wraps the entry of every backward and grad. A second call does nothing."""
+    original = torch.autograd.graph._engine_run_backward
+    if getattr(original, "_disttensor", False):
+        return
+
+    local_threads = torch.accelerator.device_count() > 0  # without these the switch makes no difference to others
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if local_threads and not reaches_a_node(args[0]):
+            return original(*args, **kwargs)
+        outer = getattr(_kept, "errors", None)
+        _kept.errors = []
+        multithreaded = torch.autograd.is_multithreading_enabled()
+        torch._C._set_multithreading_enabled(False)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as e:
+            errors = _kept.errors
+            if errors:
+                raise errors[0] from None
+            raise e
+        finally:
+            torch._C._set_multithreading_enabled(multithreaded)
+            _kept.errors = outer
+
+    run_backward._disttensor = True  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+def reaches_a_node(roots: Any) -> bool:
+    """Whether a backward from these tensors (or edges of the graph) meets a proxy."""
+    if any(type(root) is DistributedTensor for root in roots):
+        return True
+    found = {root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn for root in roots}
+    todo = list(found)
+    while todo:
+        function = todo.pop()
+        if function is None:
+            continue
+        if any(m.device.type == "node" for m in function._input_metadata):
+            return True
+        new = {following for following, _ in function.next_functions} - found
+        found |= new
+        todo += new
+    return False

@@ -1,0 +1,270 @@
+"""Composites that choose their kernels by device type, shown a CPU: what computes as a CPU is then used like one.
+
+Torch's recurrent layers, for example, pick mkldnn on the CPU, cuDNN on CUDA, and for our device kernels that exist on
+CUDA only. Where a node computes as a CPU does, such a composite is run on proxies whose torch device is "cpu": the same
+remote tensors, at the `twin` of their place. Its parts become commands as ever. Putting the disguise on and off are
+operations to autograd, and send nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ...dispatch.copies import upload
+from ...dispatch.first_call import place_of
+from ...dispatch.lazy_views import materialise
+from ...dispatch.op_table import enter
+from ...proxy.meta import Handle, Shared, meta_of
+from ...proxy.proxy import DistributedTensor, operand_name
+from ...session import kernel_choice
+from ...session.places import Place
+from .. import autocast
+
+aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+#: Composites that are shown a CPU.
+OPERATORS = (
+    *(getattr(aten, kind).input for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *(getattr(aten, kind).data for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    aten.lstm_cell.default,
+    aten.gru_cell.default,
+)
+
+
+class _Target(threading.local):
+    place: Place | None = None
+
+
+#: Where this thread's detach puts its result; None for where its operand is.
+target = _Target()
+
+
+def at(handle: Handle, place: Place) -> Handle:
+    """The same remote tensor, seen at ``place``."""
+    if handle.meta.place is place:
+        return handle
+    if type(handle) is Shared and handle.owner.meta.place is place:
+        return handle.owner
+    if not handle.ref:
+        materialise(handle)
+    meta = handle.meta
+    return Shared(handle.ref, meta_of(meta.shape, meta.stride, meta.offset, meta.dtype, place, meta.bits), handle)
+
+
+def _seen(x: torch.Tensor, place: Place) -> torch.Tensor:
+    if type(x) is not DistributedTensor:
+        return upload(x, place)  # a gradient that a formula of torch's made from nothing
+    # by detach, for what it gives shares the version counter: writing one of the two is noticed by the other's graph
+    target.place = place
+    try:
+        return x.detach()
+    finally:
+        target.place = None
+
+
+class _Move(torch.autograd.Function):
+    """To a place's twin, or back. ``kept`` lives as long as the graph does."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, here: Place, there: Place, kept: Any) -> torch.Tensor:
+        return _seen(x, there)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.here, ctx.there, ctx.kept = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _move(grad, ctx.there, ctx.here), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return _move(tangent, ctx.here, ctx.there)
+
+
+def _move(x: torch.Tensor, here: Place, there: Place, kept: Any = None) -> torch.Tensor:
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _Move.apply(x, here, there, kept)  # type: ignore[no-untyped-call, no-any-return]
+    # without a graph the flag still matters: matmul folds what requires a gradient
+    return _seen(x, there).requires_grad_(x.requires_grad)
+
+
+#: By a weight's id, its twin as long as a graph keeps it. One for all calls, so that gradients add up in torch's order.
+_twins: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _disguise(x: Any, place: Place, weights: list[Any], cast: Callable[[Any], Any]) -> Any:
+    """The twin of ``x``, noted in ``weights`` if others may share it."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    shared = x.is_leaf and x.requires_grad and torch.is_grad_enabled()
+    x = cast(x)
+    twin = _twins.get(id(x)) if shared else None
+    if twin is None or twin._h.owner is not x._h or not _leads_to(twin, x):
+        twin = _move(x, place, place.twin)
+    if shared:
+        _twins[id(x)] = twin
+        weights.append(twin)
+    return twin
+
+
+def _leads_to(twin: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a gradient of ``twin`` goes to ``x``; another tensor may have had its id."""
+    node: Any = twin.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return node.variable is x if x.is_leaf else node is x.grad_fn
+
+
+def disguised(op: OpOverload) -> Callable[..., Any]:
+    """``op``, run as local CPU would where all its tensors are at one place that computes so.
+
+    Raises RuntimeError for operands that are at two places, or local.
+    """
+    # lengths of packed sequences are local everywhere
+    local = [i for i, a in enumerate(op._schema.arguments) if a.name == "batch_sizes"]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        place = getattr(_innermost(args[0]), "_place", None)
+        if place is None or not kernel_choice.shown_a_cpu(place.record) or place.device.type == "cpu":
+            return op._op_dk(_COMPOSITE, *args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None:
+            return _transformed(op, args, kwargs)
+        moving = [None if i in local else a for i, a in enumerate(args)]
+        _check(op, moving, kwargs, place)
+        weights: list[Any] = []
+        with _autocast() as lower:
+            moving, kwargs = tree_map(lambda x: _disguise(x, place, weights, lower), (moving, kwargs))
+            for i in local:
+                moving[i] = args[i]
+            result = _composed(op, place.record, moving, kwargs)
+        return tree_map_only(torch.Tensor, lambda x: _move(x, place.twin, place, weights), result)
+
+    return function
+
+
+#: Held while an LSTM picks its kernel: the switch is the whole process's.
+_switch = threading.RLock()
+
+
+def _composed(op: OpOverload, record: kernel_choice.Record, args: Any, kwargs: Any) -> Any:
+    """Torch's composite on what it takes for local tensors. An LSTM asks this machine's CPU what it can: where the
+    node's is another, it is led to that one's choice."""
+    if op is not aten.lstm.input:
+        return op._op_dk(_COMPOSITE, *args, **kwargs)
+    args = [*args, *(kwargs[a.name] for a in op._schema.arguments[len(args) :])]
+    facts = args[0]._h.meta, args[1][0].shape[2] != args[1][1].shape[2], torch.is_grad_enabled()
+    with _switch:
+        theirs, ours = kernel_choice.lstm(record, *facts), kernel_choice.lstm(kernel_choice.here(), *facts)
+        if theirs == ours:
+            return op._op_dk(_COMPOSITE, *args)
+        if theirs == "onednn":
+            return _by_onednn(*args)
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return op._op_dk(_COMPOSITE, *args)
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+
+
+def _by_onednn(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Torch's LSTM of oneDNN's layers. Source: aten/src/ATen/native/mkldnn/RNN.cpp, mkldnn_rnn."""
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    h, c = hx[0].contiguous(), hx[1].contiguous()
+    ways, own = 1 + bidirectional, 4 if biases else 2
+    rows: list[list[torch.Tensor]] = []
+    for layer in range(layers):
+        outs = []
+        for way in range(ways):
+            at = layer * ways + way
+            mine = list(weights[at * own : (at + 1) * own])
+            if not biases:
+                mine += [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in mine]
+            options: tuple[Any, ...] = (
+                way > 0,
+                [],
+                _LSTM,
+                h.shape[2],
+                layers,
+                biases,
+                bidirectional,
+                batch_first,
+                train,
+            )
+            out, *states = aten.mkldnn_rnn_layer(x, *mine, h[at], c[at], *options)[:3]
+            outs.append(out)
+            rows.append(states)
+        x = torch.cat(outs, -1) if bidirectional else outs[0]
+        if dropout and train and layer < layers - 1:
+            x = torch.dropout(x, dropout, True)
+    last_h, last_c = (torch.stack(row) for row in zip(*rows, strict=True))
+    return x.transpose(0, 1) if batch_first else x, last_h, last_c
+
+
+#: ideep::rnn_kind::LSTM
+_LSTM = 2
+
+
+def _transformed(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Inside ``torch.func``'s transforms, which `_Move` can't cross: torch's decomposition, with nearly the numbers."""
+    if op is aten.lstm_cell.default:
+        x, (h, c), *weights = args
+        weights = [w for w in weights if w is not None]
+        layer = (x[None], (h[None], c[None]), weights, len(weights) == 4, 1, 0.0, False, False, False)
+        _, h, c = aten.lstm.input.decompose(*layer)
+        return h[0], c[0]
+    if op is aten.gru_cell.default:
+        x, h, *weights = args
+        weights = [w for w in weights if w is not None]
+        return aten.gru.input.decompose(x[None], h[None], weights, len(weights) == 4, 1, 0.0, False, False, False)[1][0]
+    return op.decompose(*args, **kwargs)
+
+
+def _innermost(x: Any) -> Any:
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def _check(op: OpOverload, args: Any, kwargs: Any, place: Place) -> None:
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    for x in tensors:
+        if not isinstance(x, DistributedTensor):
+            raise RuntimeError(
+                f"{op.name()}: expected all tensors to be on the same device, but found {operand_name(x)} and "
+                f"a tensor on {place}; send it with .to({str(place.device)!r}) or .dist_send()"
+            )
+    place_of(enter(op), tensors, {}, place)
+
+
+@contextlib.contextmanager
+def _autocast() -> Iterator[Callable[[Any], Any]]:
+    """What autocast says for nodes, said for the CPU. Gives what casts parameters: torch's cache knows no twins."""
+    if not torch.is_autocast_enabled("node"):
+        yield lambda x: x
+        return
+    dtype = torch.get_autocast_dtype("node")
+
+    def cast(x: Any) -> Any:
+        return autocast.cached(x, dtype) if isinstance(x, torch.nn.Parameter) and x.dtype == torch.float32 else x
+
+    with torch.autocast("cpu", dtype, cache_enabled=torch.is_autocast_cache_enabled()):
+        yield cast

@@ -1,0 +1,125 @@
+"""Scaled dot product attention through the kernel that the node itself would choose.
+
+Torch picks the fused kernel by device type and knows none for ours, so it would take the slow, decomposed path.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from ...dispatch import op_table
+from ...dispatch.op_plan import MAX_PLANS, Entry
+from ...proxy.proxy import DistributedTensor
+from ...session import kernel_choice
+from ...session.kernel_choice import CUDNN, EFFICIENT, FLASH, MATH
+
+aten = torch.ops.aten
+
+_choices: dict[tuple[Any, ...], int] = {}
+op_table.caches.append(_choices)
+
+
+def register(library: torch.library.Library) -> None:
+    """Puts ``attention`` in the place of torch's composite for our device."""
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As ``torch.nn.functional.scaled_dot_product_attention``. Source: torch's composite, attention.cpp."""
+    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, training)
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:  # first of all: to every kernel a mask is what is added
+        never = -65504.0 if backend == CUDNN else float("-inf")
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), never)
+    if backend == MATH:
+        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if query.dim() == 3:  # which fused kernels take since torch 2.15
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        return _fused(backend, query, key, value, mask, dropout_p, is_causal, scale, training).squeeze(0)
+    return _fused(backend, query, key, value, mask, dropout_p, is_causal, scale, training)
+
+
+def _fused(
+    backend: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    training: bool,
+) -> torch.Tensor:
+    if query._place.kernels == "cpu":  # type: ignore[attr-defined]
+        return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+    if backend == FLASH:
+        width = query.shape[-1]
+        query, key, value = (pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=1 / math.sqrt(width) if scale is None else scale
+        )[0]
+        return out[..., :width] if width % 8 else out  # type: ignore[no-any-return]
+    if backend == EFFICIENT:
+        return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            query, key, value, _aligned(mask, query, key), training, dropout_p, is_causal, scale=scale
+        )[0]
+    # always with the sums that only a backward needs: torch's meta kernel says that they are there
+    return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
+        query, key, value, mask, True, dropout_p, is_causal, False, scale=scale
+    )[0]
+
+
+def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask in memory as the memory-efficient kernel wants it: rows that begin at multiples of 8 elements."""
+    if mask is None:
+        return None
+    if mask.stride(-1) != 1 or any(s % 8 for s in mask.stride()[:-1]):
+        keys = mask.shape[-1]
+        mask = pad(mask, (0, 8 - keys % 8))[..., :keys]
+    return mask.expand(*query.shape[:3], key.shape[2])
+
+
+@op_table.handler(aten.scaled_dot_product_attention.default)
+def _without_autograd(entry: Entry, args: Any, kwargs: Any) -> Any:
+    return attention(*args, **kwargs)
+
+
+def _choose(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, gqa: bool, training: bool
+) -> int:
+    operands = (query, key, value) if mask is None else (query, key, value, mask)
+    if not all(isinstance(t, DistributedTensor) for t in operands):
+        return MATH  # whose first operation says what is wrong
+    learned = mask is not None and mask.requires_grad
+    metas = [t._h.meta for t in operands]
+    facts = (dropout, causal, gqa, training, learned)
+    signature = (*metas, mask is None, *facts, kernel_choice.switches())
+    choice = _choices.get(signature)
+    if choice is None:
+        if len(_choices) >= MAX_PLANS:
+            _choices.clear()
+        first, second, third, *rest = metas
+        asked = kernel_choice.Attention(first, second, third, rest[0] if rest else None, *facts)
+        choice = _choices[signature] = kernel_choice.attention(query._place.record, asked)
+    return choice

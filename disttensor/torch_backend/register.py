@@ -1,0 +1,188 @@
+"""Makes "node" a device of torch's: the device's name, its module ``torch.node``, its factories and its guard.
+
+All but the name is done at the first init and not at import, because it changes what local torch answers to a few
+questions. With the name at import, what uses a node before that is told what is missing (``device_module._lazy_init``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+import torch
+from torch._library import simple_registry
+from torch._ops import OpOverload
+from torch.utils import backend_registration
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+
+from ..dispatch import copies, handlers, method_shortcuts, rng_states
+from ..dispatch.dispatch import dispatch, run
+from ..dispatch.first_call import layout_of, refuse_layout
+from ..dispatch.op_table import enter
+from ..proxy.proxy import DistributedTensor
+from ..runtime.node import worker
+from ..runtime.protocol.errors import DisttensorError
+from ..session import current
+from ..session.current_node import current_node
+from ..storage import set_data, storages, uninitialized
+from . import autocast, backward, compile, device_module, foreach_optimizers, keep_local_accelerator, sparse_gradients
+from .composites import linear, overrides, sdpa, wider_dtypes
+
+#: Composites that have a kernel of their own on the CPU, or call one directly: torch would take them apart otherwise.
+#: And the one that ``torch.tensor([x, y])`` calls where neither subclasses nor the fallback have a say.
+_OWN_KERNELS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.kaiser_window.default,
+    torch.ops.aten.kaiser_window.periodic,
+    torch.ops.aten.kaiser_window.beta,
+    torch.ops.aten.silu_backward.default,
+    torch.ops.aten.mish_backward.default,
+    torch.ops.aten.native_channel_shuffle.default,
+)
+#: Why two libraries that each have a device of their own can't be used in one process.
+_ONE = "torch has one device of this kind in a process (torch.utils.rename_privateuse1_backend); use two processes"
+_library: list[torch.library.Library] = []
+_named: list[str] = []
+
+
+def name_device() -> None:
+    """Gives the device its name and its module; a second call does nothing. Raises DisttensorError where another
+    library has named its own."""
+    if _named:
+        return
+    other = torch._C._get_privateuse1_backend_name()
+    if other != "privateuseone":
+        raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
+    accelerator = torch.accelerator.current_accelerator()
+    rename_privateuse1_backend("node")
+    torch._register_device_module("node", device_module)
+    keep_local_accelerator.keep(accelerator)
+    setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
+    _named.append("node")
+
+
+def at_import() -> None:
+    """The same, unless this process has no use for the name: as a node, or with another backend."""
+    if not worker.is_node() and torch._C._get_privateuse1_backend_name() == "privateuseone":
+        name_device()
+
+
+def register() -> None:
+    """Registers the device type; a second call does nothing."""
+    if _library:
+        return
+    setattr(DistributedTensor, "__torch_dispatch__", staticmethod(dispatch))  # noqa: B010 - mypy can't see the method
+    name_device()
+    generate_methods_for_privateuse1_backend()
+    torch._C._acc.register_python_privateuseone_hook(backward.Hooks())
+    torch._C._acc.register_python_privateuseone_device_guard(backward.Guard())
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(_factory, "PrivateUse1")
+    kernels = torch.library.Library("aten", "IMPL")
+    sdpa.register(kernels)
+    overrides.register(kernels)
+    kernels.impl("_to_copy", _to_copy, "PrivateUse1")
+    for layout in ("SparseCsr", "Quantized", "NestedTensor"):
+        kernels.impl("_to_copy", _refuse_copy, f"{layout}PrivateUse1")
+    for op in _OWN_KERNELS:
+        kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
+    _library.extend((fallback, kernels, *autocast.register()))
+    backward.install()
+    method_shortcuts.install()
+    compile.install()
+    set_data.install()
+    uninitialized.install()
+    storages.install()
+    rng_states.install()
+    foreach_optimizers.install()
+    _adapt_torch()
+
+
+def _adapt_torch() -> None:
+    """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        setattr(torch._C, name, _setter(getattr(torch._C, name)))
+    # C++ asks this for each operation on a subclass, and has held on to the function since the first
+    rule_of = simple_registry.find_torch_dispatch_rule
+    rule_of.__code__, rule_of.__defaults__ = _rule_of.__code__, _rule_of.__defaults__
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(f"there can't be a device {name!r} beside disttensor's 'node': {_ONE}")
+
+
+def _rule_of(
+    op: Any, torch_dispatch_class: type, get: Callable[[str], Any] = simple_registry.singleton._data.get
+) -> Callable[..., Any] | None:
+    """As torch's (``torch.library.register_torch_dispatch``), but no entry is made to find that it has no rule."""
+    entry = get(op.__qualname__)
+    return None if entry is None else entry.torch_dispatch_rules.find(torch_dispatch_class)
+
+
+def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(original)
+    def set_default(value: Any) -> None:
+        """Torch's, and the nodes and all plans follow at once."""
+        session = current.current()
+        if session is not None and session.shares_process and not threading.current_thread().name.startswith("node "):
+            session.finish()  # what was issued under the old default is computed under it
+        original(value)
+        if session is not None:
+            session.check_default_dtype()
+
+    return set_default
+
+
+def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Operators that reach the device without a proxy among their arguments: factories."""
+    entry = enter(op)
+    device = kwargs.get("device")
+    if device is None:
+        if any(isinstance(v, DistributedTensor) for v in (*args, *kwargs.values())):
+            return dispatch(op, (), args, kwargs)
+        raise NotImplementedError(f"{entry.name} can't make a tensor on a node")
+    places = current.session().places
+    place = places.of(device)
+    if device.index is None:
+        kwargs["device"] = places.by_slot[current_node()].device
+    if kwargs.get("pin_memory"):
+        raise RuntimeError("pin_memory=True is for local tensors; a node's memory can't be pinned from here")
+    kwargs.pop("pin_memory", None)
+    if entry.handler is not None:
+        return entry.handler(entry, args, kwargs)
+    if "dtype" in kwargs and kwargs["dtype"] is None:
+        del kwargs["dtype"]
+    return run(entry, args, kwargs, place)
+
+
+def _to_copy(
+    source: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
+    """Local to node (``x.to("node:1")``), converted on the side where fewer bytes have to move."""
+    if isinstance(source, DistributedTensor):
+        options = {"dtype": dtype, "device": device, "memory_format": memory_format}
+        given = {k: v for k, v in options.items() if v is not None}
+        return dispatch(torch.ops.aten._to_copy.default, (), (source,), given)
+    source = source.detach()  # of a subclass no more, which may refuse what follows
+    place = current.session().places.of(device or torch.device("node"))
+    dtype = dtype or source.dtype
+    first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
+    remote = copies.upload(source.to(first), place, non_blocking)
+    return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
+
+
+def _refuse_copy(source: torch.Tensor, **options: Any) -> NoReturn:
+    """In the place of torch's own, which would take the parts to a node and call that a tensor there."""
+    refuse_layout("aten::_to_copy", layout_of(source))
+
+
+__all__ = ["handlers", "linear", "register", "sparse", "wider"]

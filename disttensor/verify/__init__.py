@@ -1,0 +1,1 @@
+"""Sessions that compare operations with local torch (``verify=``)."""

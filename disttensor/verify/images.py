@@ -1,0 +1,180 @@
+"""Local images of tensors on nodes: with the node's own geometry, in copies of the memory that it has them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from ..dispatch.call_site import here
+from ..dispatch.copies import fetch
+from ..dispatch.dispatch import dispatch
+from ..dispatch.first_call import make_room
+from ..proxy.meta import Handle, Lazy, Shared, contiguous, meta_of, new_ref
+from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.protocol import codec
+from ..runtime.protocol import commands as c
+from ..session.places import Place
+from ..storage.storages import memory_of
+
+aten = torch.ops.aten
+
+#: What names a memory: a node's state, or None for this process, and what the node calls it.
+Name: TypeAlias = tuple[object, int]
+
+
+@dataclass
+class Memory:
+    """A copy of what a storage held. Local operations may write it."""
+
+    storage: torch.UntypedStorage
+    tensor: torch.Tensor  #: one that lies there, by which it is read again
+    dtype: torch.dtype
+
+
+@dataclass
+class Images:
+    """Of the tensors of one operation at one moment: what shares memory on a node shares it here."""
+
+    #: what the operation overwrites: if nothing uses it yet it stays so, for a copy to it may be the transfer itself
+    target: torch.Tensor | None = None
+    memories: dict[Name, Memory] = field(default_factory=dict)
+    _seen: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = field(default_factory=dict)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The image of a proxy, or of a local tensor. Raises what made a proxy's tensor fail, NodeLost."""
+        if id(tensor) not in self._seen:
+            self._seen[id(tensor)] = tensor, *self._take(tensor)
+        return self._seen[id(tensor)][1]
+
+    def name_of(self, tensor: torch.Tensor) -> Name:
+        """Of the memory that a tensor lies in."""
+        self.of(tensor)
+        return self._seen[id(tensor)][2]
+
+    def owner(self, image: torch.Tensor) -> Name | None:
+        """Of the memory that a local tensor lies in, if it is one of these."""
+        if not image.untyped_storage().nbytes():
+            return None
+        address = image.untyped_storage().data_ptr()
+        return next((name for name, m in self.memories.items() if m.storage.data_ptr() == address), None)
+
+    def _take(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Name]:
+        if not isinstance(tensor, DistributedTensor):
+            storage = tensor.untyped_storage()
+            name: Name = (None, storage._cdata)
+            if name not in self.memories:
+                self.memories[name] = Memory(storage.clone(), tensor.detach(), tensor.dtype)
+            geometry = (tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            return _in(self.memories[name].storage, *geometry, (tensor.is_conj(), tensor.is_neg())), name
+        return self._fetch(tensor)  # type: ignore[arg-type]  # what is left is a proxy
+
+    def _fetch(self, tensor: DistributedTensor) -> tuple[torch.Tensor, Name]:
+        home, bits = at_home(tensor), tensor._h.meta.bits
+        meta = home._h.meta
+        if tensor is self.target and _is_unused(home._h):
+            empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
+            name: Name = (home._h, 0)
+            self.memories.setdefault(name, Memory(empty.untyped_storage(), home, meta.dtype))
+            return _in(self.memories[name].storage, meta.dtype, meta.shape, meta.stride, 0, bits), name
+        place = home._place
+        number, _, size, offset, *steps = memory_of(home)
+        shape, dtype = _said(home)
+        name = (place.state, number)
+        if name not in self.memories:
+            content = fetch(_bytes(home, size)) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
+            self.memories[name] = Memory(content.clone().untyped_storage(), home, dtype)
+        return _in(self.memories[name].storage, dtype, shape, tuple(steps), offset, bits), name
+
+
+def at_home(tensor: DistributedTensor) -> DistributedTensor:
+    """The same at the place itself, if it is seen at its twin (disguise.py), and without a graph."""
+    h = tensor._h
+    place = h.meta.place.session.places.at(h.meta.place.node, h.meta.place.name)
+    if h.meta.place is not place:
+        m = h.meta
+        if not h.ref:
+            from ..dispatch.lazy_views import materialise
+
+            materialise(h)
+        h = Shared(h.ref, meta_of(m.shape, m.stride, m.offset, m.dtype, place, m.bits), h)
+    return proxy(h)
+
+
+def under(ref: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, place: Place) -> Any:
+    """A proxy of what lies under a ref that another owns."""
+    meta = meta_of(shape, strides, 0, dtype, place)
+    return proxy(Shared(ref, meta, Handle(0, meta)))
+
+
+def sum_of(tensor: DistributedTensor) -> int:
+    """A checksum of a tensor's elements in order, which the node computes and tells by its control connection."""
+    flat: Any = dispatch(aten.clone.default, (), (tensor,), {"memory_format": torch.contiguous_format})
+    flat = dispatch(aten.view.default, (), (flat, [-1]))
+    for op, *args in _CHECKSUM:
+        flat = dispatch(op, (), (flat, *args))
+    return int(flat)
+
+
+def local_sum(tensor: torch.Tensor) -> int:
+    """The same of a local one."""
+    flat: Any = tensor.detach().contiguous().view(-1)
+    for op, *args in _CHECKSUM:
+        flat = op(flat, *args)
+    return int(flat)
+
+
+#: The sum of the sums of the first n bytes: other bytes have another, and the same ones in another order.
+_CHECKSUM: tuple[tuple[Any, ...], ...] = (
+    (aten.view.dtype, torch.uint8),
+    (aten.cumsum.default, 0),
+    (aten.sum.default,),
+    (aten._local_scalar_dense.default,),
+)
+
+
+def _in(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    bits: tuple[bool, bool],
+) -> torch.Tensor:
+    image = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
+    torch._C._set_conj(image, bits[0])
+    torch._C._set_neg(image, bits[1])
+    return image
+
+
+def _is_unused(h: Handle) -> bool:
+    """Whether it is a whole empty tensor that is not there yet."""
+    return isinstance(h, Lazy) and not h.ref and h.base is None and h.meta.stride == contiguous(h.meta.shape)
+
+
+def _ref(tensor: DistributedTensor) -> int:
+    from ..dispatch.lazy_views import materialise
+
+    return tensor._h.ref or materialise(tensor._h)
+
+
+def _said(tensor: DistributedTensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and the dtype that the node has it with."""
+    place, ref, out = tensor._place, _ref(tensor), new_ref()
+    alias = Handle(out, tensor._h.meta)  # whose end frees it
+    make_room(place)
+    template = place.state.define("aten::alias", (c.Hole(True),), (), 1, here())
+    call = c.Call(template, alias.ref, (out - ref,))
+    g = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, call), here()).outs[0]
+    assert g is not None
+    return g.shape, codec.dtype_of(g.dtype)
+
+
+def _bytes(tensor: DistributedTensor, size: int) -> DistributedTensor:
+    """All of a tensor's memory."""
+    bare: Any = tensor
+    for is_lazy, undo in zip(tensor._h.meta.bits, (aten._conj.default, aten._neg_view.default), strict=True):
+        bare = dispatch(undo, (), (bare,)) if is_lazy else bare
+    one = dispatch(aten.as_strided.default, (), (bare, [1], [1], 0))
+    return dispatch(aten.as_strided.default, (), (dispatch(aten.view.dtype, (), (one, torch.uint8)), [size], [1], 0))  # type: ignore[no-any-return]

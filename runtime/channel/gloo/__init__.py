@@ -1,0 +1,1 @@
+"""The data channel "gloo": large payloads and collectives by torch's gloo."""

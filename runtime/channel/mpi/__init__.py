@@ -1,0 +1,1 @@
+"""The data channel "mpi": large payloads and collectives by MPI."""

@@ -1,0 +1,1 @@
+"""The data channel "nccl": collectives of CUDA tensors by NCCL."""

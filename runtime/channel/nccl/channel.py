@@ -1,0 +1,184 @@
+"""The data channel "nccl": as "auto", but collectives of CUDA tensors are NCCL's.
+
+Every node needs a GPU of its own for that; the master, which is no rank of NCCL's, needs none. What makes a
+communicator is told over the authenticated connections; NCCL's own neither authenticate nor encrypt, so that between
+hosts it belongs on a trusted network. Collectives are waited for on the node: who waits sees when a peer is lost, and
+gives up.
+
+It has been tested with a stand-in for the library only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from ...protocol.errors import BrokenError
+from ..auto import AutoChannel
+from ..base import MASTER, Capabilities
+from ..carrier import Say
+from ..library_groups import GroupedChannel
+from ..shm.cuda_ipc import CudaSharing
+from .library import DTYPES, Communicator, load
+
+_KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+#: A word of ours, among those of the carrier.
+_TELL = b"@"
+#: Seconds between two looks at what is under way.
+_PAUSE = 50e-6
+
+Tensors = Sequence[torch.Tensor]
+
+
+class NcclChannel(GroupedChannel, AutoChannel):
+    """See above."""
+
+    name: ClassVar[str] = "nccl"
+    library: ClassVar[str] = "NCCL"
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=frozenset({"cuda"}), collectives=frozenset(_KINDS))
+    communicator: ClassVar[type[Communicator]] = Communicator
+
+    @classmethod
+    def unavailable(cls, rank: int) -> str:
+        if rank == MASTER:
+            return ""
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        try:
+            load()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def has_collective(
+        self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
+    ) -> bool:
+        """Of equal lengths, on CUDA devices; reductions of the usual dtypes, of floats without MIN and MAX, in which
+        NaN may get lost."""
+        ops = ("SUM", "PRODUCT", "AVG") if dtype.is_floating_point else ("SUM", "PRODUCT", "MIN", "MAX")
+        fits = "reduce" not in kind or (dtype in DTYPES and op in ops)
+        return kind in _KINDS and device == "cuda" and even and fits
+
+    def _group(self, name: str, ranks: Sequence[int]) -> NcclGroup:
+        me, tell = list(ranks).index(self.rank), self.teller(ranks)
+        tell("here", b"")  # so that there are connections, which tell of an end
+        if me == 0:
+            id = self.communicator.unique_id()
+            tell(f"{name};", id)
+        else:
+            id = self.board.get(f"{name};", partial(self.given_up, ranks))
+        self.board.clear(f"{name};")
+        return NcclGroup(partial(self.communicator, size=len(ranks), id=id, me=me), partial(self.given_up, ranks))
+
+    def _carrier(self, peer: int) -> Callable[[Say], NcclSharing]:
+        return partial(NcclSharing, self, peer)
+
+
+class NcclSharing(CudaSharing):
+    """What moves tensors between two, and what is told beside."""
+
+    def __init__(self, channel: NcclChannel, peer: int, say: Say) -> None:
+        super().__init__(say)
+        self._channel, self._peer = channel, peer
+
+    def tell(self, key: str, value: bytes) -> None:
+        self.say(_TELL + key.encode() + b"\0" + value)
+
+    def hear(self, word: bytes) -> None:
+        if not word.startswith(_TELL):
+            super().hear(word)
+            return
+        key, _, value = word.removeprefix(_TELL).partition(b"\0")
+        self._channel.board.put(key.decode(), value)
+
+    def fail(self, why: str) -> None:
+        super().fail(why)
+        self._channel.over(self._peer)
+
+
+class NcclGroup:
+    """A communicator. It is made at the first collective, on the device of whose tensors it stays."""
+
+    def __init__(self, make: Callable[..., Communicator], over: Callable[[], BrokenError | None]) -> None:
+        self._make, self._over = make, over
+        self._comm: Communicator | None = None
+        self._cut = False
+
+    def cut(self) -> None:
+        """Who waits looks, and aborts: NCCL wants no two threads in one communicator."""
+        self._cut = True
+
+    def close(self) -> None:
+        """The communicator ends with this object."""
+
+    def join(self, seconds: float) -> None:
+        pass
+
+    def _wait(self, comm: Communicator, done: Callable[[], bool]) -> None:
+        while not done():
+            error = self._over()
+            if error is not None or self._cut:
+                comm.abort()
+                raise error or BrokenError("it was given up")
+            time.sleep(_PAUSE)
+
+    def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
+        """As ``DataChannel.collective``, of tensors of one length that is not 0."""
+        if self._comm is None:
+            there = [x.device for x in (*inputs, *outs) if x.device.type != "cpu"]
+            self._comm = self._make(device=there[0] if there else _default())
+        comm = self._comm
+        self._wait(comm, comm.ready)
+        given = [x.to(comm.device) for x in inputs]  # they are elsewhere where there is poison
+        made = _begin(comm, kind, given, [x.to(comm.device) for x in outs], op, root)
+        self._wait(comm, comm.ready)
+        self._wait(comm, comm.mark())
+        for out, value in zip(outs, made, strict=True):
+            if out.data_ptr() != value.data_ptr():
+                out.copy_(value)
+        if outs:
+            self._wait(comm, comm.mark())
+
+
+def _default() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _begin(comm: Communicator, kind: str, given: Tensors, outs: Tensors, op: str, root: int) -> Tensors:
+    """Gives the device what there is to do. Returns where the results will be."""
+    n, everybody = comm.size, range(comm.size)
+    if kind == "all_reduce":
+        comm.all_reduce(given[0], outs[0], op)
+    elif kind == "reduce":
+        comm.reduce(given[0], outs[0] if outs else torch.empty_like(given[0]), op, root)
+    elif kind == "broadcast":
+        moved = _raw((given or outs)[0])  # it does not know all dtypes
+        comm.broadcast(moved, moved, root)
+    elif kind == "all_gather":
+        both = torch.cat([_raw(given[0])] * n)
+        comm.all_gather(_raw(given[0]), both)
+        return [part.view(given[0].dtype) for part in both.chunk(n)]
+    elif kind == "reduce_scatter":
+        target = torch.empty_like(outs[0])
+        comm.reduce_scatter(torch.cat(list(given)), target, op)
+        return [target]
+    else:
+        sources, targets = [_raw(x.clone()) for x in given], [_raw(torch.empty_like(x)) for x in outs]
+        if kind == "gather":
+            comm.exchange([(sources[0], root)], list(zip(targets, everybody, strict=False)))
+        elif kind == "scatter":
+            comm.exchange(list(zip(sources, everybody, strict=False)), [(targets[0], root)])
+        elif kind == "all_to_all":
+            comm.exchange(list(zip(sources, everybody, strict=True)), list(zip(targets, everybody, strict=True)))
+        else:
+            raise NotImplementedError(f"NCCL has no {kind}")
+        return [target.view(out.dtype) for target, out in zip(targets, outs, strict=True)]
+    return outs
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

@@ -1,0 +1,140 @@
+"""Shared memory as a carrier, once a probe has shown that both see the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+
+from ...protocol.errors import ProtocolError
+from ..carrier import Carrier, Parcel, Say
+from ..payload import plain
+from .segments import DESCRIPTOR, FREE, HEAD, Mapping, Mappings, Segment, Segments
+
+#: Bytes that the peer has not asked for, at most, but for one payload of any size.
+AHEAD = 16 << 20
+#: What the two say to each other: can you open this segment? I can.
+_TRY, _YES = b"?", b"!"
+
+
+class Loan(Parcel):
+    """A payload in a segment of the sender's."""
+
+    def __init__(self, mapping: Mapping, nbytes: int) -> None:
+        self._mapping, self._nbytes = mapping, nbytes
+
+    def drop(self) -> None:
+        self._mapping.free()
+
+    def lend(self) -> torch.Tensor:
+        return torch.frombuffer(self._mapping.lease(self._nbytes), dtype=torch.uint8)
+
+
+class Sharing(Carrier):
+    """Both directions of one pair, seen from one end."""
+
+    size = DESCRIPTOR
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(say)
+        self.works = False  #: the peer has opened our probe
+        self._asked = False
+        self._segments = Segments()
+        self._lock = threading.Lock()  #: guards the segments
+        self._reserved: dict[int, Segment] = {}  #: by address
+        self._mappings = Mappings()
+        self._announced: deque[tuple[Segment, int]] = deque()  #: what the peer may not have taken yet, with its bytes
+        self._over = False
+
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        segment = self._take(nbytes) if self.works else None
+        if segment is None:
+            return None
+        memory = np.frombuffer(memoryview(segment.memory), dtype=np.uint8, count=nbytes, offset=HEAD)
+        address = memory.ctypes.data
+        self._reserved[address] = segment
+        weakref.finalize(memory, self._drop, address, segment).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _drop(self, address: int, segment: Segment) -> None:
+        """The tensor over it is gone: nobody uses it, unless it was sent."""
+        if self._reserved.get(address) is segment:
+            del self._reserved[address]
+            segment.state = FREE
+
+    def _take(self, nbytes: int) -> Segment | None:
+        try:
+            with self._lock:
+                return self._segments.take(nbytes)
+        except OSError:
+            return None
+
+    def stage(self, tensor: torch.Tensor) -> bytes | None:
+        """Copies a tensor to where the peer can see it. None if there is no memory, or not yet an answer."""
+        if not self.works:
+            self._probe()
+            return None
+        self._hold_back(tensor.numel() * tensor.element_size())
+        if tensor.device.type != "cpu" or tensor._is_zerotensor():
+            tensor = plain(tensor)
+        filled = self._reserved.pop(tensor.data_ptr(), None) if tensor.is_contiguous() else None
+        segment = filled or self._take(tensor.numel() * tensor.element_size())
+        if segment is None:
+            return None
+        if filled is None:
+            segment.fill(tensor)
+        segment.announce()
+        self._announced.append((segment, tensor.numel() * tensor.element_size()))
+        return segment.describe()
+
+    def _hold_back(self, nbytes: int) -> None:
+        """Waits until the peer has taken enough, as a socket without room would make us: who sends to a peer that
+        computes for long must not fill the memory."""
+        announced, pause = self._announced, 1e-4
+        while not self._over:
+            while announced and announced[0][0].taken:
+                announced.popleft()
+            if not announced or nbytes + sum(size for _, size in announced) <= AHEAD:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+
+    def _probe(self) -> None:
+        """Gives the peer a segment to try, once."""
+        if self._asked:
+            return
+        self._asked = True
+        segment = self._take(1)
+        if segment is not None:  # else the peer is never asked, and payloads go over the connection
+            segment.state = FREE
+            self.say(_TRY + segment.describe())
+
+    def hear(self, word: bytes) -> None:
+        if word == _YES:
+            self.works = True
+            return
+        if not word.startswith(_TRY):  # from a peer that has more ways than this one
+            return
+        try:
+            self._mappings.open(word.removeprefix(_TRY), 1)
+        except (OSError, ProtocolError):  # in another container, say: no answer means no
+            return
+        self.say(_YES)
+
+    def open(self, descriptor: bytes, nbytes: int) -> Parcel:
+        """Raises OSError, ProtocolError."""
+        mapping = self._mappings.open(descriptor, nbytes)
+        mapping.take()
+        return Loan(mapping, nbytes)
+
+    def fail(self, why: str) -> None:
+        self._over = True
+
+    def close(self) -> None:
+        self._announced.clear()
+        self._segments.close()
+        self._mappings.close()

@@ -1,0 +1,1 @@
+"""The data channel "tcp": one authenticated connection between two peers."""

@@ -1,0 +1,144 @@
+"""Sockets, and calling a peer: TCP connection and handshake, within a time limit, with errors that name the address."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ...host.addresses import first_to_answer
+from ...protocol.errors import BrokenError
+from ..base import PeerInfo
+from .handshake import CROSSED, WELCOME, Secrets, call
+
+#: On loopback a socket buffer that stays in the CPU's cache beats a large one by a third; between hosts the kernel's
+#: own tuning knows better, since there the buffer has to hold a round trip's worth of bytes.
+_LOOPBACK_BUFFER = 256 << 10
+#: With nothing under way the peer's kernel is asked after so many seconds, then so often, before it counts as gone.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
+#: The kernel has tried so often for nothing: 6 to 14 seconds, as the time between two tries doubles from 0.2 on.
+_TRIES = 6
+#: A hang-up before the verdict may be a flood of strangers on their side, or news of us that did not reach them yet.
+_ATTEMPTS = 3
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port``; the first of several. Raises ValueError."""
+    host, _, port = address.partition(",")[0].rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is no address of a tcp channel; it has to be host:port")
+    return host.strip("[]"), int(port)
+
+
+def _reached(address: str, deadline: float) -> str:
+    """Of several addresses one that answers; the first if none does."""
+    if "," not in address:
+        return address
+    found = first_to_answer([f"tcp://{one}" for one in address.split(",")], (deadline - time.monotonic()) / 2)
+    return found.removeprefix("tcp://")
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def tune_before(sock: socket.socket, ip: str) -> None:
+    """Options that have to be set before connect or listen; accepted sockets inherit them."""
+    if is_loopback(ip):
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _LOOPBACK_BUFFER)
+
+
+def tune_after(sock: socket.socket) -> None:
+    """Options of a connection in use: blocking, nothing held back."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def is_loopback(ip: str) -> bool:
+    return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+
+
+def is_deaf(sock: socket.socket) -> bool:
+    """Whether the peer's kernel has not answered to what we send for long: its host, or the network, is gone. (Ours
+    would go on for a quarter of an hour. That of a process which doesn't read answers.)"""
+    _, _, retransmits, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
+    return max(retransmits, probes) >= _TRIES
+
+
+def shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+    """Wakes whoever blocks in ``sock``."""
+    if sock is not None:
+        with suppress(OSError):
+            sock.shutdown(how)
+
+
+def unacknowledged(sock: socket.socket) -> int:
+    """Bytes that the peer's kernel does not have yet."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(count)
+
+
+def dial(
+    info: PeerInfo, job: str, me: int, limit: float, watch: Callable[[socket.socket | None], bool]
+) -> tuple[socket.socket | None, Secrets]:
+    """A connection to ``info``'s peer and its secrets, within ``limit`` seconds.
+
+    The socket is None when the peer calls us at this moment and its call is the one to use. ``watch`` is given each
+    socket before it is used, so that another thread can shut it down, and None before it is closed; it returns
+    False to give up. Raises BrokenError.
+    """
+    deadline = time.monotonic() + limit
+    hung_up = ""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            if not watch(None):
+                break
+            time.sleep(0.05 * attempt)
+        sock = None
+        try:
+            host, port = split_address(_reached(info.address, deadline))
+            family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, proto)
+            tune_before(sock, str(where[0]))
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if not watch(sock):
+                break
+            sock.connect(where)
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            verdict, secrets = call(sock, info.key, job, me, info.rank)
+            if verdict == WELCOME:
+                watch(None)
+                taken, sock = sock, None
+                return taken, secrets
+            if verdict == CROSSED:
+                return None, secrets
+            raise BrokenError(
+                f"rank {info.rank} at {info.address} refuses a second connection from rank {me}: "
+                "it gave up the first one, or one side was started anew"
+            )
+        except EOFError as error:
+            hung_up = str(error)
+        except TimeoutError as error:
+            raise BrokenError(
+                f"rank {me} cannot reach rank {info.rank} at {info.address}: no answer within {limit:g} s; "
+                "check that the address and port can be reached from here (firewall, interface)"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise BrokenError(f"rank {me} cannot reach rank {info.rank} at {info.address}: {error}") from error
+        finally:
+            if sock is not None:
+                watch(None)
+                sock.close()
+    raise BrokenError(
+        f"rank {info.rank} at {info.address} refused rank {me} in the handshake ({hung_up or 'gave up'}): it is gone, "
+        "has another key for the pair, belongs to another job, or was not told of this rank"
+    )

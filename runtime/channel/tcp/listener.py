@@ -1,0 +1,188 @@
+"""The listening end: one thread holds all handshakes, so that strangers cost neither threads nor much memory."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from .dial import is_loopback, join_address, tune_before
+from .handshake import HELLO, NONCE, Hello
+
+#: Handshakes under way at once. One more pushes the oldest out: a peer needs milliseconds, a silent stranger the limit.
+_PENDING = 64
+#: How often a hello from a rank that isn't known yet is looked at again, seconds.
+_RETRY = 0.02
+#: How often the peers are looked after, seconds.
+_ROUND = 2.0
+
+
+class _Guest:
+    """A connection that has proved nothing yet."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self.sock, self.deadline = sock, deadline
+        self.nonce = os.urandom(NONCE)
+        self.said = b""
+        self.hello: Hello | None = None  #: complete, but its rank is not known yet
+
+
+class Listener:
+    """Accepts on each of ``hosts`` at a random port and hands whoever said hello to ``admit``.
+
+    ``admit(sock, hello, nonce)`` returns True when it took or closed the socket, False when it doesn't know the rank
+    (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a word. Both are
+    called in the listener's thread and must not block.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        limit: float,
+        admit: Callable[[socket.socket, Hello, bytes], bool],
+        name: str,
+        look: Callable[[], None],
+    ) -> None:
+        self._limit, self._admit, self._look = limit, admit, look
+        self._guests: list[_Guest] = []  #: oldest first
+        self._stopping = threading.Event()
+        self._socks: list[socket.socket] = []
+        addresses = []
+        try:
+            for host in hosts:
+                sock, ip = _listen(host)
+                self._socks.append(sock)
+                addresses.append(join_address(ip, sock.getsockname()[1]))
+        except (OSError, ValueError):
+            self._close()
+            raise
+        self.address = ",".join(addresses)
+        self._round = None if all(is_loopback(sock.getsockname()[0]) for sock in self._socks) else _ROUND
+        self._poll = selectors.PollSelector()  # poll, not epoll: a forked child shares no kernel object with us
+        for sock in self._socks:
+            self._poll.register(sock, selectors.EVENT_READ)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread soon; it closes the sockets. Never blocks."""
+        self._stopping.set()
+        for sock in self._socks:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the poll
+
+    def disown(self) -> None:
+        """In a forked child: closes the descriptors and leaves the connections to the parent."""
+        for guest in list(self._guests):
+            guest.sock.close()
+        self._close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                for key, _ in self._poll.select(self._next_timeout()):
+                    if key.data is None:
+                        self._accept(key.fileobj)  # type: ignore[arg-type]
+                    else:
+                        self._hear(key.data)
+                self._look_again()
+                if self._round is not None:
+                    self._look()
+        finally:
+            for guest in list(self._guests):
+                self._drop(guest)
+            self._poll.close()
+            self._close()
+
+    def _next_timeout(self) -> float | None:
+        if not self._guests:
+            return self._round
+        until = max(0.0, self._guests[0].deadline - time.monotonic())
+        return min(until, _RETRY) if any(guest.hello for guest in self._guests) else until
+
+    def _close(self) -> None:
+        for sock in self._socks:
+            sock.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            sock, _ = listening.accept()
+        except OSError as error:
+            if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
+                return
+            # Out of descriptors or memory: give back the oldest handshake's, or wait a moment instead of spinning.
+            if self._guests:
+                self._drop(self._guests[0])
+            else:
+                self._stopping.wait(0.1)
+            return
+        guest = _Guest(sock, time.monotonic() + self._limit)
+        try:
+            sock.setblocking(False)
+            sock.send(guest.nonce)
+        except OSError:
+            sock.close()
+            return
+        if len(self._guests) >= _PENDING:
+            self._drop(self._guests[0])
+        self._guests.append(guest)
+        self._poll.register(sock, selectors.EVENT_READ, guest)
+
+    def _hear(self, guest: _Guest) -> None:
+        if guest not in self._guests:  # dropped since the poll
+            return
+        try:
+            piece = guest.sock.recv(HELLO - len(guest.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        guest.said += piece
+        if not piece:
+            self._drop(guest)
+        elif len(guest.said) == HELLO:
+            guest.hello = Hello.parse(guest.said)
+            if guest.hello is None:
+                self._drop(guest)
+            else:
+                # Until its fate is known nothing more is read, and a hang-up must not keep the poll awake.
+                self._poll.unregister(guest.sock)
+
+    def _look_again(self) -> None:
+        now = time.monotonic()
+        for guest in list(self._guests):
+            if guest.hello is not None and self._admit(guest.sock, guest.hello, guest.nonce):
+                self._guests.remove(guest)
+            elif guest.deadline <= now:
+                self._drop(guest)
+
+    def _drop(self, guest: _Guest) -> None:
+        self._guests.remove(guest)
+        if guest.sock in self._poll.get_map():
+            self._poll.unregister(guest.sock)
+        guest.sock.close()
+
+
+def _listen(host: str) -> tuple[socket.socket, str]:
+    """A socket that listens there, and the address that it is. Raises ValueError, OSError."""
+    if not host:
+        raise ValueError("the tcp channel needs the address of an interface to listen on, not an empty one")
+    family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    ip = str(where[0])
+    if ipaddress.ip_address(ip.partition("%")[0]).is_unspecified:
+        raise ValueError(f"the tcp channel does not listen on every interface ({host!r}); name one")
+    sock = socket.socket(family, kind, proto)
+    try:
+        tune_before(sock, ip)
+        sock.bind(where)
+        sock.listen(128)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock, ip

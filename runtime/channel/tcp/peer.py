@@ -1,0 +1,353 @@
+"""One peer of a tcp channel: at most one connection in its life, used in both directions.
+
+    users' threads             sender thread                       reader thread (or who waits for a receive)
+    send: small and idle   ->  (nothing: written at once, without blocking)
+    send: otherwise        ->  queue -> write, end ticket
+    receive -> _receives                                           frame -> claim -> fill the tensor, end ticket
+    first use              ->  call the peer (it may be faster)
+                               a mismatch's nack <- queue  <-----  refuse
+
+Whichever side uses the pair first calls the other. If both do at once, the call of the lower rank is used. A receive
+calls too, so that a peer's death is noticed by whoever waits for it.
+
+``lock`` is held for short, non-blocking steps only. It is re-entrant, since the collector may run a finalizer that
+aborts the channel inside of such a step.
+
+Invariant: after ``failure`` was set, ``_receives`` and the sender's queue are empty and stay so, and the socket is shut
+down; a transfer whose memory a thread is using at that moment is failed by that thread, once it has let go of it.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ...protocol.errors import BrokenError, BusyError, ChannelError, ClosedError
+from ..base import PeerInfo
+from ..carrier import Carrier, Say
+from ..payload import byte_view, describe, dtype_id, is_plain, plain
+from ..ticket import Ticket, failed
+from .dial import dial, is_deaf, shut_down, tune_after, unacknowledged
+from .frames import CARRIED, DATA, EAGER, POISON, WORD, Frame
+from .handshake import CROSSED, TAKEN, WELCOME, Secrets
+from .reader import Reader, Receive, ReceiveTicket
+from .sender import Out, Sender
+
+#: Makes an uninitialised CPU tensor of a shape and dtype.
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds."""
+
+    handshake: float = 2.0  #: for a stranger to prove itself
+    connect: float = 10.0  #: to reach a peer at first use
+    announce: float = (
+        1800.0  #: for which a transfer that arrived waits for its irecv: a peer may compute for long before
+    )
+    flush: float = 2.0  #: for which close waits for sends under way
+
+
+class _State(Enum):
+    NEW = "not connected"
+    CALLING = "connecting"
+    UP = "connected"
+
+
+class TcpPeer:
+    """See above. ``me`` is our rank, ``info`` the peer's; ``empty`` makes what is received into if nobody else does."""
+
+    def __init__(
+        self,
+        me: int,
+        job: str,
+        info: PeerInfo,
+        limits: Limits,
+        empty: Empty,
+        carrier: Callable[[Say], Carrier] | None = None,
+    ) -> None:
+        self.me, self.rank, self.info = me, info.rank, info
+        self._job, self._limits = job, limits
+        self.empty = empty
+        self.carrier = None if carrier is None else carrier(self._say)
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)  #: the state or failure
+        self._posted = threading.Condition(self.lock)  #: a receive was added, or a failure
+        self._state = _State.NEW
+        self.failure: tuple[type[ChannelError], str] | None = None
+        self._receives: dict[int, Receive] = {}
+        self._claimed: int | None = None  #: the transfer whose tensor is being filled
+        self._sender = Sender(self)
+        self.reader: Reader | None = None  #: None until connected
+        self._sock: socket.socket | None = None
+        self._calling: socket.socket | None = None
+        self._lingering = False  #: between ``close`` and ``linger``
+        self._users = 0  #: threads that use _sock; the last one closes it
+        self.threads: list[threading.Thread] = []
+
+    def __repr__(self) -> str:
+        state = self.failure[1] if self.failure else self._state.value
+        return f"<TcpPeer {self.rank} {state} sends={len(self._sender)} receives={len(self._receives)}>"
+
+    # ***** called by users of the channel *****
+
+    def send(self, tensor: torch.Tensor, transfer: int) -> Ticket:
+        """Writes or queues the tensor."""
+        frame = Frame(DATA, transfer, dtype_id(tensor), tensor.numel(), tensor.numel() * tensor.element_size())
+        if frame.nbytes <= EAGER:
+            tensor = plain(tensor)
+        elif tensor.device.type != "cpu":  # a device's copy belongs on the caller's stream
+            tensor = plain(tensor) if self.carrier is None else self.carrier.prepare(tensor)
+        out = Out(frame, tensor, Ticket())
+        with self.lock:
+            if self.failure is not None:
+                return failed(*self.failure)
+            self._sender.put_with_lock(out)
+        return out.ticket
+
+    def poison(self, transfer: int, rank: int, seq: int) -> None:
+        """Tells, in the order of sends, that there is no tensor because command ``seq`` of node ``rank`` failed."""
+        self._put(Out(Frame(POISON, transfer, 0, seq, rank + 1), None, Ticket()))
+
+    def receive(self, tensor: torch.Tensor, transfer: int) -> ReceiveTicket:
+        """Announces a transfer. Raises BusyError."""
+        view = byte_view(tensor) if is_plain(tensor) else None
+        return self._announce(Receive(tensor, dtype_id(tensor), tensor.numel(), view, ReceiveTicket(self)), transfer)
+
+    def arrive(self, shape: tuple[int, ...], dtype: torch.dtype, transfer: int) -> ReceiveTicket:
+        """Announces a transfer into memory that is chosen when it is there. Raises BusyError."""
+        like = torch.empty(0, dtype=dtype)
+        entry = Receive(None, dtype_id(like), math.prod(shape), None, ReceiveTicket(self), (shape, dtype))
+        return self._announce(entry, transfer)
+
+    def _announce(self, entry: Receive, transfer: int) -> ReceiveTicket:
+        with self.lock:
+            if self.failure is not None:
+                entry.ticket.fail(*self.failure)
+                return entry.ticket
+            if transfer in self._receives or transfer == self._claimed:
+                raise BusyError(f"transfer {transfer} from rank {self.rank} to rank {self.me} is received already")
+            self._receives[transfer] = entry
+            self._posted.notify()
+            if self._state is _State.NEW:
+                self._sender.want_thread_with_lock()
+        return entry.ticket
+
+    def flush(self, deadline: float) -> None:
+        """Waits until what was sent has been written, at most until ``deadline`` (time.monotonic)."""
+        self._sender.flush(deadline)
+
+    def close(self, why: str) -> None:
+        """Ends as ``fail(ClosedError, why)``, but what was written may still reach the peer: ``linger`` comes next."""
+        with self.lock:
+            if self.failure is None and self._sock is not None:
+                self._users += 1
+                self._lingering = True
+            victims = self._fail_with_lock(ClosedError, why)
+        self._end(victims, ClosedError, why)
+
+    def linger(self, deadline: float) -> None:
+        """Waits until the peer's kernel has what was written: ours would drop it if it had to refuse more from them."""
+        with self.lock:
+            lingers, self._lingering = self._lingering, False
+        if lingers and self._sock is not None:
+            while unacknowledged(self._sock) and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            shut_down(self._sock)
+            self.leave()
+
+    def look(self) -> None:
+        """Fails the peer if its host, or the network to it, is gone; then no end of the connection tells."""
+        sock = self._sock
+        with suppress(OSError):  # closed meanwhile
+            if sock is not None and self.failure is None and is_deaf(sock):
+                self.fail(BrokenError, self.lost(TimeoutError("its host has not answered for some time")))
+
+    def fail(self, kind: type[ChannelError], why: str) -> None:
+        """Ends all transfers with ``kind(why)``, now and later. Never blocks; only the first failure counts."""
+        with self.lock:
+            victims = self._fail_with_lock(kind, why)
+        self._end(victims, kind, why)
+
+    def _fail_with_lock(self, kind: type[ChannelError], why: str) -> list[Ticket]:
+        """Gives the tickets to fail once the lock is released: their callbacks may take others."""
+        if self.failure is not None:
+            return []
+        self.failure = kind, why
+        victims = [*self._sender.give_up_with_lock(), *(entry.ticket for entry in self._receives.values())]
+        self._receives.clear()
+        shut_down(self._sock, socket.SHUT_WR if self._lingering else socket.SHUT_RDWR)
+        shut_down(self._calling)
+        self._changed.notify_all()
+        self._posted.notify_all()
+        if self.reader is not None:
+            self.reader.rouse()
+        return victims
+
+    def _end(self, victims: list[Ticket], kind: type[ChannelError], why: str) -> None:
+        """What is done about a failure without the lock."""
+        for ticket in victims:
+            ticket.fail(kind, why)
+        if self.carrier is not None and self.failure is not None:
+            self.carrier.fail(self.failure[1])
+
+    def hung_up(self) -> bool:
+        """Whether the peer has ended the connection, even if not all was read."""
+        poll = select.poll()
+        with self.lock:
+            if self._sock is None or self._sock.fileno() < 0:
+                return False
+            poll.register(self._sock, select.POLLRDHUP)
+            return bool(poll.poll(0))
+
+    def lost(self, error: Exception) -> str:
+        """Words for a connection that ended by ``error``."""
+        return f"rank {self.rank} closed its end or died; its connection with rank {self.me} is gone: {error}"
+
+    # ***** the connection *****
+
+    def start_with_lock(self, target: Callable[[], None], what: str) -> threading.Thread:
+        """Starts a thread that uses the socket and calls ``leave`` at its end."""
+        thread = threading.Thread(target=target, name=f"disttensor-tcp-{self.me}-{self.rank}-{what}", daemon=True)
+        self._users += 1
+        self.threads.append(thread)
+        thread.start()
+        return thread
+
+    def leave(self) -> None:
+        """A thread's last word. Closing is left to the last, for the descriptor's number may be used anew at once."""
+        with self.lock:
+            self._users -= 1
+            if self._users == 0 and self._sock is not None:
+                self._sock.close()
+                if self.carrier is not None:
+                    self.carrier.close()
+
+    def offer(self, sock: socket.socket, secrets: Secrets) -> None:
+        """A connection on which the peer has proved itself: takes or refuses it. Called by the listener."""
+        with self.lock:
+            if self.failure is not None or self._state is _State.UP:
+                verdict = TAKEN
+            elif self._state is _State.CALLING and self.me < self.rank:
+                verdict = CROSSED
+            else:
+                verdict = WELCOME
+            try:
+                sock.send(secrets.verdict(verdict))
+            except OSError:
+                verdict = TAKEN
+            if verdict == WELCOME:
+                self._set_up_with_lock(sock, secrets.acceptor_sends, secrets.initiator_sends)
+            else:
+                sock.close()
+
+    def call_if_new(self) -> None:
+        """Calls the peer unless it has called us. Fails the peer when it cannot be reached. For the sender thread."""
+        with self.lock:
+            if self._state is not _State.NEW:
+                return
+            self._state = _State.CALLING
+        try:
+            sock, secrets = dial(self.info, self._job, self.me, self._limits.connect, self._watch)
+        except BrokenError as error:
+            self._fail_unless_up(str(error))
+            return
+        if sock is None:
+            limit = 2 * self._limits.connect  # its own is over before, so that it is the one to say why
+            with self.lock:
+                self._changed.wait_for(lambda: self.failure or self._state is _State.UP, limit)
+            why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
+            self._fail_unless_up(f"{why} within {limit:g} s")
+            return
+        with self.lock:
+            if self.failure is None and self._state is _State.CALLING:
+                self._set_up_with_lock(sock, secrets.initiator_sends, secrets.acceptor_sends)
+            else:
+                sock.close()
+
+    def _fail_unless_up(self, why: str) -> None:
+        with self.lock:
+            victims = [] if self._state is _State.UP else self._fail_with_lock(BrokenError, why)
+        self._end(victims, BrokenError, why)
+
+    def _watch(self, sock: socket.socket | None) -> bool:
+        with self.lock:
+            self._calling = sock
+            return self.failure is None and self._state is _State.CALLING
+
+    def _set_up_with_lock(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        tune_after(sock)
+        self._sock, self._state = sock, _State.UP
+        shut_down(self._calling)  # the peer was faster
+        self._sender.attach_with_lock(sock, send_key)
+        self.reader = Reader(self, sock, receive_key)
+        self.start_with_lock(self.reader.run, "read")
+        self._changed.notify_all()
+
+    def disown(self) -> None:
+        """In a forked child: closes the descriptors without a word to the peer. Takes no lock: its holder is gone."""
+        for sock in (self._sock, self._calling):
+            if sock is not None:
+                sock.close()
+
+    # ***** called by the reader *****
+
+    def claim(self, transfer: int, patient: bool) -> Receive | None:
+        """What was announced for ``transfer``. Waits for it if ``patient``, else gives None for what isn't there yet.
+
+        Raises BrokenError after a failure, or when it wasn't announced within ``limits.announce``.
+        """
+        limit = self._limits.announce
+        deadline = time.monotonic() + limit
+        with self.lock:
+            while transfer not in self._receives:
+                left = deadline - time.monotonic()
+                if self.failure is not None:
+                    raise BrokenError(self.failure[1])
+                if not patient:
+                    return None
+                if left <= 0:
+                    raise BrokenError(
+                        f"rank {self.rank} sent transfer {transfer}, which rank {self.me} was not told to receive "
+                        f"within {limit:g} s"
+                    )
+                self._posted.wait(left)
+            self._claimed = transfer
+            return self._receives.pop(transfer)
+
+    def unclaim(self) -> None:
+        """The memory of what was claimed is no longer used."""
+        self._claimed = None
+
+    def refuse(self, frame: Frame) -> None:
+        """Sends a nack, without ever waiting for room to write."""
+        self._put(Out(frame, None, Ticket()))
+
+    def _say(self, word: bytes) -> None:
+        """What our carrier tells the peer's."""
+        self._put(Out(Frame(WORD, 0, 0, 0, len(word)), None, Ticket(), word))
+
+    def _put(self, out: Out) -> None:
+        with self.lock:
+            if self.failure is None:
+                self._sender.put_with_lock(out)
+
+    def refused(self, frame: Frame) -> None:
+        """The peer's nack: fails the send if it is still under way."""
+        out = self._sender.writing()
+        if out is not None and out.frame.kind in (DATA, CARRIED) and out.frame.transfer == frame.transfer:
+            out.ticket.fail(
+                BrokenError,
+                f"transfer {frame.transfer}: rank {self.me} sends {describe(out.frame.dtype, out.frame.numel)} but "
+                f"rank {self.rank} receives {describe(frame.dtype, frame.numel)}",
+            )

@@ -1,0 +1,324 @@
+"""The reading half of a tcp peer: from frames to tensors.
+
+One thread at a time reads, the one that holds ``_role``: normally the reader thread, which sleeps in the kernel. Waking
+it and then having it wake who waits costs twice, so after it has served a small transfer that somebody waited for it
+*parks*: the next one who waits takes the role and reads for itself. When nobody has for a moment, or somebody asks in
+another way (a callback, ``is_completed``), or a frame is large or early, the reader thread takes over again.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import threading
+import time
+from _thread import allocate_lock, get_ident
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...protocol.errors import BrokenError, ProtocolError
+from ..carrier import Carrier, Parcel
+from ..payload import byte_view, describe, scratch, store
+from ..ticket import Ticket, poisoned
+from .frames import CARRIED, EAGER, MOST_EXTRA, NACK, POISON, SIZE, WORD, Frame, Opener, nbytes_of
+from .inbound import Inbound
+
+if TYPE_CHECKING:
+    from .peer import TcpPeer
+
+#: For how long the reader thread leaves the connection to those who wait, seconds. A transfer that nobody waits for
+#: is late by this at most.
+_GRACE = 0.002
+_MAIN = threading.main_thread()
+
+
+@dataclass(eq=False)
+class Receive:
+    """A receive that waits for its data. ``view`` is None when the tensor has to be staged. Without a tensor, one of
+    ``form`` (shape, dtype) is found for the data when it arrives."""
+
+    tensor: torch.Tensor | None
+    dtype: int
+    numel: int
+    view: memoryview | None
+    ticket: ReceiveTicket
+    form: tuple[tuple[int, ...], torch.dtype] = ((), torch.uint8)
+
+
+def _interruptible() -> bool:
+    """Whether a signal's handler may raise in this thread, anywhere: whoever reads must not be torn out of it."""
+    return get_ident() == _MAIN.ident and callable(signal.getsignal(signal.SIGINT))
+
+
+class ReceiveTicket(Ticket):
+    """Its waiter may read the connection, unless it could be interrupted (workers ignore SIGINT, the master can't)."""
+
+    def __init__(self, peer: TcpPeer) -> None:
+        super().__init__()
+        self._peer = peer
+        self.tensor: torch.Tensor | None = None  #: what arrived, where the channel chose the memory
+        self.waited = False  #: whether somebody who may read came to wait before it ended
+
+    def wait(self, timeout: float | None = None) -> None:
+        left = timeout
+        if not self._done and not _interruptible():
+            self.waited = True
+            reader = self._peer.reader
+            if reader is not None and reader.parked:
+                deadline = None if timeout is None else time.monotonic() + timeout
+                reader.help(self, deadline)
+                left = None if deadline is None else deadline - time.monotonic()
+        elif not self._done:
+            self._rouse()
+        self._wait(left, timeout)
+
+    def is_completed(self) -> bool:
+        if not self._done:
+            self._rouse()
+        return self._done
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        super().add_done_callback(fn)
+        if not self._done:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        reader = self._peer.reader
+        if reader is not None and reader.parked:
+            reader.rouse()
+
+
+class Reader:
+    """Reads what ``peer`` sends over ``sock``. A transfer that it has claimed is ended by it and nobody else."""
+
+    def __init__(self, peer: TcpPeer, sock: socket.socket, key: bytes) -> None:
+        self._peer, self._inbound, self._opener = peer, Inbound(sock), Opener(key)
+        self._role = allocate_lock()
+        self._frame: Frame | None = None  #: its header was read, it was not dealt with yet
+        self._extra = b""  #: what came with it
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.parked = False
+        self._awaited = False  #: the last frame was small, and somebody waited for it
+        self._helped = False  #: somebody has read since the reader thread last looked
+        self._rouse = allocate_lock()
+        self._rouse.acquire()
+
+    def run(self) -> None:
+        """The reader thread. A payload is read only once its receive is there: TCP holds back the sender."""
+        try:
+            while True:
+                with self._role:
+                    self._step_or_fail(patient=True)
+                if self._awaited:
+                    self._park()
+        except Exception:  # the peer has failed, and knows why
+            return
+        finally:
+            self._peer.leave()
+
+    def help(self, ticket: ReceiveTicket, deadline: float | None) -> None:
+        """Reads until ``ticket`` has ended, if the reader thread is parked and the next frames are small and due.
+
+        Gives up at ``deadline``, of time.monotonic.
+        """
+        if not self._role.acquire(False):
+            return
+        try:
+            self._helped = True
+            while not ticket._done:
+                if self._inbound.at_boundary():
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+                    if not self._poll.poll(left):
+                        return
+                if not self._step_or_fail(patient=False):
+                    return
+        except Exception:  # the ticket has ended with it
+            return
+        finally:
+            self._role.release()
+            if not ticket._done:
+                self.rouse()
+
+    def rouse(self) -> None:
+        """Has the reader thread take over, if it is parked. Never blocks."""
+        if self._rouse.locked():
+            try:
+                self._rouse.release()
+            except RuntimeError:  # another thread was faster
+                return
+
+    def _park(self) -> None:
+        self._rouse.acquire(False)  # what was asked before is answered
+        self.parked = True
+        while True:
+            self._helped = False
+            if self._peer.failure is not None or self._rouse.acquire(True, _GRACE):
+                break
+            if not self._role.acquire(False):
+                self._role.acquire()  # somebody waits and reads: until then there is nothing to do
+            self._role.release()
+            if not self._helped:
+                break
+        self.parked = False
+
+    def _step_or_fail(self, patient: bool) -> bool:
+        """One frame. False if it was left for the (patient) reader thread. Raises after it has failed the peer.
+
+        It must not give the receive to its caller, who would keep the tensor alive until the next frame.
+        """
+        peer = self._peer
+        try:
+            return self._step(patient)
+        except (OSError, EOFError) as error:
+            peer.fail(BrokenError, peer.lost(error))
+            raise
+        except BaseException as error:  # an exit too: what was read of the frame is lost
+            why = str(error) or type(error).__name__
+            peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
+            raise
+
+    def _step(self, patient: bool) -> bool:
+        frame = self._frame
+        if frame is None:
+            header = self._inbound.take(SIZE)
+            self._extra = self._inbound.take(self._extra_size(header)) if header[0] in (CARRIED, WORD) else b""
+            frame = self._frame = self._opener.open(header, self._extra)
+        if frame.kind == NACK:
+            self._peer.refused(frame)
+        elif frame.kind == WORD:
+            self._carrier().hear(self._extra)
+        elif frame.kind == POISON:
+            poisoned_entry = self._peer.claim(frame.transfer, patient)
+            if poisoned_entry is None:
+                return False
+            self._peer.unclaim()
+            self._awaited = poisoned_entry.ticket.waited
+            poisoned_entry.ticket.fail(poisoned(frame.nbytes - 1, frame.numel), "")
+        else:
+            small = frame.nbytes <= EAGER
+            entry = self._peer.claim(frame.transfer, patient) if small or patient else None
+            if entry is None:
+                return False
+            self._read(frame, entry)
+            self._awaited = small and entry.ticket.waited
+        self._frame = None
+        return True
+
+    def _read(self, frame: Frame, entry: Receive) -> None:
+        """Ends ``entry``'s transfer. Raises what ends the connection, after it has."""
+        peer, ticket = self._peer, entry.ticket
+        what = f"transfer {frame.transfer} from rank {peer.rank} to rank {peer.me}"
+        try:
+            parcel = self._carrier().open(self._extra, frame.nbytes) if frame.kind == CARRIED else None
+            if (frame.dtype, frame.numel) != (entry.dtype, entry.numel):
+                sends, receives = describe(frame.dtype, frame.numel), describe(entry.dtype, entry.numel)
+                peer.unclaim()
+                ticket.fail(
+                    BrokenError, f"{what}: rank {peer.rank} sends {sends} but rank {peer.me} receives {receives}"
+                )
+                peer.refuse(Frame(NACK, frame.transfer, entry.dtype, entry.numel, 0))
+                self._skip(frame, parcel)
+                return
+            if parcel is not None and (self._put(entry, parcel, what) or self._borrow(entry, parcel, what)):
+                return
+            target = entry.tensor if entry.tensor is not None else self._make(entry, what)
+            if target is None:
+                self._skip(frame, parcel)
+                return
+            view, arrived = entry.view, target
+            if view is None:
+                arrived = scratch(target)
+                view = byte_view(arrived)
+            if len(view) != frame.nbytes:
+                raise ProtocolError(f"it has {frame.nbytes} bytes instead of {len(view)}")
+            if parcel is not None:
+                parcel.fill(view)
+            else:
+                self._inbound.read_into(view)
+        except BaseException as error:
+            # The rest of the payload cannot be told from frames any more, so the connection is over.
+            peer.unclaim()
+            kind, why = peer.failure or (BrokenError, peer.lost(error) if isinstance(error, EOFError) else str(error))
+            ticket.fail(kind, f"{what} broke off: {why}")
+            raise
+        peer.unclaim()
+        if arrived is not target:
+            try:
+                store(target, arrived)
+            except Exception as error:  # such as a tensor whose elements overlap: the connection is fine
+                ticket.fail(BrokenError, f"{what} arrived, but rank {peer.me} cannot store it: {error}")
+                return
+        ticket.finish()
+
+    def _make(self, entry: Receive, what: str) -> torch.Tensor | None:
+        """Memory for what was received without any. None, and the transfer has failed, if there is none."""
+        try:
+            made = entry.ticket.tensor = self._peer.empty(*entry.form)
+            entry.view = byte_view(made)
+        except Exception as error:
+            self._peer.unclaim()
+            entry.ticket.fail(BrokenError, f"{what}: rank {self._peer.me} has no memory for it: {error}")
+            return None
+        return made
+
+    def _carrier(self) -> Carrier:
+        """Raises ProtocolError."""
+        if self._peer.carrier is None:
+            raise ProtocolError("it is for a carrier, which this channel doesn't have")
+        return self._peer.carrier
+
+    def _extra_size(self, header: bytes) -> int:
+        """Of what comes with a header, which is not checked yet. Raises ProtocolError."""
+        size = self._carrier().size if header[0] == CARRIED else nbytes_of(header)
+        if size > MOST_EXTRA:
+            raise ProtocolError(f"a word of {size} bytes")
+        return size
+
+    def _skip(self, frame: Frame, parcel: Parcel | None) -> None:
+        if parcel is not None:
+            parcel.drop()
+        else:
+            self._inbound.skip(frame.nbytes)
+
+    def _put(self, entry: Receive, parcel: Parcel, what: str) -> bool:
+        """Ends ``entry``'s transfer if the parcel finds its way into the tensor by itself."""
+        if entry.tensor is None:
+            return False
+        try:
+            if not parcel.into(entry.tensor):
+                return False
+        except Exception as error:  # such as a tensor whose elements overlap
+            self._peer.unclaim()
+            entry.ticket.fail(BrokenError, f"{what} arrived, but rank {self._peer.me} cannot store it: {error}")
+            return True
+        self._peer.unclaim()
+        entry.ticket.finish()
+        return True
+
+    def _borrow(self, entry: Receive, parcel: Parcel, what: str) -> bool:
+        """Ends ``entry``'s transfer with bytes that are lent: as they are, or copied into the tensor that waits. False
+        if they are not."""
+        payload = parcel.lend()
+        if payload is None:
+            return False
+        payload = payload.view(entry.form[1] if entry.tensor is None else entry.tensor.dtype)
+        why = ""
+        if entry.tensor is None:
+            entry.ticket.tensor = payload.view(entry.form[0])
+        else:
+            try:
+                store(entry.tensor, payload)
+            except Exception as error:  # such as a tensor whose elements overlap
+                why = f"{what} arrived, but rank {self._peer.me} cannot store it: {error}"
+        del payload
+        self._peer.unclaim()
+        if why:
+            entry.ticket.fail(BrokenError, why)
+        else:
+            entry.ticket.finish()
+        return True

@@ -1,0 +1,177 @@
+"""The writing half of a tcp peer: a queue, a thread that is started when something had to be queued, and a short cut.
+
+A small frame with nothing queued before it is written by its caller, without blocking: a thread less to wake. What the
+kernel does not take of it is left to the sender thread.
+
+``_with_lock`` methods are called with the peer's lock held; it is held for short, non-blocking steps only.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...protocol.errors import BrokenError
+from ..payload import byte_view, plain
+from ..ticket import Ticket
+from .frames import CARRIED, EAGER, Frame, Sealer
+
+if TYPE_CHECKING:
+    from .peer import TcpPeer
+
+
+@dataclass(eq=False)
+class Out:
+    """A frame to write. ``tensor`` keeps the memory alive; ``header`` is set once the frame's turn has come."""
+
+    frame: Frame
+    tensor: torch.Tensor | None
+    ticket: Ticket
+    extra: bytes = b""  #: what goes with the frame, under its MAC
+    header: bytes = b""  #: what is to be written before the payload
+    rest: bool = False  #: ``header`` holds all that is left to be written
+
+
+class Sender:
+    """Writes frames in the order in which they were put. Before ``attach_with_lock`` they wait."""
+
+    def __init__(self, peer: TcpPeer) -> None:
+        self._peer = peer
+        self._work = threading.Condition(peer.lock)  #: something to write, or a failure
+        self._idle = threading.Condition(peer.lock)  #: nothing to write, or a failure
+        self._queue: deque[Out] = deque()
+        self._writing: Out | None = None  #: what the thread writes at this moment
+        self._sock: socket.socket | None = None
+        self._sealer: Sealer | None = None
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue) + (self._writing is not None)
+
+    def attach_with_lock(self, sock: socket.socket, key: bytes) -> None:
+        """The connection is up."""
+        self._sock, self._sealer = sock, Sealer(key)
+        self._work.notify_all()
+
+    def put_with_lock(self, out: Out) -> None:
+        """Writes or queues."""
+        if not (self._sock and out.frame.nbytes <= EAGER and not len(self) and self._write_now_with_lock(out)):
+            self._queue.append(out)
+            self.want_thread_with_lock()
+
+    def want_thread_with_lock(self) -> None:
+        """Has the thread look at the queue; it is started if need be, and connects first if nobody has."""
+        if self._thread is None:
+            self._thread = self._peer.start_with_lock(self._run, "send")
+        self._work.notify()
+
+    def give_up_with_lock(self) -> list[Ticket]:
+        """The peer failed: empties the queue and gives its tickets; the frame being written ends by itself."""
+        tickets = [out.ticket for out in self._queue]
+        self._queue.clear()
+        self._work.notify_all()
+        self._idle.notify_all()
+        return tickets
+
+    def writing(self) -> Out | None:
+        """What is being written by the thread."""
+        return self._writing
+
+    def flush(self, deadline: float) -> None:
+        """Waits until what was put has been written, at most until ``deadline`` (time.monotonic)."""
+        with self._peer.lock:
+            while len(self) and self._peer.failure is None and (left := deadline - time.monotonic()) > 0:
+                self._idle.wait(left)
+
+    def _write_now_with_lock(self, out: Out) -> bool:
+        """Writes what the kernel takes at once. False if some is left, which is in ``out`` then."""
+        if self._sock is None or self._sealer is None:
+            return False
+        header = self._sealer.seal(out.frame, out.extra)
+        payload = byte_view(out.tensor) if out.tensor is not None else memoryview(b"")
+        try:
+            sent = self._sock.sendmsg((header, payload), (), socket.MSG_DONTWAIT)
+        except OSError:
+            # No room, or the end of the connection: the thread will see which, and may call callbacks if it is the end.
+            sent = 0
+        if sent == len(header) + len(payload):
+            out.ticket.finish()
+            return True
+        out.header, out.rest = (header + payload)[sent:], True
+        return False
+
+    def _run(self) -> None:
+        try:
+            self._peer.call_if_new()
+            while self._write_next():
+                pass
+        finally:
+            self._peer.leave()
+
+    def _write_next(self) -> bool:
+        """Waits for the next frame and writes it; False after a failure. Keeps no tensor alive while it waits."""
+        with self._peer.lock:
+            while not self._queue or self._sealer is None:
+                if self._peer.failure is not None:
+                    return False
+                self._work.wait()
+            out = self._writing = self._queue.popleft()
+        self._write(out)
+        return True
+
+    def _seal(self, out: Out) -> None:
+        """Only now that it is its turn: sequence numbers are those of the wire. Large tensors may go another way."""
+        sealer, carrier = self._sealer, self._peer.carrier
+        if sealer is None:
+            raise OSError("it was closed")
+        if carrier is not None and out.tensor is not None and out.frame.nbytes > EAGER:
+            descriptor = carrier.stage(out.tensor)
+            if descriptor is not None:
+                out.frame, out.extra, out.rest = out.frame._replace(kind=CARRIED), descriptor, True
+        out.header = sealer.seal(out.frame, out.extra)
+
+    def _write(self, out: Out) -> None:
+        try:
+            sock = self._sock
+            if sock is None:
+                raise OSError("it was closed")
+            if not out.rest:
+                self._seal(out)
+            if out.rest or out.tensor is None:
+                sock.sendall(out.header)
+                if out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
+                    self._peer.carrier.carry(out.tensor)
+            else:
+                tensor = plain(out.tensor)
+                payload = byte_view(tensor)
+                sent = sock.sendmsg((out.header, payload))
+                if sent < len(out.header):
+                    sock.sendall(out.header[sent:])
+                    sent = len(out.header)
+                rest = payload[sent - len(out.header) :]
+                if rest:  # sending nothing would still fail if the peer has read it all and closed
+                    sock.sendall(rest)
+        except Exception as error:  # not only OSError: a frame of which a part is missing ends the connection
+            self._peer.fail(BrokenError, self._peer.lost(error))
+            kind, why = self._peer.failure or (BrokenError, str(error))
+            self._wrote()
+            out.ticket.fail(kind, self._what(out, why))
+        else:
+            self._wrote()
+            out.ticket.finish()
+
+    def _wrote(self) -> None:
+        # Before the ticket ends: who waited for it and sends again may then write by itself.
+        with self._peer.lock:
+            self._writing = None
+            if not self._queue:
+                self._idle.notify_all()
+
+    def _what(self, out: Out, why: str) -> str:
+        return f"transfer {out.frame.transfer} from rank {self._peer.me} to rank {self._peer.rank} broke off: {why}"

@@ -1,0 +1,1 @@
+"""What nodes print, on its way to the user."""

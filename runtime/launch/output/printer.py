@@ -1,0 +1,240 @@
+"""What nodes print, on its way to the user: log files, ``[node 1]`` before each line, many nodes' same line once.
+
+    pieces of a node's stdout --> log file (as they are)
+                              \\-> Lines --> Folder (20 ms at most) --> "[node 1] ..." --> Sink --> stdout
+
+Used by whoever is nearest to the user: the fork server of a local session, the root of one on several hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...host.output_options import STREAMS, Choice, Output
+from .folding import Folder, Group
+from .lines import Lines, showable
+from .output_fd import Sink, Terminal
+
+#: A progress bar is shown that often (seconds), and when it has ended.
+BAR = 5.0
+
+#: A colour for each node: the bright ones after the others; no red, which means trouble, and neither black nor white.
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+
+
+class Printer:
+    """Not for several threads. ``push`` is to be called when ``due`` says so and when there is room in ``waiting``."""
+
+    def __init__(
+        self,
+        output: Output = Output(),  # noqa: B008 - frozen
+        fds: tuple[int, int] = (1, 2),
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._folder = Folder()
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._begun: set[int] = set()  #: all nodes that there have been
+        self._running: set[int] = set()
+        self._bars: dict[_Stream, float] = {}  #: bars that have changed -> when to show them
+        self._sinks: dict[int, Sink] = {}
+        self._coloured: dict[int, bool] = {}
+        forced = environment.get("FORCE_COLOR", "") not in ("", "0")
+        for stream, fd in zip(STREAMS, fds, strict=True):
+            terminal = _is_terminal(fd, environment)
+            self._sinks[stream] = Terminal(fd) if terminal else Sink(fd)
+            self._coloured[stream] = forced or (terminal and not environment.get("NO_COLOR"))
+        self._set(output)
+
+    def _set(self, output: Output) -> None:
+        self._output = output
+        self._redirected = Choice(output.redirects)
+        # like torchrun's, but that a directory without any choice means all: nobody names one for nothing
+        self._teed = Choice(output.tee if output.tee or output.redirects else "3")
+
+    def show(self, output: Output) -> None:
+        """How to show what comes from nodes that begin after this. Raises ValueError."""
+        self._set(output)
+
+    # ---- what nodes print ------------------------------------------------------------------------------------------
+
+    def begin(self, rank: int) -> None:
+        """Something may come of this node. Raises OSError when its log files cannot be opened."""
+        for stream in STREAMS:
+            self._streams[rank, stream] = self._open(rank, stream)
+        self._begun.add(rank)
+        self._running.add(rank)
+
+    def _open(self, rank: int, stream: int) -> _Stream:
+        output, log = self._output, -1
+        silent = bool(output.log_dir) and self._redirected.has(rank, stream)
+        if output.log_dir and (silent or self._teed.has(rank, stream)):
+            folder = os.path.join(output.log_dir, str(rank))
+            os.makedirs(folder, exist_ok=True)
+            log = os.open(
+                os.path.join(folder, STREAMS[stream]), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
+        return _Stream(rank, stream, log, silent)
+
+    def take(self, rank: int, stream: int, piece: bytes) -> None:
+        """A piece of what the node writes to its stdout (1) or stderr (2)."""
+        source = self._streams.get((rank, stream))
+        if source is None:  # of a node that has ended for us: a straggler of its host
+            source = self._streams[rank, stream] = _Stream(rank, stream, -1, silent=False)
+        if trouble := source.keep(piece):
+            self._put(2, b"", [trouble])
+        if source.silent:
+            return
+        now = time.monotonic()
+        self._fold(source, source.lines.take(piece), now)
+        if source.lines.bar:
+            self._bars.setdefault(source, max(now, source.shown + BAR))
+        else:
+            self._bars.pop(source, None)
+
+    def _fold(self, source: _Stream, lines: Iterable[bytes], now: float) -> None:
+        alone = self._running == {source.rank} and self._folder.due() is None
+        if alone or not self._output.fold:
+            self._put(source.stream, self._prefix(source.stream, [source.rank]), lines)
+            return
+        for line in lines:
+            self._folder.add(source.rank, source.stream, line, now)
+        self._show(self._folder.take(now, len(self._running)))
+
+    def remark(self, host: str, lines: Iterable[bytes]) -> None:
+        """What a host has said on its stderr, not one of its nodes."""
+        self._put(2, f"[{host}] ".encode(), map(showable, lines))
+
+    def end(self, rank: int) -> None:
+        """Nothing more comes of this node."""
+        for stream in STREAMS:
+            source = self._streams.pop((rank, stream), None)
+            if source is not None:
+                self._bars.pop(source, None)
+                if not source.silent:
+                    self._fold(source, source.lines.end(), time.monotonic())
+                source.close()
+        self._running.discard(rank)
+
+    # ---- where it goes ---------------------------------------------------------------------------------------------
+
+    def _show(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._put(group.stream, self._prefix(group.stream, group.ranks), [group.text])
+
+    def _put(self, stream: int, prefix: bytes, lines: Iterable[bytes]) -> None:
+        lines = list(lines)
+        if self._coloured[stream]:
+            lines = [line + b"\x1b[0m" if b"\x1b" in line else line for line in lines]
+        if lines:
+            self._sinks[stream].put(b"%b%b\n" % (prefix, (b"\n" + prefix).join(lines)))
+
+    def _prefix(self, stream: int, ranks: Sequence[int]) -> bytes:
+        if len(ranks) == 1:
+            name, style = f"node {ranks[0]}", f"{_COLOURS[ranks[0] % len(_COLOURS)]}"
+        elif len(ranks) == len(self._begun):
+            name, style = f"{len(ranks)} nodes", "1"
+        else:
+            name, style = f"nodes {spans(ranks)}", "1"
+        return f"\x1b[{style}m[{name}]\x1b[0m ".encode() if self._coloured[stream] else f"[{name}] ".encode()
+
+    @property
+    def full(self) -> bool:
+        """So much is waiting to be written that nodes should wait."""
+        return any(sink.full for sink in self._sinks.values())
+
+    @property
+    def outputs(self) -> list[int]:
+        """The descriptors that it writes to."""
+        return [sink.fd for sink in self._sinks.values()]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Those of them that have to take something before anything else can be written."""
+        return [sink.fd for sink in self._sinks.values() if sink.pending]
+
+    @property
+    def due(self) -> float | None:
+        """When ``push`` has something to do, by ``time.monotonic``; None if nothing waits for a time."""
+        times = [t for t in (self._folder.due(), *self._bars.values()) if t is not None]
+        return min(times) if times else None
+
+    def push(self, patience: float = 0.0) -> None:
+        """Writes what is to be shown by now and what there is room for; waits for room so many seconds in all."""
+        now = time.monotonic()
+        for source in [s for s, when in self._bars.items() if when <= now]:
+            del self._bars[source]
+            source.shown = now
+            self._fold(source, [source.lines.bar], now)
+        self._show(self._folder.take(now, len(self._running)))
+        for sink in self._sinks.values():
+            sink.push(patience)
+
+    def flush(self, patience: float = 0.0) -> None:
+        """As ``push``, of everything that has come, finished lines at least."""
+        self._show(self._folder.take(float("inf"), 0))
+        self.push(patience)
+
+    def fds(self) -> list[int]:
+        """What a child of this process must not keep open."""
+        logs = [source.log for source in self._streams.values() if source.log >= 0]
+        return [*logs, *(fd for sink in self._sinks.values() for fd in sink.fds)]
+
+    def close(self) -> None:
+        """Gives back the descriptors that it has opened. Nothing may come after this."""
+        for fd in self.fds():
+            os.close(fd)
+
+
+class _Stream:
+    """The stdout or stderr of a node."""
+
+    def __init__(self, rank: int, stream: int, log: int, silent: bool) -> None:
+        self.rank = rank
+        self.stream = stream
+        self.log = log  #: its log file or -1
+        self.silent = silent  #: its log file has it and nobody else
+        self.lines = Lines()
+        self.shown = float("-inf")  #: when its progress bar was shown last
+
+    def keep(self, piece: bytes) -> bytes:
+        """Writes it to the log file; gives what to say if that has failed, once."""
+        if self.log < 0:
+            return b""
+        try:
+            while piece:
+                piece = piece[os.write(self.log, piece) :]
+        except OSError as e:
+            self.close()
+            self.silent = False
+            return f"disttensor: no more output of node {self.rank} goes to its {STREAMS[self.stream]}: {e}".encode()
+        return b""
+
+    def close(self) -> None:
+        if self.log >= 0:
+            os.close(self.log)
+            self.log = -1
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """``0,2-4``."""
+    out: list[list[int]] = []
+    for rank in sorted(ranks):
+        if out and rank == out[-1][-1] + 1:
+            out[-1][1:] = [rank]
+        else:
+            out.append([rank])
+    return ",".join("-".join(map(str, span)) for span in out)
+
+
+def _is_terminal(fd: int, environment: Mapping[str, str]) -> bool:
+    """Whether somebody looks at it who moves a cursor as he is told. Notebooks (``!dtrun``), builders of software and
+    containers also give terminals to what they run, and show everything that is written there."""
+    with contextlib.suppress(OSError):
+        plain = (
+            environment.get("TERM", "") in ("", "dumb") or environment.get("JPY_PARENT_PID") or environment.get("CI")
+        )
+        return os.isatty(fd) and not plain and os.get_terminal_size(fd).columns > 0
+    return False

@@ -1,0 +1,50 @@
+"""Under torchrun MASTER_PORT is that of torchrun's own store: there the master says where its nodes find it.
+
+Everybody who reaches that store may read and write it, so it gets addresses only. Who is there proves itself by keys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from ...protocol.errors import StartError
+
+
+def publish(host: str, port: int, meeting: str, addresses: Sequence[str], timeout: float) -> None:
+    """Says in the store at this host and port where the root of a meeting listens.
+
+    Raises StartError when the store cannot be reached.
+    """
+    try:
+        _store(host, port, timeout).set(_key(meeting), " ".join(addresses))
+    except RuntimeError as e:  # torch.distributed's errors are
+        raise StartError(f"torchrun's store at {host}:{port} cannot be reached: {_first_line(e)}") from e
+
+
+def look_up(host: str, port: int, meeting: str, timeout: float) -> tuple[str, ...]:
+    """Waits for what the master says. Raises StartError when it says nothing in time."""
+    deadline = time.monotonic() + timeout
+    try:
+        store = _store(host, port, timeout)
+        store.wait([_key(meeting)], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        return tuple(store.get(_key(meeting)).decode().split())
+    except RuntimeError as e:
+        text = f"the master has not said within {timeout:g} s in torchrun's store at {host}:{port} where it is"
+        raise StartError(f"{text} (is it rank 0 of this torchrun, or told of this store?): {_first_line(e)}") from e
+
+
+def _key(meeting: str) -> str:
+    return f"disttensor/{meeting}"
+
+
+def _store(host: str, port: int, timeout: float) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # takes seconds where there is no torch yet
+
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

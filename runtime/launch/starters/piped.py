@@ -1,0 +1,198 @@
+"""Agents whose wire is their stdin and stdout: the root starts one process per host, such as ssh, that leads there.
+
+    root --socket--> stdin, stdout of a process --...--> agent          its stderr: the reasons, if that fails
+
+What a login shell writes to stdout before the agent says MARK is no frame; it belongs to the reasons as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from abc import abstractmethod
+
+import msgspec
+
+from ...host.launch_spec import Host
+from ...process.lifetime import describe_exit, die_with_parent
+from ...protocol.errors import ProtocolError
+from ..output.lines import TAIL_LINES, TAIL_WIDTH
+from ..tree.control import News, Order
+from ..tree.framed import MARK, Stream
+from ..tree.spawn import BOOT
+from ..tree.stderr_tail import Reasons
+from .base import Branch, Engine
+
+#: Seconds for a process to end when its stdout has.
+PATIENCE = 1.0
+
+
+class PipedEngine(Engine):
+    """Starts one process per host of the plan."""
+
+    def begin(self) -> None:
+        for host in self.plan.hosts:
+            PipedBranch(self, host)
+
+    @abstractmethod
+    def command(self, host: Host) -> list[str]:
+        """The command line that leads to an agent there. No secrets: everybody can read it."""
+
+    def called(self, host: Host) -> str:
+        """That program, in messages."""
+        return "the agent"
+
+    def unanswered(self, host: Host) -> str:
+        """What is said of a host from which nothing has come."""
+        return f"{self.called(host)} has not connected yet"
+
+    def advice(self, host: str, code: int, lines: list[str]) -> str:
+        """What to do when the process has ended before its agent has come."""
+        return ""
+
+
+class PipedBranch(Branch):
+    """One such process. Makes itself known to the root."""
+
+    def __init__(self, engine: PipedEngine, host: Host) -> None:
+        super().__init__(host.name, host.slots)
+        self._engine, self._boss, self._loop = engine, engine.boss, engine.loop
+        self._closed = True  #: or nothing is open yet
+        self._program, self._unanswered = engine.called(host), engine.unanswered(host)
+        self._boss.add(self)
+        me = os.getpid()
+        ours, theirs = socket.socketpair()
+        err, err_in = os.pipe2(os.O_CLOEXEC)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(os.close, err_in)
+                stack.enter_context(theirs)
+                self._process = subprocess.Popen(
+                    engine.command(host),
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=err_in,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(me),
+                )
+        except OSError as e:
+            ours.close()
+            os.close(err)
+            self._boss.lost(self, f"{self._program} could not be started: {e}", os.EX_OSERR, ())
+            return
+        self._reasons = Reasons(self._loop, err, self._remark)
+        self._wire = _Marked(ours.detach())
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._closed = False
+        self._loop.watch(self._wire.fileno(), self._hear)
+        self._loop.watch(self._pidfd, self._reap)
+        self._boss.doing(self, self._unanswered)
+        self._loop.later(engine.plan.timeout, self._too_late)
+
+    def say(self, order: Order) -> None:
+        if not self._closed:
+            self._wire.say(order)
+            self._wire.watch_room(self._loop)
+
+    def push(self) -> None:
+        if not self._closed and not self._wire.ended:
+            self._wire.push()
+            self._wire.watch_room(self._loop)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.forget(self._wire.fileno())
+            self._wire.close()
+            self._reasons.close()
+            if self._process.poll() is None:
+                self._process.terminate()
+
+    def _hear(self) -> None:
+        try:
+            for news in self._wire.hear():
+                self._boss.heard(self, news)
+        except (ProtocolError, msgspec.DecodeError) as e:
+            self._boss.lost(self, f"what came was not an agent's: {e}", os.EX_PROTOCOL, self._tail())
+            return
+        if self._wire.ended and not self._closed:
+            self._loop.forget(self._wire.fileno())  # how the process ends says more
+            self._loop.later(PATIENCE, self._give_up)
+
+    def _remark(self, lines: list[bytes]) -> None:
+        """Its stderr is the host's own output, once the agent is there."""
+        if self.knock is not None:
+            self._boss.remark(self.host, lines)
+
+    def _reap(self) -> None:
+        code = self._process.poll()
+        if code is None:
+            return
+        self._loop.forget(self._pidfd)
+        os.close(self._pidfd)
+        if self._closed:
+            return
+        self._hear()
+        self._reasons.read()
+        if not self._closed:
+            how = describe_exit(code)
+            tail = self._tail()
+            if self.knock is None:
+                advice = self._engine.advice(self.host, code, tail)
+                cause = f"{self._program} ended ({how}) before an agent was there{advice and '; ' + advice}"
+            else:
+                cause = f"the connection with its agent has ended ({self._program}: {how})"
+            self._boss.lost(self, cause, code or 1, tail)
+
+    def _give_up(self) -> None:
+        if not self._closed:
+            self._boss.lost(self, "the connection with its agent has ended", os.EX_UNAVAILABLE, self._tail())
+
+    def _too_late(self) -> None:
+        if not self._closed and self.knock is None:
+            cause = f"no agent was there within {self._engine.plan.timeout:g} s ({self._unanswered})"
+            self._boss.lost(self, cause, os.EX_UNAVAILABLE, self._tail())
+
+    def _tail(self) -> list[str]:
+        before = self._wire.preamble.decode(errors="replace").splitlines() if self.knock is None else []
+        return [*before, *self._reasons.lines][-TAIL_LINES:]
+
+
+class _Marked(Stream[News]):
+    """Frames begin behind MARK."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(News, fd)
+        self.preamble = b""  #: what came before, its end
+        self._begun = False
+
+    def _take(self, piece: bytes) -> None:
+        if self._begun:
+            self._in += piece
+            return
+        self.preamble += piece
+        before, mark, after = self.preamble.partition(MARK)
+        self._begun = bool(mark)
+        self.preamble = before[-(TAIL_LINES * TAIL_WIDTH) :]
+        self._in += after
+
+
+class NearbyEngine(PipedEngine):
+    """Agents on this host, under any names: for tests of what does not depend on the network."""
+
+    def command(self, host: Host) -> list[str]:
+        path = json.dumps([p for p in sys.path if isinstance(p, str)])
+        options = self.plan.options
+        return [
+            sys.executable,
+            "-P",
+            BOOT,
+            "agent",
+            path,
+            options.get("lease", "15"),
+            *options.get("preload", "").split(),
+        ]

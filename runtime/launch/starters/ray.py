@@ -1,0 +1,236 @@
+"""Nodes on a Ray cluster that runs already: Ray says where there is room, and starts an agent there.
+
+    master --> root: RayEngine --stdin, stdout--> ray_driver.py --Ray--> an actor per node, in a placement group
+                       ^                                                   | the first of a host: a pipe, as life-line
+                       +--- Reception (CURVE) <--- as any that joins --- ray_agent.py --> fork server --> nodes
+
+Each agent has a key pair of its own, which its actor has made, and only these are let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from ...host.addresses import way_to
+from ...host.interfaces import addresses_of
+from ...host.launch_spec import Plan, plan_of_dtrun
+from ...process.lifetime import describe_exit, die_with_parent
+from ...protocol.errors import StartError
+from ...protocol.keys import curve_pair
+from ..rendezvous.credentials import Invitation
+from ..tree.control import Order
+from ..tree.stderr_tail import Reasons
+from .base import Branch
+from .join import JoinEngine
+from .ray_agent import Told
+from .root_launcher import PlannedLauncher
+
+_DRIVER = os.path.join(os.path.dirname(__file__), "ray_driver.py")
+
+#: Where Ray itself notes which cluster runs on this host.
+_CURRENT = "/tmp/ray/ray_current_cluster"
+
+#: Seconds for Ray to take back what it has given.
+_PATIENCE = 4.0
+
+#: What a plan's options may say, beside the address: see docs/RAY.md.
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_KNOWN = ("address", "num_cpus", "num_gpus", "strategy")
+
+
+def cluster(plan: Plan) -> str:
+    """The address of the cluster that is meant, such as 10.0.0.1:6379. Raises StartError when there is none."""
+    found = plan.options.get("address") or os.environ.get("RAY_ADDRESS", "auto")
+    if found == "auto":
+        found = ""
+        with contextlib.suppress(OSError), open(_CURRENT) as file:
+            found = file.read().strip()
+    if not found:
+        raise StartError(
+            "no Ray cluster runs on this host (`ray start --head`); RAY_ADDRESS, or the launcher's option address, "
+            "names one elsewhere"
+        )
+    return found
+
+
+def listening(plan: Plan) -> tuple[str, ...]:
+    """The addresses of this host at which nodes on the cluster reach it. Raises StartError, ValueError."""
+    if plan.interface:
+        return addresses_of(plan.interface)
+    address = cluster(plan)
+    try:
+        return (way_to(address.rpartition("//")[2].rpartition(":")[0].strip("[]")),)
+    except OSError as e:
+        raise StartError(f"there is no way to the Ray cluster at {address}: {e}") from e
+
+
+def request(plan: Plan) -> dict[str, Any]:
+    """What the driver is told. Raises ValueError for options that are none, StartError without a cluster."""
+    if unknown := set(plan.options) - set(_KNOWN):
+        raise ValueError(f"launcher='ray' has no option {unknown.pop()!r} (known: {', '.join(_KNOWN)})")
+    if not plan.most:
+        raise ValueError("launcher='ray' has to know how many nodes: nodes=4, or dtrun -n 4")
+    strategy = plan.options.get("strategy", "PACK").upper()
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is none of Ray's (known: {', '.join(_STRATEGIES)})")
+    numbers: dict[str, float | None] = {"num_cpus": 1.0, "num_gpus": None}  # None: one if there are as many
+    for name in numbers:
+        with contextlib.suppress(KeyError):
+            text = plan.options[name]
+            try:
+                numbers[name] = float(text)
+            except ValueError:
+                raise ValueError(f"{name}={text!r} is no number") from None
+    return {"nodes": plan.most, "address": cluster(plan), "strategy": strategy, "python": plan.python, **numbers}
+
+
+class RayLauncher(PlannedLauncher):
+    """Nodes that Ray places, on the cluster that this script is connected to, if it is.
+
+    Raises StartError without a cluster, ValueError for options that are none.
+    """
+
+    unfit = "Ray can start no node"
+
+    def __init__(self, plan: Plan) -> None:
+        ray = sys.modules.get("ray")
+        if "address" not in plan.options and plan_of_dtrun() is None and ray is not None and ray.is_initialized():
+            address = str(ray.get_runtime_context().gcs_address)
+            plan = msgspec.structs.replace(plan, options={**plan.options, "address": address})
+        request(plan)
+        super().__init__(plan)
+
+    def ways(self) -> tuple[str, ...]:
+        return listening(self.plan)
+
+    def too_many(self, count: int) -> str:
+        return f"Ray was asked for {self.capacity}"
+
+
+class RayEngine(JoinEngine):
+    """Has the driver place nodes, and lets in the agents that come of it."""
+
+    _driver: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        self._doing = "Ray has not answered yet"
+        self._hosts: list[_Host] = []
+        asked, me = request(self.plan), os.getpid()
+        try:
+            self._driver = driver = subprocess.Popen(
+                [sys.executable, "-P", _DRIVER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(me),
+            )
+        except OSError as e:
+            raise StartError(f"a process for Ray could not be started: {e}") from e
+        self._say(asked)
+        streams = driver.stdout, driver.stderr
+        out, err = (os.dup(stream.fileno()) for stream in streams if stream is not None)
+        Reasons(self.loop, out, self._hear)
+        self._reasons = Reasons(self.loop, err, lambda lines: None)
+        self._pidfd = os.pidfd_open(driver.pid)
+        self.loop.watch(self._pidfd, self._reap)
+
+    def waiting(self) -> str:
+        return self._doing
+
+    def end(self) -> None:
+        super().end()
+        if self._driver is None:
+            return
+        self._say(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._driver.wait(_PATIENCE)
+
+    def _say(self, order: object) -> None:
+        """To the driver; None: that there is nothing more."""
+        stdin = self._driver.stdin if self._driver is not None else None
+        with contextlib.suppress(OSError):
+            if stdin is not None and not stdin.closed:
+                stdin.close() if order is None else stdin.write(msgspec.json.encode(order) + b"\n")
+                stdin.closed or stdin.flush()
+
+    def _hear(self, lines: list[bytes]) -> None:
+        for line in lines:
+            self._take(msgspec.json.decode(line, type=_News))
+
+    def _take(self, news: _News) -> None:
+        if news.doing:
+            self._doing = news.doing
+            self.boss.reconsider()
+        elif news.error:
+            self.boss.give_up(news.error)
+        elif news.hosts:
+            self._invite(news.hosts)
+        else:
+            self._ended(self._hosts[news.ended], news)
+
+    def _invite(self, hosts: list[_Host]) -> None:
+        self._doing = "its agent has not come yet"
+        self._hosts = hosts
+        keys = curve_pair()
+        addresses = self.open(listening(self.plan), 0, keys, *(host.key for host in hosts))
+        first, told = 0, []
+        for host in hosts:
+            host.first = first
+            first += host.slots
+            told.append(Told(Invitation(addresses, keys[0], host.key, ""), host.slots, host.first))
+        self._say(told)
+        self.boss.reconsider()
+
+    def _ended(self, host: _Host, news: _News) -> None:
+        """An agent's process is over, which its connection does not always tell, and never why."""
+        branch = next((guest for guest in self.guests if guest.wish == host.first), None) or _Absent(host)
+        if isinstance(branch, _Absent):
+            self.boss.add(branch)
+        self.boss.lost(branch, f"its agent has ended ({describe_exit(news.code)})", news.code or 1, news.tail)
+
+    def _reap(self) -> None:
+        self.loop.forget(self._pidfd)
+        os.close(self._pidfd)
+        assert self._driver is not None
+        how = describe_exit(self._driver.wait())
+        self.boss.give_up(f"the process that talks with Ray has ended ({how})", self._reasons.lines)
+
+
+class _Host(msgspec.Struct):
+    """What the driver says of one of Ray's hosts."""
+
+    name: str
+    slots: int
+    key: str
+    first: int = 0  #: the rank of its first node
+
+
+class _News(msgspec.Struct):
+    """A line of the driver's."""
+
+    doing: str = ""
+    error: str = ""
+    hosts: list[_Host] = []
+    ended: int = 0
+    code: int = 0
+    tail: list[str] = []
+
+
+class _Absent(Branch):
+    """A host whose agent has never come."""
+
+    def __init__(self, host: _Host) -> None:
+        super().__init__(host.name, host.slots, host.first)
+
+    def say(self, order: Order) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,47 @@
+"""What a Ray actor runs on its host: an agent whose invitation comes down stdin, which is its life-line, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from ...protocol.errors import StartError
+from ..rendezvous.credentials import Invitation
+from ..rendezvous.worker_cli import join
+
+#: Seconds for the root to be reached.
+_TIMEOUT = 30.0
+
+
+class Told(msgspec.Struct, frozen=True):
+    """The one line on stdin."""
+
+    invitation: Invitation
+    slots: int  #: how many nodes this host has
+    first: int  #: the rank of the first
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Serves until all nodes of this host have ended; gives the exit code."""
+    try:
+        told = msgspec.json.decode(sys.stdin.buffer.readline(), type=Told)
+    except msgspec.DecodeError as e:
+        print(f"dtrun ray-agent is what Ray's actors run, not users: {e}", file=sys.stderr)
+        return os.EX_USAGE
+    threading.Thread(target=_watch, name="life-line", daemon=True).start()
+    try:
+        # what Ray has given it, no other agent on the same machine may use
+        return join(told.invitation, _TIMEOUT, told.slots, told.first, 0, told.slots)
+    except StartError as e:
+        print(f"disttensor: {e}", file=sys.stderr)
+        return 1
+
+
+def _watch() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)  # which the agent takes for its root's end

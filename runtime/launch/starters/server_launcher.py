@@ -1,0 +1,292 @@
+"""What launchers have in common whose workers a process beside the master starts: a fork server, or a root.
+
+It is a plain child process with a socket, no ``multiprocessing``: a script needs no ``__main__`` guard, and notebooks
+and ``python -c`` work. Under dtrun there is a warm one already; its socket is inherited.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from ...host.launch_spec import Plan
+from ...host.launcher import Exited, Launcher, Started
+from ...host.output_options import Output
+from ...process.lifetime import describe_exit, wait_any
+from ...protocol.bundle import Bundle
+from ...protocol.errors import ForkError, StartError
+from ..output.printer import spans
+from ..tree.control import (
+    Began,
+    Doing,
+    Ended,
+    Flush,
+    Flushed,
+    Kill,
+    Listening,
+    News,
+    Ready,
+    Rest,
+    Rested,
+    Room,
+    Start,
+    Stop,
+    Unfit,
+)
+from ..tree.framed import Stream, Wire
+
+#: What a worker runs: it gets its life-line and returns the exit code.
+WORKER = "disttensor.runtime.node.worker:main"
+
+#: What the server may take beyond the grace to end its workers and itself (TERM, a second, KILL).
+_PATIENCE = 4.0
+
+_live: weakref.WeakSet[ServedLauncher] = weakref.WeakSet()
+
+#: Those whose server is dtrun's, between sessions.
+_resting: list[ServedLauncher] = []
+
+
+class ServedLauncher(Launcher):
+    """Has a server (a fork server or a root) at the other end of ``sock``; ``process`` is it, unless it is dtrun's.
+
+    ``entry`` is what workers run.
+    """
+
+    #: In messages: what the server is, and what it has to say when it is of no use.
+    server_name, unfit = "the server", "no node can be started"
+
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None, entry: str = WORKER) -> None:
+        self.entry = entry
+        self._server = process
+        self._wire: Wire[News] = Stream(News, sock.detach())
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._server_pid = 0  #: known when it is ready; it has no workers before
+        self._running: dict[int, int] = {}  #: rank -> pid, 0 until it began
+        self._address = ""  #: where nodes have to find the master
+        self._events: list[Started | Exited] = []
+        self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and what it is waiting for
+        self._asked = 0  #: how many have been asked for
+        self._flushes = self._flushed = 0  #: the ids of the last Flush and of the last that was answered
+        self._shown = self._rested = False
+        self._trouble = ""  #: why the server is of no use any more
+        self._stopped = False
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        state = self._trouble or ("stopped" if self._stopped else "ready" if self._server_pid else "importing")
+        return f"<{type(self).__name__} {state} workers={sorted(self._running)}>"
+
+    def show(self, output: Output) -> None:
+        with self._using():
+            self._shown = True
+            self._wire.say(output)
+
+    def flush(self, timeout: float) -> None:
+        with contextlib.suppress(StartError, ForkError), self._using():
+            self._flushes += 1
+            self._wire.say(Flush(self._flushes))
+            self._await(lambda: self._flushed == self._flushes or bool(self._trouble), timeout)
+
+    def start(self, bundles: Sequence[Bundle]) -> None:
+        """Raises StartError when the server is gone or stopped, ValueError for a rank that runs."""
+        with self._using():
+            for bundle in bundles:
+                if bundle.rank in self._running:
+                    raise ValueError(f"node {bundle.rank} runs already; nodes that run: {sorted(self._running)}")
+                self._running[bundle.rank] = 0
+                self._address = " or ".join((bundle.address, *bundle.addresses))
+                self._asked += 1
+                self.vacant = max(0, self.vacant - 1)
+                self._wire.say(Start(bundle, self.entry))
+            self._wire.push(1.0)  # more than its buffer holds goes when the server has imported torch
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a worker's process group and returns; one that has ended already is left alone.
+
+        Raises StartError when the server is gone or stopped.
+        """
+        with self._using():
+            self._wire.say(Kill(rank, number))
+
+    def end(self, rank: int) -> None:
+        with contextlib.suppress(StartError):
+            self.kill(rank)
+
+    def missing(self, ranks: Sequence[int]) -> str:
+        """As the base's: "node 3 on b: ssh has not connected yet"."""
+        groups: dict[tuple[str, str], list[int]] = {}
+        for rank in ranks:
+            host, what = self._doing.get(rank, ("", ""))
+            if self._running.get(rank):
+                what = f"it runs{host and ' there'}, and has not reached the master at {self._address}"
+            groups.setdefault((host, what), []).append(rank)
+        lines = []
+        for (host, what), members in groups.items():
+            who = f"node {members[0]}" if len(members) == 1 else f"nodes {spans(members)}"
+            lines.append(f"{who}{host and f' on {host}'}: {what}" if what else who)
+        return "\n".join(lines)
+
+    def found(self, addresses: Sequence[str]) -> None:
+        """Called when it is known where agents find the root."""
+
+    def fileno(self) -> int:
+        return self._wire.fileno()
+
+    def events(self) -> list[Started | Exited]:
+        self._check_pid()
+        with self._lock:
+            if not self._stopped:
+                self._hear()
+            events, self._events = self._events, []
+            if self._trouble and not events:
+                raise StartError(self._trouble)
+            return events
+
+    def stop(self, grace: float) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child: the nodes are its parent's
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._hear()
+            if self._server is None and self._server_pid and self._rest(grace):
+                _resting.append(self)
+            else:
+                self._end(grace)
+
+    def _rest(self, grace: float) -> bool:
+        """Ends the workers of a server that is dtrun's, which may be wanted again; False if it is of no use then."""
+        self._rested = False
+        self._wire.say(Rest(grace))
+        self._await(lambda: self._rested, grace + _PATIENCE)
+        return self._rested and not self._trouble
+
+    @classmethod
+    def again(cls, plan: Plan) -> Self | None:
+        """The one that rests since the session before this one, if it is for this plan; used again."""
+        for launcher in _resting:
+            if type(launcher) is cls and launcher._pid == os.getpid() and launcher.serves(plan):
+                _resting.remove(launcher)
+                launcher._stopped = False
+                launcher._events.clear()
+                launcher._doing.clear()
+                if launcher._shown:
+                    launcher.show(plan.output)
+                return launcher
+        return None
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether it is what this plan means."""
+        return True
+
+    def _end(self, grace: float) -> None:
+        try:
+            if self._server_pid:
+                self._wire.say(Stop(grace))
+                self._await(lambda: False, grace + _PATIENCE)
+        finally:
+            self._wire.close()  # by itself enough: the server ends its workers when the socket ends
+            self._end_server()
+            self._trouble = ""
+
+    def _await(self, true: Callable[[], bool], seconds: float) -> None:
+        """Hears what there is until that is true, the server has ended, or the time is over."""
+        deadline = time.monotonic() + seconds
+        self._wire.push(seconds)
+        while not (true() or self._wire.ended) and (left := deadline - time.monotonic()) > 0:
+            if select.select([self._wire], [], [], left)[0]:
+                self._hear()
+
+    def _end_server(self) -> None:
+        if self._server is None:
+            if self._server_pid:
+                wait_any([self._server_pid], _PATIENCE)  # dtrun reaps it
+            return
+        try:
+            self._server.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._server.kill()  # the kernel kills its workers with it
+            self._server.wait()
+            for pid in filter(None, self._running.values()):
+                wait_any([pid], 1.0)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        self._check_pid()
+        with self._lock:
+            if self._stopped:
+                raise StartError("the launcher was stopped; make a new one")
+            self._hear()
+            if self._trouble:
+                raise StartError(self._trouble)
+            yield
+
+    def _check_pid(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(f"this launcher belongs to process {self._pid}, which forked this one")
+
+    def _hear(self) -> None:
+        for news in self._wire.hear():
+            match news:
+                case Ready():
+                    self._server_pid = news.pid
+                case Began():
+                    self._running[news.rank] = news.pid
+                    self._events.append(Started(news.rank, news.pid, news.host))
+                case Ended():
+                    self._running.pop(news.rank, None)
+                    self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
+                case Unfit():
+                    self._trouble = "\n  ".join((f"{self.unfit}: {news.why}", *news.tail))
+                case Rested():
+                    self._rested = True
+                case Flushed():
+                    self._flushed = max(self._flushed, news.id)
+                case Doing():
+                    self._doing.update(dict.fromkeys(news.ranks, (news.host, news.what)))
+                case Room():
+                    self.vacant = max(0, news.free - (self._asked - news.asked))
+                case Listening():
+                    self.found(news.addresses)
+        if self._wire.ended and not self._trouble:
+            how = ""
+            if self._server is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    how = f": {describe_exit(self._server.wait(_PATIENCE))}"
+            self._trouble = f"{self.server_name} (pid {self._server_pid or '?'}) has ended, and its nodes with it{how}"
+
+    def _let_go(self) -> None:
+        """In a forked child: the end of the socket has to mean the end of the master, not of this child."""
+        self._wire.close()
+        if self._server is not None:
+            self._server.returncode = 0  # not this process's child: nothing to wait for
+
+
+@atexit.register
+def _end_resting() -> None:
+    """Said, the end is another than when this process dies: the agents' exit codes tell."""
+    while _resting:
+        launcher = _resting.pop()
+        if launcher._pid == os.getpid():
+            launcher._end(0)
+
+
+def _after_fork() -> None:
+    for launcher in list(_live):
+        launcher._let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)

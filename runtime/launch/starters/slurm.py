@@ -1,0 +1,194 @@
+"""Slurm: nodes are the tasks of a job step, which join the root over the network (join.py).
+
+    srun -n 5 dtrun script.py                  task 0 runs the script; each other task is an agent with one node
+    salloc -n 4; dtrun --launcher slurm ...    master --> root: SlurmEngine --srun--> tasks, all of them agents
+                                                             <--CURVE, by the step's connection file-- as they come
+
+The connection file is in the user's home, which the hosts of a cluster share; the root removes it when all have come.
+srun tells early when a task cannot run, so nobody waits for its node until the time is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import socket
+import subprocess
+from functools import partial
+
+import msgspec
+
+from ...host import slurm_env
+from ...host.launch_spec import Plan
+from ...process.lifetime import describe_exit, die_with_parent
+from ...protocol.errors import StartError
+from ..rendezvous.rendezvous import of_slurm
+from ..rendezvous.worker_cli import worker_command
+from ..tree.control import Unfit
+from ..tree.spawn import LAUNCHER_FD
+from ..tree.stderr_tail import Reasons
+from .base import Boss
+from .join import JoinEngine, JoinLauncher
+
+#: Seconds at the end for srun, whose tasks have ended: it waits for what they have left open.
+_PATIENCE = 3.0
+#: Seconds until what a task has said is here, when srun has said that it ended.
+_LAST_WORDS = 0.5
+
+#: What srun says of tasks that have ended: "srun: error: node1: tasks 3-4: Exited with exit code 2".
+_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.*)")
+
+
+def plan_of_step(plan: Plan) -> Plan:
+    """For task 0 of a step, of which all other tasks are nodes."""
+    where = of_slurm()
+    return _planned(plan, "join", (where.size or 1) - 1, where.interface, where.options | {"all_come": "yes"})
+
+
+def plan_of_allocation(plan: Plan, nodes: int = 0, per_host: int = 0, hosts: int = 0) -> Plan:
+    """For a master that has srun start so many nodes, or so many per host; by default as many as there are tasks.
+
+    Raises ValueError when nobody says how many.
+    """
+    if slurm_env.one_of_several() is not None:
+        raise ValueError(
+            "srun has started several of this script: let the others be nodes, by `srun dtrun script.py` or by "
+            "init_method='slurm://'"
+        )
+    options = {"srun": plan.options.get("srun", "")}
+    if per_host:
+        hosts = hosts or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        nodes = per_host * hosts
+        options["srun"] = f"--nodes={hosts} --ntasks-per-node={per_host} {options['srun']}"
+    nodes = nodes or slurm_env.task_count()
+    if not nodes:
+        raise ValueError("how many nodes is Slurm to start? Say so (nodes=, dtrun -n), or run this inside of salloc")
+    name = f"{os.environ.get('SLURM_JOB_ID', socket.gethostname())}-{secrets.token_hex(4)}"
+    options["connection_file"] = slurm_env.connection_file(name)
+    return _planned(plan, "slurm", nodes, slurm_env.own_addresses(), options)
+
+
+def _planned(plan: Plan, launcher: str, nodes: int, interface: tuple[str, ...], options: dict[str, str]) -> Plan:
+    return msgspec.structs.replace(
+        plan,
+        launcher=launcher,
+        least=nodes,
+        most=nodes,
+        interface=plan.interface or interface,
+        options=plan.options | options,
+    )
+
+
+class SlurmLauncher(JoinLauncher):
+    """Has srun start the nodes."""
+
+    unfit = "Slurm has started no nodes"
+
+    def too_many(self, count: int) -> str:
+        return f"srun is asked for {self.capacity}"
+
+
+class SlurmEngine(JoinEngine):
+    """Runs srun, beside the door. Options of the plan: ``connection_file``; ``srun``, further arguments of srun's."""
+
+    def __init__(self, boss: Boss) -> None:
+        super().__init__(boss)
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._reasons: Reasons | None = None
+        self._pidfd = -1
+        self._failed = False
+
+    def begin(self) -> None:
+        self._start()  # before there are threads: it forks
+        super().begin()
+
+    def waiting(self) -> str:
+        return "\n  ".join([super().waiting(), *self._said])
+
+    def end(self) -> None:
+        super().end()
+        if self._srun is not None:
+            # Its tasks have ended, or do so as the door is closed: srun waits for them, and ends.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._srun.wait(_PATIENCE)
+            if self._srun.poll() is None:
+                self._srun.terminate()
+        if self._reasons is not None:
+            self._reasons.read()
+            self._reasons.close()
+        if self._pidfd >= 0:
+            self.loop.forget(self._pidfd)
+            os.close(self._pidfd)
+
+    @property
+    def _said(self) -> list[str]:
+        return self._reasons.lines if self._reasons is not None else []
+
+    def _start(self) -> None:
+        me = os.getpid()
+        err, err_in = os.pipe2(os.O_CLOEXEC)
+        self._reasons = Reasons(self.loop, err, self._look)
+        environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_FD}
+        try:
+            self._srun = subprocess.Popen(
+                self.srun_command(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=err_in,
+                stderr=err_in,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(me),
+            )
+        except OSError as e:
+            raise StartError(f"srun cannot be run here: {e}") from e
+        finally:
+            os.close(err_in)
+        self._pidfd = os.pidfd_open(self._srun.pid)
+        self.loop.watch(self._pidfd, self._reap)
+
+    def srun_command(self) -> list[str]:
+        """srun's command line. Everybody can read it: it says where the connection file is, not what is in it."""
+        plan, count = self.plan, self.plan.most
+        options = ["--ntasks", str(count), "--unbuffered", "--input=none", "--mpi=none", "--kill-on-bad-exit=0"]
+        if "SLURM_JOB_ID" in os.environ:
+            options.append("--overlap")  # with a step that this process may be in
+        if count > slurm_env.task_count() > 0:
+            options.append("--overcommit")
+        worker = worker_command(
+            "--init-method", f"slurm://{plan.options['connection_file']}", "--timeout", f"{plan.timeout:g}"
+        )
+        if plan.python:
+            worker[0] = plan.python
+        return ["srun", *options, *shlex.split(plan.options.get("srun", "")), *worker]
+
+    def _look(self, lines: list[bytes]) -> None:
+        if self.came >= self.plan.most:
+            self.boss.remark("srun", lines)
+            return
+        for line in lines:
+            if match := _ENDED.match(line.decode(errors="replace")):
+                why = f"node {match['tasks']} on {match['host']} has ended before it joined ({match['how']})"
+                self.loop.later(_LAST_WORDS, partial(self._fail, why))
+        self.boss.reconsider()  # `waiting` has more to say
+
+    def _reap(self) -> None:
+        code = self._srun.poll() if self._srun is not None else None
+        if code is None:
+            return
+        self.loop.forget(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._reasons is not None:
+            self._reasons.read()
+        if self.came < self.plan.most:
+            self._fail(f"srun ended ({describe_exit(code)}) before all had joined")
+
+    def _fail(self, why: str) -> None:
+        """Nobody waits for nodes that never come."""
+        if not self._failed:
+            self._failed = True
+            tail = "".join(f"\n  {line}" for line in self._said)
+            self.boss.tell(Unfit(f"{why}{tail and f'; what srun has said:{tail}'}"))

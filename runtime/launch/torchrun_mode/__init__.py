@@ -1,0 +1,1 @@
+"""``dtrun --process-group``: a program of torch.distributed on every node, without a master."""

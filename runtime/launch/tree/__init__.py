@@ -1,0 +1,1 @@
+"""The tree of processes that a launch makes: root, agents, fork servers, workers, and the frames between them."""

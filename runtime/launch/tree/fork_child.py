@@ -1,0 +1,97 @@
+"""The first steps of a worker: from the fork in server.py, or from boot.py, to the call of its entry function."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+from ...process.lifetime import die_with_parent, name_process
+
+
+def become_worker(
+    server: int, rank: int, entry: str, lifeline: int, out: int, err: int, foreign: list[int]
+) -> NoReturn:
+    """Turns this fresh child of ``server`` into the worker of node ``rank`` and ends the process with its exit code.
+
+    ``foreign`` are descriptors of the server's and of other workers': a life-line held here would keep a sibling alive.
+    Nothing may leave this function, as it would run on in the server's loop.
+    """
+    code = 1
+    try:
+        _settle(server, rank, out, err, foreign)
+        code = _call(entry, lifeline)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(code)
+
+
+def work(entry: str) -> NoReturn:
+    """Makes this process, which was started for it (``spawn.node_command``), a worker whose life-line is stdin."""
+    code = 1
+    try:
+        lifeline = os.dup(0)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's
+        faulthandler.enable(all_threads=False)
+        sys.argv = ["disttensor-worker"]
+        code = _call(entry, lifeline)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends this process at once, when what it has printed has left it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # user code closed it or took it away
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _settle(server: int, rank: int, out: int, err: int, foreign: list[int]) -> None:
+    os.setpgid(0, 0)
+    die_with_parent(server)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for fd in (out, err, *foreign):
+        os.close(fd)
+    # New objects, as the server's know what file they had; a line leaves at once, as it would on a terminal.
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    faulthandler.enable(all_threads=False)  # a crash in C code leaves a traceback in the tail
+    sys.argv = ["disttensor-worker"]
+    name_process(f"dt-node-{rank}")
+    gc.enable()
+    # Forked siblings would draw the same "random" numbers where separate processes would not. torch starts every
+    # process with one and the same seed, so it needs nothing.
+    random.seed()
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+
+
+def _call(entry: str, lifeline: int) -> int:
+    module, _, function = entry.partition(":")
+    try:
+        code = getattr(importlib.import_module(module), function)(lifeline)
+    except SystemExit as e:
+        code = e.code
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)  # sys.exit("text"), as the interpreter does it
+    return 1

@@ -1,0 +1,143 @@
+"""The wire between two processes of a launching: what is said at one end is heard at the other, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ...protocol.errors import ProtocolError
+from .control import MAX_FRAME
+from .loop import Loop
+
+In = TypeVar("In")
+
+#: What an agent writes to its stdout before its first frame: a login shell may have written there before.
+MARK = b"\n-- disttensor agent --\n"
+
+
+class Wire(ABC, Generic[In]):
+    """One end. Not safe for threads. Nothing blocks, but ``push`` with a timeout."""
+
+    ended: bool = False  #: the other end is gone, and all that it said was heard
+
+    @abstractmethod
+    def say(self, message: msgspec.Struct) -> None:
+        """Queues a message and sends what fits. Raises nothing when the other end is gone: ``ended`` tells."""
+
+    @abstractmethod
+    def push(self, timeout: float = 0.0) -> None:
+        """Sends what is queued; waits up to ``timeout`` seconds for room each time that there is none."""
+
+    def watch_room(self, loop: Loop) -> None:
+        """Has the loop's next turn end when there is room for what is pending."""
+
+    @abstractmethod
+    def hear(self) -> list[In]:
+        """All whole messages that have come.
+
+        Raises ProtocolError on an oversize frame, msgspec.DecodeError (ValidationError) on anything unknown.
+        """
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Readable when ``hear`` may have something."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Twice is fine."""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """What a ``Stream`` sends for it."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+class Stream(Wire[In]):
+    """Over descriptors, of a socket or two pipes, which it closes. Frame: 4 bytes of length (big endian), a struct.
+
+    ``kinds`` is the union of what the other end may say.
+    """
+
+    def __init__(self, kinds: object, inn: int, out: int | None = None) -> None:
+        self.inn, self.out = inn, inn if out is None else out
+        for fd in (self.inn, self.out):
+            os.set_blocking(fd, False)
+            os.set_inheritable(fd, False)
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(kinds)
+        self._in = bytearray()
+        self._out = bytearray()
+        self._closed = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether something that was said has not left yet."""
+        return bool(self._out)
+
+    def watch_room(self, loop: Loop) -> None:
+        loop.room(self.out, self.pending)
+
+    def fileno(self) -> int:
+        return self.inn
+
+    def say(self, message: msgspec.Struct) -> None:
+        self._out += frame(message)
+        self.push()
+
+    def push(self, timeout: float = 0.0) -> None:
+        while self._out and not self.ended:
+            try:
+                del self._out[: os.write(self.out, self._out)]
+            except BlockingIOError:
+                poller = select.poll()
+                poller.register(self.out, select.POLLOUT)
+                if timeout <= 0 or not poller.poll(timeout * 1000):
+                    return
+            except OSError:
+                self._out.clear()  # what the other end said before it went can still be heard
+                return
+
+    def hear(self) -> list[In]:
+        while not self.ended:
+            try:
+                piece = os.read(self.inn, 1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                piece = b""
+            self._take(piece)
+            self.ended = not piece
+        messages = []
+        while len(self._in) >= 4:
+            size = int.from_bytes(self._in[:4], "big")
+            if size > MAX_FRAME:
+                raise ProtocolError(
+                    f"a frame of {size} bytes, the limit is {MAX_FRAME}: this is no disttensor launcher"
+                )
+            if len(self._in) < 4 + size:
+                break
+            messages.append(self._decoder.decode(self._in[4 : 4 + size]))
+            del self._in[: 4 + size]
+        return messages
+
+    def _take(self, piece: bytes) -> None:
+        self._in += piece
+
+    def close(self) -> None:
+        self.ended = True
+        if not self._closed:
+            self._closed = True
+            for fd in {self.inn, self.out}:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+    def __enter__(self) -> Stream[In]:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,324 @@
+"""The fork server: a process that has imported torch once and forks a worker from itself for each bundle.
+
+    master              fork server (one thread)                          worker of node k
+    LocalLauncher --control socket--> Server --life-line pipe: bundle, then silence--> stdin of its protocol
+       events    <-- Began, Ended --    |    <-- stdout, stderr pipes, shown by printer.py --------
+                                        +-- pidfd: when and how it ended
+
+Who dies when: the control socket's end (the master is gone, even by SIGKILL) or SIGTERM makes the server end all
+workers and then itself. When the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG) and their
+life-lines end. No descriptor of a worker's is left open in its siblings.
+
+It uses neither threads nor CUDA nor torch's thread pool: none of them survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+from ...host.output_options import Output
+from ...process.lifetime import adopt_orphans, describe_exit, die_with_parent, end_children
+from ...protocol.bundle import Bundle, write_bundle
+from ..output.lines import Tail
+from ..output.printer import Printer
+from ..output.relay import Source
+from .control import (
+    Began,
+    Ended,
+    Flush,
+    Flushed,
+    Kill,
+    Modules,
+    Order,
+    Ready,
+    Rest,
+    Rested,
+    Said,
+    Start,
+    Stop,
+    Took,
+    Unfit,
+)
+from .fork_child import become_worker
+from .framed import Stream
+from .shipping import adopt
+
+#: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
+TERM_TIME = 1.0
+#: Bytes of output that are on their way up at most, but for one more piece of each node.
+UNHEARD = 1 << 18
+
+
+class Node:
+    """A running worker, as its server sees it."""
+
+    def __init__(self, rank: int, pid: int, lifeline: int, sources: tuple[Source, ...], tail: Tail) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.lifeline = lifeline  #: write end; the worker dies when it closes
+        self.sources = sources
+        self.tail = tail
+
+    def signal(self, number: int) -> None:
+        """To its process group, so that children of user functions go with it. It is not reaped yet: the pid is its."""
+        try:
+            os.killpg(self.pid, number)
+        except OSError:  # its user code moved it to another group
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, number)
+
+
+class Server:
+    """Forks, relays, reaps. ``run`` returns when the master has gone or said Stop and no worker is left."""
+
+    def __init__(self, wire: Stream[Order]) -> None:
+        self._wire = wire
+        self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
+        self._printer = Printer()
+        self._nodes: dict[int, Node] = {}
+        self._selector = selectors.PollSelector()  # epoll refuses regular files
+        self._deadline: float | None = None  #: set while stopping: when to use more force
+        self._resting = False  #: it is only the session that ends
+        self._force: int | None = None  #: the signal that the workers were sent last
+        self._upward = False  #: the boss shows what nodes print
+        self._unheard = 0  #: bytes of that which have not found their place yet
+        self._paused = False  #: too much is waiting to be written, so sources wait
+        self._waiting: list[int] = []  #: what is watched for room
+        self._watch(wire.fileno(), self._take_orders)
+        self._watch(self._wakeup[0], self._take_signal)
+        signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def run(self) -> None:
+        while True:
+            if not self._nodes and self._deadline is not None:
+                if not self._resting:
+                    break
+                self._wake()
+            self._watch_room()
+            times = [t for t in (self._deadline, self._printer.due) if t is not None]
+            timeout = max(0.0, min(times) - time.monotonic()) if times else None
+            for key, mask in self._selector.select(timeout):
+                # what ran before may have closed it, and its number may be another's by now
+                if mask & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is key:
+                    key.data()
+            self._wire.push()
+            self._printer.push()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._press()
+        end_children(0)  # what the workers' own children left behind
+        self._printer.flush(0.5)
+        self._wire.push(0.5)
+
+    # ---- orders ----------------------------------------------------------------------------------------------------
+
+    def _take_orders(self) -> None:
+        for order in self._wire.hear():
+            match order:
+                case Output():
+                    self._upward = order.upward
+                    self._printer.show(order)
+                case Modules():
+                    adopt(order.packed)
+                case Took():
+                    self._unheard -= order.size
+                case Flush():
+                    self._flush(order.id)
+                case Start() if self._deadline is None:
+                    self._start(order.bundle, order.entry)
+                case Kill() if order.rank in self._nodes:
+                    self._nodes[order.rank].signal(order.signal)
+                case Stop():
+                    self._stop(order.grace)
+                case Rest():
+                    self._stop(order.grace)
+                    self._resting = True
+        if self._wire.ended:
+            self._selector.unregister(self._wire)
+            self._stop(0)
+
+    def _take_signal(self) -> None:
+        os.read(self._wakeup[0], 64)
+        self._stop(0)
+
+    def _wake(self) -> None:
+        """No worker is left of a session after which there may be another."""
+        self._deadline = self._force = None
+        self._resting = False
+        end_children(0)
+        self._printer.flush()
+        self._wire.say(Rested())
+
+    def _stop(self, grace: float) -> None:
+        self._resting = False
+        deadline = time.monotonic() + grace
+        if self._deadline is None or (self._force is None and deadline < self._deadline):
+            self._deadline = deadline
+
+    def _press(self) -> None:
+        """The time is over: TERM first, KILL later."""
+        self._force = signal.SIGTERM if self._force is None else signal.SIGKILL
+        self._deadline = time.monotonic() + TERM_TIME
+        for node in self._nodes.values():
+            node.signal(self._force)
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def _start(self, bundle: Bundle, entry: str) -> None:
+        fds: list[int] = []
+        try:
+            for _ in range(3):
+                fds += os.pipe()
+            line_out, line_in, out, out_in, err, err_in = fds
+            self._printer.begin(bundle.rank)
+            pid = self._fork(bundle.rank, entry, line_out, out_in, err_in, (line_in, out, err))
+            for fd in (line_out, out_in, err_in):
+                fds.remove(fd)
+                os.close(fd)
+            tail = Tail()
+            then = partial(self._take_output, bundle.rank, tail)
+            node = Node(bundle.rank, pid, line_in, (Source(out, 1, then), Source(err, 2, then)), tail)
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, which its pidfd will say
+                write_bundle(line_in, bundle)
+        except OSError as e:  # no descriptors, no processes, no memory left
+            for fd in fds:
+                os.close(fd)
+            self._printer.end(bundle.rank)
+            hint = ""
+            if e.errno == errno.EMFILE:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                hint = f": a node takes 4 of the {limit} that one process may have here (ulimit -n)"
+            self._wire.say(Ended(bundle.rank, 0, os.EX_OSERR, f"could not be started: {e}{hint}", ()))
+            return
+        self._nodes[bundle.rank] = node
+        self._watch(node.pidfd, lambda: self._reap(node))
+        for source in node.sources:
+            self._watch_source(source)
+        self._wire.say(Began(bundle.rank, pid))
+
+    def _fork(self, rank: int, entry: str, lifeline: int, out: int, err: int, others: tuple[int, ...]) -> int:
+        server = os.getpid()
+        # A signal for the child between fork and its own handlers would be taken for one to the server.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        try:
+            pid = os.fork()
+            if pid == 0:
+                become_worker(server, rank, entry, lifeline, out, err, [*others, *self._own_fds()])
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # the child does the same: whoever comes first
+        return pid
+
+    def _own_fds(self) -> list[int]:
+        """All that a worker must not keep open."""
+        fds = [self._wire.fileno(), *self._wakeup, *self._printer.fds()]
+        for node in self._nodes.values():
+            fds += [node.pidfd, node.lifeline, *(s.fd for s in node.sources)]
+        return fds
+
+    def _reap(self, node: Node) -> None:
+        node.signal(signal.SIGKILL)  # its children; it is a zombie itself, so the group's number is still its own
+        code = os.waitstatus_to_exitcode(os.waitpid(node.pid, 0)[1])
+        for source in node.sources:
+            self._forget(source.fd)
+            source.close()
+        self._forget(node.pidfd)
+        os.close(node.pidfd)
+        os.close(node.lifeline)
+        del self._nodes[node.rank]
+        self._printer.end(node.rank)
+        if code:  # before the master hears of it and says the same again
+            self._printer.flush()
+        self._wire.say(Ended(node.rank, node.pid, code, describe_exit(code), node.tail.lines()))
+
+    # ---- the selector ----------------------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, then: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, then)
+
+    def _watch_source(self, source: Source) -> None:
+        if not self._paused:
+            self._watch(source.fd, lambda: self._relay(source))
+
+    def _relay(self, source: Source) -> None:
+        source.read()
+        if source.ended:  # the worker closed its stdout; only its pidfd says that it has ended
+            self._forget(source.fd)
+
+    def _flush(self, id: int) -> None:
+        if not self._paused:  # else it waits for those who look at it, and somebody else may wait for us
+            for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:
+                for _ in range(16):  # not for ever, as it may print on and on
+                    if not source.read():
+                        break
+        self._printer.flush()
+        self._wire.say(Flushed(id))
+
+    def _take_output(self, rank: int, tail: Tail, stream: int, piece: bytes) -> None:
+        tail.add(stream, piece)
+        if self._upward:
+            self._unheard += len(piece)
+            self._wire.say(Said(rank, stream, piece))
+        else:
+            self._printer.take(rank, stream, piece)
+
+    def _forget(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _watch_room(self) -> None:
+        """Waits for room where something could not be written; lets sources wait while too much is."""
+        for fd in self._waiting:
+            self._forget(fd)
+        self._waiting = self._printer.waiting
+        for fd in self._waiting:
+            self._selector.register(fd, selectors.EVENT_WRITE)
+        if not self._wire.ended:
+            writing = selectors.EVENT_WRITE if self._wire.pending else 0
+            self._selector.modify(self._wire, selectors.EVENT_READ | writing, self._take_orders)
+        full = self._printer.full or self._unheard > UNHEARD
+        if full != self._paused:
+            self._paused = full
+            for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:
+                self._forget(source.fd)
+                self._watch_source(source)
+
+
+def serve(control: int, parent: int) -> int:
+    """Serves the socket with this number until its end. ``parent`` is a pid to die with, or 0. One thread only."""
+    wire: Stream[Order] = Stream(Order, control)
+    if parent:
+        die_with_parent(parent, signal.SIGTERM)  # the way of the socket's end, if somebody holds it open
+    adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
+    # numpy's OpenBLAS has threads, and a handler that stops them around a fork
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+    gc.freeze()  # a collection in a worker would otherwise touch, and so copy, every page
+    server = Server(wire)
+    wire.say(Ready(os.getpid(), _torch()))
+    server.run()
+    return 0
+
+
+def _torch() -> str:
+    return str(getattr(sys.modules.get("torch"), "__version__", ""))
+
+
+def decline(control: int, why: str, lines: list[str]) -> None:
+    """Tells the boss that there won't be any worker, and the last lines about it."""
+    tail = Tail()
+    tail.add(2, "\n".join(lines).encode(errors="replace"))
+    Stream(Order, control).say(Unfit(why, tail.lines()))

@@ -1,0 +1,78 @@
+"""L4: where a thread's commands go when it issues elsewhere than on default streams: on a stream, or into a recording.
+
+The hot path appends to ``Outbox.commands``. That is the queue itself, as long as no thread has a route; while one has,
+it is a Tap, which looks the issuing thread's route up. So who uses neither streams nor graphs pays nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..protocol import commands as c
+from ..protocol.errors import GraphError
+from .failures import Site
+
+
+class Recorder(Protocol):
+    """What takes commands in a node's stead."""
+
+    def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
+        """A command that ``rank`` would have been sent, for one of its streams (0 is the default one)."""
+
+    def begin(self, handle: Any) -> None:
+        """A lazy empty tensor, new in this recording."""
+
+    def made(self, handle: Any) -> bool:
+        """Whether a lazy tensor is made in this recording, and is to be recorded with what uses it."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Of one thread or asyncio task."""
+
+    streams: Mapping[int, int] = field(default_factory=dict)  #: rank -> stream, where it is not the default one
+    recorder: Recorder | None = None
+
+
+route: ContextVar[Route] = ContextVar("disttensor_route", default=Route())  # noqa: B039 - it is immutable
+
+#: What has an order on a stream. Other commands (definitions, frees, peers) belong to the node as a whole.
+STREAMED = frozenset(
+    {c.Call, c.First, c.Ask, c.Send, c.Recv, c.Run, c.Seed, c.Random, c.Keep, c.Storage, c.Replay, c.Collective}
+)
+
+
+def waits(what: str) -> None:
+    """Raises GraphError while this thread records a graph: nothing runs then, so that nothing can be waited for."""
+    if route.get().recorder is not None:
+        raise GraphError(f"{what} has to wait for a node, and nothing runs while a graph is recorded")
+
+
+class Tap:
+    """Stands where an outbox's queue stands for issuing threads, and sends what they append on its way."""
+
+    __slots__ = ("_queue", "_rank")
+
+    def __init__(self, rank: int, queue: list[Any]) -> None:
+        self._rank = rank
+        self._queue = queue
+
+    def __iadd__(self, items: tuple[Any, ...]) -> Tap:
+        here = route.get()
+        stream = here.streams.get(self._rank, 0)
+        for command, site in zip(items[::2], items[1::2], strict=True):
+            if type(command) not in STREAMED:
+                self._queue += (command, site)
+            elif here.recorder is not None:
+                here.recorder.record(self._rank, stream, command, site)
+            else:
+                self._queue += (c.On(stream, command) if stream else command, site)
+        return self
+
+    extend = __iadd__
+
+    def __len__(self) -> int:
+        return len(self._queue)

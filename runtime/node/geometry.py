@@ -1,0 +1,42 @@
+"""L3: what a tensor on a node is, beside what the master takes it to be."""
+
+from __future__ import annotations
+
+import torch
+
+from ..protocol import codec
+from ..protocol import commands as c
+from ..protocol.errors import GeometryError
+
+
+def of(tensor: torch.Tensor) -> c.Expected:
+    """Raises TypeError for a tensor that strides don't describe."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor can't have a proxy; only strided ones can (x.to_dense())")
+    return expected(
+        tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
+        (tensor.is_conj(), tensor.is_neg()),
+    )  # fmt: skip
+
+
+def expected(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, bits: tuple[bool, bool]
+) -> c.Expected:
+    """The same of what is known of one."""
+    return c.Expected(shape, stride, offset, codec.dtype_id(dtype), bits[0] + 2 * bits[1])
+
+
+def wrong(op: str, found: c.Expected, expected: c.Expected) -> GeometryError:
+    """What is said of an operator whose result is not what the master takes it to be."""
+    return GeometryError(
+        f"{op} gave {_text(found)} on this node, where the script takes it to be {_text(expected)}: what it did with "
+        "the proxy would be wrong. Give it operands that are contiguous, or call it on the node in a function with "
+        "disttensor.run; and report it, please: torch's meta kernel does other than the node's"
+    )
+
+
+def _text(g: c.Expected) -> str:
+    text = f"a tensor {g.shape} {codec.dtype_of(g.dtype)} with strides {g.stride}"
+    if g.offset:
+        text += f" and offset {g.offset}"
+    return text + ("", ", conjugated", ", negated", ", conjugated and negated")[g.bits & 3]

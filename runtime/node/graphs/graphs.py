@@ -1,0 +1,346 @@
+"""L4: graphs on a node: recorded commands as steps, and their replay.
+
+    Part* Graph --> steps: segments of Calls, each a Program that an Engine runs; Sends, Recvs and the like between them
+    Replay      --> the steps in order; what one leaves for later ones lies in the store under the recorded refs
+
+A segment that meets poison, or that raises, is done call by call by the executor from there on: one way of failing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from msgspec.structs import replace
+
+from ...protocol import commands as c
+from ...protocol.errors import DisttensorError, ProtocolError
+from ..store import Unmade, memory, shared
+from ..template import Broken
+from .engines.builder import Builder
+from .engines.registry import ENGINES
+from .program import Engine, Program, line_of_call, program, writers
+
+if TYPE_CHECKING:
+    from ..executor import Executor
+
+
+@dataclass
+class Single:
+    """A step of one command, done as any other command is."""
+
+    at: int  #: its place in the recording
+    command: c.Command
+
+
+@dataclass
+class Segment:
+    """A step of many Calls."""
+
+    at: int
+    calls: list[c.Call]
+    holes: list[list[tuple[int, int]]]  #: of each call: (index of an argument, number that takes its place)
+    program: Program
+    engine: Engine
+    dead: list[list[int]]  #: refs made here that nothing needs after each call
+    writes: tuple[int, ...]  #: inputs whose memory is written
+    new: bool  #: has first calls of signatures, which its first replay does one by one
+
+
+@dataclass
+class Graph:
+    """One recording."""
+
+    steps: list[Single | Segment]
+    frees: list[list[int]]  #: after each step: refs from earlier ones that nothing needs any more
+    inputs: tuple[int, ...]
+    outputs: set[int]
+    returned: tuple[int, ...]
+    templates: frozenset[int]
+    #: outputs that were freed while others (views made outside) see their memory
+    orphans: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Parts:
+    commands: list[c.Command] = field(default_factory=list)
+    numbers: dict[int, dict[int, int]] = field(default_factory=dict)  #: command -> argument -> number
+
+
+class Graphs:
+    """A node's graphs. Part of its executor."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._ex = executor
+        self._parts: dict[int, _Parts] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._builder = Builder()
+
+    def close(self) -> None:
+        """Ends what is being compiled."""
+        self._builder.close()
+
+    def part(self, command: c.Part) -> None:
+        parts = self._parts.setdefault(command.graph, _Parts())
+        for i, argument, number in command.numbers:
+            parts.numbers.setdefault(len(parts.commands) + i, {})[argument] = number
+        parts.commands += command.commands
+
+    def define(self, command: c.Graph) -> None:
+        """Raises ProtocolError for an engine that there is not, or calls that don't fit their templates."""
+        make = ENGINES.get(command.engine)
+        if make is None:
+            raise ProtocolError(f"there is no engine {command.engine!r}; there are {', '.join(ENGINES)}")
+        parts = self._parts.pop(command.graph, _Parts())
+        self._graphs[command.graph] = graph = self._build(parts, command, lambda p: make(p, self._builder))
+        for ref in command.outputs:
+            self._ex.store.entries[ref] = Unmade()
+            self._ex.store.watched[ref] = graph.orphans
+
+    def discard(self, command: c.Discard) -> None:
+        self._parts.pop(command.graph, None)
+        graph = self._graphs.pop(command.graph, None)
+        for ref in () if graph is None else graph.outputs:
+            self._ex.store.watched.pop(ref, None)
+
+    def engines(self, number: int) -> str:
+        """Per program of a graph, a line: what ran it last, and why nothing else does."""
+        graph = self._graphs.get(number)
+        programs = [s.engine for s in graph.steps if type(s) is Segment] if graph is not None else []
+        return "\n".join(f"{engine.used}: {' '.join(engine.why.split())}" for engine in programs)
+
+    def templates(self) -> set[int]:
+        """The templates that replays need."""
+        return {number for graph in self._graphs.values() for number in graph.templates}
+
+    # ---- building --------------------------------------------------------------------------------------------------
+
+    def _build(self, parts: _Parts, command: c.Graph, make: Callable[[Program], Engine]) -> Graph:
+        commands, ex = parts.commands, self._ex
+        reads, makes = zip(*map(self._refs, commands), strict=True) if commands else ((), ())
+        stays = {*command.outputs, *command.returned}
+        last = {ref: i for i in range(len(commands)) for ref in (*reads[i], *makes[i])}
+        born = {ref: i for i in range(len(commands)) for ref in makes[i]}
+        steps: list[Single | Segment] = []
+        ends: list[int] = []  # of each step: the place in the recording after it
+        run: list[int] = []
+        awaited: set[int] = set()
+
+        def close() -> None:
+            if run:
+                steps.append(self._segment(run, parts, last, stays, make))
+                ends.append(run[-1] + 1)
+                run.clear()
+
+        for i, recorded in enumerate(commands):
+            if isinstance(recorded, c.Call) and not isinstance(ex.templates[recorded.template], Broken):
+                if not awaited.isdisjoint(reads[i]):
+                    close()  # no earlier, so that the transfer runs beside what is before
+                    awaited.difference_update(reads[i])
+                run.append(i)
+            else:
+                close()
+                steps.append(Single(i, recorded))
+                ends.append(i + 1)
+                if isinstance(recorded, c.Recv):
+                    awaited.add(recorded.out)
+        close()
+        frees: list[list[int]] = [[] for _ in steps]
+        for ref, i in last.items():
+            if ref in born and ref not in stays:
+                step = bisect(ends, i)
+                began = ends[step - 1] if step else 0
+                if born[ref] < began or isinstance(steps[step], Single):
+                    frees[step].append(ref)
+        named = frozenset(recorded.template for recorded in commands if isinstance(recorded, c.Call))
+        return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named)
+
+    def _refs(self, command: c.Command) -> tuple[list[int], list[int]]:
+        """What a command reads or writes in place, and what it makes."""
+        match command:
+            case c.Call():
+                template = self._ex.templates[command.template]
+                return template.operands(command.out, command.args), template.results(command.out, command.args)
+            case c.Send():
+                return [command.ref], []
+            case c.Recv():
+                return [], [command.out]
+            case c.Keep():
+                return ([command.ref], []) if command.restore else ([], [command.ref])
+            case c.Collective():
+                return [*command.inputs, *command.outs], []
+        return [], []
+
+    def _segment(
+        self, run: list[int], parts: _Parts, last: dict[int, int], stays: set[int], make: Callable[[Program], Engine]
+    ) -> Segment:
+        calls: list[c.Call] = [parts.commands[i] for i in run]  # type: ignore[misc]
+        holes = [sorted(parts.numbers.get(i, {}).items()) for i in run]
+        lines = [
+            line_of_call(self._ex.templates[call.template], call, dict(hole))
+            for call, hole in zip(calls, holes, strict=True)
+        ]
+        made = {ref for line in lines for ref in line.outs}
+        needed = {ref for ref in made if ref in stays or last[ref] > run[-1]}
+        top = max((n for hole in parts.numbers.values() for n in hole.values()), default=-1) + 1
+        found = program(lines, needed, top)
+        dead: list[list[int]] = [[] for _ in lines]
+        place = {i: k for k, i in enumerate(run)}
+        for ref in made - needed:
+            dead[place[last[ref]]].append(ref)
+        new = any(type(call) is c.First for call in calls)
+        return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)), new)
+
+    def sends(self, graph: int) -> bool:
+        """Whether its replays send anything to peers."""
+        found = self._graphs.get(graph)
+        steps = [] if found is None else found.steps
+        return any(isinstance(s, Single) and isinstance(s.command, (c.Send, c.Collective)) for s in steps)
+
+    # ---- replaying -------------------------------------------------------------------------------------------------
+
+    def replay(self, command: c.Replay) -> None:
+        ex, entries = self._ex, self._ex.store.entries
+        graph = self._graphs[command.graph]
+        for ref, given in zip(graph.inputs, command.inputs, strict=True):
+            entries[ref] = entries[given]
+        kept = self._begin(graph)
+        try:
+            for step, frees in zip(graph.steps, graph.frees, strict=True):
+                if type(step) is Segment:
+                    self._run(step, command.numbers)
+                else:
+                    self._single(step, command.transfer)  # type: ignore[arg-type]
+                for ref in frees:
+                    entries.pop(ref, None)
+        finally:
+            ex.at = -1
+        for ref in graph.inputs:
+            entries.pop(ref, None)
+        self._give(graph, command.outputs)
+        self._end(graph, kept)
+
+    def _give(self, graph: Graph, refs: tuple[int, ...]) -> None:
+        """Results get the refs that this replay names: copies of what the next replay would write over."""
+        if not refs:
+            return
+        entries = self._ex.store.entries
+        static = any([type(s) is Segment and s.engine.static for s in graph.steps])
+        outputs = {memory(t) for o in graph.outputs if isinstance(t := entries.get(o), torch.Tensor)}
+        for ref, new in zip(graph.returned, refs, strict=True):
+            result = entries[ref] if ref in graph.outputs else entries.pop(ref)
+            if isinstance(result, torch.Tensor) and (static or memory(result) in outputs):
+                result = result.clone()
+            entries[new] = result
+
+    def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:
+        """Lets go of the last replay's outputs. Gives those whose memory others see: it gets the new values."""
+        entries = self._ex.store.entries
+        kept: dict[int, torch.Tensor] = {}
+        for ref in list(graph.outputs):
+            entry = entries.pop(ref, None)
+            old = entry if isinstance(entry, torch.Tensor) else graph.orphans.get(ref)
+            if old is not None and shared(old):
+                kept[ref] = old
+                continue
+            graph.orphans.pop(ref, None)
+            if entry is None:  # freed, and nobody can see it any more
+                graph.outputs.discard(ref)
+                graph.frees[-1].append(ref)
+        return kept
+
+    def _end(self, graph: Graph, kept: dict[int, torch.Tensor]) -> None:
+        store = self._ex.store
+        if store.sending and kept:
+            store.settle(list(kept.values()))
+        for ref, old in kept.items():
+            new = store.entries.get(ref)
+            if isinstance(new, torch.Tensor):
+                if memory(new) != memory(old):
+                    old.copy_(new)
+                store.entries[ref] = old
+            if ref not in store.watched:
+                store.entries.pop(ref, None)
+                graph.orphans[ref] = old
+            elif isinstance(new, torch.Tensor):
+                graph.orphans.pop(ref, None)
+            else:
+                graph.orphans[ref] = old
+
+    def _single(self, step: Single, transfer: int) -> None:
+        command = step.command
+        if isinstance(command, (c.Send, c.Recv, c.Collective)):
+            command = replace(command, transfer=transfer + command.transfer)
+        self._ex.at = step.at
+        self._ex.one(command)
+
+    def _run(self, segment: Segment, numbers: tuple[Any, ...]) -> None:
+        ex, entries = self._ex, self._ex.store.entries
+        inputs: list[Any] = list(map(entries.get, segment.program.inputs))
+        if not all([isinstance(t, torch.Tensor) for t in inputs]):  # a list: faster than a generator
+            inputs = [self._awaited(r) for r in segment.program.inputs]
+            if not all([isinstance(t, torch.Tensor) for t in inputs]):
+                self._plainly(segment, 0, numbers)
+                return
+        if segment.new:
+            segment.new = False
+            self._plainly(segment, 0, numbers)
+            return
+        if ex.store.sending and segment.writes:
+            ex.store.settle(inputs)
+        try:
+            outputs = segment.engine.run(inputs, numbers)
+        except Exception as e:
+            self._failed(segment, e, numbers)
+        else:
+            for ref, tensor in zip(segment.program.outputs, outputs, strict=True):
+                entries[ref] = tensor
+
+    def _awaited(self, ref: int) -> Any:
+        """What lies under ``ref``, once it is there; None for what the call that uses it is to fail with."""
+        try:
+            return self._ex.entry(ref)
+        except (KeyError, DisttensorError):
+            return None
+
+    def _failed(self, segment: Segment, error: Exception, numbers: tuple[Any, ...]) -> None:
+        ex, entries = self._ex, self._ex.store.entries
+        halted = segment.engine.halted(error)
+        if halted is None:
+            ex.at = segment.at
+            poison = ex.tell("a graph", error)
+            for ref in segment.program.outputs:
+                entries[ref] = poison
+            for ref in segment.writes:
+                ex.spoil(ref, poison)
+            return
+        at, registers = halted
+        entries.update(registers)
+        ex.at = segment.at + at
+        ex.failed(self._call(segment, at, numbers), error)
+        self._free(segment.dead[at])
+        self._plainly(segment, at + 1, numbers)
+
+    def _plainly(self, segment: Segment, first: int, numbers: tuple[Any, ...]) -> None:
+        """One call after another, from one on."""
+        for i in range(first, len(segment.calls)):
+            self._ex.at = segment.at + i
+            self._ex.one(self._call(segment, i, numbers))
+            self._free(segment.dead[i])
+
+    def _free(self, refs: Iterable[int]) -> None:
+        for ref in refs:
+            self._ex.store.entries.pop(ref, None)
+
+    @staticmethod
+    def _call(segment: Segment, i: int, numbers: tuple[Any, ...]) -> c.Call:
+        call = segment.calls[i]
+        if not segment.holes[i]:
+            return call
+        args = list(call.args)
+        for argument, number in segment.holes[i]:
+            args[argument] = numbers[number]
+        return replace(call, args=tuple(args))

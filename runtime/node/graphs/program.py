@@ -1,0 +1,142 @@
+"""L4: what a graph has recorded for one node, as a program: lines in single assignment form over registers.
+
+`Builder` turns recorded Calls into a Program; an Engine runs one. The interpreter (interpreter.py) is the engine that
+does to the bit what the calls would have done one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from ...protocol import commands as c
+from ..call_forms import Slot
+from ..op_fast_path import binding
+from ..template import Template
+
+
+@dataclass(frozen=True)
+class Reg:
+    """A tensor: an input of the program, or what an earlier line put out."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Num:
+    """A Python number that each replay gives anew."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operator call. ``args`` and ``kwargs`` hold constants, Regs, Nums, and lists of these."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[int, ...]  #: registers of the tensors that it puts out, flat; () for one that only writes its arguments
+    single: bool  #: it puts out one tensor, not a tuple or list
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What runs it, called with what ``args`` and ``kwargs`` stand for."""
+        return binding(self.op, bool(self.args) and isinstance(self.args[0], Reg))
+
+
+@dataclass(frozen=True)
+class Program:
+    """``inputs`` are the registers that hold the tensors given, in order; ``outputs`` those to give back."""
+
+    lines: tuple[Line, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    numbers: int  #: how many numbers each replay gives; lines may use some of them, or none
+
+
+class Engine(Protocol):
+    """Runs one program. Made once per program, used by one thread at a time."""
+
+    @property
+    def used(self) -> str:
+        """The name of the engine that ran the program last: one may leave it to another."""
+
+    @property
+    def why(self) -> str:
+        """Why it is left to another; "" if it is not, or not yet known."""
+
+    @property
+    def static(self) -> bool:
+        """Whether the outputs are the same tensors each time, with new values."""
+
+    def run(self, inputs: Sequence[torch.Tensor], numbers: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Does all lines; gives the outputs. Inputs may share memory with each other, and are written in place where
+        lines do so. What lines raise comes through."""
+
+    def halted(self, error: Exception) -> tuple[int, dict[int, torch.Tensor]] | None:
+        """After ``run`` has raised ``error``: at which line, and the registers that were alive (inputs may be among
+        them), so that what comes after that line can be done one by one. None for an engine that can't tell; then
+        nothing that the program makes or writes can be used."""
+
+
+def operands(line: Line) -> Iterator[int]:
+    """The registers that a line reads or writes in place."""
+    for value in (*line.args, *line.kwargs.values()):
+        for v in value if isinstance(value, list) else (value,):
+            if isinstance(v, Reg):
+                yield v.index
+
+
+def writers(program: Program) -> dict[int, int]:
+    """The inputs whose memory some line writes, be it through a view: each with the last such line."""
+    roots: dict[int, frozenset[int]] = {r: frozenset((r,)) for r in program.inputs}
+    found: dict[int, int] = {}
+    for i, line in enumerate(program.lines):
+        infos = {a.name: a.alias_info for a in line.op._schema.arguments}
+        aliased: frozenset[int] = frozenset()
+        for name, value in (*zip(infos, line.args, strict=False), *line.kwargs.items()):
+            info = infos[name]
+            for v in value if isinstance(value, list) else (value,):
+                if isinstance(v, Reg) and info is not None:
+                    aliased |= roots.get(v.index, frozenset())
+                    if info.is_write:
+                        found |= dict.fromkeys(roots.get(v.index, ()), i)
+        roots |= dict.fromkeys(line.outs, aliased)
+    return found
+
+
+def line_of_call(template: Template, call: c.Call, numbers: Mapping[int, int]) -> Line:
+    """A recorded call as a line over its refs. ``numbers``: index of an argument -> number that stands for it."""
+    at = 0
+
+    def fill(slot: Slot) -> Any:
+        nonlocal at
+        if slot.kind == "constant":
+            return slot.value
+        if slot.kind == "list":
+            return [fill(part) for part in slot.parts]
+        value = call.args[at]
+        found = numbers.get(at)
+        at += 1
+        if slot.holes[0]:
+            return Reg(call.out - int(value))  # type: ignore[arg-type]
+        return value if found is None else Num(found)
+
+    args = tuple([fill(slot) for slot in template.positional])
+    kwargs = {name: fill(slot) for name, slot in template.keyword}
+    return Line(template.op, args, kwargs, tuple(template.results(call.out, call.args)), template.single)
+
+
+def program(lines: Sequence[Line], needed: Collection[int], numbers: int) -> Program:
+    """A program of these lines; it gives back those of its outputs that are ``needed`` elsewhere."""
+    made: dict[int, None] = {}
+    inputs: dict[int, None] = {}
+    for line in lines:
+        inputs |= dict.fromkeys(r for r in operands(line) if r not in made)
+        made |= dict.fromkeys(line.outs)
+    return Program(tuple(lines), tuple(inputs), tuple(r for r in made if r in needed), numbers)

@@ -1,0 +1,210 @@
+"""L4: functions that run on several nodes as one program of torch.distributed, which is initialized there.
+
+The ranks find each other over the authenticated connections of the channel "gloo" (channel/gloo_store.py), which also
+tell of a rank's end. A rank that fails says so to the others and ends its gloo connections: so whoever waits for it in
+a collective comes out with an error of gloo's, which is told to the master as ``PeerFailed``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..channel.counted import CountedChannel
+from ..channel.gloo.channel import GlooChannel
+from ..channel.gloo.store import BoardStore, addresses_in, cut
+from ..channel.opened import Channels
+from ..host.interfaces import interfaces
+from ..protocol import commands as c
+from ..protocol.errors import BrokenError, DisttensorError, PeerFailed
+from .user_functions import Job, Tensors
+
+#: For ranks to connect once all of them have come, and as torch has it for a collective.
+_CONNECT, _LIMIT = timedelta(seconds=15), timedelta(minutes=30)
+#: Seconds after an error that may be another's for news of whose it was.
+_NEWS = 5.0
+#: Seconds for a function to see by itself that another rank has ended, before it is helped.
+_PATIENCE = 5.0
+#: What such errors say.
+_OF_OTHERS = re.compile(r"gloo|nccl|connection|socket|c10d|process ?group|timed out|timeout", re.IGNORECASE)
+
+#: torch's own, of which NCCL's watchdog would otherwise end this process where a peer is gone.
+_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class ProcessGroups:
+    """A node's. torch has one default group in a process: it stays until another is wanted, or a rank has failed."""
+
+    def __init__(self, rank: int, channels: Channels) -> None:
+        self._rank, self._channels = rank, channels
+        self._now: _Group | None = None
+        self._gone: set[int] = set()  #: numbers of those that this rank has given up
+
+    def within(self, told: c.World, job: Job) -> Job:
+        """The same job, run as a rank of a group."""
+        return partial(self._run, told, job)
+
+    def has(self, told: c.World) -> bool:
+        """Whether it is still there: a function may destroy it."""
+        return self._now is not None and self._now.told.number == told.number and dist.is_initialized()
+
+    def give_up(self, told: c.World) -> None:
+        """This rank does not take part, or no longer: the others need not wait for it."""
+        if told.number in self._gone:
+            return
+        self._gone.add(told.number)
+        if self._now is None or self._now.told.number != told.number:
+            self.close()
+            self._now = _Group(told, self._rank, self._channels)
+        self._now.give_up()
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the group that there is."""
+        group, self._now = self._now, None
+        if group is not None:
+            group.end()
+
+    def _run(self, told: c.World, job: Job, tensors: Tensors) -> Any:
+        try:
+            if told.number in self._gone:  # another thread of the master's has queued it in time
+                raise PeerFailed("the process group broke off in the call before this one")
+            if not self.has(told):
+                self.close()
+                self._now = _Group(told, self._rank, self._channels)
+                self._now.begin()
+            assert self._now is not None
+            with self._now.using():
+                return job(tensors)
+        except Exception as error:
+            other = self._now.blamed(error) if self._now is not None else None
+            self.give_up(told)
+            if other is not None:
+                raise other from error
+            raise
+
+
+class _Group:
+    """torch's default process group, of one world, as long as it is there."""
+
+    def __init__(self, told: c.World, rank: int, channels: Channels) -> None:
+        channel = channels.joint[told.channel]
+        found = channel.inner if isinstance(channel, CountedChannel) else channel
+        if not isinstance(found, GlooChannel):
+            raise DisttensorError(f"process groups need the data channel 'gloo', not {found.name!r}")
+        self.told, self._channel = told, found
+        self._me = told.ranks.index(rank)
+        self._name = f"process group {told.number}"
+        self._tell = found.teller(told.ranks)
+        self._store = BoardStore(self._name, found.board, self._tell, self._over)
+        self._idle = threading.Event()  #: no function runs in it
+        self._ended = False
+        self._watcher = threading.Thread(target=self._watch, name="disttensor-process-group", daemon=True)
+
+    def begin(self) -> None:
+        """Returns when all ranks have come. Raises what ``_over`` gives, and torch's errors."""
+        if dist.is_initialized():
+            raise DisttensorError("this node has a process group of its own, made by a function that ran here before")
+        host = self._host(self.told.ranks[self._me])
+        name = next((name for name, addresses in interfaces().items() if host in addresses), None)
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if "nccl" in self.told.backend:
+            for variable, value in _NCCL.items():
+                os.environ.setdefault(variable, value)
+        size, hook = len(self.told.ranks), sys.excepthook
+        try:
+            dist.init_process_group(
+                self.told.backend, timeout=_CONNECT, store=self._store, rank=self._me, world_size=size
+            )
+        finally:
+            sys.excepthook = hook  # each time torch puts another one around it
+        dist.distributed_c10d._set_pg_timeout(_LIMIT)
+        dist.barrier()  # a rank that ends while others connect would keep them until their time limit
+        self._watcher.start()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """While a function runs. Raises what ``_over`` gives."""
+        self._idle.clear()
+        try:
+            if (over := self._over()) is not None:
+                raise over
+            yield
+        finally:
+            self._idle.set()
+
+    def blamed(self, error: Exception) -> PeerFailed | None:
+        """Another rank's end, if that may be why there was this error."""
+        if not isinstance(error, RuntimeError):
+            return None
+        if not isinstance(error, BrokenError) and not _OF_OTHERS.search(str(error)):
+            return None
+        deadline = time.monotonic() + _NEWS
+        while (over := self._over()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # the end of gloo's connection may be seen before the news
+        return PeerFailed(f"rank {self._me} of {len(self.told.ranks)} broke off: {over}") if over is not None else None
+
+    def give_up(self) -> None:
+        """Tells the others, unless one of them has told all, and ends the connections. No function runs."""
+        if not self._channel.board.has(f"{self._name};over"):
+            self._tell(f"{self._name};over", str(self._me).encode())
+        if dist.is_initialized():
+            self._cut()
+
+    def end(self) -> None:
+        self._ended = True
+        self._idle.set()
+        self._channel.board.wake()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        if dist.is_initialized():
+            with suppress(Exception):  # what was cut may say so
+                dist.destroy_process_group()
+        dist.distributed_c10d._world.group_count = 0  # in the names of the next ones; one that failed has counted, too
+        self._channel.board.clear(f"{self._name}/")
+        self._channel.board.clear(f"{self._name};")
+
+    def _over(self) -> BrokenError | None:
+        """Why it has no sense any more."""
+        board, key = self._channel.board, f"{self._name};over"
+        if board.has(key):
+            rank = int(board.get(key, lambda: None))
+            return BrokenError(f"rank {rank}, on node {self.told.ranks[rank]}, has failed", self.told.ranks[rank])
+        return self._channel.lost([rank for i, rank in enumerate(self.told.ranks) if i != self._me])
+
+    def _watch(self) -> None:
+        """Waits for the first end, and then ends the connections here: another rank may wait for one whose function has
+        returned. While one runs gloo sees the others' ends by itself, and may hang if its own are cut; but better then
+        than not at all."""
+
+        def over() -> BrokenError | None:
+            return BrokenError("it has ended here") if self._ended else self._over()
+
+        with suppress(BrokenError):
+            self._channel.board.get(f"{self._name};over", over)
+        self._idle.wait(_PATIENCE)
+        if not self._ended:
+            self._cut()
+
+    def _cut(self) -> None:
+        hosts = list(dict.fromkeys(self._host(rank) for rank in self.told.ranks))
+        ours = addresses_in(self._store.told, [self._host(self.told.ranks[self._me])])
+        cut(ours, addresses_in(self._store.heard, hosts) - ours)
+        if "nccl" in self.told.backend and dist.is_initialized():
+            with suppress(Exception):
+                dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+
+    def _host(self, rank: int) -> str:
+        return self._channel.host_of(rank)

@@ -1,0 +1,80 @@
+"""L5: what a node has received and not applied yet. Its receives begin before their turn, so that bytes come in while
+the node computes: a Recv that waited for its turn behind a computation would begin only after that.
+
+A Recv writes a ref of its own and nobody can use that before, so it may begin at any time before its turn, if all
+receives from a peer keep their order. It passes commands that receive nothing, and no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from contextlib import suppress
+
+from ..protocol import codec
+from ..protocol import commands as c
+from ..protocol.errors import ClosedError
+from ..transport.base import Spoke
+from .executor import Executor
+from .store import Pending
+
+#: Bytes that receives before their turn may take, beside the first one.
+AHEAD = 64 << 20
+
+#: What a receive may pass.
+_PASSED = (
+    c.Call, c.Ask, c.Free, c.Define, c.Forget, c.Send, c.Run, c.Piece, c.Adopt, c.Sync, c.Memory, c.Storage,
+)  # fmt: skip
+
+
+class Ahead:
+    """Gives batches in order. ``look`` takes in what else has come."""
+
+    def __init__(self, spoke: Spoke, executor: Executor) -> None:
+        self._spoke = spoke
+        self._executor = executor
+        self._waiting: deque[tuple[c.Batch, int]] = deque()
+        self._batch = 0  #: of those that wait, the first whose receives have not all begun
+        self._command = 0  #: in that one
+
+    def next(self) -> tuple[c.Batch, int]:
+        """The next batch and its size in bytes. Raises ClosedError, ProtocolError."""
+        if not self._waiting:
+            message = None
+            while message is None:
+                message = self._spoke.recv()
+            return codec.decode_batch(message), len(message)
+        if self._batch:
+            self._batch -= 1
+        else:
+            self._command = 0
+        return self._waiting.popleft()
+
+    def look(self) -> None:
+        """Begins receives. To be called after a batch with one was applied."""
+        self._executor.received = False
+        with suppress(ClosedError):  # comes again, once what waits is done
+            while (message := self._spoke.recv(0)) is not None:
+                self._waiting.append((codec.decode_batch(message), len(message)))
+        while self._batch < len(self._waiting):
+            commands = self._waiting[self._batch][0].commands
+            while self._command < len(commands):
+                if not self._begin(commands[self._command]):
+                    return
+                self._command += 1
+            self._batch += 1
+            self._command = 0
+
+    def _begin(self, command: c.Command) -> bool:
+        """Begins it if it is a receive; whether those after it may begin."""
+        if type(command) is not c.Recv:
+            return isinstance(command, _PASSED)
+        executor, early = self._executor, self._executor.early
+        try:
+            size = codec.dtype_of(command.dtype).itemsize * math.prod(command.shape)
+            if early and size + sum(p.nbytes for p in early.values() if isinstance(p, Pending)) > AHEAD:
+                return False
+            early[command.transfer] = executor.receive(command)
+        except Exception as e:  # told when its turn has come
+            early[command.transfer] = e
+        return True

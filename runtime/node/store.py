@@ -1,0 +1,233 @@
+"""L3: a node's tensors by ref. An entry is a tensor, or stands for one that failed or is still on its way.
+
+Entries that are no tensors need no check on the hot path: an operator that is given one raises TypeError, and only
+then the executor looks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ..channel.base import Arrival, Transfer
+from ..channel.ticket import Ticket
+from ..protocol.errors import ChannelError, DisttensorError, PoisonedError
+
+#: After so many tensors fewer, what malloc kept of them goes back to the system.
+_MANY = 50_000
+
+
+def _nothing(pad: int) -> int:
+    return 0
+
+
+_trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", _nothing)
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Stands for a tensor that could not be made: the failure ``seq`` on node ``rank`` caused it."""
+
+    rank: int
+    seq: int
+
+
+Value = torch.Tensor | Poison
+Tell = Callable[[Exception], Poison]  #: tells the master of a failure
+
+
+class Pending:
+    """Stands for a tensor that a transfer is filling."""
+
+    def __init__(self, transfer: Arrival, peer: int, nbytes: int, device: str = "cpu") -> None:
+        self.transfer = transfer
+        self.peer = peer
+        self.nbytes = nbytes
+        self.device = device
+        self._value: Value | None = None
+        self._lock = threading.Lock()
+
+    def is_completed(self) -> bool:
+        return self.transfer.is_completed()
+
+    def result(self, tell: Tell) -> Value:
+        """Waits for it. That it failed is told once, whoever asks first."""
+        error: ChannelError | None = None
+        try:
+            tensor = self.transfer.tensor
+        except ChannelError as e:
+            error = e
+        with self._lock:
+            if self._value is None:
+                if isinstance(error, PoisonedError):
+                    self._value = Poison(error.rank, error.seq)
+                else:
+                    self._value = tensor if error is None else tell(error)
+            return self._value
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What has come, once somebody has asked for the result."""
+        return self._value if isinstance(self._value, torch.Tensor) else None
+
+
+class Unmade:
+    """Stands for a tensor that a graph makes, which nobody has replayed yet."""
+
+
+class NotReplayed(DisttensorError, RuntimeError):
+    """A tensor was used before the graph that makes it was replayed."""
+
+    def __init__(self) -> None:
+        super().__init__("this tensor is made by a graph that has not been replayed yet (g.replay())")
+
+
+class Promise(Ticket):
+    """Stands for a tensor that a lane will make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Value | None = None  #: once it has ended; None for one that the operator didn't make
+
+    def keep(self, value: Value | None) -> None:
+        self.value = value
+        self.finish()
+
+    def result(self, tell: Tell) -> Value | None:
+        """Waits for it."""
+        self.wait()
+        return self.value
+
+
+class Other:
+    """An entry that stands for no tensor: an event, a stream."""
+
+
+#: A tensor that is not there yet.
+Later = (Pending, Promise)
+
+Entry = torch.Tensor | Poison | Pending | Promise | Unmade | Other
+
+
+class Store:
+    """ref -> entry."""
+
+    def __init__(self) -> None:
+        #: The executor's runners read and write this dict directly.
+        self.entries: dict[int, Entry] = {}
+        #: refs whose entries are Pending, in order of arrival
+        self.pending: dict[int, Pending] = {}
+        #: sends under way: an in-place operation on their memory has to wait
+        self.sending: list[tuple[Entry, Transfer]] = []
+        #: refs of graphs' outputs -> where they go if they are freed while others see their memory
+        self.watched: dict[int, dict[int, torch.Tensor]] = {}
+        self._peak = 0  #: entries, since memory was last given back
+
+    def free(self, first: int, distances: tuple[int, ...]) -> None:
+        """Drops entries. A ref that was never written (its command failed to leave the master) is no error."""
+        entries, ref = self.entries, first
+        if self.watched:
+            self._watch((first, *accumulate(distances, initial=first)))
+        self._peak = max(self._peak, len(entries))
+        entries.pop(ref, None)
+        for distance in distances:
+            ref += distance
+            entries.pop(ref, None)
+        if self._peak - len(entries) > _MANY and len(entries) < self._peak // 2:
+            self._peak = len(entries)
+            _trim(0)
+        if self.pending:
+            self.pending = {r: p for r, p in self.pending.items() if r in entries}
+
+    def _watch(self, refs: Iterable[int]) -> None:
+        for ref in refs:
+            orphans = self.watched.pop(ref, None)
+            tensor = self.entries.get(ref)
+            if orphans is not None and isinstance(tensor, torch.Tensor) and shared(tensor):
+                orphans[ref] = tensor
+
+    def aliases(self, tensor: torch.Tensor) -> list[int]:
+        """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
+        address = memory(tensor)
+        tensors = ((r, e.value if isinstance(e, Promise) else e) for r, e in self.entries.items())
+        return [r for r, t in tensors if isinstance(t, torch.Tensor) and memory(t) == address]
+
+    def settle(self, tensors: list[torch.Tensor] | None) -> None:
+        """Waits for sends that read the memory of ``tensors``, which is about to change. None: for all sends."""
+        touched = set(map(memory, tensors or ()))
+        rest = []
+        for entry, transfer in self.sending:
+            if transfer.is_completed():
+                continue
+            tensor = made(entry)
+            if tensors is None or (tensor is not None and memory(tensor) in touched):
+                wait_quietly(transfer)
+            else:
+                rest.append((entry, transfer))
+        self.sending = rest
+
+    def usage(self, device: str | None = None) -> tuple[int, int]:
+        """Live tensors, and the bytes of their distinct storages (of sparse ones: 0)."""
+        storages: dict[int, int] = {}
+        count = 0
+        for entry in list(self.entries.values()):  # at once: the thread that asks may not be the one that writes
+            tensor = made(entry)
+            if isinstance(entry, Pending) and tensor is None and device in (None, entry.device):
+                count += 1
+                storages[id(entry)] = entry.nbytes
+            if tensor is None or (device is not None and str(tensor.device) != device):
+                continue
+            count += 1
+            storages[memory(tensor)] = tensor.untyped_storage().nbytes() if torch._C._has_storage(tensor) else 0
+        return count, sum(storages.values())
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self.pending.clear()
+        self.sending.clear()
+
+
+def made(entry: Entry) -> torch.Tensor | None:
+    """The tensor that an entry is, or stands for if that is there."""
+    tensor = entry.tensor if isinstance(entry, Pending) else entry.value if isinstance(entry, Promise) else entry
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory. What has no storage (a sparse tensor) shares with itself only."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else id(tensor)
+
+
+def shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor that somebody holds has the same memory."""
+    if not torch._C._has_storage(tensor):
+        return False
+    uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 2  # the tensor's and this function's own
+    if uses == 1 and tensor._base is not None:
+        return _held(tensor) > _HELD
+    return uses > 0
+
+
+def _held(view: torch.Tensor) -> int:
+    """How many hold what a tensor is a view of: views do, and so do names in Python."""
+    base: Any = view._base
+    return int(base._use_count()) + sys.getrefcount(base)
+
+
+#: The same if only that view does.
+_HELD = _held(torch.empty(1)[:])
+
+
+def wait_quietly(transfer: Transfer) -> None:
+    """Waits for the end of a send. That it failed is the receiver's to tell."""
+    try:
+        transfer.wait()
+    except ChannelError:
+        return

@@ -1,0 +1,1 @@
+"""Streams of a node: commands become tasks of lanes, which are threads or CUDA streams."""

@@ -1,0 +1,112 @@
+"""L3: lanes of a node with real CUDA devices: what their threads issue goes to CUDA streams, ordered by CUDA events.
+
+A task is done for its lane when it is issued. So a tensor carries with it where and when it will be made, and whoever
+reads it on another stream of its device has that stream wait, and the allocator keep the memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ...channel.base import Transfer
+from ..store import Value
+from .lane import Lane, Mark
+
+
+class CudaMark(Mark):
+    """An event of a CUDA stream: recorded when its lane has come to it, done when the device has."""
+
+    def __init__(self, device: torch.device, timing: bool) -> None:
+        super().__init__()
+        self._device = device
+        self.event = torch.cuda.Event(enable_timing=timing)
+
+    def reach(self) -> None:
+        self.event.record(torch.cuda.current_stream(self._device))
+        super().reach()
+
+    def recorded(self) -> None:
+        """Waits until it is recorded."""
+        super().wait()
+
+    def wait(self, timeout: float | None = None) -> None:
+        super().wait(timeout)
+        self.event.synchronize()
+
+    def is_completed(self) -> bool:
+        return super().is_completed() and bool(self.event.query())
+
+    def since(self, first: Mark) -> float:
+        return first.event.elapsed_time(self.event) if isinstance(first, CudaMark) else super().since(first)
+
+
+class CudaLane(Lane):
+    """A stream of a CUDA device."""
+
+    def __init__(self, device: torch.device, priority: int, *of_lane: Any) -> None:
+        super().__init__(*of_lane)
+        self.stream = torch.cuda.Stream(device, priority)
+        for index in range(torch.cuda.device_count()):  # after what was made so far
+            self.stream.wait_stream(torch.cuda.default_stream(index))
+
+    def join_default(self) -> None:
+        """What the default stream is given from now on comes after all of this stream."""
+        torch.cuda.default_stream(self.stream.device).wait_stream(self.stream)
+
+
+@contextmanager
+def on(lane: Lane, reads: Iterator[Any], writes: Callable[[], Sequence[Value | None]]) -> Iterator[None]:
+    """For what a lane does: issues to its stream, after what makes ``reads``; ``writes`` gives what it has made."""
+    stream: AbstractContextManager[Any] = (
+        torch.cuda.stream(lane.stream) if isinstance(lane, CudaLane) else nullcontext()
+    )
+    with stream:
+        for tensor in reads:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                _meet(tensor)
+        yield
+        events: dict[torch.device, tuple[Any, Any]] = {}
+        for made in writes():
+            if isinstance(made, torch.Tensor) and made.is_cuda:
+                if made.device not in events:
+                    events[made.device] = _now(torch.cuda.current_stream(made.device))
+                made._made = events[made.device]  # type: ignore[attr-defined]
+
+
+def wait(lane: Lane, for_: Transfer) -> None:
+    """Has a lane wait: on the device for an event of a device, else here."""
+    if isinstance(for_, CudaMark) and isinstance(lane, CudaLane):
+        for_.recorded()
+        lane.stream.wait_event(for_.event)
+    else:
+        for_.wait()
+
+
+def _meet(tensor: torch.Tensor) -> None:
+    """The current stream is about to use ``tensor``."""
+    mine, default = torch.cuda.current_stream(tensor.device), torch.cuda.default_stream(tensor.device)
+    if not hasattr(tensor, "_made"):  # by the default stream, whose commands nobody follows while there are no others
+        if mine == default:
+            return
+        tensor._made = _now(default)  # type: ignore[attr-defined]
+    stream, event = tensor._made  # type: ignore[attr-defined]
+    if stream != mine:
+        mine.wait_event(event)
+        tensor.record_stream(mine)
+
+
+def _now(stream: Any) -> tuple[Any, Any]:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return stream, event
+
+
+def keep_for_default(tensor: torch.Tensor) -> None:
+    """There are no other streams any more, and what the default one does to ``tensor`` is not followed from now on."""
+    if tensor.is_cuda and hasattr(tensor, "_made"):
+        tensor.record_stream(torch.cuda.default_stream(tensor.device))
+        del tensor._made

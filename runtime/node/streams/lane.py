@@ -1,0 +1,166 @@
+"""L3: the streams of a node: a lane is a thread that does tasks in order; an event is a mark that it reaches.
+
+A task is a function of tensors that may not be there yet. What it will put out is promised when it is queued, so that
+whoever comes later, on any lane, can name it. Tasks wait only for what was issued before them: a program without a
+deadlock stays one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from ...channel.base import Transfer
+from ...channel.ticket import Ticket
+from ..store import Entry, Other, Poison, Promise, Value
+
+#: Seconds for which a thread waits for its lane's next task.
+LINGER = 0.2
+
+Values = dict[int, Any]  #: of what a task reads, by ref: tensors
+Results = Sequence[Value | None] | None
+Run = Callable[[Values], Results]
+
+
+class Mark(Ticket, Other):
+    """Stands for an event. Done once all is that was issued to its stream before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0  #: when it was reached, in nanoseconds of this process's monotonic clock
+
+    def reach(self) -> None:
+        self.time = time.perf_counter_ns()
+        self.finish()
+
+    def since(self, first: Mark) -> float:
+        """The milliseconds between ``first`` and this one."""
+        return (self.time - first.time) / 1e6
+
+
+class Task:
+    """What a lane has to do.
+
+    Attributes:
+        seq: the number of the command that asked for it; failures are told with it.
+        name: of the operator, for failures.
+        reads: what it reads, by ref: entries as they were when it was queued.
+        run: gets the tensors of ``reads`` by ref, and gives what goes into ``outs``, in order: a tensor, None for what
+            the operator gave none for, or Poison. Raises to fail.
+        outs: what it will put out, by ref; a ref of 0 is nobody's.
+        writes: refs, of those in ``reads``, whose memory it writes. Each stands for a promise of the same tensor from
+            then on, so that what uses it later waits. If the task fails, all that shares the memory is poisoned.
+        waits: what it waits for besides: events, transfers. That one of them fails, it fails with.
+        spoil: called when it could not be done, with the cause.
+        sends: sends under way when it was queued; it waits for those that read what it writes.
+    """
+
+    __slots__ = ("name", "outs", "reads", "run", "sends", "seq", "spoil", "waits", "writes")
+
+    def __init__(
+        self,
+        seq: int,
+        name: str,
+        run: Run,
+        reads: Mapping[int, Entry] | None = None,
+        outs: Iterable[tuple[int, Promise]] = (),
+        writes: Sequence[int] = (),
+        waits: Sequence[Transfer] = (),
+        spoil: Callable[[Poison], None] | None = None,
+    ) -> None:
+        self.seq = seq
+        self.name = name
+        self.run = run
+        self.reads = reads or {}
+        self.outs = tuple(outs)
+        self.writes = tuple((ref, Promise()) for ref in writes)
+        self.waits = waits
+        self.spoil = spoil
+        self.sends: list[tuple[Entry, Transfer]] = []
+
+
+class Lane(Other):
+    """A stream, or what sends to one peer. It has a thread while it has something to do, and a little longer."""
+
+    def __init__(self, name: str, perform: Callable[[Lane, Task], None], done: Callable[[Lane], None]) -> None:
+        self.name = name
+        #: queued, and the first of them being done; whoever queues appends, the lane's thread takes away what is done
+        self.order: deque[Task] = deque()
+        #: of the task that is being done; templates' closures for this lane read it
+        self.values: Values = {}
+        self.twins: dict[Any, Any] = {}  #: those closures, by template
+        self.count = 0  #: tasks done
+        self.ended = False
+        self._perform = perform
+        self._done = done
+        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()  #: held while a thread is started, or decides to end
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.name} queued={len(self.order)}>"
+
+    def put(self, task: Task) -> None:
+        """Queues a task. Called by one thread only."""
+        self.order.append(task)
+        with self._starting:
+            self._queue.put(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=f"disttensor-lane-{self.name}", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """Nobody will use it any more: its thread ends as soon as everything is done."""
+        self.ended = True
+        self._queue.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Waits for the end of its thread."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _work(self) -> None:
+        torch.set_grad_enabled(False)
+        while (task := self._next()) is not None:
+            try:
+                self._perform(self, task)
+            finally:
+                del task  # it keeps tensors alive
+                self.order.popleft()
+                self._done(self)
+
+    def _next(self) -> Task | None:
+        while True:
+            try:
+                # what ``end`` puts only wakes us: a mark may come behind it, while there is something to do
+                if (task := self._queue.get(timeout=0 if self.ended else LINGER)) is not None:
+                    return task
+            except Empty:
+                with self._starting:
+                    if self._queue.empty():
+                        self._thread = None
+                        return None
+
+
+def when_all(tickets: Iterable[Transfer], then: Callable[[], None]) -> None:
+    """Calls ``then`` once when all ``tickets`` have ended: now, or in the thread that ends the last."""
+    waiting = list(tickets)
+    if not waiting:
+        then()
+        return
+    ended, last = itertools.count(1), len(waiting)  # whose next() is atomic
+
+    def one() -> None:
+        if next(ended) == last:
+            then()
+
+    for ticket in waiting:
+        ticket.add_done_callback(one)

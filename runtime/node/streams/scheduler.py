@@ -1,0 +1,386 @@
+"""L4: a node with streams: its commands become tasks of lanes, and the thread that receives only deals them out.
+
+Nodes whose master made no stream never come here: their receiving thread executes by itself (executor.py). While there
+are streams the default one is a lane too, except while none of the others is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...channel.base import Transfer
+from ...channel.ticket import Ticket
+from ...master.failures import name_of
+from ...protocol import codec
+from ...protocol import commands as c
+from ...protocol.errors import PoisonedError, ProtocolError
+from ..collectives import join
+from ..store import Entry, Later, Poison, Promise, Unmade, made
+from ..template import Template, tensors_of
+from .cuda_lane import CudaLane, CudaMark, keep_for_default
+from .lane import Lane, Results, Run, Task, Values, when_all
+from .lanes import Lanes
+
+if TYPE_CHECKING:
+    from ..executor import Executor
+
+#: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
+#: to hand a small operation over costs as much as to do it.
+LATELY = 1024
+
+
+class Dealer(Lanes):
+    """The lanes of one executor, and what goes to which."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
+        self._users: dict[int, Lane] = {}  #: the streams that the master made, by ref
+        self._peers: dict[int, Lane] = {}  #: what sends to a peer, in order
+        self.default = self.lane("default")
+        self._lately = 0  #: commands until the default stream is done in the receiving thread again
+        self._make: dict[type, Callable[[Lane, Any], None]] = {
+            c.Call: self._call,
+            c.First: self._call,
+            c.Ask: self._ask,
+            c.Send: self._send,
+            c.Recv: self._recv,
+            c.Run: self._function,
+            c.Seed: self._seed,
+            c.Random: self._random,
+            c.Keep: self._keep,
+            c.Storage: self._storage,
+            c.Record: self._record,
+            c.Wait: self._wait,
+            c.Await: self._await,
+            c.Replay: self._replay,
+            c.Collective: self._collective,
+        }
+        self._joint: Lane | None = None  #: what does collectives, all of a node one after the other
+
+    def do(self, command: c.Command) -> None:
+        """Deals out one command. What it raises has to go to ``fail``."""
+        if self._arrived or self._spoiled or self._taints:
+            self.drain()
+        if type(command) is c.On:
+            self._lately = LATELY
+            lane = self._users.get(command.stream)
+            if lane is None:
+                raise ProtocolError(f"stream {command.stream} is unknown")
+            self._make[type(command.command)](lane, command.command)
+        elif type(command) is c.Call and not (self._lately or self.default.order or self.cuda):
+            self._inline(command)
+        elif type(command) in self._make:
+            self._lately = max(0, self._lately - 1)
+            self._make[type(command)](self.default, command)
+        else:
+            self._other(command)
+
+    def fail(self, command: c.Command, error: Exception) -> None:
+        """A command could not even be queued."""
+        if isinstance(command, c.On):
+            command = command.command
+        self.executor.give_up(command, self.tell(self.executor.seq, name_of(command), error))
+
+    def _other(self, command: c.Command) -> None:
+        executor = self.executor
+        match command:
+            case c.Stream():
+                self.stream(command)
+            case c.Free():
+                self.store.free(command.first, command.distances)
+                self._let_go()
+            case c.Forget():
+                executor.other(command)
+                for lane in self._all:
+                    lane.twins.clear()
+            case c.Sync():
+                self.when_done(lambda: executor.synchronized(command))
+            case c.Memory():
+                self.when_done(lambda: executor.memory(command))
+            case c.Signal():
+                self._signal(command)
+            case c.Join():
+                self._join(command)
+            case c.Default() | c.Part() | c.Graph() | c.Discard():  # these concern all streams
+                self.wait_for(self.busy())
+                executor.other(command)
+            case _:
+                executor.other(command)
+
+    def stream(self, command: c.Stream) -> None:
+        """Makes a stream."""
+        device, name = self.executor.device(command.device), str(command.ref)
+        lane = self.cuda_lane(name, device, command.priority) if device.type == "cuda" else self.lane(name)
+        self._users[command.ref] = self.entries[command.ref] = lane
+        self._lately = LATELY
+
+    @property
+    def idle(self) -> bool:
+        """There are no streams any more, and nothing is under way: the executor can do without lanes."""
+        if self._users or self.busy():
+            return False
+        self.drain()
+        if self._taints:
+            return False
+        if self.cuda:
+            for tensor in filter(None, map(made, self.entries.values())):
+                keep_for_default(tensor)
+        return True
+
+    def _let_go(self) -> None:
+        for ref in [ref for ref in self._users if ref not in self.entries]:
+            lane = self._users.pop(ref)
+            if isinstance(lane, CudaLane):
+                self._task(lane, "Stream", _joins(lane))
+            lane.end()
+
+    def _inline(self, call: c.Call) -> None:
+        """The default stream, by the receiving thread."""
+        executor = self.executor
+        template = executor.templates[call.template]
+        if self.store.sending and template.mutated:
+            self._call(self.default, call)
+            return
+        try:
+            template.run(call.out, call.args)
+        except Exception as e:
+            try:
+                operands = [self.entries.get(ref) for ref in template.operands(call.out, call.args)]
+            except Exception:
+                operands = []
+            if any(isinstance(entry, Later) and not entry.is_completed() for entry in operands):
+                self._call(self.default, call)
+            else:
+                executor.failed(call, e)
+
+    def _task(
+        self,
+        lane: Lane,
+        name: str,
+        run: Run,
+        reads: Sequence[int] = (),
+        outs: Sequence[int] = (),
+        **more: Any,
+    ) -> None:
+        entries = self.entries
+        captured = {ref: entries[ref] for ref in reads}
+        self.put(lane, Task(self.executor.seq, name, run, captured, [(ref, Promise()) for ref in outs], **more))
+
+    def _call(self, lane: Lane, call: c.Call) -> None:
+        template = self.executor.templates[call.template]
+        self._task(
+            lane,
+            template.name,
+            partial(_run_call, lane, template, call),
+            template.operands(call.out, call.args),
+            template.results(call.out, call.args),
+            writes=template.written(call.out, call.args),
+        )
+
+    def _ask(self, lane: Lane, ask: c.Ask) -> None:
+        call, executor = ask.call, self.executor
+        template = executor.templates[call.template]
+
+        def run(values: Values) -> Results:
+            result = _twin(lane, template)(call.out, call.args)
+            if not template.outs:
+                executor.emit(c.Answer(ask.request, codec.to_value(result)))
+                return None
+            results = [result] if isinstance(result, torch.Tensor) else list(result)
+            shapes = tuple(None if t is None else executor.geometry(t) for t in results)
+            executor.emit(c.Shapes(ask.request, shapes))
+            return results
+
+        self._task(
+            lane,
+            template.name,
+            run,
+            template.operands(call.out, call.args),
+            template.results(call.out, call.args),
+            writes=template.written(call.out, call.args),
+            spoil=self._answers(ask.request),
+        )
+
+    def _answers(self, request: int) -> Callable[[Poison], None]:
+        return lambda poison: self.executor.emit(c.Poisoned(request, poison.rank, poison.seq))
+
+    def _function(self, lane: Lane, command: c.Run) -> None:
+        executor = self.executor
+        job = executor.functions.claim(command)
+        sends = list(self.store.sending)
+
+        def run(values: Values) -> Results:
+            for entry, transfer in sends:
+                self.settle(entry, transfer, list(values.values()))  # the function may write them
+            executor.finish_run(command, *job(values.__getitem__))
+            return None
+
+        answer = self._answers(command.request)
+
+        def spoil(poison: Poison) -> None:
+            executor.functions.skip(command)
+            answer(poison)
+
+        self._task(lane, name_of(command), run, command.refs, spoil=spoil)
+
+    def _seed(self, lane: Lane, command: c.Seed) -> None:
+        self._task(lane, "Seed", lambda values: self.executor.other(command))
+
+    def _random(self, lane: Lane, command: c.Random) -> None:
+        run = partial(self.executor.random, command)
+        self._task(lane, "Random", lambda values: run(), spoil=self._answers(command.request))
+
+    def _keep(self, lane: Lane, command: c.Keep) -> None:
+        executor = self.executor
+        if command.restore:
+            self._task(lane, "Keep", lambda v: executor.restore(command.device, v[command.ref]), [command.ref])
+        else:
+            self._task(lane, "Keep", lambda values: [executor.generator(command.device)], outs=[command.ref])
+
+    def _storage(self, lane: Lane, command: c.Storage) -> None:
+        run = partial(self.executor.storage, command.request)
+        self._task(lane, "Storage", lambda v: run(v[command.ref]), [command.ref], spoil=self._answers(command.request))
+
+    def _replay(self, lane: Lane, command: c.Replay) -> None:
+        """By the receiving thread, in the lane's turn. What other streams make for it is waited for as it is used."""
+        sends = self.executor.graphs.sends(command.graph)
+        joint = [self._joint] if self._joint is not None else []
+        self.wait_for([lane, *((*self._peers.values(), *joint) if sends else ())])
+        self.executor.other(command)
+
+    def _collective(self, lane: Lane, command: c.Collective) -> None:
+        """On a lane of its own: nodes that do them in one order don't wait for each other in a circle."""
+        executor, seq = self.executor, self.executor.seq
+        joint, began = self._joint, False
+        if joint is None or joint.ended:
+            joint = self._joint = self.lane("joint")
+
+        def run(values: Values) -> Results:
+            nonlocal began
+            began = True
+            join(executor, seq, command, values)
+            return None
+
+        def spoil(poison: Poison) -> None:
+            if not began and not self.closed:  # the others wait for us all the same
+                with suppress(PoisonedError):
+                    run({ref: v if isinstance(v := joint.values.get(ref), torch.Tensor) else poison for ref in reads})
+
+        reads = {ref: self._operand(ref, command.kind) for ref in (*command.inputs, *command.outs)}
+        waits = [self.mark(lane)] if lane.order else []
+        self.put(joint, Task(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil))
+        if not command.done:
+            self._task(lane, command.kind, _nothing, waits=[self.mark(joint)])
+
+    def _operand(self, ref: int, what: str) -> Entry:
+        entry = self.entries.get(ref)
+        if entry is None or isinstance(entry, Unmade):
+            try:
+                return self.executor.entry(ref)
+            except Exception as e:
+                return self.tell(self.executor.seq, what, e)
+        return entry
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def _record(self, lane: Lane, command: c.Record) -> None:
+        mark = self.executor.events.new(command)
+        # what arrives for the default stream holds nothing up but what uses it; here it counts
+        arriving = [p.transfer for p in self.store.pending.values()] if lane is self.default else []
+        self._task(lane, "Record", lambda values: when_all(arriving, mark.reach), spoil=lambda _: mark.reach())
+
+    def _wait(self, lane: Lane, command: c.Wait) -> None:
+        mark = self.executor.events[command.ref]
+        if not mark.is_completed():
+            self._task(lane, "Wait", _nothing, waits=[mark])
+
+    def _await(self, lane: Lane, command: c.Await) -> None:
+        self._task(lane, "Wait", _nothing, waits=[self.executor.events.arrival(command)])
+
+    def _signal(self, command: c.Signal) -> None:
+        self._to_peer(command, torch.empty(0, dtype=torch.uint8), [self.executor.events[command.ref]])
+
+    def _join(self, command: c.Join) -> None:
+        mark, done = self.executor.events[command.ref], partial(self.executor.emit, c.Done(command.request))
+        if not isinstance(mark, CudaMark):
+            mark.add_done_callback(done)
+        else:  # in a thread of its own, for it calls nobody
+            lane = self.lane("join")
+            self._task(lane, "Join", lambda values: done(), waits=[mark])
+            lane.end()
+
+    # ---- transfers -------------------------------------------------------------------------------------------------
+
+    def _send(self, lane: Lane, command: c.Send) -> None:
+        """To the lane of the peer, which sends in the order of issue when ``lane`` has come this far."""
+        entry = self.entries.get(command.ref)
+        waiting = isinstance(entry, Later) and not entry.is_completed()
+        peer = self._peers.get(command.peer)
+        if entry is None or not (lane.order or waiting or self.cuda or (peer is not None and peer.order)):
+            self.executor.other(command)
+        elif not lane.order:
+            self._to_peer(command, entry)
+        else:
+            reached = Promise()
+            task = Task(self.executor.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
+            self.put(lane, task)
+            self._to_peer(command, reached)
+
+    def _to_peer(self, command: c.Send | c.Signal, entry: Entry, waits: Sequence[Transfer] = ()) -> None:
+        """Sends ``entry`` once it is there and all that was to be sent to its peer before it is on its way."""
+        executor, seq, sent = self.executor, self.executor.seq, Ticket()
+        peer, transfer = command.peer, command.transfer
+        channel = executor.channels.data[command.channel if isinstance(command, c.Send) else 0]
+        lane = self._peers.get(peer)
+        if lane is None:
+            lane = self._peers[peer] = self.lane(f"to-{peer}")
+
+        def run(values: Values) -> Results:
+            channel.isend(values[0], peer, transfer).add_done_callback(sent.finish)
+            return None
+
+        def spoil(poison: Poison) -> None:
+            try:
+                channel.refuse(peer, transfer, poison.rank, poison.seq)
+            finally:
+                sent.finish()
+
+        self.store.sending.append((entry, sent))
+        self.put(lane, Task(seq, "Send", run, {0: entry}, waits=waits, spoil=spoil))
+
+    def _recv(self, lane: Lane, command: c.Recv) -> None:
+        self.executor.other(command)
+        if lane is not self.default:  # which goes on until something uses the tensor
+            self.store.pending.pop(command.out, None)
+            self._task(lane, "transfer", _nothing, [command.out])
+
+
+def _joins(lane: CudaLane) -> Run:
+    return lambda values: lane.join_default()
+
+
+def _nothing(values: Values) -> Results:
+    return None
+
+
+def _twin(lane: Lane, template: Template) -> Callable[[int, Any], Any]:
+    """The template's closure over what the lane's task reads."""
+    twin = lane.twins.get(template)
+    if twin is None:
+        twin = lane.twins[template] = template.over(lane.values)
+    return twin
+
+
+def _run_call(lane: Lane, template: Template, call: c.Call, values: Values) -> Results:
+    result = _twin(lane, template)(call.out, call.args)
+    results = [] if not template.outs else [result] if isinstance(result, torch.Tensor) else tensors_of(result)
+    if type(call) is c.First:
+        template.compare(
+            call, {**lane.values, **dict(zip(template.results(call.out, call.args), results, strict=True))}
+        )
+    return results or None

@@ -1,0 +1,147 @@
+"""L4: templates: an operator with its static arguments, turned once into a closure that runs it on a node's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from ..protocol import commands as c
+from ..protocol.allow_list import AllowList
+from ..protocol.errors import ProtocolError
+from . import geometry
+from .call_forms import Entries, Run, Slot, caller
+from .op_fast_path import binding
+
+
+class Template:
+    """``run(out, args)`` executes and stores the outputs; ``call(out, args)`` executes and returns the result."""
+
+    __slots__ = ("call", "holes", "keyword", "mutated", "name", "op", "outs", "over", "positional", "run", "single")
+
+    def __init__(
+        self, define: c.Define, allow: AllowList, entries: Entries, device_of: Callable[[str], torch.device]
+    ) -> None:
+        """Raises ProtocolError for an operator or argument that this node doesn't take."""
+        self.op = op = allow.resolve(define.op)
+        self.name = define.op
+        self.outs = define.outs
+        known = {a.name for a in op._schema.arguments}
+        for name, _ in define.kwargs:
+            if name not in known:
+                raise ProtocolError(f"{define.op} has no argument {name!r}; it has {', '.join(sorted(known))}")
+        positional = [Slot(s, device_of) for s in define.args]
+        keyword = [(k, Slot(s, device_of)) for k, s in define.kwargs]
+        #: for each of a Call's arguments, whether it is a tensor
+        self.holes = tuple(hole for slot in (*positional, *(s for _, s in keyword)) for hole in slot.holes)
+        #: indices into a Call's arguments of the tensors that the operator writes
+        self.mutated = tuple(_mutated(op, positional, dict(keyword)))
+        self.positional, self.keyword = positional, keyword
+        #: makes another ``call``, for other entries
+        way = binding(op, bool(positional) and positional[0].letter == "T")
+        self.over: Callable[[Entries], Run] = partial(caller, way, positional, keyword)
+        self.call = self.over(entries)
+        returns = op._schema.returns
+        self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one
+        self.run = self._store(entries)
+
+    def _store(self, e: Entries) -> Run:
+        """``call`` and what stores its outputs."""
+        call = self.call
+        if self.outs == 0:
+            return call
+        if self.outs == 1 and self.single:
+
+            def run(out: int, args: Any) -> None:
+                e[out] = call(out, args)
+        else:
+            count, first = self.outs, len(self.holes)
+
+            def run(out: int, args: Any) -> None:
+                results = tensors_of(call(out, args))
+                if len(results) != count:
+                    raise ProtocolError(f"{self.name} gave {len(results)} tensors where the master expects {count}")
+                e[out] = results[0]
+                for result, distance in zip(results[1:], args[first:], strict=True):
+                    e[out - distance] = result
+
+        return run
+
+    def compare(self, first: c.First, entries: Entries) -> None:
+        """Raises GeometryError if what a signature's first call has made, or has written, is not what the master takes
+        it to be: each proxy of it would be wrong."""
+        ways = ((self.results, first.gives, False), (self.written, first.keeps, True))
+        for refs, kinds, written in ways:
+            for ref, kind in zip(refs(first.out, first.args), kinds, strict=True):
+                tensor, expected = entries[ref], first.kinds[kind]
+                # a nested tensor has a proxy of another shape (infer.py)
+                if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+                    continue
+                found = geometry.of(tensor)
+                if written:  # while torch writes to a lazy conjugate its proxy is none
+                    found = replace(found, bits=expected.bits)
+                if found != expected:
+                    raise geometry.wrong(self.name, found, expected)
+
+    def operands(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
+        """The refs that a call reads or writes."""
+        return [out - int(args[i]) for i, hole in enumerate(self.holes) if hole]  # type: ignore[arg-type]
+
+    def written(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
+        """The refs of those that a call writes."""
+        return [out - int(args[i]) for i in self.mutated]  # type: ignore[arg-type]
+
+    def results(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
+        """The refs that a call makes."""
+        return [out, *(out - int(d) for d in args[len(self.holes) :])] if self.outs else []  # type: ignore[arg-type]
+
+
+class Broken(Template):
+    """A template that this node refused. Each call of it raises why."""
+
+    __slots__ = ()
+
+    def __init__(self, define: c.Define, why: Exception) -> None:
+        self.name, self.outs, self.mutated = define.op, define.outs, ()
+        self.holes = tuple(_holes((*define.args, *(s for _, s in define.kwargs))))
+
+        def refuse(out: int, args: tuple[c.Plain, ...]) -> Any:
+            raise why.with_traceback(None)
+
+        self.run = self.call = refuse
+        self.over = lambda entries: refuse
+
+
+def _holes(specs: tuple[c.Spec, ...]) -> Iterator[bool]:
+    for spec in specs:
+        if isinstance(spec, c.Hole):
+            yield spec.tensor
+        elif isinstance(spec, c.Items):
+            yield from _holes(spec.items)
+
+
+def _mutated(op: torch._ops.OpOverload, positional: list[Slot], keyword: dict[str, Slot]) -> Iterator[int]:
+    at = 0
+    starts: dict[str, tuple[int, Slot]] = {}
+    for argument, slot in zip(op._schema.arguments, positional, strict=False):
+        starts[argument.name] = (at, slot)
+        at += len(slot.holes)
+    for k, slot in keyword.items():
+        starts[k] = (at, slot)
+        at += len(slot.holes)
+    for argument in op._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in starts:
+            start, slot = starts[argument.name]
+            yield from (start + i for i, hole in enumerate(slot.holes) if hole)
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's result, flat and in order; None and plain values have no place in it."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [t for r in result for t in tensors_of(r)]
+    return []

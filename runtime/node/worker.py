@@ -1,0 +1,228 @@
+"""L5: the worker's process loop.
+
+    life-line pipe --> bundle, then silence; its end means that the master is gone
+    Spoke.recv() --> decode --> Executor.apply --> replies --> Spoke.send()
+
+One thread receives and executes, so the default lane costs no hand-over between threads. A second one waits for the
+end of the life-line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import socket
+import sys
+import threading
+
+import msgspec
+import torch
+
+from ..channel.base import ChannelContext
+from ..channel.opened import Channels, maker
+from ..host import affinity, capabilities
+from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
+from ..protocol import codec
+from ..protocol import commands as c
+from ..protocol.allow_list import AllowList
+from ..protocol.bundle import PROTOCOL, Bundle, read_bundle
+from ..protocol.errors import ClosedError, ProtocolError
+from ..transport.base import Spoke
+from .executor import Executor
+from .process_groups import ProcessGroups
+from .receive_ahead import Ahead
+from .user_functions import Functions
+
+#: Commands applied without a word to the master, at most; its window is several times that.
+ACK_EVERY = 1024
+#: The same in bytes of commands; the window has both measures.
+ACK_BYTES = 8 << 20
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+#: Seconds for one of several addresses of the master's to answer.
+REACH = 30.0
+
+#: Seconds at the end for a stream to finish what it is at.
+JOIN = 2.0
+
+#: The exit code of a worker whose master went away.
+EX_MASTER_GONE = 75
+
+
+class Worker:
+    """One node: a spoke, an executor and what is between them."""
+
+    def __init__(self, bundle: Bundle, spoke: Spoke) -> None:
+        self.bundle = bundle
+        self._spoke = spoke
+        self._replies: list[c.Reply] = []
+        self._told = 0
+        self._unacknowledged = 0  #: bytes of messages since the last report
+        self._telling = threading.RLock()  #: held by who reports: the thread that receives, or one of a stream
+        self._receiver = threading.get_ident()
+        hosts = bundle.data_hosts or (LOOPBACK,)
+        context = ChannelContext(rank=bundle.rank, job=bundle.job, host=hosts[0], further=hosts[1:])
+        self.channels = Channels(maker(context), bundle.backend)
+        self.executor = Executor(
+            bundle.rank,
+            self._emit,
+            self.channels,
+            AllowList(bundle.allow_ops),
+            Functions(bundle.functions, ProcessGroups(bundle.rank, self.channels)),
+            bundle.simulate_cuda,
+            self._progress,
+        )
+
+    def hello(self) -> c.Hello:
+        cuda = self.bundle.simulate_cuda or torch.cuda.device_count()
+        return c.Hello(
+            protocol=PROTOCOL,
+            job=self.bundle.job,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            devices=("cpu", *(f"cuda:{i}" for i in range(cuda))),
+            simulated=bool(self.bundle.simulate_cuda),
+            gpus=affinity.gpus() if cuda and not self.bundle.simulate_cuda else (),
+            channel=self.channels.open(0, self.bundle.backend),
+            abilities=capabilities.own(self.bundle.simulate_cuda),
+        )
+
+    def serve(self) -> int:
+        """Applies commands until Stop (returns 0), the master's end (75) or a broken protocol (70)."""
+        torch.set_grad_enabled(False)
+        self._receiver = threading.get_ident()
+        ahead = Ahead(self._spoke, self.executor)
+        try:
+            self._emit(self.hello())
+            self._flush()
+            while not self.executor.stopped:
+                batch, size = ahead.next()
+                self.executor.apply(batch)
+                self._unacknowledged += size
+                if self._replies or self._due:
+                    self._flush()
+                if self.executor.received:
+                    ahead.look()
+        except ClosedError:
+            return EX_MASTER_GONE
+        except ProtocolError as e:
+            print(f"disttensor: node {self.bundle.rank} gives up: {e}", file=sys.stderr)
+            return 70
+        finally:
+            self.executor.close()
+            self.executor.functions.close()
+            self.channels.close()
+            self._spoke.close()
+            self.executor.join(JOIN)
+        return 0
+
+    def _emit(self, reply: c.Reply) -> None:
+        with self._telling:
+            self._replies.append(reply)
+        if type(reply) in _AWAITED:
+            self._flush()
+
+    @property
+    def _due(self) -> bool:
+        return self.executor.done - self._told >= ACK_EVERY or self._unacknowledged >= ACK_BYTES
+
+    def _progress(self) -> None:
+        """A stream has done something."""
+        if self._replies or self._due:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Reports what has been done, with the replies. The window of the master opens by it."""
+        try:
+            with self._telling:
+                self._report()
+        except ClosedError:
+            if threading.get_ident() == self._receiver:
+                raise  # else the receiver finds it out by itself
+
+    def _report(self) -> None:
+        executor = self.executor
+        done = executor.done  # first: what fails from here on is not among what is done
+        replies, self._replies = self._replies, []
+        self._told = done
+        if done == executor.seq:
+            self._unacknowledged = 0
+        message = codec.encode(c.Report(done, tuple(replies)))
+        if len(message) > codec.MAX_MESSAGE and len(replies) > 1:
+            for reply in replies:
+                self._replies = [reply]
+                self._report()
+            return
+        if len(message) > codec.MAX_MESSAGE:
+            seq = done
+            text = f"an answer of {len(message)} bytes is over the limit of {codec.MAX_MESSAGE}; return tensors instead"
+            failed = c.Failed(seq, "answer", "disttensor.runtime.protocol.errors.DisttensorError", text, "")
+            request = getattr(replies[0], "request", 0)
+            message = codec.encode(c.Report(seq, (failed, c.Poisoned(request, self.bundle.rank, seq))))
+        self._spoke.send(message)
+
+
+#: Somebody waits for these: they leave at once, not at the end of the batch.
+_AWAITED = frozenset({c.Answer, c.Shapes, c.Result, c.Poisoned, c.Done, c.Counts})
+
+
+def main(lifeline: int) -> int:
+    """A worker process: reads its bundle from the life-line, serves, and returns the exit code."""
+    bundle = read_bundle(lifeline)
+    threading.Thread(target=_watch, args=(lifeline,), name="life-line", daemon=True).start()
+    return start(bundle)
+
+
+def is_node() -> bool:
+    """Whether this process is a node, and nothing else."""
+    return bool(_started)
+
+
+_started: list[int] = []  #: the rank
+
+
+def start(bundle: Bundle) -> int:
+    """Makes this process the node that the bundle says; returns the exit code when its session has ended."""
+    _started.append(bundle.rank)
+    for path in reversed(bundle.sys_path):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    if bundle.cwd and os.path.isdir(bundle.cwd):
+        os.chdir(bundle.cwd)
+    bound = affinity.apply(bundle)
+    if bound.said:
+        print(f"disttensor: {bound.said}", file=sys.stderr)
+    torch.set_num_threads(bound.threads)
+    _keep_memory()
+    addresses = (bundle.address, *bundle.addresses)
+    address = first_to_answer(addresses, REACH)
+    if not bundle.data_hosts:
+        bundle = msgspec.structs.replace(bundle, data_hosts=interfaces_for(address, addresses))
+    from ..transport.zmq import ZmqSpoke
+
+    spoke = ZmqSpoke(address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank)
+    return Worker(bundle, spoke).serve()
+
+
+def _keep_memory() -> None:
+    """Has malloc keep what a step frees for the next one, instead of giving pages back and faulting them in again.
+
+    A node frees in bursts, so malloc's own thresholds trim the heap several times in a training step. What is kept
+    goes back when many tensors are dropped (``Store.free``).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 512 << 20)
+
+
+def _watch(lifeline: int) -> None:
+    try:
+        while os.read(lifeline, 1):
+            pass
+    finally:
+        os._exit(EX_MASTER_GONE)

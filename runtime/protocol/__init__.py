@@ -1,0 +1,1 @@
+"""What both ends of the control connection agree on: commands, their bytes, keys, names and errors."""

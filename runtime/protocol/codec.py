@@ -1,0 +1,172 @@
+"""L1: commands to bytes and back, and Python arguments to wire arguments and back.
+
+Everything that arrives is decoded into the types of command.py or refused with ProtocolError; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from . import commands as c
+from .dtypes import DTYPES, IDS, NAMES
+from .errors import ProtocolError
+
+#: A message is at most this long; the socket factory cuts longer ones off.
+MAX_MESSAGE = 1 << 20
+
+#: Elements and bytes that torch can count with room to spare. (A tensor that was expanded has no such memory.)
+_COUNTABLE = 1 << 62
+_VERSION = re.compile(r"\d{1,4}\.\d{1,4}\S{0,100}")
+_WORD = re.compile(r"[\w .-]{1,40}", re.ASCII)
+_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,3})?")
+LAYOUTS: tuple[torch.layout, ...] = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+FORMATS: tuple[torch.memory_format, ...] = (
+    torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d,
+)  # fmt: skip
+
+_LAYOUT_ID = {d: i for i, d in enumerate(LAYOUTS)}
+_FORMAT_ID = {d: i for i, d in enumerate(FORMATS)}
+
+_encoder = msgspec.msgpack.Encoder()
+_batch = msgspec.msgpack.Decoder(c.Batch)
+_report = msgspec.msgpack.Decoder(c.Report)
+
+encode: Callable[[c.Batch | c.Report], bytes] = _encoder.encode
+
+
+def size(command: c.Command) -> int:
+    """The bytes that a command takes on the wire."""
+    return len(_encoder.encode(command))
+
+
+def decode_batch(message: bytes) -> c.Batch:
+    """Raises ProtocolError."""
+    return _decode(_batch, message)  # type: ignore[no-any-return]
+
+
+def decode_report(message: bytes) -> c.Report:
+    """Raises ProtocolError."""
+    return _decode(_report, message)  # type: ignore[no-any-return]
+
+
+def _decode(decoder: Any, message: bytes) -> Any:
+    try:
+        return decoder.decode(message)
+    except (ValueError, RecursionError) as e:  # DecodeError, and UnicodeDecodeError for text that is none
+        raise ProtocolError(f"a message of {len(message)} bytes is not of this protocol: {e}") from None
+
+
+def to_spec(value: object) -> c.Spec:
+    """A static argument of an operator in its wire form. Raises TypeError for a type that may not cross."""
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 63:
+            raise OverflowError(f"integer argument {value} does not fit 64 bits")
+        return value
+    if isinstance(value, (list, tuple)):
+        return c.Items(tuple(map(to_spec, value)))
+    if isinstance(value, c.Wire):
+        return value  # type: ignore[return-value]  # a hole, or a device named already
+    if isinstance(value, torch.dtype):
+        return c.DType(dtype_id(value))
+    if isinstance(value, torch.layout):
+        return c.Layout(_LAYOUT_ID[value])
+    if isinstance(value, torch.memory_format):
+        return c.MemoryFormat(_FORMAT_ID[value])
+    if isinstance(value, complex):
+        return c.Complex(value.real, value.imag)
+    if isinstance(value, torch.device):
+        return c.Device(str(value))
+    raise TypeError(
+        f"an argument of type {type(value).__module__}.{type(value).__qualname__} can't go to a node: {value!r}"
+    )
+
+
+def dtype_id(dtype: torch.dtype) -> int:
+    """Raises TypeError for a dtype that this protocol doesn't carry."""
+    try:
+        return IDS[dtype]
+    except KeyError:
+        raise TypeError(f"tensors of {dtype} can't go to a node") from None
+
+
+def dtype_of(id: int) -> torch.dtype:
+    """Raises ProtocolError."""
+    dtype = DTYPES.get(id)
+    if dtype is None:
+        raise ProtocolError(f"dtype {NAMES[id] if 0 <= id < len(NAMES) else id} is unknown")
+    return dtype
+
+
+def to_value(value: object) -> c.Value:
+    """A plain result (number, bool, text, None, complex) in its wire form. Raises TypeError for others."""
+    if isinstance(value, complex):
+        return c.Complex(value.real, value.imag)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"a value of type {type(value).__name__} is not plain data")
+
+
+def from_value(value: c.Value) -> object:
+    return complex(value.real, value.imag) if isinstance(value, c.Complex) else value
+
+
+def check_reply(reply: c.Reply) -> None:
+    """Refuses metadata that no tensor has and devices that there are not. Raises ProtocolError."""
+    if isinstance(reply, c.Hello):
+        if reply.devices != ("cpu", *(f"cuda:{i}" for i in range(len(reply.devices) - 1))):
+            raise ProtocolError(f"devices are cpu, cuda:0, cuda:1 and so on, not {reply.devices!s:.200}")
+        _check_abilities(reply)
+    elif isinstance(reply, c.Shapes):
+        for out in reply.outs:
+            if out is not None:
+                _check_geometry(out)
+    elif isinstance(reply, c.Result):
+        for tensor in reply.tensors:
+            _check_geometry(tensor)
+
+
+def _check_abilities(hello: c.Hello) -> None:
+    told = hello.abilities
+    numbers = (told.cudnn, *told.cuda, *(n for pair in told.capabilities for n in pair))
+    if not _VERSION.fullmatch(hello.torch):
+        raise ProtocolError(f"{hello.torch[:100]!r} is no version of torch")
+    if not _WORD.fullmatch(told.cpu):
+        raise ProtocolError(f"{told.cpu[:100]!r} names no instructions of a CPU")
+    if len(told.capabilities) != len(hello.devices) - 1:
+        raise ProtocolError(f"{len(told.capabilities)} capabilities of {len(hello.devices) - 1} CUDA devices")
+    if not all(0 <= n < 10_000_000 for n in numbers):
+        raise ProtocolError(f"versions and capabilities are small numbers, not {numbers!s:.200}")
+    if (told.bfloat16 or told.float16) and not told.onednn:
+        raise ProtocolError("a torch without oneDNN has no dtypes of that library's")
+
+
+def _check_geometry(g: c.Geometry) -> None:
+    itemsize = dtype_of(g.dtype).itemsize
+    check_shape(tuple(n or 1 for n in g.shape), itemsize, _COUNTABLE)  # beside a 0 too, sizes have to be countable
+    extent = g.offset + sum(max(n - 1, 1) * s for n, s in zip(g.shape, g.stride, strict=False))
+    if len(g.stride) != len(g.shape) or min(g.stride, default=0) < 0 or g.offset < 0 or extent * itemsize > _COUNTABLE:
+        raise ProtocolError(f"no tensor of shape {g.shape} has strides {g.stride!s:.500} and offset {g.offset}")
+    if not 0 <= g.bits <= 3 or (g.bits & 1 and not dtype_of(g.dtype).is_complex):
+        raise ProtocolError(f"no tensor of {dtype_of(g.dtype)} has the lazy bits {g.bits}")
+    if not _DEVICE.fullmatch(g.device):
+        raise ProtocolError(f"{g.device[:100]!r} is no device")
+
+
+def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = 1 << 46) -> None:
+    """Refuses a shape before anything is allocated for it. Raises ProtocolError."""
+    if len(shape) > 64:
+        raise ProtocolError(f"a shape of {len(shape)} dimensions is over the limit of 64")
+    total = itemsize
+    for n in shape:
+        if n < 0:
+            raise ProtocolError(f"shape {shape} has a negative size")
+        total *= n
+    if total > limit:
+        raise ProtocolError(f"shape {shape} is over the limit of {limit} bytes")
