@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 #: First words that are not a script, and the module in disttensor/runtime/launch whose ``main`` knows what to do.
-_COMMANDS = {"agent": "agent", "worker": "guest", "ray-agent": "ray_agent"}
+_COMMANDS = {"agent": "tree.agent", "worker": "rendezvous.worker_cli", "ray-agent": "starters.ray_agent"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hide_front_end() -> None:
-    """As a fork server does it, by the function in boot.py, which nothing can import before it has run."""
+    """As a fork server does it, by the function in entry.py, which nothing can import before it has run."""
     package = importlib.util.find_spec("disttensor")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError(f"no disttensor on the path {sys.path}")
-    where = os.path.join(package.submodule_search_locations[0], "runtime", "launch", "boot.py")
+    where = os.path.join(package.submodule_search_locations[0], "runtime", "launch", "tree", "entry.py")
     spec = importlib.util.spec_from_file_location("disttensor_boot", where)
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"{where} cannot be imported")

@@ -84,6 +84,7 @@ from .tasks.functions import Each, run
 from .tasks.functions import nodes_info as nodes
 from .torch_backend import device_module as node_module
 from .torch_backend import register
+from .verify import selfcheck as selfcheck  # documented by this name
 
 __version__ = VERSION
 

@@ -5,9 +5,9 @@
       +----> python script.py args   (DISTTENSOR_LAUNCHER_FD, DISTTENSOR_NODES, ...)
 
     dtrun --hosts a,b script.py: in the fork server's place is a root, which has ssh, srun or Ray start agents on other
-    hosts, each with a fork server of its own (see launch/root.py)
+    hosts, each with a fork server of its own (see launch/tree/root.py)
 
-    mpiexec -n 3 dtrun script.py: rank 0 runs the script, ranks 1 and 2 become nodes 0 and 1 (see launch/mpi.py)
+    mpiexec -n 3 dtrun script.py: rank 0 runs the script, ranks 1 and 2 become nodes 0 and 1 (launch/starters/mpi.py)
 
 A script works without dtrun too. With it, the server imports torch while the script does, several settings can be
 given from outside, and whatever the script leaves behind is ended with it.
@@ -46,7 +46,7 @@ from .runtime.protocol.errors import StartError
 _PATIENCE = 2.0
 
 #: What a root has to end nodes on other hosts, and one whose nodes something else has started to tell them of the end
-#: (seconds). More than it takes itself (root.py).
+#: (seconds). More than it takes itself (tree/root.py).
 _ROOTS_END, _LINGER = 6.0, 8.0
 
 #: Linux's si_code of signals that the kernel sends: Ctrl-C on the terminal.
@@ -166,7 +166,7 @@ def _run_here(options: argparse.Namespace) -> int:
 
 
 def _show_front_end() -> None:
-    """The script is to find the package as if it had imported it first, and not what boot.py puts in its place."""
+    """The script is to find the package as if it had imported it first, and not what entry.py puts in its place."""
     _ = sys.modules["disttensor"].__version__  # asking for anything in it loads it
 
 

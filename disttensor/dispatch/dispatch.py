@@ -3,8 +3,8 @@
  1. a handler (`@handler(aten.x.default)` in handlers.py): copies, values, what has its own way
  2. a local tensor among the operands: 0-dim ones are sent along as values, others are an error at the user's line
  3. a cached plan for (operator, operands' metadata, static arguments): mint a ref, append a Call, return the proxy
- 4. no plan yet: compose what CPUs lack and CUDA has (`@instead`, wider.py), or infer the outputs on the meta device;
-    where that can't be done, ask the node, once per signature
+ 4. no plan yet: compose what CPUs lack and CUDA has (`@instead`, composites/wider_dtypes.py), or infer the outputs on
+    the meta device; where that can't be done, ask the node, once per signature
  5. outputs that depend on the data: ask the node each time
 
 Nothing here blocks but 4 and 5's questions and a full window.

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..runtime.process.gc_pause import no_collection
 
 #: Meta kernels whose shapes or strides differ from what the CPU kernel returns, for contiguous operands too: the node
-#: is asked once per signature. (What they do of others is found out: `lying` in planning.py.)
+#: is asked once per signature. (What they do of others is found out: `lying` in first_call.py.)
 WRONG_META = frozenset(
     {
         "aten::max_unpool2d",

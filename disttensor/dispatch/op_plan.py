@@ -108,7 +108,7 @@ class Entry:
         self.quick: dict[tuple[Any, Any], Plan] = {}
         #: it gives tensors, each by itself
         self.single = all(str(r.type) == "Tensor" for r in schema.returns)
-        #: whether its meta kernel was right, by how the operands lay (`lying` in planning.py)
+        #: whether its meta kernel was right, by how the operands lay (`lying` in first_call.py)
         self.right: dict[Any, bool] = {}
         self.handler: Callable[..., Any] | None = None
         self.instead: Callable[..., Any] | None = None

@@ -49,7 +49,7 @@ class Log:
 
 
 class Recorder:
-    """Takes a thread's commands (runtime/route.py)."""
+    """Takes a thread's commands (runtime/master/route.py)."""
 
     def __init__(self, session: Session, allow: AllowList, inputs: dict[int, int]) -> None:
         """``inputs``: refs for which each replay names others, with their nodes."""

@@ -39,7 +39,7 @@ class DistributedTensor(torch.Tensor):
             "a DistributedTensor is made by factories (disttensor.zeros(2, 3)), operations or .to('node:0')"
         )
 
-    # replaced by dispatch.py; torch wants the method to be there when the class is made
+    # replaced by dispatch/dispatch.py; torch wants the method to be there when the class is made
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError

@@ -152,7 +152,7 @@ class Place:
         self.outbox = self.state.outbox
         # finalizers append to this list directly; it is the outbox's own for its whole life
         self.dead = self.outbox.dead
-        #: the same place for tensors that torch is to take for local ones (disguise.py)
+        #: the same place for tensors that torch is to take for local ones (composites/as_cpu.py)
         self.twin = copy.copy(self)
         self.twin.device = torch.device("cpu")
 

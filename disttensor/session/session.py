@@ -78,7 +78,7 @@ def _arrive(channel: DataChannel, tensor: torch.Tensor, node: int, transfer: int
 
 
 class Session:
-    """One master with its nodes, ready for commands. Made by init.py."""
+    """One master with its nodes, ready for commands. Made by startup/start.py."""
 
     def __init__(
         self,

@@ -128,19 +128,19 @@ def plans() -> dict[str, int]:
 
 #: Where each limit is.
 _LIMITS = {
-    "window": ("runtime.outbox", "MAX_COMMANDS"),
-    "message": ("runtime.outbox", "MAX_BATCH"),
-    "sweep": ("runtime.outbox", "SWEEP"),
-    "idle": ("runtime.link", "IDLE"),
-    "tick": ("runtime.link", "TICK"),
-    "slow": ("runtime.link", "SLOW"),
-    "staged": ("session", "STAGE"),
-    "room": ("runtime.channel.sharing", "AHEAD"),
-    "part": ("recording", "_PART"),
-    "error": ("runtime.failure", "MAX_TEXT"),
-    "lately": ("runtime.dealer", "LATELY"),
-    "templates": ("placement", "GENERATION"),
-    "pickle": ("remote", "MAX_PICKLE"),
+    "window": ("runtime.master.outbox", "MAX_COMMANDS"),
+    "message": ("runtime.master.outbox", "MAX_BATCH"),
+    "sweep": ("runtime.master.outbox", "SWEEP"),
+    "idle": ("runtime.master.link", "IDLE"),
+    "tick": ("runtime.master.link", "TICK"),
+    "slow": ("runtime.master.link", "SLOW"),
+    "staged": ("session.session", "STAGE"),
+    "room": ("runtime.channel.shm.sharing", "AHEAD"),
+    "part": ("graphs.recorder", "_PART"),
+    "error": ("runtime.node.failures", "MAX_TEXT"),
+    "lately": ("runtime.node.streams.scheduler", "LATELY"),
+    "templates": ("session.places", "GENERATION"),
+    "pickle": ("tasks.functions", "MAX_PICKLE"),
 }
 
 
@@ -187,7 +187,7 @@ def _limit(name: str) -> tuple[Any, str]:
     if name not in _LIMITS:
         raise ValueError(f"there is no limit {name!r}; there are {', '.join(_LIMITS)}")
     module, attribute = _LIMITS[name]
-    return import_module(f"{__package__}.{module}"), attribute
+    return import_module(f"disttensor.{module}"), attribute
 
 
 # ---- moments ---------------------------------------------------------------------------------------------------------

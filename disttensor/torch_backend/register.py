@@ -27,7 +27,15 @@ from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.current_node import current_node
 from ..storage import set_data, storages, uninitialized
-from . import autocast, backward, compile, device_module, foreach_optimizers, keep_local_accelerator, sparse_gradients
+from . import (
+    autocast,
+    backward,
+    device_module,
+    foreach_optimizers,
+    keep_local_accelerator,
+    sparse_gradients,
+    torch_compile,
+)
 from .composites import linear, overrides, sdpa, wider_dtypes
 
 #: Composites that have a kernel of their own on the CPU, or call one directly: torch would take them apart otherwise.
@@ -91,7 +99,7 @@ def register() -> None:
     _library.extend((fallback, kernels, *autocast.register()))
     backward.install()
     method_shortcuts.install()
-    compile.install()
+    torch_compile.install()
     set_data.install()
     uninitialized.install()
     storages.install()
@@ -185,4 +193,4 @@ def _refuse_copy(source: torch.Tensor, **options: Any) -> NoReturn:
     refuse_layout("aten::_to_copy", layout_of(source))
 
 
-__all__ = ["handlers", "linear", "register", "sparse", "wider"]
+__all__ = ["handlers", "linear", "register", "sparse_gradients", "wider_dtypes"]

@@ -89,7 +89,7 @@ class Images:
 
 
 def at_home(tensor: DistributedTensor) -> DistributedTensor:
-    """The same at the place itself, if it is seen at its twin (disguise.py), and without a graph."""
+    """The same at the place itself, if it is seen at its twin (composites/as_cpu.py), and without a graph."""
     h = tensor._h
     place = h.meta.place.session.places.at(h.meta.place.node, h.meta.place.name)
     if h.meta.place is not place:

@@ -1,4 +1,4 @@
-"""L2: data channels, which carry tensor bytes between peers. ``base`` says what a channel is."""
+"""Data channels, which carry tensor bytes between peers. ``base`` says what a channel is."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Shared memory where both see the same (a probe shows it), of CUDA devices too, and TCP between others: as "shm", but
 this one is for peers on several hosts. For collectives of GPUs the master may choose another channel
-(``disttensor/switchboard.py``).
+(``disttensor/session/channel_router.py``).
 """
 
 from __future__ import annotations

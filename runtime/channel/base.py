@@ -1,4 +1,4 @@
-"""L2: the DataChannel: how tensor bytes move between two peers. What is best differs between users: it is swappable.
+"""The DataChannel: how tensor bytes move between two peers. What is best differs between users: it is swappable.
 
 A *peer* is a node (its rank, from 0) or the master (``MASTER``, -1). A *transfer* is one tensor on its way from one
 peer to another, named by an integer that the master mints and tells both ends; an id is never used twice. For each

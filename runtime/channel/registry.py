@@ -1,8 +1,8 @@
 """Which data channels there are, by name.
 
 Three sources, the first that knows a name wins: ``register_channel``, the channels that come with disttensor (one line
-each in channel_names.py), and the entry points ``disttensor.channels`` of installed packages. A channel's module is
-imported when it is asked for, so one that needs a library (mpi4py, NCCL) costs nobody else anything.
+each in protocol/channel_names.py), and the entry points ``disttensor.channels`` of installed packages. A channel's
+module is imported when it is asked for, so one that needs a library (mpi4py, NCCL) costs nobody else anything.
 """
 
 from __future__ import annotations

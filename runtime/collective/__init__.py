@@ -1,4 +1,4 @@
-"""L3: collectives over any data channel, as functions that every rank that takes part calls. ``wire`` says how they
+"""Collectives over any data channel, as functions that every rank that takes part calls. ``wire`` says how they
 talk and fail, ``choice`` which algorithm is used when."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""L0: what the suites that test somebody's own channel or launcher have in common."""
+"""What the suites that test somebody's own channel or launcher have in common."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ A launcher of your own is tested in three lines (it is ``disttensor.testing.chec
 
 Each check makes its own launchers, asks them for 3 nodes at most, and stops them. It raises ConformanceError at the
 first thing that is wrong. What workers run in place of the real ones needs no torch, so a check takes as long as
-launching does (check_worker.py, which has to be found where the workers are).
+launching does (launcher_worker.py, which has to be found where the workers are).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def check_bundles(make: Make) -> None:
         pairs = stage.launcher.key_pairs(2)
         need(len({public for public, _ in pairs}) == 2, "key_pairs(2) should give two different keys")
         plain = stage.door.bundles(stage.launcher, 3)
-        long = tuple(f"/nowhere/ü {i:05}" for i in range(40_000))  # nearly as much as there may be (bundle.py)
+        long = tuple(f"/nowhere/ü {i:05}" for i in range(40_000))  # nearly as much as there may be (protocol/bundle.py)
         bundles = [msgspec.structs.replace(bundle, sys_path=long, threads=7) for bundle in plain]
         stage.launcher.start(bundles)
         for sent, worker in zip(bundles, stage.workers(3), strict=True):

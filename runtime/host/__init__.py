@@ -1,1 +1,2 @@
-"""What this machine has and how a host is reached: addresses, cores, GPUs, MPI's and Slurm's environment; what a launcher is."""
+"""What this machine has and how a host is reached: addresses, cores, GPUs, the
+environment of MPI and Slurm; the interface of launchers."""

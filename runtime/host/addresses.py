@@ -1,4 +1,4 @@
-"""L0: addresses of this host, and the way from one host to another."""
+"""Addresses of this host, and the way from one host to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L1: which GPUs, cores and threads a node has, by its place among the nodes of its host.
+"""Which GPUs, cores and threads a node has, by its place among the nodes of its host.
 
     --bind none   nothing is set: each node sees all of the host's GPUs, and all cores
            gpu    (the default) GPUs are divided; a node sees its own only, and the first of them is its cuda:0

@@ -1,4 +1,4 @@
-"""L1: what this process's torch chooses kernels by, beside their operands. A node tells it in its Hello."""
+"""What this process's torch chooses kernels by, beside their operands. A node tells it in its Hello."""
 
 from __future__ import annotations
 

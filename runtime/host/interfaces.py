@@ -1,4 +1,4 @@
-"""L0: this machine's network interfaces, and which of its addresses others mean by a name."""
+"""This machine's network interfaces, and which of its addresses others mean by a name."""
 
 from __future__ import annotations
 

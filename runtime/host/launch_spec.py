@@ -35,7 +35,7 @@ class Plan(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     timeout: float = 60.0  #: seconds for a host to be there
     options: dict[str, str] = {}  #: the launcher's own
     output: Output = Output()
-    folder: str = ""  #: of the script: modules in it are for the nodes, too, wherever they are (shipping.py)
+    folder: str = ""  #: of the script: modules in it are for the nodes, too, wherever they are (tree/shipping.py)
 
     @property
     def slots(self) -> int:

@@ -1,8 +1,8 @@
-"""L6: what the session asks of a launcher: start workers from bundles, tell how they end, leave none behind.
+"""What the session asks of a launcher: start workers from bundles, tell how they end, leave none behind.
 
 A worker is a process that is given its bundle through a pipe, its *life-line* (``write_bundle``), and calls
-``disttensor.runtime.node.worker.main`` with the descriptor of the read end. The master holds the other end: the life-line's
-end is the master's, and ends the worker. ``spawn.node_command`` is a command line for such a process.
+``disttensor.runtime.node.worker.main`` with the descriptor of the read end. The master holds the other end: the
+life-line's end is the master's, and ends the worker. ``spawn.node_command`` is a command line for such a process.
 
 What a worker prints comes out at the master's stdout and stderr, line by line, with ``[node 1] `` before each.
 

@@ -1,4 +1,4 @@
-"""L1: MPI as processes that mpiexec has started see it: who they are, before MPI is asked and after.
+"""MPI as processes that mpiexec has started see it: who they are, before MPI is asked and after.
 
 Needs mpi4py (the extra ``mpi``), which is imported when somebody asks for the world. The library that mpi4py loads has
 to be that of the mpiexec in use.

@@ -1,4 +1,4 @@
-"""L1: Slurm as its jobs see it, by the environment that it gives them. Nothing is asked of Slurm itself."""
+"""Slurm as its jobs see it, by the environment that it gives them. Nothing is asked of Slurm itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L6: launchers start worker processes and leave none behind."""
+"""Launchers start worker processes and leave none behind."""
 
 from ..host.launcher import Exited, Launcher, Started
 from .registry import get_launcher, launcher_names, register_launcher

@@ -10,22 +10,22 @@ from .starters.base import Engine
 
 #: name -> "module:class", the module relative to this package; imported when it is asked for
 _BUILTIN = {
-    "local": ".local:LocalLauncher",
-    "mpi": ".mpi:MpiLauncher",
-    "ssh": ".ssh:SshLauncher",
-    "nearby": ".planned:PlannedLauncher",  # for tests
-    "join": ".join:JoinLauncher",
-    "ray": ".ray:RayLauncher",
-    "slurm": ".slurm:SlurmLauncher",
+    "local": ".starters.local:LocalLauncher",
+    "mpi": ".starters.mpi:MpiLauncher",
+    "ssh": ".starters.ssh:SshLauncher",
+    "nearby": ".starters.root_launcher:PlannedLauncher",  # for tests
+    "join": ".starters.join:JoinLauncher",
+    "ray": ".starters.ray:RayLauncher",
+    "slurm": ".starters.slurm:SlurmLauncher",
 }
 
 #: The same of what a root gets its nodes by; the root imports its plan's only.
 _ENGINES = {
-    "ssh": ".ssh:SshEngine",
-    "nearby": ".piped:NearbyEngine",
-    "join": ".join:JoinEngine",
-    "ray": ".ray:RayEngine",
-    "slurm": ".slurm:SlurmEngine",
+    "ssh": ".starters.ssh:SshEngine",
+    "nearby": ".starters.piped:NearbyEngine",
+    "join": ".starters.join:JoinEngine",
+    "ray": ".starters.ray:RayEngine",
+    "slurm": ".starters.slurm:SlurmEngine",
 }
 
 _registered: dict[str, type[Launcher]] = {}

@@ -1,4 +1,4 @@
-"""L5: the master's I/O: flushes outboxes into the hub, takes reports in, and lets threads wait for answers.
+"""The master's I/O: flushes outboxes into the hub, takes reports in, and lets threads wait for answers.
 
     issuing threads --> Outbox (no lock) --flush--> Hub.send        under `_lock`
     Hub.drain --> Report --> acknowledge, failures, requests        under `_lock`
@@ -23,8 +23,9 @@ from ..process.signals import Interrupts, whole
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
+from ..protocol.failure_ids import position
 from ..transport.base import Hub
-from .failures import Failure, Failures, Site, line_of, position
+from .failures import Failure, Failures, Site, line_of
 from .outbox import Outbox
 from .requests import Request, Waker
 

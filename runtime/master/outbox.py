@@ -1,4 +1,4 @@
-"""L4: what waits to be sent to one node. Decides when to flush and what goes into a message; does no I/O.
+"""What waits to be sent to one node. Decides when to flush and what goes into a message; does no I/O.
 
 Issuing threads append without a lock: ``queue`` is a flat list (command, site, command, site, ...) and one
 ``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. What is in ``dead`` had its last use

@@ -1,4 +1,4 @@
-"""L5: answers that threads wait for (link.py), and how they are woken."""
+"""Answers that threads wait for (link.py), and how they are woken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L4: where a thread's commands go when it issues elsewhere than on default streams: on a stream, or into a recording.
+"""Where a thread's commands go when it issues elsewhere than on default streams: on a stream, or into a recording.
 
 The hot path appends to ``Outbox.commands``. That is the queue itself, as long as no thread has a route; while one has,
 it is a Tap, which looks the issuing thread's route up. So who uses neither streams nor graphs pays nothing for them.

@@ -1,4 +1,4 @@
-"""L4: how a template's call finds its arguments among a store's entries: a closure, made once.
+"""How a template's call finds its arguments among a store's entries: a closure, made once.
 
 What could be computed per call is computed here per template: which entries go where, what is constant.
 """

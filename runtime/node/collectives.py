@@ -1,6 +1,6 @@
-"""L4: collectives as commands: what a node gives is in its store, and what it gets is written there.
+"""Collectives as commands: what a node gives is in its store, and what it gets is written there.
 
-A node whose operands are poison takes part all the same (collective/wire.py), or the others would wait for it: with
+A node whose operands are poison takes part all the same (collective/exchange.py), or the others would wait for it: with
 tensors of the right lengths and anything in them.
 """
 
@@ -15,11 +15,11 @@ import torch
 from .. import collective
 from ..channel.base import MASTER, DataChannel
 from ..collective import IDS, NATIVE, ReduceOp, Way, Wire, shares
-from ..master.failures import earliest
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import PoisonedError, ProtocolError
-from .store import Poison, Value
+from ..protocol.failure_ids import Poison, earliest
+from .store import Value
 
 if TYPE_CHECKING:
     from .executor import Executor

@@ -1,4 +1,4 @@
-"""L4: commands to effects on a node's store. No sockets: what has to be told goes to ``emit``.
+"""Commands to effects on a node's store. No sockets: what has to be told goes to ``emit``.
 
 A failed command poisons its outputs and whatever it would have written, is told once (Failed), and the node goes on.
 A command that reads poison is skipped and passes the poison on.
@@ -17,15 +17,16 @@ from ..channel.counted import count
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
 from ..collective.shared_pages import Boards
-from ..master.failures import earliest, name_of, replayed, told
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
 from ..protocol.errors import ProtocolError
+from ..protocol.failure_ids import Poison, earliest, replayed
 from . import collectives, geometry
+from .failures import name_of, told
 from .graphs.graphs import Graphs
 from .rng_lock import get_rng_state
-from .store import Later, NotReplayed, Pending, Poison, Store, Unmade, memory
+from .store import Later, NotReplayed, Pending, Store, Unmade, memory
 from .streams.events import Events
 from .streams.scheduler import Dealer
 from .template import Broken, Template

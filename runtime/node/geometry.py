@@ -1,4 +1,4 @@
-"""L3: what a tensor on a node is, beside what the master takes it to be."""
+"""What a tensor on a node is, beside what the master takes it to be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L4: the shortest way into an operator from Python.
+"""The shortest way into an operator from Python.
 
 ``torch.ops`` finds an operator's arguments by its schema, boxed; torch's generated bindings (``Tensor.view``) parse
 them in half the time. They take the same arguments, but choose the overload by themselves: only operators of which a

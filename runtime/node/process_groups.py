@@ -1,6 +1,6 @@
-"""L4: functions that run on several nodes as one program of torch.distributed, which is initialized there.
+"""Functions that run on several nodes as one program of torch.distributed, which is initialized there.
 
-The ranks find each other over the authenticated connections of the channel "gloo" (channel/gloo_store.py), which also
+The ranks find each other over the authenticated connections of the channel "gloo" (gloo/store.py), which also
 tell of a rank's end. A rank that fails says so to the others and ends its gloo connections: so whoever waits for it in
 a collective comes out with an error of gloo's, which is told to the master as ``PeerFailed``.
 """

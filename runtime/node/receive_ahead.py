@@ -1,4 +1,4 @@
-"""L5: what a node has received and not applied yet. Its receives begin before their turn, so that bytes come in while
+"""What a node has received and not applied yet. Its receives begin before their turn, so that bytes come in while
 the node computes: a Recv that waited for its turn behind a computation would begin only after that.
 
 A Recv writes a ref of its own and nobody can use that before, so it may begin at any time before its turn, if all

@@ -1,4 +1,4 @@
-"""L3: the state of the CPU's default generator, read so that threads can't lock each other out.
+"""The state of the CPU's default generator, read so that threads can't lock each other out.
 
 ``torch.Generator.get_state`` holds the generator's mutex while it makes its tensor. That may start a collection, in
 which torch lets go of the GIL; a thread that wants the mutex then waits for it with the GIL in its hands, and both wait

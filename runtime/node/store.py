@@ -1,4 +1,4 @@
-"""L3: a node's tensors by ref. An entry is a tensor, or stands for one that failed or is still on its way.
+"""A node's tensors by ref. An entry is a tensor, or stands for one that failed or is still on its way.
 
 Entries that are no tensors need no check on the hot path: an operator that is given one raises TypeError, and only
 then the executor looks.
@@ -10,7 +10,6 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from ..channel.base import Arrival, Transfer
 from ..channel.ticket import Ticket
 from ..protocol.errors import ChannelError, DisttensorError, PoisonedError
+from ..protocol.failure_ids import Poison
 
 #: After so many tensors fewer, what malloc kept of them goes back to the system.
 _MANY = 50_000
@@ -29,14 +29,6 @@ def _nothing(pad: int) -> int:
 
 
 _trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", _nothing)
-
-
-@dataclass(frozen=True)
-class Poison:
-    """Stands for a tensor that could not be made: the failure ``seq`` on node ``rank`` caused it."""
-
-    rank: int
-    seq: int
 
 
 Value = torch.Tensor | Poison

@@ -1,4 +1,4 @@
-"""L4: templates: an operator with its static arguments, turned once into a closure that runs it on a node's tensors."""
+"""Templates: an operator with its static arguments, turned once into a closure that runs it on a node's tensors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Template:
         for refs, kinds, written in ways:
             for ref, kind in zip(refs(first.out, first.args), kinds, strict=True):
                 tensor, expected = entries[ref], first.kinds[kind]
-                # a nested tensor has a proxy of another shape (infer.py)
+                # a nested tensor has a proxy of another shape (dispatch/meta_inference.py)
                 if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
                     continue
                 found = geometry.of(tensor)

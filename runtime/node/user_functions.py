@@ -1,4 +1,4 @@
-"""L4: users' functions on a node, and what they return.
+"""Users' functions on a node, and what they return.
 
 Functions come pickled from the master only, over the authenticated control channel, and only through
 ``_loads_from_master``. Nothing goes back pickled: results are tensors and plain data.
@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from ..master.failures import attempt
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, ProtocolError
+from ..protocol.failure_ids import attempt
 
 #: A function, or the arguments of one call, are at most this long when pickled.
 MAX_PICKLE = 64 << 20

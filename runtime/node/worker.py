@@ -1,4 +1,4 @@
-"""L5: the worker's process loop.
+"""The worker's process loop.
 
     life-line pipe --> bundle, then silence; its end means that the master is gone
     Spoke.recv() --> decode --> Executor.apply --> replies --> Spoke.send()

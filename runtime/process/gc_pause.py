@@ -1,4 +1,4 @@
-"""L0: Python's garbage collector, held off for a while."""
+"""Python's garbage collector, held off for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L0: functions made of text: the one place where Python source that this project has written becomes code.
+"""Functions made of text: the one place where Python source that this project has written becomes code.
 
 What goes into such a text is names, indices, operators and literals that we wrote ourselves; what comes from elsewhere
 goes in by name, through ``names``.

@@ -1,4 +1,4 @@
-"""L4: signal handlers of Python run at safe points only.
+"""Signal handlers of Python run at safe points only.
 
 Python runs a handler in the main thread between any two of its instructions. One that raises (Ctrl-C, a time limit by
 SIGALRM) would split what belongs together, such as commands taken from a queue and sent; one that uses tensors would

@@ -1,4 +1,4 @@
-"""L0: what a misspelt name was meant to be."""
+"""What a misspelt name was meant to be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L1: the allow-list: which operators a node runs, resolved by name. A name outside of it is an error that names it."""
+"""The allow-list: which operators a node runs, resolved by name. A name outside of it is an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L0: what commands are made of: the base of all structs that cross the wire, and the arguments of operators."""
+"""What commands are made of: the base of all structs that cross the wire, and the arguments of operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L0: what a worker needs to start and to find its master. It holds the worker's secret key.
+"""What a worker needs to start and to find its master. It holds the worker's secret key.
 
 A bundle travels through an inherited pipe (or standard input, or a file of mode 0600), never through argv or the
 environment. The pipe stays open behind it: it is the worker's life-line, and its end means that the master is gone.
@@ -35,14 +35,14 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local_size: int = 1  #: how many those are
     simulate_cuda: int = 0  #: how many CUDA devices to simulate in CPU memory
     threads: int = 1  #: torch's intra-op threads; 0: the host's cores divided by its nodes
-    bind: str = ""  #: what the process is bound to (see binding.py)
+    bind: str = ""  #: what the process is bound to (see host/affinity.py)
     env: dict[str, str] = {}  #: environment variables to set
     allow_ops: tuple[str, ...] = ()  #: operators beyond aten and prims, such as "torchvision::*"
     functions: str = "any"  #: which user functions may run: any, none
     protocol: int = PROTOCOL
     sys_path: tuple[str, ...] = ()  #: the master's import path, so that the user's modules import here too
     cwd: str = ""
-    program: tuple[str, ...] = ()  #: what to be instead of a worker (see launch/everywhere.py)
+    program: tuple[str, ...] = ()  #: what to be instead of a worker (see launch/torchrun_mode/everywhere.py)
 
     def __repr__(self) -> str:
         return f"<Bundle job={self.job} rank={self.rank} address={self.address}>"

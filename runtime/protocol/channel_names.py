@@ -1,4 +1,4 @@
-"""L0: the data channels that come with disttensor, by name, for who does not want to import torch for it."""
+"""The data channels that come with disttensor, by name, for who does not want to import torch for it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ ENTRY_POINTS = "disttensor.channels"
 #: name -> "module:class", the module relative to the package channel
 BUILTIN = {
     "auto": ".auto:AutoChannel",
-    "gloo": ".gloo:GlooChannel",
+    "gloo": ".gloo.channel:GlooChannel",
     "inproc": ".inproc:InprocChannel",
-    "mpi": ".mpi:MpiChannel",
-    "nccl": ".nccl:NcclChannel",
+    "mpi": ".mpi.channel:MpiChannel",
+    "nccl": ".nccl.channel:NcclChannel",
     "null": ".null:NullChannel",
-    "shm": ".shm:ShmChannel",
-    "tcp": ".tcp:TcpChannel",
+    "shm": ".shm.channel:ShmChannel",
+    "tcp": ".tcp.channel:TcpChannel",
 }
 
 

@@ -1,6 +1,6 @@
-"""L1: commands to bytes and back, and Python arguments to wire arguments and back.
+"""Commands to bytes and back, and Python arguments to wire arguments and back.
 
-Everything that arrives is decoded into the types of command.py or refused with ProtocolError; nothing is unpickled.
+Everything that arrives is decoded into the types of commands.py or refused with ProtocolError; nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""L0: the vocabulary of the control channel. Frozen structs, no logic.
+"""The vocabulary of the control channel. Frozen structs, no logic.
 
     master -> node   Batch(first, commands)     commands are numbered from 0 per node; `first` is the first one's number
     node -> master   Report(done, replies)      `done` commands have been applied; replies are the exception
@@ -459,7 +459,7 @@ class Result(Wire, frozen=True, tag=43):
 
 class Failed(Wire, frozen=True, tag=44):
     """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened. Of the commands that a
-    graph replays each has a number of its own (failure.py: ``replayed``)."""
+    graph replays each has a number of its own (master/failures.py: ``replayed``)."""
 
     seq: int
     op: str

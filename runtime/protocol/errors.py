@@ -1,4 +1,4 @@
-"""L0: every exception of disttensor that is not a plain Python or torch type.
+"""Every exception of disttensor that is not a plain Python or torch type.
 
     DisttensorError
       NodeLost          a node died or was cut off; what it held is gone

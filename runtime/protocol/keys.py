@@ -1,4 +1,4 @@
-"""L1: the secrets of one job, made fresh by its master: CURVE key pairs, the job's secret and keys derived from it."""
+"""The secrets of one job, made fresh by its master: CURVE key pairs, the job's secret and keys derived from it."""
 
 from __future__ import annotations
 

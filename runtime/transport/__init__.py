@@ -1,4 +1,4 @@
-"""L2: control transports. ``zmq`` crosses processes and hosts, ``inproc`` stays in one process (for tests)."""
+"""Control transports. ``zmq`` crosses processes and hosts, ``inproc`` stays in one process (for tests)."""
 
 from .base import Hub, Spoke
 

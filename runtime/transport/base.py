@@ -1,4 +1,4 @@
-"""L2: what the engine asks of a control transport. It carries whole messages, in order, between the master and nodes.
+"""What the engine asks of a control transport. It carries whole messages, in order, between the master and nodes.
 
     master: Hub  -- send(rank, message) -->  node: Spoke.recv()
                  <-- send(message) --------

@@ -1,4 +1,4 @@
-"""L2: the control transport inside one process, for tests: queues, and the same contract as over ZeroMQ.
+"""The control transport inside one process, for tests: queues, and the same contract as over ZeroMQ.
 
     InprocHub._inbox (deque + eventfd) <-- spoke.send          hub.send --> InprocSpoke._inbox (SimpleQueue)
 

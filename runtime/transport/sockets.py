@@ -1,4 +1,4 @@
-"""L2: the one place that makes ZeroMQ contexts and sockets, so that no socket lacks one of these options."""
+"""The one place that makes ZeroMQ contexts and sockets, so that no socket lacks one of these options."""
 
 from __future__ import annotations
 

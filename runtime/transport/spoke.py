@@ -1,4 +1,4 @@
-"""L2: a node's end of the ZeroMQ transport."""
+"""A node's end of the ZeroMQ transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L2: sockets between processes of two hosts, through one authenticated ZeroMQ connection each.
+"""Sockets between processes of two hosts, through one authenticated ZeroMQ connection each.
 
     root                                                                     agent
       Reception.accept() = socket ==== thread ==== ZmqHub <-- CURVE --> ZmqSpoke ==== thread ==== Visit.socket

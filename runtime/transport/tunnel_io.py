@@ -1,4 +1,4 @@
-"""L2: the thread at one end of tunnels (tunnel.py): moves bytes between sockets and messages, both ways.
+"""The thread at one end of tunnels (tunnel.py): moves bytes between sockets and messages, both ways.
 
 A message is a letter and then bytes: D data, A how many bytes have been taken out at the other end, E the end.
 No more than WINDOW bytes are on their way, so a reader that is slow makes the writer wait.

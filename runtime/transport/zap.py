@@ -1,4 +1,4 @@
-"""L2: the thread that stands at the master's door. It answers who may connect and notes whose connection ended.
+"""The thread that stands at the master's door. It answers who may connect and notes whose connection ended.
 
     libzmq's I/O thread                         doorman thread                     link (drain)
       handshake -- ZAP request (inproc) ------> key on the list? 200 rank : 400

@@ -1,4 +1,4 @@
-"""L2: the control transport over ZeroMQ: one ROUTER on the master, one DEALER on each node, CURVE between them.
+"""The control transport over ZeroMQ: one ROUTER on the master, one DEALER on each node, CURVE between them.
 
     master                                              node r
       ZmqHub  ROUTER, listens  <---- one TCP connection ---- ZmqSpoke  DEALER

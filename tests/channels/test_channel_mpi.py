@@ -219,8 +219,8 @@ def test_without_mpiexec(mpi: Mpi) -> None:
     done = subprocess.run(command, env=mpi.environment, cwd=os.getcwd(), capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "disttensor.runtime.protocol.errors.DisttensorError: the data channel 'mpi' can't be used here: no mpiexec has started "
-        "its processes: `mpiexec -n 5 dtrun --backend mpi script.py` does"
+        "disttensor.runtime.protocol.errors.DisttensorError: the data channel 'mpi' can't be used here: no mpiexec has "
+        "started its processes: `mpiexec -n 5 dtrun --backend mpi script.py` does"
     )
 
 

@@ -3,7 +3,7 @@
 Other programs of this machine come and go meanwhile, other runs of these tests among them; what they make is theirs.
 A process is ours that stems from this one by its parents, or that has our mark in its environment: that is inherited by
 whatever is started, however often it forks, and whoever its parent is by now. Shared memory is found where this process
-has it mapped: disttensor's has no names (``channel/segments.py``), so it ends with the processes that hold it, and a
+has it mapped: disttensor's has no names (``shm/segments.py``), so it ends with the processes that hold it, and a
 process of ours that holds it longer than its test is found itself. What lies in /dev/shm tells nobody whose it is.
 """
 

@@ -218,7 +218,7 @@ def test_network_cut(hosts: Hosts) -> None:
     ("where", "victim", "seen"),
     variants(
         [
-            ("left", "boot.py root ", "lost 0 left\nlost 1 right\n"),
+            ("left", "entry.py root ", "lost 0 left\nlost 1 right\n"),
             ("right", "python.* dtrun agent", "3.0\nlost 1 right\n"),
             ("left", "ssh .* -- right ", "3.0\nlost 1 right\n"),
         ]

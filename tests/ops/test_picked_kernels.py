@@ -326,8 +326,8 @@ def test_a_script_and_nodes_with_two_cpus(
 
 # ---- all overrides ---------------------------------------------------------------------------------------------------
 
-#: What stands between an operator and what torch would do with it on our device -> the function of kernels.py by which
-#: it chooses, or why there is nothing to choose by a record. A new override needs its line.
+#: What stands between an operator and what torch would do with it on our device -> the function of kernel_choice.py by
+#: which it chooses, or why there is nothing to choose by a record. A new override needs its line.
 SAME = "the kernel is one on every kind of device and CPU; "
 OVERRIDES: dict[str, str] = {
     "scaled_dot_product_attention": "attention",
@@ -366,7 +366,7 @@ def test_every_override_is_decided_by_a_record() -> None:
     assert ours == OVERRIDES.keys() | NOT_COMPUTED
     by = {why for why in OVERRIDES.values() if not why.startswith(SAME)}
     assert all(callable(getattr(kernel_choice, name)) for name in by)
-    python = {"foreach", "averages_at_once", "casts"}  # of optimizers.py, choices.py, autocast.py
+    python = {"foreach", "averages_at_once", "casts"}  # of foreach_optimizers.py, overrides.py, autocast.py
     decide = {n for n, f in vars(kernel_choice).items() if n.islower() and n[0] != "_" and _takes_a_record(f)}
     assert by | python == decide
 
@@ -377,25 +377,25 @@ def _takes_a_record(f: object) -> bool:
 
 #: Where else the front end asks which kernels a place has, and for what but a kernel.
 ASKED = {
-    "attention.py": "the name of the kernel that was chosen",
-    "device_module.py": "whether there is a cache to empty",
-    "generators.py": "the size of a generator's state",
-    "joining.py": "which channels take the operands of a collective",
-    "placement.py": "where it is told",
-    "selfcheck.py": "how exact results have to be",
-    "switchboard.py": "the same",
-    "wider.py": "what a CPU lacks and CUDA has",
-    "testing.py": "where tests tell another one",
+    "torch_backend/composites/sdpa.py": "the name of the kernel that was chosen",
+    "torch_backend/device_module.py": "whether there is a cache to empty",
+    "dispatch/rng_states.py": "the size of a generator's state",
+    "collectives/issue.py": "which channels take the operands of a collective",
+    "session/places.py": "where it is told",
+    "verify/selfcheck.py": "how exact results have to be",
+    "session/channel_router.py": "which channels take the operands of a collective",
+    "torch_backend/composites/wider_dtypes.py": "what a CPU lacks and CUDA has",
+    "testing/__init__.py": "where tests tell another one",
 }
 
 
 def test_no_kernel_is_chosen_elsewhere() -> None:
     asking = {
-        path.name
-        for path in (ROOT / "disttensor").glob("*.py")
+        path.relative_to(ROOT / "disttensor").as_posix()
+        for path in (ROOT / "disttensor").rglob("*.py")
         if re.search(r"\.kernels\b(?!\.| import)", path.read_text())
     }
-    assert asking - {"kernels.py"} == set(ASKED)
+    assert asking - {"session/kernel_choice.py"} == set(ASKED)
 
 
 def test_composites_with_kernels_of_their_own() -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.runtime.master.failures import MAX_FAILURES, MAX_NAME, MAX_TEXT, MAX_TRACES, Failure, Failures
+from disttensor.runtime.master.failures import MAX_FAILURES, MAX_TRACES, Failure, Failures
 from disttensor.runtime.master.link import Link
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.errors import ProtocolError
+from disttensor.runtime.protocol.failure_ids import MAX_NAME, MAX_TEXT
 from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
 
 

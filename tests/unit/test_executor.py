@@ -19,12 +19,12 @@ from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Transfer
 from disttensor.runtime.channel.opened import Channels
 from disttensor.runtime.node import user_functions as functions
 from disttensor.runtime.node.executor import Executor
-from disttensor.runtime.node.store import Poison
 from disttensor.runtime.node.user_functions import Functions, decode_result, key_of
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.allow_list import AllowList
 from disttensor.runtime.protocol.errors import PoisonedError, ProtocolError
+from disttensor.runtime.protocol.failure_ids import Poison
 
 
 class Node:

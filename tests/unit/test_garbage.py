@@ -1,4 +1,4 @@
-"""Collections held off: runtime/garbage.py."""
+"""Collections held off: runtime/process/gc_pause.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which kernels composites pick: the functions of a record against what torch does, given the same facts.
 
 What torch does on this CPU is seen as it does it (on lesser ones: ops/test_picked_kernels.py, which starts processes).
-Records of other machines stand in tables, derived by hand from torch's sources as kernels.py names them: 2.13's
+Records of other machines stand in tables, derived by hand from torch's sources as kernel_choice.py names them: 2.13's
 sdp_utils_cpp.h from its package, the others from copies of late 2025 and, where it says 2.15, of 2026.
 """
 
@@ -264,7 +264,7 @@ def test_the_rest_on_cuda() -> None:
 
 
 def test_every_choice_is_a_function_of_the_record() -> None:
-    """And nothing else in kernels.py is public but what those are made of."""
+    """And nothing else in session/kernel_choice.py is public but what those are made of."""
     choices = {
         n for n, f in vars(kernel_choice).items() if inspect.isfunction(f) and f.__module__ == kernel_choice.__name__
     }

@@ -1,4 +1,4 @@
-"""The layers: imports go down only; what is forbidden appears nowhere; files stay small."""
+"""The layers: imports go down only, and in no circle; what is forbidden appears nowhere."""
 
 from __future__ import annotations
 
@@ -10,92 +10,71 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-FRONT = [ROOT / "dtrun.py", *sorted((ROOT / "disttensor").glob("*.py"))]
+FRONT = [
+    ROOT / "dtrun.py",
+    *(
+        p
+        for p in sorted((ROOT / "disttensor").rglob("*.py"))
+        if "runtime" not in p.relative_to(ROOT / "disttensor").parts
+    ),
+]
 ENGINE = sorted((ROOT / "runtime").rglob("*.py"))
 OTHERS = sorted(p for folder in ("tests", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))
 
-#: Layers of the engine, by module or package; an interface stands lower than what implements it.
-LAYERS = {
-    "argument": 0,
-    "command": 0,
-    "conformance": 0,
-    "dtypes": 0,
-    "errors": 0,
-    "garbage": 0,
-    "generated": 0,
-    "bundle": 0,
-    "addresses": 0,
-    "interfaces": 0,
-    "keys": 0,
-    "spelling": 0,
-    "channel_names": 0,
-    "mpi": 1,
-    "slurm": 1,
-    "abilities": 1,
-    "binding": 1,
-    "codec": 1,
-    "ops": 1,
-    "transport": 2,
-    "channel": 2,
-    "launch.base": 2,
-    "launch.output": 0,
-    "launch.plan": 0,
-    "store": 3,
-    "geometry": 3,
-    "streams": 3,
-    "randomness": 3,
-    "cuda": 3,
-    "collective": 3,
-    "bindings": 4,
-    "caller": 4,
-    "template": 4,
-    "functions": 4,
-    "process_groups": 4,
-    "executor": 4,
-    "joint": 4,
-    "dealer": 4,
-    "events": 4,
-    "lanes": 4,
-    "outbox": 4,
-    "program": 4,
-    "interpreter": 4,
-    "graphs": 4,
-    "engines": 4,
-    "route": 4,
-    "failure": 4,
-    "interrupts": 4,
-    "ahead": 5,
-    "worker": 5,
-    "link": 5,
-    "request": 5,
-    "launch": 6,
+#: The folders of the engine, from the ground up. A line's folders know nothing of each other.
+ENGINE_LAYERS = (
+    ("process",),
+    ("protocol",),
+    ("host",),
+    ("transport", "channel"),
+    ("collective",),
+    ("node", "master"),
+    ("launch",),
+    ("contracts",),
+)
+
+#: The folders of the front end, which stands on the engine.
+FRONT_LAYERS = (
+    ("errors",),
+    ("session",),
+    ("proxy",),
+    ("dispatch",),
+    ("storage", "futures", "streams"),
+    ("collectives",),
+    ("tasks", "data", "channels", "graphs"),
+    ("torch_backend",),
+    ("verify",),
+    ("startup",),
+    ("cli", "testing"),
+)
+
+#: Folders within a folder: from the ground up as well. What lies beside them may use them, or be used by them: "".
+WITHIN = {
+    "disttensor.runtime.channel": (("",), ("tcp",), ("shm", "gloo", "mpi", "nccl")),
+    "disttensor.runtime.node": (("streams", "graphs"), ("",)),
+    "disttensor.runtime.launch": (("output",), ("tree",), ("rendezvous",), ("starters",), ("torchrun_mode", "")),
 }
 
-#: What the front end may use of the engine: everything below the launchers, and those by name when a session starts.
-FRONT_LAYER = 7
 
-
-def name_of(path: Path) -> str:
-    """The module's name inside of runtime/: "channel.base"."""
-    parts = path.relative_to(ROOT / "runtime").with_suffix("").parts
+def module_of(path: Path) -> str:
+    """The module's name: "disttensor.runtime.channel.base"."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "runtime":
+        parts = ("disttensor", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def layer_of(module: str) -> int | None:
-    """The layer of a module of the engine; None for the package itself."""
-    while module:
-        if module in LAYERS:
-            return LAYERS[module]
-        module = module.rpartition(".")[0]
-    return None
+MODULES = {module_of(path): path for path in [*FRONT, *ENGINE]}
 
 
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute name) of all that a file imports, in functions too. ``package``: what a "." in it means."""
+def imports(path: Path, package: str = "") -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of all that a file imports, in functions and for types too."""
+    if not package and path in MODULES.values():
+        package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     for found in ast.walk(parse(path)):
         if isinstance(found, ast.Import):
             for alias in found.names:
@@ -109,67 +88,98 @@ def imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
                 yield found.lineno, f"{base}.{alias.name}"
 
 
-def package_of(path: Path) -> str:
-    inside = path.relative_to(ROOT / "runtime").parent.parts
-    return ".".join(("disttensor", "runtime", *inside))
-
-
 def module_named(name: str) -> str | None:
-    """The engine's module that an import names, inside of runtime/; None for other packages."""
-    if not name.startswith("disttensor.runtime"):
-        return None
-    rest = name[len("disttensor.runtime") :].lstrip(".")
-    while rest and not ((ROOT / "runtime" / rest.replace(".", "/")).with_suffix(".py").exists()):
-        if (ROOT / "runtime" / rest.replace(".", "/") / "__init__.py").exists():
-            break
-        rest = rest.rpartition(".")[0]
-    return rest
+    """The module of ours that an import names; None for others'."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
-@pytest.mark.parametrize("path", ENGINE, ids=name_of)
-def test_imports_go_down(path: Path) -> None:
-    here = name_of(path)
-    layer = layer_of(here)
-    if not here:
-        assert not list(imports(path, "disttensor.runtime"))
+def used(module: str) -> Iterator[tuple[int, str]]:
+    """(line, module of ours) that a module imports."""
+    for line, name in imports(MODULES[module]):
+        there = module_named(name)
+        if there and there != module:
+            yield line, there
+
+
+def room(module: str) -> str:
+    """The folder of a module, below disttensor or its engine: "runtime.node", "dispatch"; "" for what lies in none."""
+    parts = module.split(".")
+    depth = 3 if parts[:2] == ["disttensor", "runtime"] else 2
+    if (ROOT / "disttensor").joinpath(*parts[1:depth]).is_dir():
+        return ".".join(parts[1:depth])
+    return ""
+
+
+FLOORS = {
+    **{f"runtime.{name}": floor for floor, names in enumerate(ENGINE_LAYERS) for name in names},
+    **{name: floor + len(ENGINE_LAYERS) for floor, names in enumerate(FRONT_LAYERS) for name in names},
+}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_down(module: str) -> None:
+    here = room(module)
+    if not here:  # the package's own face, and programs
+        assert module in {"disttensor", "disttensor.runtime", "disttensor.run", "dtrun"}, f"{module} lies in no folder"
         return
-    assert layer is not None, f"runtime/{here} has no layer: name it in LAYERS"
-    for line, name in imports(path, package_of(path)):
-        assert not name.startswith("runtime"), f"{path.name}:{line}: the engine's import name is disttensor.runtime"
-        target = module_named(name)
-        if target is None:
-            assert name.split(".")[0] != "disttensor", f"runtime/{here}:{line} imports {name} of the front end"
-            continue
-        there = layer_of(target)
-        if there is None:
-            assert target == "", f"runtime/{target} has no layer"
-            continue
-        assert there <= layer, f"runtime/{here} (L{layer}), line {line}, imports {target} (L{there})"
+    assert here in FLOORS, f"{here} has no layer: name it in ENGINE_LAYERS or FRONT_LAYERS"
+    for line, there in used(module):
+        assert room(there), f"{module}:{line} imports {there}, which stands above all"
+        assert FLOORS[room(there)] < FLOORS[here] or room(there) == here, f"{module}:{line} imports {there}"
 
 
-def test_transports_and_channels_know_nothing_of_each_other() -> None:
-    for path in ENGINE:
-        here = name_of(path)
-        for package, other in (("transport", "channel"), ("channel", "transport")):
-            if here.startswith(f"{package}."):
-                named = [module_named(n) or "" for _, n in imports(path, package_of(path))]
-                assert not [n for n in named if n.startswith(other)], path
+@pytest.mark.parametrize("package", WITHIN)
+def test_imports_go_down_within(package: str) -> None:
+    floors = {name: floor for floor, names in enumerate(WITHIN[package]) for name in names}
+
+    def part(module: str) -> str:
+        rest = module.removeprefix(f"{package}.")
+        return (
+            rest.partition(".")[0]
+            if (MODULES.get(f"{package}.{rest.partition('.')[0]}", Path()).name == "__init__.py")
+            else ""
+        )
+
+    for module in MODULES:
+        if module.startswith(f"{package}."):
+            for line, there in used(module):
+                if there.startswith(f"{package}."):
+                    above, below = part(module), part(there)
+                    assert above == below or floors[below] < floors[above], f"{module}:{line} imports {there}"
 
 
-def test_the_front_end_uses_launchers_by_name_or_interface_only() -> None:
-    allowed = {"launch.base", "launch.registry", "launch", "launch.plan", "launch.hosts", "launch.check"}
-    starts = {"init.py", "launching.py", "job.py", "run.py"}
-    for path in FRONT:
-        for line, name in imports(path, "disttensor"):
-            target = module_named(name)
-            if target and target.startswith("launch") and path.name not in starts:
-                assert target in allowed, f"{path.name}:{line}"
+def circles() -> list[list[str]]:
+    """Modules that import each other, however far around."""
+    reached: dict[str, set[str]] = {}
+    direct = {module: {there for _, there in used(module)} for module in MODULES}
+    for module in MODULES:
+        seen: set[str] = set()
+        todo = [module]
+        while todo:
+            todo.extend(direct[at] - seen if (at := todo.pop()) in direct else ())
+            seen |= direct[at]
+        reached[module] = seen
+    tied = {
+        frozenset(m for m in reached[module] if module in reached[m]) for module in MODULES if module in reached[module]
+    }
+    return sorted(sorted(circle) for circle in tied)
 
 
-def test_every_layer_names_something() -> None:
-    for name in LAYERS:
-        path = ROOT / "runtime" / name.replace(".", "/")
-        assert path.with_suffix(".py").exists() or path.is_dir(), name
+def test_no_circle() -> None:
+    assert circles() == []
+
+
+def test_every_layer_names_a_folder() -> None:
+    for name in FLOORS:
+        assert (ROOT / "disttensor" / name.replace(".", "/") / "__init__.py").exists(), name
+
+
+@pytest.mark.parametrize("path", [*FRONT, *ENGINE, *OTHERS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_each_file_says_what_it_is_for(path: Path) -> None:
+    assert path.stem != "utils"
+    assert ast.get_docstring(parse(path))
 
 
 def test_the_bare_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,18 +196,10 @@ def test_the_link_is_relative_and_committed() -> None:
     assert str(link.readlink()) == "../runtime"
 
 
-@pytest.mark.parametrize("path", [*FRONT, *ENGINE, *OTHERS], ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_small(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 500
-    assert path.stem != "utils"
-    assert ast.get_docstring(parse(path)) or path.name == "__init__.py", "a module says what it is for"
-
-
 #: Where the one unpickling of the project is.
-UNPICKLES = ("functions.py", "_FromMaster")
+UNPICKLES = ("user_functions.py", "_FromMaster")
 #: Where text that the project has written becomes code.
-GENERATES = ("generated.py", "function", {"exec", "compile"})
+GENERATES = ("generated_code.py", "function", {"exec", "compile"})
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
@@ -241,12 +243,12 @@ def test_nothing_is_run_or_unpickled(path: Path) -> None:
 
 
 def test_the_scan_finds_things() -> None:
-    assert any(what == "pickle" for _, _, what in dangerous(ROOT / "runtime" / "functions.py"))
+    assert any(what == "pickle" for _, _, what in dangerous(ROOT / "runtime" / "node" / "user_functions.py"))
 
 
 def test_cloudpickle_pickles_in_one_place() -> None:
-    users = {p.name for p in [*FRONT, *ENGINE] for _, name in imports(p, "x") if name.startswith("cloudpickle")}
-    assert users <= {"remote.py"}
+    users = {module for module, path in MODULES.items() for _, name in imports(path) if name.startswith("cloudpickle")}
+    assert users == {"disttensor.tasks.functions"}
 
 
 def test_import_starts_nothing() -> None:

@@ -40,7 +40,7 @@ INTERNAL: dict[str, str] = {
     "ops/test_beside.py": "what stands between torch and its own functions: which backwards it takes for ours",
     "ops/test_edited.py": "Modules: which modules have changed since nodes imported them",
     "ops/test_metadata.py": "meta kernels that are wrong: what the script infers is replaced",
-    "ops/test_picked_kernels.py": "kernels.py, with records that no node here tells, and the table of all overrides",
+    "ops/test_picked_kernels.py": "kernel_choice.py, with records that no node tells, and the table of all overrides",
     "ops/test_plans.py": "the tables of plans and templates: their bounds and their keys",
     "ops/test_selfcheck.py": "what stands in the ways of operations while they are compared, and seeded defects",
     "graphs/test_engine_build.py": "the process that compiles engines",
@@ -159,17 +159,17 @@ def test_the_list_names_files(name: str) -> None:
 
 
 REACHES = {
-    "from disttensor.session import current as state": "disttensor.session.current",
+    "from disttensor.session import current": "disttensor.session.current",
     "from disttensor.dispatch.op_plan import Entry": "disttensor.dispatch.op_plan.Entry",
     "import disttensor.runtime.master.link": "disttensor.runtime.master.link",
-    "import disttensor as dt\ndt.state.session()": "dt.state",
+    "import disttensor as dt\ndt.session.current.session()": "dt.session",
     "import disttensor as dt\nx = dt.ones(1)\nx._place": "x._place",
     "import disttensor as dt\n(dt.ones(1) + 1)._h.ref": "(dt.ones(1) + 1)._h",
     "from disttensor import fetch\nfetch(x)._arrival": "fetch(x)._arrival",
     "from disttensor.testing import _place": "disttensor.testing._place",
     "monkeypatch.setattr('disttensor.dispatch.op_plan.MAX_PLANS', 3)": "disttensor.dispatch.op_plan.MAX_PLANS",
-    'PROGRAM = """\nimport disttensor as dt\nfrom disttensor.session import current as state\n"""': "disttensor.session.current",
-    "PART = 'print(dt.state.session())'": "dt.state",
+    'PROGRAM = """\nimport disttensor as dt\nfrom disttensor.session import current\n"""': "disttensor.session.current",
+    "PART = 'print(dt.session.current.session())'": "dt.session",
     "import dtrun\ndtrun._main()": "dtrun._main",
 }
 

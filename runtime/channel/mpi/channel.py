@@ -1,6 +1,6 @@
 """The data channel "mpi": as "tcp", but large payloads go by MPI's point-to-point messages, and collectives are MPI's.
 
-For processes that mpiexec has started (``launch/mpi.py``), and networks that MPI knows how to use. MPI neither
+For processes that mpiexec has started (``launch/starters/mpi.py``), and networks that MPI knows how to use. MPI neither
 authenticates nor encrypts. A payload's message is posted when its header has come over the connection, so nobody waits
 in MPI for a peer that computes; and all waiting looks now and then, instead of spinning as MPI itself does.
 """

@@ -4,7 +4,7 @@
 
 Secrets go down stdin. The end of ssh, or of its connection, is the end of the agent's stdin and by that of the agent.
 When the network is cut nobody is told: here ssh ends by ServerAliveInterval, there the agent does, which hears nothing
-(agent.py).
+(tree/agent.py).
 """
 
 from __future__ import annotations

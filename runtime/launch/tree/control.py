@@ -4,7 +4,7 @@
            <-- Ready, Began, Ended, Unfit, Doing, Room      <-- Knock, the same, Said ----------       <--
 
 A master of local nodes speaks to a fork server directly (without Plan, Doing, Room). Each struct goes as msgpack; how
-its end is found is the wire's matter (wire.py). Nothing is ever unpickled. The end of a wire is a message too: whoever
+its end is found is the wire's matter (framed.py). Nothing is ever unpickled. The end of a wire is a message too: who
 sees it knows that the other process is gone, even by SIGKILL.
 """
 
@@ -16,7 +16,7 @@ from ...host.launch_spec import Plan
 from ...host.output_options import Output
 from ...protocol.bundle import Bundle
 
-#: A bundle is 1 MiB at most (see bundle.py), a tail 20 short lines.
+#: A bundle is 1 MiB at most (see protocol/bundle.py), a tail 20 short lines.
 MAX_FRAME = 2 << 20
 
 

@@ -1,10 +1,10 @@
 """The script that the processes of a launching run: fork servers, roots, agents.
 
-    python -P boot.py server SYS_PATH CONTROL_FD PARENT MODULE...      imports what workers need, then serves
-    python -P boot.py root SYS_PATH CONTROL_FD PARENT
-    python -P boot.py agent SYS_PATH MODULE...                         its wire is stdin and stdout
-    python -P boot.py worker SYS_PATH ARGUMENT...                      dtrun worker
-    python -P boot.py node SYS_PATH ENTRY                              one node, whose life-line is stdin
+    python -P entry.py server SYS_PATH CONTROL_FD PARENT MODULE...      imports what workers need, then serves
+    python -P entry.py root SYS_PATH CONTROL_FD PARENT
+    python -P entry.py agent SYS_PATH MODULE...                         its wire is stdin and stdout
+    python -P entry.py worker SYS_PATH ARGUMENT...                      dtrun worker
+    python -P entry.py node SYS_PATH ENTRY                              one node, whose life-line is stdin
 
 SYS_PATH is the master's (JSON), so that all find the same torch and the same disttensor; PARENT a pid to die with, or
 0; MODULEs are imported before the first worker. Nothing of disttensor is imported before the path is set, and the front

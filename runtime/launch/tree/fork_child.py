@@ -1,4 +1,4 @@
-"""The first steps of a worker: from the fork in server.py, or from boot.py, to the call of its entry function."""
+"""The first steps of a worker: from the fork in server.py, or from entry.py, to the call of its entry function."""
 
 from __future__ import annotations
 

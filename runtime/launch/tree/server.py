@@ -2,7 +2,7 @@
 
     master              fork server (one thread)                          worker of node k
     LocalLauncher --control socket--> Server --life-line pipe: bundle, then silence--> stdin of its protocol
-       events    <-- Began, Ended --    |    <-- stdout, stderr pipes, shown by printer.py --------
+       events    <-- Began, Ended --    |    <-- stdout, stderr pipes, shown by output/printer.py --------
                                         +-- pidfd: when and how it ended
 
 Who dies when: the control socket's end (the master is gone, even by SIGKILL) or SIGTERM makes the server end all

@@ -25,7 +25,7 @@ LAUNCHER_FD = "DISTTENSOR_LAUNCHER_FD"
 _TAKEN = socket.SO_KEEPALIVE
 
 #: The script that they run.
-BOOT = os.path.join(os.path.dirname(__file__), "boot.py")
+BOOT = os.path.join(os.path.dirname(__file__), "entry.py")
 
 #: What a worker imports and what it would otherwise import after the fork, each for itself.
 PRELOAD = (
@@ -58,7 +58,7 @@ def spawn_root(plan: Plan, tied: bool = False) -> tuple[socket.socket, subproces
     """Starts a root for this plan, which it has been sent. Otherwise as ``spawn_server``."""
     sock, process = _spawn("root", "the root", tied, None)
     _first(sock, plan)
-    os.environ.pop("DISTTENSOR_SECRET", None)  # the root has it now (invitation.py), and nobody else needs it
+    os.environ.pop("DISTTENSOR_SECRET", None)  # the root has it now (credentials.py), and nobody else needs it
     return sock, process
 
 

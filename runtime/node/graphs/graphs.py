@@ -1,4 +1,4 @@
-"""L4: graphs on a node: recorded commands as steps, and their replay.
+"""Graphs on a node: recorded commands as steps, and their replay.
 
     Part* Graph --> steps: segments of Calls, each a Program that an Engine runs; Sends, Recvs and the like between them
     Replay      --> the steps in order; what one leaves for later ones lies in the store under the recorded refs

@@ -1,4 +1,4 @@
-"""L4: a Program as straight-line Python: the engine that does to the bit what its calls would have done one by one.
+"""A Program as straight-line Python: the engine that does to the bit what its calls would have done one by one.
 
 One line of source per line of the program, so that a traceback tells which one failed, and its frame what was alive.
 """

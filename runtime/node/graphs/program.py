@@ -1,4 +1,4 @@
-"""L4: what a graph has recorded for one node, as a program: lines in single assignment form over registers.
+"""What a graph has recorded for one node, as a program: lines in single assignment form over registers.
 
 `Builder` turns recorded Calls into a Program; an Engine runs one. The interpreter (interpreter.py) is the engine that
 does to the bit what the calls would have done one by one.

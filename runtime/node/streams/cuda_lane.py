@@ -1,4 +1,4 @@
-"""L3: lanes of a node with real CUDA devices: what their threads issue goes to CUDA streams, ordered by CUDA events.
+"""Lanes of a node with real CUDA devices: what their threads issue goes to CUDA streams, ordered by CUDA events.
 
 A task is done for its lane when it is issued. So a tensor carries with it where and when it will be made, and whoever
 reads it on another stream of its device has that stream wait, and the allocator keep the memory for it.

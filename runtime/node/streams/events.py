@@ -1,4 +1,4 @@
-"""L4: events of a node, and what the master asks about them."""
+"""Events of a node, and what the master asks about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L3: the streams of a node: a lane is a thread that does tasks in order; an event is a mark that it reaches.
+"""The streams of a node: a lane is a thread that does tasks in order; an event is a mark that it reaches.
 
 A task is a function of tensors that may not be there yet. What it will put out is promised when it is queued, so that
 whoever comes later, on any lane, can name it. Tasks wait only for what was issued before them: a program without a
@@ -19,7 +19,8 @@ import torch
 
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
-from ..store import Entry, Other, Poison, Promise, Value
+from ...protocol.failure_ids import Poison
+from ..store import Entry, Other, Promise, Value
 
 #: Seconds for which a thread waits for its lane's next task.
 LINGER = 0.2

@@ -1,4 +1,4 @@
-"""L4: the lanes of a node: their tasks done, what they made put into the store.
+"""The lanes of a node: their tasks done, what they made put into the store.
 
 Only the thread that receives writes the store. Lanes post what they made, and what they spoiled, on deques that it
 drains, so that a Free that came meanwhile wins.
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...channel.base import Transfer
-from ...master.failures import earliest
 from ...protocol.errors import PoisonedError, ProtocolError
-from ..store import Entry, Later, NotReplayed, Pending, Poison, Promise, Unmade, Value, made, memory, wait_quietly
+from ...protocol.failure_ids import Poison, earliest
+from ..store import Entry, Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, wait_quietly
 from . import cuda_lane as cuda
 from .lane import Lane, Mark, Task, Values, when_all
 

@@ -1,4 +1,4 @@
-"""L4: a node with streams: its commands become tasks of lanes, and the thread that receives only deals them out.
+"""A node with streams: its commands become tasks of lanes, and the thread that receives only deals them out.
 
 Nodes whose master made no stream never come here: their receiving thread executes by itself (executor.py). While there
 are streams the default one is a lane too, except while none of the others is used.
@@ -15,12 +15,13 @@ import torch
 
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
-from ...master.failures import name_of
 from ...protocol import codec
 from ...protocol import commands as c
 from ...protocol.errors import PoisonedError, ProtocolError
+from ...protocol.failure_ids import Poison
 from ..collectives import join
-from ..store import Entry, Later, Poison, Promise, Unmade, made
+from ..failures import name_of
+from ..store import Entry, Later, Promise, Unmade, made
 from ..template import Template, tensors_of
 from .cuda_lane import CudaLane, CudaMark, keep_for_default
 from .lane import Lane, Results, Run, Task, Values, when_all

@@ -1,4 +1,4 @@
-"""L4: engines of replay: a node's ways to run a recorded Program, beside the interpreter.
+"""Engines of replay: a node's ways to run a recorded Program, beside the interpreter.
 
     Program ──listing──> a process of its own: analysis, tracing, torch.export, AOTInductor ──> cache folder
                          (the node goes on interpreting, and loads what lies in the folder once it is there)

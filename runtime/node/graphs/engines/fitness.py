@@ -292,7 +292,7 @@ UNFIT = frozenset(
         *("masked_scatter", "masked_scatter_", "put", "put_", "searchsorted", "lift_fresh_copy", "rename_"),
     }
 )
-#: The last ones look at whether gradients are recorded, and the node tells them (bindings.py).
+#: The last ones look at whether gradients are recorded, and the node tells them (node/op_fast_path.py).
 UNFIT_FAMILIES = (
     "linalg_",
     "_linalg_",

@@ -1,0 +1,88 @@
+"""What a node tells of a command that failed."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+import traceback
+
+from ..protocol import commands as c
+from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, attempt
+
+#: Python's own kinds of exceptions, whose arguments are told.
+_BUILTIN = frozenset(
+    kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, Warning)
+)
+
+
+def name_of(command: c.Command) -> str:
+    """What has failed, in the user's words where they are his."""
+    return (command.what if isinstance(command, c.Run) else "") or type(command).__name__
+
+
+def told(number: int, op: str, error: Exception) -> c.Failed:
+    """What a node tells of command ``number``'s failure."""
+    kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
+    text = attempt(lambda: str(error), f"the text of this {kind}")
+    # TracebackException parses source, and CPython 3.11 can fail in that (gh-106905)
+    trace = attempt(lambda: _trace(error), "the traceback")
+    text = _clean(text[:MAX_TEXT])
+    try:
+        args = _plain_args(error)
+    except BaseException:
+        args = ()
+    args = () if args == (text,) else args
+    return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args)
+
+
+def _clean(text: str) -> str:
+    """Without what UTF-8 can't carry (lone surrogates)."""
+    return text.encode("utf-8", "replace").decode()
+
+
+_HERE = os.path.abspath(sys.modules["disttensor.runtime"].__path__[0]) + os.sep
+_REAL = os.path.realpath(_HERE) + os.sep
+#: What no operator and no user's function raises without a frame of its own.
+_OUR_OWN = (AssertionError, AttributeError, KeyError, NameError)
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback, of this error and of those before it, from the first line on that is not the node's own. Empty
+    where there is none, as for an operator, unless it is our mistake."""
+    whole = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
+    todo, seen, users = [whole], {id(whole)}, False
+    while todo:
+        one = todo.pop()
+        ours = next((i for i, frame in enumerate(one.stack) if not _is_ours(frame.filename)), len(one.stack))
+        users = users or ours < len(one.stack)
+        del one.stack[:ours]
+        if not one.stack:
+            one.stack = None  # type: ignore[assignment]  # so its heading is left out
+        for other in (one.__cause__, one.__context__, *(one.exceptions or ())):
+            if other is not None and id(other) not in seen:
+                seen.add(id(other))
+                todo.append(other)
+    if not users and isinstance(error, _OUR_OWN):
+        return "".join(traceback.format_exception(error))
+    return "".join(whole.format()) if users else ""
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((_HERE, _REAL, "<disttensor ", "<frozen importlib"))
+
+
+def _plain_args(error: Exception) -> tuple[c.Plain | tuple[c.Plain, ...], ...]:
+    """What makes the like of an exception of Python's own: a KeyError's key, the number of an OSError. Only if it is
+    plain and short."""
+    if type(error) not in _BUILTIN:
+        return ()
+    args = error.__reduce__()[1]  # the file's name of an OSError is not among its args
+    flat = [x for arg in args for x in (arg if type(arg) is tuple else (arg,))]
+    texts = [x for x in flat if type(x) is str]
+    plain = all(type(x) in (str, int, float, bool, type(None)) for x in flat)
+    long = any(type(x) is int and not -(1 << 63) <= x < 1 << 63 for x in flat)
+    small = not long and len(flat) <= MAX_ARGS and sum(map(len, texts)) <= MAX_TEXT
+    return tuple(args) if plain and small and all(_clean(x) == x for x in texts) else ()
