@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..runtime.channel.base import MASTER
 from ..runtime.channel.counted import GROUP, count
@@ -13,10 +12,7 @@ from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import NodeLost
 from ..session import current
-
-if TYPE_CHECKING:
-    from ..session.session import Session
-
+from ..session.session import Session
 
 _NAMES = {MASTER: "master", GROUP: "group"}
 

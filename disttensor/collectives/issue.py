@@ -22,6 +22,7 @@ from ..runtime.node.streams.lane import when_all
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session.current import session as current_session
+from ..session.current import session_of
 from ..session.places import one_session
 from ..session.session import Session
 from .groups import Group, Split, new_group
@@ -61,11 +62,11 @@ class Joint:
             waits("a collective with async_op=True")
         site = here(3)
         channel = self._channel(session) if session.board.rules or session.board.automatic else 0
-        way, number = self._way(session.board.data[channel]), session.new_transfer()
+        way, number = self._way(session.board.data[channel]), session.transfers.new()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
             session.link.check(session.states[node].outbox)
-            done = session.new_transfer()
+            done = session.transfers.new()
             ended.append((node, session.channel.irecv(torch.empty(0, dtype=torch.uint8), node, done), done))
         commands = []
         hosts = _hosts(session, self.group)
@@ -187,7 +188,7 @@ class JointWork(Work):
         deadline = None if seconds is None else time.monotonic() + seconds
         for node, transfer in self._ended:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._session.end_transfer(transfer, node, left)
+            self._session.transfers.end(transfer, node, left)
         return True
 
 
@@ -224,7 +225,7 @@ def group_of(tensors: Tensors, group: Group | Split | None, what: str) -> tuple[
     if len(set(nodes)) < len(nodes):
         raise ValueError(f"{what} takes one tensor per node; these are on nodes {nodes}")
     not_alone(nodes, group, what)
-    return group_at(nodes, group, what), named(tensors[0], what)._place.session
+    return group_at(nodes, group, what), session_of(named(tensors[0], what)._place)
 
 
 def not_alone(nodes: Sequence[int], group: Group | Split | None, what: str) -> None:

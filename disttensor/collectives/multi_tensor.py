@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..errors.argument_checks import spelled
 from ..futures.work import Work
+from ..session.current import session_of
 from ..session.session import Session
 from .groups import Group, Split
 from .issue import Joint, Part, Tensors, alike, group_at, group_of, named, nodes_of, not_alone, read, written
@@ -40,7 +41,7 @@ def bundles_of(tensors: Tensors, group: Group | Split | None, what: str) -> Bund
     nodes = nodes_of(tensors, what)
     not_alone(nodes, group, what)
     distinct = list(dict.fromkeys(nodes))
-    group, session = group_at(distinct, group, what), named(tensors[0], what)._place.session
+    group, session = group_at(distinct, group, what), session_of(named(tensors[0], what)._place)
     if len(distinct) == len(nodes):
         return Bundles(group, session, [[i] for i in range(len(nodes))])
     for i, tensor in enumerate(tensors):

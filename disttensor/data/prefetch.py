@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from ..errors.argument_checks import whole_number
 from ..runtime.channel.base import Transfer
 from ..session import current
-from ..session.session import lent
+from ..session.transfers import lent
 
 T = TypeVar("T")
 
@@ -87,5 +87,5 @@ def _due(sent: _Sent | Exception) -> Any:
         raise sent
     if sent.transfers and (session := current.current()) is not None:
         for node, transfer in sent.transfers:
-            session.await_transfer(transfer, node)
+            session.transfers.wait(transfer, node)
     return sent.batch

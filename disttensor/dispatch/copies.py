@@ -8,9 +8,11 @@ from ..proxy.meta import Handle, Lazy, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
+from ..session.current import session_of
 from ..session.places import Place, one_session
 from .call_site import here
 from .first_call import layout_of, make_room, refuse_layout
+from .lazy_views import materialise
 
 
 def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> DistributedTensor:
@@ -20,7 +22,7 @@ def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> Di
         refuse_layout("a copy to a node", layout_of(tensor))
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
-    place.session.upload(tensor.detach(), place, handle.ref, here(), non_blocking)
+    session_of(place).transfers.upload(tensor.detach(), place, handle.ref, here(), non_blocking)
     return proxy(handle)
 
 
@@ -36,14 +38,17 @@ def fill(target: DistributedTensor, tensor: torch.Tensor, non_blocking: bool = F
         if handle.ref:
             return False
         ref = new_ref()
-        meta.place.session.upload(tensor.detach(), meta.place, ref, here(), non_blocking)
+        session_of(meta.place).transfers.upload(tensor.detach(), meta.place, ref, here(), non_blocking)
         handle.ref = ref
     return True
 
 
 def fetch(tensor: DistributedTensor) -> torch.Tensor:
     """A local copy, contiguous. Waits for the node; raises what made the tensor fail, or NodeLost."""
-    return tensor._place.session.download(tensor, here())
+    place = tensor._place
+    transfers = session_of(place).transfers
+    transfers.may_begin(place)
+    return transfers.download(tensor, place, tensor._h.ref or materialise(tensor._h), here())
 
 
 def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
@@ -51,8 +56,6 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
 
     Raises NodeLost, DisttensorError if one of the two belongs to a session that was shut down.
     """
-    from .lazy_views import materialise
-
     source = tensor._place
     one_session(source, place)
     if source.node == place.node:
@@ -60,8 +63,8 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     ref = tensor._h.ref or materialise(tensor._h)
     handle = Handle(new_ref(), meta)
-    session = place.session
-    transfer, channel = session.new_transfer(), 0
+    session = session_of(place)
+    transfer, channel = session.transfers.new(), 0
     if session.board.rules:
         device = "cuda" if source.is_cuda() and place.is_cuda() else "cpu"
         channel = session.board.choose("send", device, tensor.numel() * meta.dtype.itemsize)
@@ -78,8 +81,6 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
 
 def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     """To another device of the same node: the node copies by itself."""
-    from .lazy_views import materialise
-
     site = here()
     meta = meta_of(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, place)
     if not is_dense(tensor):

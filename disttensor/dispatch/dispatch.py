@@ -27,11 +27,12 @@ from ..session import current
 from ..session.places import Place, exact
 from . import rng_states
 from .call_site import here, users
+from .copies import upload
 from .first_call import ask, make_plan, make_room, place_of
 from .inplace_and_multi import first, rare
 from .lazy_views import materialise
 from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
-from .op_table import enter, entries, handles
+from .op_table import enter, entries, handles, ordinary
 
 _EMPTY: dict[str, Any] = {}
 _NOTHING = type(None)
@@ -89,6 +90,7 @@ def issue(plan: Plan, h: Handle, b: Any) -> Any:
     return tensor
 
 
+@ordinary
 def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
     """Steps 2 to 5 of the precedence. ``place`` is for factories, whose arguments name none."""
     key: list[Any] = [place]
@@ -270,8 +272,6 @@ def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
             return scalar(value, place)
         mask = index and value.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
         if value.device.type == "cpu" and (mask or place.device.type == "cpu"):  # a twin meets what torch made for it
-            from .copies import upload
-
             return upload(value, place)
         raise RuntimeError(
             f"{entry.name}: expected all tensors to be on the same device, but found {operand_name(value)} and "

@@ -12,11 +12,11 @@ from ..proxy.proxy import DistributedTensor, operand_name, proxy
 from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
+from ..session.caches import drop_plans
 from ..session.places import Place, one_session
 from . import meta_inference
 from .call_site import here
 from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
-from .op_table import drop_plans
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(

@@ -11,12 +11,11 @@ from ..proxy.proxy import DistributedTensor, alias, proxy
 from ..runtime.master.route import route
 from ..session import current, kernel_choice
 from ..session.places import Place
-from ..torch_backend.composites import as_cpu
-from . import meta_inference
+from . import meta_inference, seen_at
 from .copies import copy_strides, fetch, fill, move, upload
 from .dispatch import dispatch, run
 from .first_call import check_masks, make_room, refuse_layout
-from .op_plan import Entry
+from .op_plan import VIEW, Entry, Plan
 from .op_table import enter, handler
 
 aten = torch.ops.aten
@@ -26,8 +25,8 @@ _inference = torch.is_inference_mode_enabled
 @handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
     """The same remote tensor: proxies share the handle, and nothing is sent."""
-    base, place = args[0], as_cpu.target.place
-    handle = base._h if place is None else as_cpu.at(base._h, place)
+    base, place = args[0], seen_at.target.place
+    handle = base._h if place is None else seen_at.at(base._h, place)
     if _inference():
         return alias(base, handle)
     tensor = handle.meta.make()
@@ -114,8 +113,6 @@ def _empty(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
-    from .op_plan import VIEW, Plan
-
     place = current.session().places.of(kwargs["device"])
     key = (place, *(tuple(a) for a in args), *kwargs.values())
     plan = entry.plans.get(key)

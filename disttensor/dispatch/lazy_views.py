@@ -17,7 +17,7 @@ from .call_site import here
 from .first_call import make_room
 from .inplace_and_multi import checked
 from .op_plan import VIEW, Entry, Plan
-from .op_table import handles
+from .op_table import handles, run_ordinary
 
 _inference = torch.is_inference_mode_enabled
 
@@ -74,7 +74,7 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
     """A view makes no command until it is used: most in a training step never are."""
     base = args[0]
     if kwargs or type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as one
-        return _run(entry, args, kwargs, None)
+        return run_ordinary(entry, args, kwargs, None)
     h = base._h
     rest = args[1:]
     if entry.lists:
@@ -82,11 +82,11 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
     try:
         plan = entry.plans.get((h.meta, rest))
     except TypeError:
-        return _run(entry, args, kwargs, None)
+        return run_ordinary(entry, args, kwargs, None)
     if plan is None:
         plan = _view_plan(entry, args, kwargs, h.meta, rest)
         if plan is None:
-            return _run(entry, args, kwargs, None)
+            return run_ordinary(entry, args, kwargs, None)
     meta = plan.shapes
     handle: Handle
     below = h.base if type(h) is Lazy else None
@@ -117,10 +117,3 @@ def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any
     plan.values = tuple(rest[i] for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
     entry.store(entry.plans, (meta, rest), plan)
     return plan
-
-
-def _run(entry: Entry, args: Any, kwargs: Any, place: Any) -> Any:
-    """The ordinary way; it sits above this module."""
-    from .dispatch import run
-
-    return run(entry, args, kwargs, place)

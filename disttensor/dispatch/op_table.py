@@ -7,18 +7,20 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from ..session import caches
 from .op_plan import Entry
 
 #: ``handler(entry, args, kwargs)``
 Handler = Callable[[Entry, Any, Any], Any]
+#: ``run(entry, args, kwargs, place)``
+Run = Callable[[Entry, Any, Any, Any], Any]
 
 #: id of an operator -> its entry. The entry holds the operator, so the id stays its own.
 entries: dict[int, Entry] = {}
 _handlers: dict[OpOverload, Handler] = {}
 _kinds: dict[str, Handler] = {}
 _instead: dict[str, Handler] = {}
-#: Tables kept elsewhere whose keys hold on to a session; emptied with the plans.
-caches: list[dict[Any, Any]] = []
+_ordinary: list[Run] = []
 
 
 def handler(*ops: OpOverload) -> Callable[[Handler], Handler]:
@@ -41,6 +43,17 @@ def handles(kind: str) -> Callable[[Handler], Handler]:
         return fn
 
     return register
+
+
+def ordinary(fn: Run) -> Run:
+    """Registers what runs an operator without its handler."""
+    _ordinary[:] = [fn]
+    return fn
+
+
+def run_ordinary(entry: Entry, args: Any, kwargs: Any, place: Any) -> Any:
+    """Runs an operator the ordinary way, for a handler that leaves a case to it."""
+    return _ordinary[0](entry, args, kwargs, place)
 
 
 def instead(*names: str) -> Callable[[Handler], Handler]:
@@ -68,9 +81,7 @@ def enter(op: OpOverload) -> Entry:
     return entry
 
 
-def drop_plans() -> None:
-    """All plans are made anew (a new session, or a node's full table of templates)."""
+@caches.plans
+def _drop_plans() -> None:
     for entry in list(entries.values()):
         entry.forget()
-    for cache in caches:
-        cache.clear()

@@ -25,6 +25,7 @@ from ..session.places import Place, one_session
 from .call_site import here
 from .copies import upload
 from .first_call import place_of
+from .lazy_views import materialise
 from .op_plan import Entry
 
 #: Bytes of a CUDA generator's state: seed and offset.
@@ -42,8 +43,6 @@ def keep(place: Place) -> DistributedTensor:
 
 def restore(place: Place, state: DistributedTensor) -> None:
     """Sets the generator to what was kept on the same node. Raises DisttensorError for a state of another session."""
-    from .lazy_views import materialise
-
     one_session(place, state._place)
     place.outbox.add(c.Keep(state._h.ref or materialise(state._h), place.name, True), here())
 

@@ -15,12 +15,17 @@ import torch
 
 from ..dispatch.call_site import here
 from ..dispatch.copies import copy_strides
+from ..dispatch.lazy_views import materialise
 from ..errors.argument_checks import spelled
+from ..proxy.meta import contiguous
 from ..proxy.proxy import DistributedTensor
 from ..runtime.channel.base import Arrival
 from ..runtime.master.requests import Request
 from ..runtime.protocol.errors import ChannelError, DisttensorError, NodeLost
-from ..session.session import Session, when_done
+from ..session.current import session_of
+from ..session.places import Place
+from ..session.session import Session
+from ..session.transfers import when_done
 
 
 class Work:
@@ -45,7 +50,7 @@ class Work:
         Raises TimeoutError after ``timeout`` seconds (it goes on), what made the tensor fail, NodeLost, DisttensorError
         if the session was shut down before the end.
         """
-        self._session.end_transfer(self._transfer, self._node, seconds_of(timeout))
+        self._session.transfers.end(self._transfer, self._node, seconds_of(timeout))
         return True
 
     def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
@@ -56,7 +61,7 @@ class Work:
     def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
         """Waits, and gives what ``wait`` would raise, or None. Raises TimeoutError after ``timeout`` seconds."""
         try:
-            self._session.await_transfer(self._transfer, self._node, seconds_of(timeout))
+            self._session.transfers.wait(self._transfer, self._node, seconds_of(timeout))
         except DisttensorError as e:  # the node, or the session, is gone
             return e
         try:
@@ -116,8 +121,14 @@ def fetch(tensor: torch.Tensor) -> Work:
     if not isinstance(tensor, DistributedTensor):
         raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
     source: Any = tensor.detach().resolve_conj().resolve_neg()
-    session: Session = source._place.session
-    return Work(session, source, session.fetch(source, copy_strides(source), here()))
+    place: Place = source._place
+    session = session_of(place)
+    session.transfers.may_begin(place)
+    strides: tuple[int, ...] | None = copy_strides(source)
+    if strides == contiguous(tuple(source.shape)):
+        strides = None
+    ref = source._h.ref or materialise(source._h)
+    return Work(session, source, session.transfers.fetch(source, place, ref, strides, here()))
 
 
 def seconds_of(timeout: float | timedelta | None) -> float | None:

@@ -99,7 +99,7 @@ class Graph:
             raise GraphError("a graph can't be replayed while another one is recorded")
         session = recorder.session
         values = compute()
-        transfer = session.new_transfers(len(recorder.transfers)) if recorder.transfers else 0
+        transfer = session.transfers.new_row(len(recorder.transfers)) if recorder.transfers else 0
         site = here(3)
         commands = []
         for rank, log in recorder.logs.items():

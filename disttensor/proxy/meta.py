@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -13,9 +13,8 @@ import torch
 from ..runtime.process.signals import whole
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
-
-if TYPE_CHECKING:
-    from ..session.places import Place
+from ..session import caches
+from ..session.places import Place
 
 #: Mints refs. Never reused, in no session.
 new_ref = count(1).__next__
@@ -23,7 +22,9 @@ new_ref = count(1).__next__
 #: Interned metadata; bounded: a cleared table only makes caches miss once.
 MAX_METAS = 65_536
 _metas: dict[object, Meta] = {}
+caches.places(_metas.clear)
 _PLAIN = (False, False)
+_proxies: list[type] = []
 
 
 class Meta:
@@ -52,7 +53,7 @@ class Meta:
         #: makes a bare proxy with this metadata; prebuilt, for it is most of what an operation costs
         self.make: Callable[[], Any] = partial(
             torch.Tensor._make_wrapper_subclass,
-            _tensor_type(),
+            _proxies[0],
             shape,
             *_described(shape, stride, offset),
             None,
@@ -71,10 +72,9 @@ class Meta:
         return f"<{tuple(self.shape)} {self.dtype} at {self.place}>"
 
 
-def _tensor_type() -> type:
-    from .proxy import DistributedTensor
-
-    return DistributedTensor
+def make_proxies_of(cls: type) -> None:
+    """Declares the class whose tensors a Meta makes."""
+    _proxies[:] = [cls]
 
 
 def _described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[Any, Any]:
@@ -137,11 +137,6 @@ def meta_told(geometry: c.Geometry, place: Place) -> Meta:
     """The Meta of a tensor at ``place`` of which a node has told this."""
     g, bits = geometry, (bool(geometry.bits & 1), bool(geometry.bits & 2))
     return meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place, bits)
-
-
-def forget_all() -> None:
-    """Drops interned metas (they hold on to their session)."""
-    _metas.clear()
 
 
 class Handle(msgspec.Struct, gc=False, eq=False):

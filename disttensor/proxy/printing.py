@@ -6,10 +6,9 @@ import torch
 from torch import _tensor_str
 
 from ..runtime.protocol.errors import DisttensorError
-from .proxy import DistributedTensor
 
 
-def text(tensor: DistributedTensor) -> str:
+def text(tensor: torch.Tensor) -> str:
     """Never raises: what can't be fetched is said instead."""
     suffixes = [f"device='{tensor.device}'"]
     try:
@@ -36,7 +35,7 @@ def text(tensor: DistributedTensor) -> str:
     return name + str(_tensor_str._add_suffixes(f"tensor({contents}", suffixes, 7, False))
 
 
-def _contents(tensor: DistributedTensor) -> tuple[str, bool]:
+def _contents(tensor: torch.Tensor) -> tuple[str, bool]:
     """The numbers as text, and whether they tell the shape."""
     if tensor.numel() == 0:
         return "[]", tensor.dim() == 1

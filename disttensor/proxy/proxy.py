@@ -1,26 +1,26 @@
 """DistributedTensor: the proxy. A tensor of torch's with the remote one's metadata and no memory of its own.
 
 A proxy's one attribute beyond torch's is its handle. Torch edits tensors behind a subclass's back (``p.data = q``,
-``swap_tensors``, deepcopy); whatever does so here leaves handle and tensor in step, or refuses.
+``swap_tensors``, deepcopy); whatever does so here leaves handle and tensor in step, or refuses. What has to do with the
+memory and the identity of a tensor is added by the files of storage/.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
-from ..session.places import Place
-from .meta import Handle, contiguous, set_bits
+from ..session.places import Place, current_node
+from .meta import Handle, contiguous, make_proxies_of
+from .numpy_operands import computed
+from .printing import text
 
-if TYPE_CHECKING:
-    from ..runtime.master.failures import Site
+T = TypeVar("T")
 
-_data = torch.Tensor.data
 #: The attributes that belong to a proxy, and not to the Python object that happens to be it.
 OWN = ("_h", "_is_param")
 
@@ -77,11 +77,9 @@ class DistributedTensor(torch.Tensor):
 
     def dist_send(self, node: int | None = None, device: int | str | torch.device | None = None) -> DistributedTensor:
         """A copy on a node (the current one by default), on the same kind of device unless ``device`` says else."""
-        from ..session.current_node import current_node
-
         place = self._place
         target = place.session.places.at(
-            current_node() if node is None else node,
+            current_node.get() if node is None else node,
             ("cuda" if place.is_cuda() else "cpu") if device is None else device,
         )
         return self.to(target.device)  # type: ignore[return-value]
@@ -100,53 +98,9 @@ class DistributedTensor(torch.Tensor):
 
     # ---- what has to keep handle and tensor in step ------------------------------------------------------------------
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The same remote tensor, outside of autograd and with a version counter of its own."""
-        return _data.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @data.setter
-    def data(self, other: Any) -> None:
-        if isinstance(other, DistributedTensor) and self.is_inference() == other.is_inference():
-            if (self.is_conj(), self.is_neg()) != (other.is_conj(), other.is_neg()):
-                set_bits(self, other._h.meta.bits)  # torch does it by itself for its own kinds of tensors
-            _data.__set__(self, other)  # type: ignore[attr-defined]
-            self._h = other._h
-        else:
-            from ..storage.set_data import become
-
-            become(self, other)
-
     def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: Any = None) -> torch.Tensor:
         # a compiled backward was traced with ordinary tensors of our device; proxies are that
         return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if isinstance(self, torch.nn.Parameter):  # torch's own copies neither gradient nor attributes
-            values = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = parameter = torch.nn.Parameter(values, self.requires_grad)
-            return parameter
-        if not self.is_leaf:
-            raise RuntimeError("only tensors created explicitly by the user (graph leaves) support deepcopy")
-        from ..storage.storages import twin
-
-        memo[id(self)] = copied = twin(self, memo).requires_grad_(self.requires_grad)
-        if self.grad is not None:
-            copied.grad = copy.deepcopy(self.grad, memo)
-        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_h"}, memo))
-        return copied
-
-    def as_subclass(self, cls: Any) -> Any:
-        """As torch's, which can do it for uninitialized buffers only: a proxy's class is what makes it one."""
-        from ..storage.uninitialized import is_kind, on_node
-
-        if is_kind(cls):
-            tensor = self.detach()
-            tensor.__class__ = on_node(cls)
-            return tensor
-        return super().as_subclass(cls)
 
     def record_stream(self, s: Any) -> None:
         """Nothing: a node frees memory after every use of it, on whichever stream."""
@@ -155,12 +109,6 @@ class DistributedTensor(torch.Tensor):
         twin = self.detach()
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_h"})
         return twin.requires_grad_(self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """By value: what is loaded is a local tensor, on any machine (``map_location="node:1"`` sends it to a node)."""
-        from ..storage.storages import reduced
-
-        return reduced(self, protocol)
 
     def set_(self, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = ()) -> torch.Tensor:  # type: ignore[override]
         """As torch's. Here, because torch would pass on the source's storage, and a proxy has none."""
@@ -177,18 +125,6 @@ class DistributedTensor(torch.Tensor):
             return super().set_(source.detach().as_strided(size, stride, offset))
         return super().set_(source, storage_offset, size, stride)
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """What stands for the node's memory: the same object for tensors that share it. One round trip."""
-        from ..storage.storages import storage_of
-
-        return storage_of(self)
-
-    def data_ptr(self) -> int:
-        """Where the node has it: good to see what shares memory, and for nothing else here. One round trip."""
-        from ..storage.storages import address
-
-        return address(self)
-
     def numpy(self, *, force: bool = False) -> Any:
         """Of a local copy with ``force=True``; else a TypeError, as for a CUDA tensor."""
         if not force:
@@ -196,8 +132,6 @@ class DistributedTensor(torch.Tensor):
         return self.detach().cpu().numpy(force=True)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        from ..dispatch.numpy_operands import computed
-
         result = computed(self, ufunc, method, inputs, kwargs)
         return self.__array__() if result is NotImplemented else result
 
@@ -209,12 +143,23 @@ class DistributedTensor(torch.Tensor):
         return self.detach().cpu().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        from .printing import text
-
         return text(self)
 
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+make_proxies_of(DistributedTensor)
+
+
+def method(name: str) -> Callable[[T], T]:
+    """Gives proxies a method, or a property, that is defined in a file above this one."""
+
+    def give(value: T) -> T:
+        setattr(DistributedTensor, name, value)
+        return value
+
+    return give
 
 
 def proxy(handle: Handle) -> DistributedTensor:
@@ -251,4 +196,4 @@ def operand_name(tensor: Any) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"
 
 
-__all__ = ["OWN", "DistributedTensor", "Site", "alias", "operand_name", "proxy", "set_geometry"]
+__all__ = ["OWN", "DistributedTensor", "alias", "method", "operand_name", "proxy", "set_geometry"]

@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..runtime.channel import get_channel, name_for_nodes
 from ..runtime.channel.base import MASTER, Capabilities, DataChannel
@@ -19,14 +18,12 @@ from ..runtime.channel.opened import Channels
 from ..runtime.channel.registry import usable_channel, why_unusable
 from ..runtime.collective import Way
 from ..runtime.master.failures import Site
+from ..runtime.master.link import Link
 from ..runtime.master.requests import Request
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.protocol.keys import pair_key
-
-if TYPE_CHECKING:
-    from .places import Place
-    from .session import Session
+from .places import Place
 
 _log = logging.getLogger("disttensor")
 
@@ -65,15 +62,30 @@ class Rule:
 
 
 class Switchboard:
-    """Of one session."""
+    """Routes each copy and collective of a session to one of its data channels, and opens those that are asked for.
 
-    def __init__(self, session: Session, channels: Channels, secret: bytes, name: str, trusted: bool) -> None:
+    ``threads``: nodes are threads of this process. ``failure`` gives the exception for what failed at a node's command.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        channels: Channels,
+        job: str,
+        secret: bytes,
+        name: str,
+        *,
+        trusted: bool,
+        threads: bool,
+        failure: Callable[[int, int], Exception],
+    ) -> None:
         self.rules: tuple[Rule, ...] = ()  #: the latest first
         self.trusted = trusted  #: whether the user has said that of the network
         self.data: dict[int, DataChannel] = channels.data  #: by number
         self.automatic = False  #: "auto" has a choice for collectives
         self.numbers: dict[str, int] = {name: 0}
-        self._session, self._channels, self._secret = session, channels, secret
+        self._link, self._channels, self._job, self._secret = link, channels, job, secret
+        self._threads, self._failure = threads, failure
         self._attempts: dict[str, int] = {}
         self._addresses: dict[int, dict[int, str]] = {}  #: of a channel, of everybody who has it
         self._lock = threading.RLock()
@@ -103,7 +115,7 @@ class Switchboard:
 
     def best(self, places: Iterable[Place]) -> int:
         """What "auto" takes for a collective between these places: NCCL where each is a GPU of its own."""
-        hellos, places = self._session.link.hellos, list(places)
+        hellos, places = self._link.hellos, list(places)
         gpus = {_gpu(hellos[place.node], place) for place in places if place.kernels == "cuda"}
         if len(gpus) < max(2, len(places)):
             return 0
@@ -143,13 +155,13 @@ class Switchboard:
         """After all hellos. Raises as ``check``, for the session's own channel."""
         name = next(iter(self.numbers))
         self.check(name)
-        hellos = self._session.link.hellos.values()
+        hellos = self._link.hellos.values()
         self.automatic = name == "auto" and any(len(hello.devices) > 1 and not hello.simulated for hello in hellos)
 
     def introduce(self, number: int, come: dict[int, str], master: str) -> None:
         """Tells everybody who has a channel where it is with those who have ``come``, and them where it is with all."""
-        job, known = self._session.job, self._addresses.setdefault(number, {MASTER: master})
-        outboxes = self._session.link.outboxes
+        job, known = self._job, self._addresses.setdefault(number, {MASTER: master})
+        outboxes = self._link.outboxes
         for rank, address in come.items():
             self._channels.connect(number, rank, address, pair_key(self._secret, job, MASTER, rank))
         known.update(come)
@@ -181,9 +193,9 @@ class Switchboard:
 
     def forbidden(self, capabilities: Capabilities) -> str:
         """Why such a channel must not be used between the nodes that there are; empty if it may."""
-        hellos = self._session.link.hellos.values()
+        hellos = self._link.hellos.values()
         hosts = sorted({socket.gethostname(), *(hello.host for hello in hellos)})
-        if capabilities.same_process and not self._session.shares_process:
+        if capabilities.same_process and not self._threads:
             return "it is for nodes that are threads of one process (launcher='inproc')"
         if len(hosts) == 1:
             return ""
@@ -209,8 +221,7 @@ class Switchboard:
         self, command: Callable[[int], c.Command], site: Site | None, ranks: Collection[int] | None = None
     ) -> dict[int, c.Answer]:
         """Asks these nodes, or all that there are; gives what they answer. Raises what the first has failed with."""
-        session = self._session
-        link = session.link
+        link = self._link
         asked: dict[int, Request] = {}
         for outbox in link.outboxes:
             if outbox.lost is None and (ranks is None or outbox.rank in ranks):
@@ -225,7 +236,7 @@ class Switchboard:
             except NodeLost:  # whoever uses it hears of it
                 continue
             if isinstance(reply, c.Poisoned):
-                errors.append(session.failure(reply.rank, reply.seq))
+                errors.append(self._failure(reply.rank, reply.seq))
             elif isinstance(reply, c.Answer):
                 replies[rank] = reply
         if errors:

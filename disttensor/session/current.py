@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import cast
 
 from ..runtime.protocol.errors import DisttensorError
-
-if TYPE_CHECKING:
-    from .session import Session
+from .places import Place
+from .session import Session
 
 _session: Session | None = None
 
@@ -17,6 +16,11 @@ def session() -> Session:
     if _session is None:
         raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
     return _session
+
+
+def session_of(place: Place) -> Session:
+    """The session that a place belongs to, which may have ended."""
+    return cast(Session, place.session)
 
 
 def current() -> Session | None:

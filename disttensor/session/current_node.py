@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import Token
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -12,8 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from . import current
-
-_current: ContextVar[int] = ContextVar("disttensor_node", default=0)
+from .places import current_node as _current
 
 
 class node:

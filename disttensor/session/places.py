@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
+from contextvars import ContextVar
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 import torch
 
 from ..runtime.master.failures import Site
+from ..runtime.master.link import Link
 from ..runtime.master.outbox import Outbox
 from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.allow_list import BASE
+from ..runtime.protocol.allow_list import BASE, AllowList
 from ..runtime.protocol.errors import DisttensorError
 from . import kernel_choice
 
-if TYPE_CHECKING:
-    from .session import Session
+R = TypeVar("R", c.Answer, c.Shapes, c.Result, c.Done)
+
+#: The node that factories use now, by thread and asyncio task.
+current_node: ContextVar[int] = ContextVar("disttensor_node", default=0)
 
 #: Slots that torch.device can name.
 MAX_SLOTS = 128
@@ -31,10 +36,23 @@ MAX_SLOTS = 128
 GENERATION = 32_768
 
 
+class Owner(Protocol):
+    """What places know of the session that they belong to."""
+
+    link: Link
+    allow: AllowList  #: operators that nodes run
+    states: list[NodeState]
+    places: Places
+
+    def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R: ...
+
+    def flush(self, outbox: Outbox) -> None: ...
+
+
 class NodeState:
     """The master's account of one node's refs and templates."""
 
-    def __init__(self, session: Session, rank: int, outbox: Outbox) -> None:
+    def __init__(self, session: Owner, rank: int, outbox: Outbox) -> None:
         self.session = session
         self.rank = rank
         self.outbox = outbox
@@ -134,7 +152,7 @@ class Place:
         "twin",
     )
 
-    def __init__(self, session: Session, node: int, name: str, slot: int) -> None:
+    def __init__(self, session: Owner, node: int, name: str, slot: int) -> None:
         self.session = session
         self.node = node
         self.name = name  #: "cpu" or "cuda:1", as the node calls it
@@ -173,7 +191,7 @@ def one_session(*places: Place) -> None:
 class Places:
     """A session's slots."""
 
-    def __init__(self, session: Session, devices: list[tuple[str, ...]], most: int = 0) -> None:
+    def __init__(self, session: Owner, devices: list[tuple[str, ...]], most: int = 0) -> None:
         """``devices``: for each node the names of its devices, "cpu" first. ``most``: how many nodes there may be
         later. Raises DisttensorError for too many."""
         most = max(most, len(devices))
@@ -264,9 +282,7 @@ class Places:
         """The place that a device of type "node" names. Raises RuntimeError for a slot that is no place's."""
         slot = device.index
         if slot is None:
-            from .current_node import current_node
-
-            return self.by_slot[current_node()]
+            return self.by_slot[current_node.get()]
         place = self.by_slot.get(slot)
         if place is None:
             raise RuntimeError(

@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 import torch
 
-from ..dispatch import meta_inference, op_table
+from ..dispatch import meta_inference
 from ..errors import argument_checks
 from ..errors.argument_checks import spelled
 from ..runtime.channel import name_for_nodes
@@ -34,7 +34,7 @@ from ..runtime.protocol.keys import curve_pair, job_id, job_secret
 from ..runtime.transport.base import Hub
 from ..runtime.transport.inproc import InprocHub
 from ..runtime.transport.zmq import ZmqHub
-from ..session import current
+from ..session import caches, current
 from ..session.places import MAX_SLOTS
 from ..session.session import Session
 from ..streams import streams
@@ -258,7 +258,7 @@ def init_master_worker(
         for outbox in session.link.outboxes:
             outbox.blocking = True
             outbox.urge(2)
-    op_table.drop_plans()
+    caches.drop_plans()
     current.set_session(session)
     autocast.choose_default(session.places)
     _register_once()
@@ -376,7 +376,7 @@ def _end(report: bool, timeout: float | None = None) -> None:
     current.set_session(None)
     streams.forget()
     session.close(2.0 if timeout is None else 0.5)
-    op_table.drop_plans()
+    caches.drop_plans()
     if error is not None:
         raise error
 

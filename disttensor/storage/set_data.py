@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..proxy.proxy import OWN, DistributedTensor
+from ..proxy.meta import set_bits
+from ..proxy.proxy import OWN, DistributedTensor, method
 from ..runtime.process.signals import whole
 from .uninitialized import class_of
 
@@ -71,6 +72,24 @@ def _moved(grads: Any) -> NoReturn:
         "a backward pass reached a tensor that has gone to another device since the forward pass; "
         "move a module before its forward pass, or after its backward pass"
     )
+
+
+def _get(tensor: DistributedTensor) -> torch.Tensor:
+    """The same remote tensor, outside of autograd and with a version counter of its own."""
+    return _data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
+def _set(tensor: DistributedTensor, other: Any) -> None:
+    if isinstance(other, DistributedTensor) and tensor.is_inference() == other.is_inference():
+        if (tensor.is_conj(), tensor.is_neg()) != (other.is_conj(), other.is_neg()):
+            set_bits(tensor, other._h.meta.bits)  # torch does it by itself for its own kinds of tensors
+        _data.__set__(tensor, other)  # type: ignore[attr-defined]
+        tensor._h = other._h
+    else:
+        become(tensor, other)
+
+
+method("data")(property(_get, _set))
 
 
 def install() -> None:

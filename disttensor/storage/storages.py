@@ -7,6 +7,7 @@ is written, one storage after the other, and says "cpu" of all: it loads where t
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
@@ -23,7 +24,7 @@ from ..dispatch.lazy_views import materialise
 from ..dispatch.op_plan import Entry
 from ..dispatch.op_table import handler
 from ..proxy.meta import contiguous
-from ..proxy.proxy import OWN, DistributedTensor, operand_name, proxy, set_geometry
+from ..proxy.proxy import OWN, DistributedTensor, method, operand_name, proxy, set_geometry
 from ..runtime.protocol import commands as c
 
 aten = torch.ops.aten
@@ -114,16 +115,19 @@ def memory_of(tensor: DistributedTensor) -> list[int]:
     return [int(number) for number in str(reply.value).split()]
 
 
+@method("data_ptr")
 def address(tensor: DistributedTensor) -> int:
-    """``x.data_ptr()``."""
+    """``x.data_ptr()``: where the node has it, good to see what shares memory and for nothing else. One round trip."""
     if not tensor.numel():
         return 0
     _, start, _, offset, *_ = memory_of(tensor)
     return start + offset * tensor.itemsize
 
 
+@method("untyped_storage")
 def storage_of(tensor: DistributedTensor) -> NodeStorage:
-    """The memory that a proxy's tensor has a part of. Raises what made the tensor fail, NodeLost."""
+    """``x.untyped_storage()``: what stands for the node's memory, one object for all tensors that share it. One round
+    trip; raises what made the tensor fail, NodeLost."""
     return _held(tensor)[0]
 
 
@@ -168,6 +172,24 @@ def _part(flat: Any, like: torch.Tensor, offset: int, strides: tuple[int, ...]) 
     return proxy(view._h)
 
 
+@method("__deepcopy__")
+def _deepcopy(tensor: DistributedTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """``x.__deepcopy__``: as torch's own, with the gradient and the attributes of parameters as torch has them."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+    if isinstance(tensor, torch.nn.Parameter):  # torch's own copies neither gradient nor attributes
+        values = tensor.data.clone(memory_format=torch.preserve_format)
+        memo[id(tensor)] = parameter = torch.nn.Parameter(values, tensor.requires_grad)
+        return parameter
+    if not tensor.is_leaf:
+        raise RuntimeError("only tensors created explicitly by the user (graph leaves) support deepcopy")
+    memo[id(tensor)] = copied = twin(tensor, memo).requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    copied.__dict__.update(copy.deepcopy({k: v for k, v in tensor.__dict__.items() if k != "_h"}, memo))
+    return copied
+
+
 def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
     """A copy for ``copy.deepcopy``: copies of tensors that share memory share memory."""
     if tensor.is_conj() or tensor.is_neg():  # torch computes these
@@ -178,9 +200,9 @@ def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
         return _part(copies[id(storage)][1], tensor, offset, strides)
     with torch.no_grad():
         if tensor.numel() * tensor.itemsize == storage.nbytes() and is_dense(tensor):
-            copy = proxy(tensor.detach().clone(memory_format=torch.preserve_format)._h)
-            copies[id(storage)] = storage, _flat(copy, storage.nbytes())
-            return copy
+            whole = proxy(tensor.detach().clone(memory_format=torch.preserve_format)._h)
+            copies[id(storage)] = storage, _flat(whole, storage.nbytes())
+            return whole
         copies[id(storage)] = storage, storage.flat.clone()
     return _part(copies[id(storage)][1], tensor, offset, strides)
 
@@ -188,8 +210,10 @@ def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
 # ---- pickling --------------------------------------------------------------------------------------------------------
 
 
+@method("__reduce_ex__")
 def reduced(tensor: DistributedTensor, protocol: Any) -> tuple[Any, ...]:
-    """``__reduce_ex__``: by value, as the local tensor that has the same values, memory and attributes."""
+    """``x.__reduce_ex__``: by value, as the local tensor that has the same values, memory and attributes. What is
+    loaded is local, on any machine (``map_location="node:1"`` sends it to a node)."""
     hooks: OrderedDict[Any, Any] = OrderedDict()  # torch doesn't save them either
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in OWN}
     if isinstance(tensor, torch.nn.Parameter):

@@ -21,9 +21,9 @@ from torch.nn.parameter import (  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_map_only
 
 from ..dispatch.dispatch import dispatch
-from ..proxy.proxy import DistributedTensor, proxy
+from ..proxy.proxy import DistributedTensor, method, proxy
 
-_data: Any = vars(DistributedTensor)["data"]
+_proxies: Any = DistributedTensor
 
 
 class _OnNode:
@@ -52,12 +52,12 @@ class _OnNode:
 
     @property
     def data(self) -> torch.Tensor:
-        return _data.__get__(self)  # type: ignore[no-any-return]
+        return _proxies.data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, other: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # which would refuse the questions of this
-            _data.__set__(self, other)
+            _proxies.data.__set__(self, other)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # as torch's, which keeps no device
@@ -105,3 +105,13 @@ def _new(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return new
+
+
+@method("as_subclass")
+def as_subclass(tensor: DistributedTensor, cls: Any) -> Any:
+    """``x.as_subclass``: torch's own, but for uninitialized tensors: a proxy's class is what makes it one."""
+    if is_kind(cls):
+        made = tensor.detach()
+        made.__class__ = on_node(cls)
+        return made
+    return torch.Tensor.as_subclass(tensor, cls)

@@ -20,6 +20,7 @@ from ..runtime.process.signals import whole
 from ..runtime.protocol import commands as c
 from ..session import current as state
 from ..session import current_node as context
+from ..session.current import session_of
 from ..session.current_node import current_node
 from ..session.places import Place
 
@@ -183,8 +184,8 @@ class Event:
         if there.node == self._place.node:
             _issue(stream, c.Wait(self._owned.ref))
             return
-        session = there.session
-        transfer = session.new_transfer()
+        session = session_of(there)
+        transfer = session.transfers.new()
         session.link.pair(
             (self._place.node, c.Signal(transfer, self._owned.ref, there.node)),
             (there.node, _on(stream, c.Await(transfer, self._place.node))),
@@ -210,7 +211,7 @@ class Event:
         place, ref = self._asked()
         place.session.ask(place, c.Done, lambda id: c.Join(id, ref), here())
         self._reached = True
-        place.session.complain(place.node)
+        session_of(place).complain(place.node)
 
     def elapsed_time(self, end_event: Event) -> float:
         """The milliseconds between this event and a later one of the same node, by its clock. One round trip.

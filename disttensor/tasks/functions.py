@@ -30,6 +30,7 @@ from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, PeerFailed
 from ..session import current
+from ..session.current import session_of
 from ..session.current_node import current_node
 from ..session.places import Place, one_session
 from ..session.session import Session
@@ -347,7 +348,7 @@ def _send(
     site: Any,
 ) -> None:
     """Queues (key, data) of a function, unless it was ``sent``, and of its arguments; nobody else's pieces between."""
-    with place.session.pieces:
+    with session_of(place).pieces:
         if sent is None or (place.node, function[0]) not in sent:
             _pieces(place, *function, site)
             if sent is not None:

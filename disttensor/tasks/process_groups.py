@@ -6,14 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING
 
 from ..runtime.master.failures import Site
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
-
-if TYPE_CHECKING:
-    from ..session.session import Session
+from ..session.session import Session
 
 #: The data channel by whose connections ranks find each other; gloo's own carry what they say.
 _CHANNEL = "gloo"

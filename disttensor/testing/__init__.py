@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from ..dispatch import op_table
 from ..dispatch.op_table import entries
 from ..runtime.contracts.data_channel import check_data_channel
-from ..session import current, kernel_choice
+from ..session import caches, current, kernel_choice
 from ..session.places import Place
 from ..torch_backend import device_module
 from .breaking import cut, kill, resume, stop
@@ -95,8 +94,8 @@ def queued(node: int | None = None) -> Queued:
             held=sum(len(box._holds) for box in boxes),
             full=any(box.full for box in boxes),
             questions=sum(node in (None, r.node) for r in list(session.link._requests.values())),
-            fetches=sum(node in (None, at) for at, _ in list(session._arriving.values())),
-            uploads=sum(list(session._staged.values())),
+            fetches=sum(node in (None, at) for at, _ in list(session.transfers.arriving.values())),
+            uploads=sum(list(session.transfers.staged.values())),
         )
 
 
@@ -134,7 +133,7 @@ _LIMITS = {
     "idle": ("runtime.master.link", "IDLE"),
     "tick": ("runtime.master.link", "TICK"),
     "slow": ("runtime.master.link", "SLOW"),
-    "staged": ("session.session", "STAGE"),
+    "staged": ("session.transfers", "STAGE"),
     "room": ("runtime.channel.shm.sharing", "AHEAD"),
     "part": ("graphs.recorder", "_PART"),
     "error": ("runtime.node.failures", "MAX_TEXT"),
@@ -276,8 +275,7 @@ def taken_for(place: Place, record: kernel_choice.Record) -> Iterator[None]:
 def _give(place: Place, record: kernel_choice.Record) -> None:
     for seen in (place, place.twin):
         seen.record, seen.kernels = record, record.kind
-    for cache in op_table.caches:  # choices that were made for the other
-        cache.clear()
+    caches.drop_plans()  # what was chosen was chosen for the other
 
 
 def _place(where: torch.Tensor | torch.device | str | int) -> Place:

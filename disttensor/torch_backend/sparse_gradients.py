@@ -8,7 +8,7 @@ keeps. What is not here is refused, as other sparse layouts are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -18,9 +18,7 @@ from ..dispatch.first_call import refuse_layout
 from ..dispatch.op_plan import Entry
 from ..dispatch.op_table import handler
 from ..proxy.proxy import DistributedTensor
-
-if TYPE_CHECKING:
-    from ..session.places import Place
+from ..session.places import Place
 
 aten = torch.ops.aten
 

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..collectives.issue import Joint
+from ..dispatch import seen_at
 from ..dispatch.dispatch import _composite
 from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..runtime.collective import ReduceOp
 from ..runtime.master.route import route
 from ..session.places import Place
-from ..torch_backend.composites import as_cpu
 
 aten = torch.ops.aten
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -82,7 +82,7 @@ def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
     """Why an operation is not compared: a rule, or ""."""
     if route.get().recorder is not None:
         return "nothing runs while a graph is recorded"
-    if as_cpu.target.place is not None:
+    if seen_at.target.place is not None:
         return "a proxy seen as a CPU tensor, which sends nothing"
     if composite and torch.is_autocast_enabled("node"):
         return "a composite under autocast; its parts are compared"

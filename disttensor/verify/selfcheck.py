@@ -64,6 +64,7 @@ class SelfCheck:
 
     def __init__(self, session: Session, share: float) -> None:
         self.session = session
+        self.transfers = session.transfers
         self._limit = int(share * (1 << 64))
         self._numbers = count()
         self._issued = 0
@@ -89,7 +90,7 @@ class SelfCheck:
         self._put(functions, "move", self.move)
         self._put(Joint, "issue", lambda joint, session, async_op: self.collective(joint, session, async_op))
         for name in ("upload", "download", "fetch"):
-            setattr(self.session, name, partial(getattr(self, name), getattr(self.session, name)))
+            setattr(self.transfers, name, partial(getattr(self, name), getattr(self.transfers, name)))
         overrides.surround(self.composite)
 
     def remove(self) -> None:
@@ -97,7 +98,7 @@ class SelfCheck:
         while self._doors:
             setattr(*self._doors.pop())
         for name in ("upload", "download", "fetch"):
-            vars(self.session).pop(name, None)
+            vars(self.transfers).pop(name, None)
         overrides.surround(None)
 
     def _put(self, owner: Any, name: str, wrapper: Any) -> None:
@@ -175,7 +176,7 @@ class SelfCheck:
         site: Site | None,
         non_blocking: bool = False,
     ) -> None:
-        """Around ``Session.upload``."""
+        """Around ``Transfers.upload``."""
 
         def call() -> DistributedTensor:
             original(tensor, place, ref, site, non_blocking)
@@ -201,17 +202,27 @@ class SelfCheck:
                 self._tell(told and f"what has come: {told}", what, place, [("", source)])
         return result
 
-    def download(self, original: Callable[..., torch.Tensor], tensor: Any, site: Site | None) -> torch.Tensor:
-        """Around ``Session.download``."""
+    def download(
+        self, original: Callable[..., torch.Tensor], tensor: Any, place: Place, ref: int, site: Site | None
+    ) -> torch.Tensor:
+        """Around ``Transfers.download``."""
         expected = self._sum(tensor)
-        result = original(tensor, site)
+        result = original(tensor, place, ref, site)
         self._arrived(expected, result, tensor)
         return result
 
-    def fetch(self, original: Callable[..., Any], tensor: Any, strides: tuple[int, ...], site: Site | None) -> Any:
-        """Around ``Session.fetch``: one that is chosen has come when it returns."""
+    def fetch(
+        self,
+        original: Callable[..., Any],
+        tensor: Any,
+        place: Place,
+        ref: int,
+        strides: tuple[int, ...] | None,
+        site: Site | None,
+    ) -> Any:
+        """Around ``Transfers.fetch``: one that is chosen has come when it returns."""
         expected = self._sum(tensor)
-        arrival = original(tensor, strides, site)
+        arrival = original(tensor, place, ref, strides, site)
         if expected is not _NOTHING:
             result = self._quiet(lambda: arrival.tensor)
             if result is not _NOTHING:

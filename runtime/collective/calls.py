@@ -224,7 +224,8 @@ def _board(wire: Wire, way: Way | None, *tensors: torch.Tensor) -> Board | None:
     """What small tensors go by, where nobody has named another way. All ranks answer alike."""
     if wire.boards is None or way is not None or any(_nbytes(tensor) > SLOT for tensor in tensors):
         return None
-    return wire.boards.of(wire)
+    board: Board | None = wire.boards.of(wire)
+    return board
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from ..channel.base import DataChannel, Transfer
 from ..protocol.errors import BrokenError, ChannelError, PoisonedError
 from .reduction import ReduceOp, kernel
-
-if TYPE_CHECKING:
-    from .shared_pages import Boards
 
 #: A collective uses at most so many transfer ids, from its base on.
 IDS = 1 << 20
@@ -35,6 +32,12 @@ _MOST_SENDS = 64
 
 #: A rank's part of a collective on one slab of the data. At each yield it leaves the turn to other slabs.
 Steps = Iterator[None]
+
+
+class Small(Protocol):
+    """What small tensors may go by beside the channel (shared_pages.py)."""
+
+    def of(self, wire: Wire) -> Any: ...
 
 
 class Wire:
@@ -61,7 +64,7 @@ class Wire:
         self._sent: defaultdict[int, int] = defaultdict(int)  #: messages by peer
         self._received: defaultdict[int, int] = defaultdict(int)
         self._sends: deque[tuple[Transfer, int]] = deque()  #: under way, and to whom
-        self.boards: Boards | None = None  #: for what is small
+        self.boards: Small | None = None  #: for what is small
         self._trouble = poison  #: what the others are told
         self.error: Exception | None = PoisonedError(*poison) if poison else None
 

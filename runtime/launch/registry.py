@@ -6,7 +6,7 @@ from importlib import import_module
 
 from ..host.launcher import Launcher
 from ..process.spelling import did_you_mean
-from .starters.base import Engine
+from .tree.host_starter import Engine
 
 #: name -> "module:class", the module relative to this package; imported when it is asked for
 _BUILTIN = {

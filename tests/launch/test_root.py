@@ -20,10 +20,10 @@ from test_launch import STUBS, bundles, collect
 from disttensor.runtime.host.launch_spec import Host, Plan
 from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.launch import Exited, Started
-from disttensor.runtime.launch.starters.base import Branch
 from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
 from disttensor.runtime.launch.tree.control import Order
 from disttensor.runtime.launch.tree.framed import Stream
+from disttensor.runtime.launch.tree.host_starter import Branch
 from disttensor.runtime.launch.tree.root import Root
 from disttensor.runtime.protocol.bundle import Bundle
 

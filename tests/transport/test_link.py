@@ -160,7 +160,7 @@ def test_a_broken_transfer_is_told_though_the_node_is_busy(monkeypatch: pytest.M
     sync = session._sync
     monkeypatch.setattr(session, "_sync", lambda node, timeout: sync(node, 0.01))
     with pytest.raises(BrokenError, match="a broken cable"):
-        session.end_transfer(Broken(), 1)
+        session.transfers.end(Broken(), 1)
 
 
 def test_a_request_outlives_the_thread_that_waited() -> None:

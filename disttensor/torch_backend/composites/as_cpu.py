@@ -19,11 +19,10 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ...dispatch import seen_at
 from ...dispatch.copies import upload
 from ...dispatch.first_call import place_of
-from ...dispatch.lazy_views import materialise
 from ...dispatch.op_table import enter
-from ...proxy.meta import Handle, Shared, meta_of
 from ...proxy.proxy import DistributedTensor, operand_name
 from ...session import kernel_choice
 from ...session.places import Place
@@ -41,35 +40,15 @@ OPERATORS = (
 )
 
 
-class _Target(threading.local):
-    place: Place | None = None
-
-
-#: Where this thread's detach puts its result; None for where its operand is.
-target = _Target()
-
-
-def at(handle: Handle, place: Place) -> Handle:
-    """The same remote tensor, seen at ``place``."""
-    if handle.meta.place is place:
-        return handle
-    if type(handle) is Shared and handle.owner.meta.place is place:
-        return handle.owner
-    if not handle.ref:
-        materialise(handle)
-    meta = handle.meta
-    return Shared(handle.ref, meta_of(meta.shape, meta.stride, meta.offset, meta.dtype, place, meta.bits), handle)
-
-
 def _seen(x: torch.Tensor, place: Place) -> torch.Tensor:
     if type(x) is not DistributedTensor:
         return upload(x, place)  # a gradient that a formula of torch's made from nothing
     # by detach, for what it gives shares the version counter: writing one of the two is noticed by the other's graph
-    target.place = place
+    seen_at.target.place = place
     try:
         return x.detach()
     finally:
-        target.place = None
+        seen_at.target.place = None
 
 
 class _Move(torch.autograd.Function):

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ...dispatch import op_table
 from ...dispatch.dispatch import dispatch, run
 from ...dispatch.op_table import enter
 from ...proxy.meta import Meta, contiguous
 from ...proxy.proxy import DistributedTensor
+from ...session import caches
 from .overrides import chosen
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ _mm, _t, _sum, _view = aten.mm.default, aten.t.default, aten.sum.dim_IntList, at
 
 #: (metas of input, weight and bias) -> whether they are ours to compute
 _known: dict[tuple[Meta, Meta, Meta | None], bool] = {}
-op_table.caches.append(_known)
+caches.plans(_known.clear)
 
 
 def _plain(x: Meta, weight: Meta, bias: Meta | None) -> bool:

@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 from ...dispatch import op_table
 from ...dispatch.op_plan import MAX_PLANS, Entry
 from ...proxy.proxy import DistributedTensor
-from ...session import kernel_choice
+from ...session import caches, kernel_choice
 from ...session.kernel_choice import CUDNN, EFFICIENT, FLASH, MATH
 
 aten = torch.ops.aten
 
 _choices: dict[tuple[Any, ...], int] = {}
-op_table.caches.append(_choices)
+caches.plans(_choices.clear)
 
 
 def register(library: torch.library.Library) -> None:

@@ -16,24 +16,46 @@ import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from ...protocol.errors import BrokenError, ProtocolError
+from ...protocol.errors import BrokenError, ChannelError, ProtocolError
 from ..carrier import Carrier, Parcel
 from ..payload import byte_view, describe, scratch, store
 from ..ticket import Ticket, poisoned
 from .frames import CARRIED, EAGER, MOST_EXTRA, NACK, POISON, SIZE, WORD, Frame, Opener, nbytes_of
 from .inbound import Inbound
 
-if TYPE_CHECKING:
-    from .peer import TcpPeer
-
 #: For how long the reader thread leaves the connection to those who wait, seconds. A transfer that nobody waits for
 #: is late by this at most.
 _GRACE = 0.002
 _MAIN = threading.main_thread()
+
+
+class Peer(Protocol):
+    """What the reading half knows of the peer that it belongs to."""
+
+    me: int
+    rank: int
+    failure: tuple[type[ChannelError], str] | None
+    carrier: Carrier | None
+    reader: Reader | None
+    empty: Callable[..., torch.Tensor]
+
+    def claim(self, transfer: int, patient: bool) -> Receive | None: ...
+
+    def unclaim(self) -> None: ...
+
+    def refuse(self, frame: Frame) -> None: ...
+
+    def refused(self, frame: Frame) -> None: ...
+
+    def fail(self, kind: type[ChannelError], why: str) -> None: ...
+
+    def lost(self, error: Exception) -> str: ...
+
+    def leave(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -57,7 +79,7 @@ def _interruptible() -> bool:
 class ReceiveTicket(Ticket):
     """Its waiter may read the connection, unless it could be interrupted (workers ignore SIGINT, the master can't)."""
 
-    def __init__(self, peer: TcpPeer) -> None:
+    def __init__(self, peer: Peer) -> None:
         super().__init__()
         self._peer = peer
         self.tensor: torch.Tensor | None = None  #: what arrived, where the channel chose the memory
@@ -95,7 +117,7 @@ class ReceiveTicket(Ticket):
 class Reader:
     """Reads what ``peer`` sends over ``sock``. A transfer that it has claimed is ended by it and nobody else."""
 
-    def __init__(self, peer: TcpPeer, sock: socket.socket, key: bytes) -> None:
+    def __init__(self, peer: Peer, sock: socket.socket, key: bytes) -> None:
         self._peer, self._inbound, self._opener = peer, Inbound(sock), Opener(key)
         self._role = allocate_lock()
         self._frame: Frame | None = None  #: its header was read, it was not dealt with yet

@@ -12,18 +12,17 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from ...protocol.errors import BrokenError
+from ...protocol.errors import BrokenError, ChannelError
+from ..carrier import Carrier
 from ..payload import byte_view, plain
 from ..ticket import Ticket
 from .frames import CARRIED, EAGER, Frame, Sealer
-
-if TYPE_CHECKING:
-    from .peer import TcpPeer
 
 
 @dataclass(eq=False)
@@ -38,10 +37,30 @@ class Out:
     rest: bool = False  #: ``header`` holds all that is left to be written
 
 
+class Peer(Protocol):
+    """What the writing half knows of the peer that it belongs to."""
+
+    me: int
+    rank: int
+    lock: threading.RLock
+    failure: tuple[type[ChannelError], str] | None
+    carrier: Carrier | None
+
+    def start_with_lock(self, target: Callable[[], None], what: str) -> threading.Thread: ...
+
+    def call_if_new(self) -> None: ...
+
+    def fail(self, kind: type[ChannelError], why: str) -> None: ...
+
+    def lost(self, error: Exception) -> str: ...
+
+    def leave(self) -> None: ...
+
+
 class Sender:
     """Writes frames in the order in which they were put. Before ``attach_with_lock`` they wait."""
 
-    def __init__(self, peer: TcpPeer) -> None:
+    def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._work = threading.Condition(peer.lock)  #: something to write, or a failure
         self._idle = threading.Condition(peer.lock)  #: nothing to write, or a failure

@@ -24,7 +24,7 @@ from ..rendezvous.credentials import ConnectionFile, derived, fresh, invite, sha
 from ..rendezvous.torchrun import publish
 from ..tree.control import Knock, Listening, News, Order, Refuse
 from ..tree.framed import Stream
-from .base import Boss, Branch
+from ..tree.host_starter import Boss, Branch
 from .piped import NearbyEngine
 from .root_launcher import PlannedLauncher
 

@@ -23,9 +23,9 @@ from ...protocol.errors import ProtocolError
 from ..output.lines import TAIL_LINES, TAIL_WIDTH
 from ..tree.control import News, Order
 from ..tree.framed import MARK, Stream
+from ..tree.host_starter import Branch, Engine
 from ..tree.spawn import BOOT
 from ..tree.stderr_tail import Reasons
-from .base import Branch, Engine
 
 #: Seconds for a process to end when its stdout has.
 PATIENCE = 1.0

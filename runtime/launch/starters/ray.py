@@ -25,8 +25,8 @@ from ...protocol.errors import StartError
 from ...protocol.keys import curve_pair
 from ..rendezvous.credentials import Invitation
 from ..tree.control import Order
+from ..tree.host_starter import Branch
 from ..tree.stderr_tail import Reasons
-from .base import Branch
 from .join import JoinEngine
 from .ray_agent import Told
 from .root_launcher import PlannedLauncher

@@ -28,9 +28,9 @@ from ...protocol.errors import StartError
 from ..rendezvous.rendezvous import of_slurm
 from ..rendezvous.worker_cli import worker_command
 from ..tree.control import Unfit
+from ..tree.host_starter import Boss
 from ..tree.spawn import LAUNCHER_FD
 from ..tree.stderr_tail import Reasons
-from .base import Boss
 from .join import JoinEngine, JoinLauncher
 
 #: Seconds at the end for srun, whose tasks have ended: it waits for what they have left open.

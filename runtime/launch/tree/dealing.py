@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ..starters.base import Branch
 from .control import Start
+from .host_starter import Branch
 
 
 class Seats:

@@ -26,7 +26,6 @@ from ...protocol.bundle import PROTOCOL, VERSION
 from ...protocol.errors import DisttensorError
 from ..output.printer import Printer
 from ..registry import get_engine
-from ..starters.base import Branch, Engine
 from .control import (
     Beat,
     Began,
@@ -52,6 +51,7 @@ from .control import (
 )
 from .dealing import Seats
 from .framed import Stream, Wire
+from .host_starter import Branch, Engine
 from .loop import Loop
 from .shipping import offer
 

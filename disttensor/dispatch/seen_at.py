@@ -1,0 +1,29 @@
+"""Remote tensors seen at another place than their own: what ``detach`` gives while somebody says so."""
+
+from __future__ import annotations
+
+import threading
+
+from ..proxy.meta import Handle, Shared, meta_of
+from ..session.places import Place
+from .lazy_views import materialise
+
+
+class _Target(threading.local):
+    place: Place | None = None
+
+
+#: Where this thread's detach puts its result; None for where its operand is.
+target = _Target()
+
+
+def at(handle: Handle, place: Place) -> Handle:
+    """The same remote tensor, seen at ``place``."""
+    if handle.meta.place is place:
+        return handle
+    if type(handle) is Shared and handle.owner.meta.place is place:
+        return handle.owner
+    if not handle.ref:
+        materialise(handle)
+    meta = handle.meta
+    return Shared(handle.ref, meta_of(meta.shape, meta.stride, meta.offset, meta.dtype, place, meta.bits), handle)

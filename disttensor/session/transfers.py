@@ -1,0 +1,209 @@
+"""A session's copies between the script and its nodes, each begun at both ends in one order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+
+from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
+from ..runtime.master.failures import Site
+from ..runtime.master.link import Link
+from ..runtime.master.outbox import Outbox
+from ..runtime.master.requests import Request
+from ..runtime.master.route import waits
+from ..runtime.process.signals import whole
+from ..runtime.protocol import codec
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import ChannelError, PoisonedError
+from .channel_router import Switchboard
+from .places import Place
+
+#: Uploads up to this many bytes are copied whatever is on its way.
+SMALL = 64 << 10
+#: Bytes of copies on their way at most; as a copy from pageable memory in CUDA, a larger upload waits.
+STAGE = 64 << 20
+
+#: Takes the uploads that read the user's own memory, as they begin: whoever wants to know when they have left.
+lent: ContextVar[list[tuple[int, Transfer]] | None] = ContextVar("disttensor_lent", default=None)
+
+T = TypeVar("T")
+
+
+@whole
+def when_done(transfer: Transfer, fn: Callable[[], None]) -> None:
+    """Has ``fn`` called at the transfer's end. It may come to calling others' as well, none of which may get lost."""
+    transfer.add_done_callback(fn)
+
+
+@whole
+def keep_until_done(table: dict[int, T], number: int, value: T, transfer: Transfer) -> None:
+    """``table[number]`` is ``value`` until the transfer's end."""
+    table[number] = value
+    transfer.add_done_callback(partial(_drop, table, number))
+
+
+def _drop(table: dict[int, Any], number: int) -> None:
+    table.pop(number, None)
+
+
+def _arrive(channel: DataChannel, tensor: torch.Tensor, node: int, transfer: int) -> Arrival:
+    return Arrival(channel.irecv(tensor, node, transfer), lambda: tensor)
+
+
+class Transfers:
+    """The copies of one session, and the numbers of all its transfers.
+
+    ``failure`` gives the exception for what failed at a node's command; ``sync`` waits for a node.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        board: Switchboard,
+        failure: Callable[[int, int], Exception],
+        sync: Callable[[int, float | None], None],
+    ) -> None:
+        self.link, self.board = link, board
+        self._failure, self._sync = failure, sync
+        self._numbers = count(1)
+        self.staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
+        self.arriving: dict[int, tuple[int, Transfer]] = {}  #: transfer -> (node, itself), of fetches under way
+        self._beginning = threading.RLock()  #: held while a transfer begins at both ends
+
+    def new(self) -> int:
+        """The number of a transfer, never used before in this session."""
+        return next(self._numbers)
+
+    def new_row(self, n: int) -> int:
+        """The first of ``n`` in a row."""
+        while True:
+            ids = [next(self._numbers) for _ in range(n)]
+            if ids[-1] - ids[0] == n - 1:  # no other thread took one between
+                return ids[0]
+
+    def upload(
+        self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None, non_blocking: bool = False
+    ) -> None:
+        """Sends a local tensor to ``ref`` at ``place``. Returns when the tensor may be changed: at once, having copied
+        it, while no more than STAGE bytes of copies are on their way; else when its bytes have left.
+
+        ``non_blocking`` returns at once, without a copy: the tensor must not change before its bytes have left.
+        """
+        self.link.check(place.outbox)
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
+        size = tensor.numel() * tensor.element_size()
+        tensor = tensor.resolve_conj().resolve_neg()
+        number = self._number("upload", place, size) if self.board.rules else 0
+        channel = self.board.data[number]
+        staged = not non_blocking and (size <= SMALL or size + sum(list(self.staged.values())) <= STAGE)
+        if staged:  # the copy leaves by itself, and the caller goes on
+            tensor = channel.staging(tuple(tensor.shape), tensor.dtype, place.node).copy_(tensor)
+        tensor = tensor.contiguous()
+        shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
+        transfer = self.new()
+        sending = self._begin(
+            partial(channel.isend, tensor, place.node, transfer),
+            place.outbox,
+            c.Recv(transfer, ref, MASTER, shape, dtype, place.name, number),
+            site,
+        )
+        self.link.flush(place.outbox)
+        if staged:
+            keep_until_done(self.staged, transfer, size, sending)
+        elif not non_blocking:
+            self.end(sending, place.node)
+        elif (taker := lent.get()) is not None:
+            taker.append((place.node, sending))
+
+    def _number(self, op: str, place: Place, nbytes: int) -> int:
+        """Of the channel for a copy between the master and a place."""
+        return self.board.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes)
+
+    def _begin(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
+        """Begins a transfer at both ends: neither without the other, which would wait for it, and in one order."""
+        self.link.interrupts.look()
+        return self._begin_both(here, outbox, there, site)
+
+    @whole
+    def _begin_both(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
+        with self._beginning:
+            transfer = here()
+            outbox.add(there, site)
+            return transfer
+
+    def download(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> torch.Tensor:
+        """A local, contiguous copy of what is ``ref`` at ``place``, and has the shape and dtype of ``tensor``."""
+        receiving, _ = self._receive(tensor, place, ref, None, site)
+        self.link.flush_all()
+        self.end(receiving, place.node)
+        place.outbox.restart()
+        return receiving.tensor
+
+    def fetch(
+        self, tensor: torch.Tensor, place: Place, ref: int, strides: tuple[int, ...] | None, site: Site | None
+    ) -> Arrival:
+        """Begins such a copy, into a tensor with these strides (None: contiguous)."""
+        receiving, transfer = self._receive(tensor, place, ref, strides, site)
+        keep_until_done(self.arriving, transfer, (place.node, receiving), receiving)
+        return receiving
+
+    def may_begin(self, place: Place) -> None:
+        """Raises what keeps a copy from ``place`` from beginning: NodeLost, GraphError while a graph is recorded."""
+        waits("a copy to the master")
+        self.link.check(place.outbox)
+
+    def _receive(
+        self, tensor: torch.Tensor, place: Place, ref: int, strides: tuple[int, ...] | None, site: Site | None
+    ) -> tuple[Arrival, int]:
+        transfer, shape = self.new(), tuple(tensor.shape)
+        nbytes = math.prod(shape) * tensor.dtype.itemsize
+        number = self._number("download", place, nbytes) if self.board.rules else 0
+        channel = self.board.data[number]
+        if strides is None:
+            begin = partial(channel.iarrive, shape, tensor.dtype, place.node, transfer)
+        else:
+            local = torch.empty_strided(shape, strides, dtype=tensor.dtype)
+            begin = partial(_arrive, channel, local, place.node, transfer)
+        receiving = self._begin(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
+        self.link.flush(place.outbox)
+        return receiving, transfer
+
+    def finish(self, rank: int, timeout: float | None) -> None:
+        """Waits for the fetches from a node. What they failed with is for those who hold them."""
+        for node, transfer in list(self.arriving.values()):
+            if node == rank:
+                self.wait(transfer, node, timeout)
+
+    def end(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
+        """Waits for it; raises what it failed with: what made the sender's tensor fail, NodeLost, a ChannelError."""
+        self.wait(transfer, node, timeout)
+        try:
+            transfer.wait(0)
+        except PoisonedError as e:
+            raise self._failure(e.rank, e.seq) from None
+        except ChannelError:
+            # if the node's loss or the session's end broke it, that is said, else what the channel says
+            with contextlib.suppress(TimeoutError):
+                self._sync(node, 5.0)
+            raise
+
+    def wait(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
+        """Waits for its end as for a reply, so that a lost node and Ctrl-C end the waiting."""
+        if not transfer.is_completed():
+            self.link.flush_all()
+            request = Request(-1, node)
+            when_done(transfer, request.resolve)
+            self.link.wait(request, timeout, until=transfer.is_completed)
+
+    def forked(self) -> None:
+        """In a forked child: a thread that isn't here may have held the lock."""
+        self._beginning = threading.RLock()
