@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +18,8 @@ from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import PoisonedError, ProtocolError
 from ..protocol.failure_ids import Poison, earliest
+from .state import NodeState
 from .store import Value
-
-if TYPE_CHECKING:
-    from .executor import Executor
 
 #: The transfers of collectives are numbered from here on: each has a block of them, named by its own.
 _FIRST = 1 << 62
@@ -80,7 +77,7 @@ def _run_one_each(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tens
             raise ProtocolError(f"there is no collective {command.kind!r}")
 
 
-def join(executor: Executor, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:
+def join(node: NodeState, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:
     """Does a node's part. ``values``: its operands by ref. ``number`` is the command's own, for failures.
 
     Raises PoisonedError, and what the collectives do; the others have been told.
@@ -96,25 +93,25 @@ def join(executor: Executor, number: int, command: c.Collective, values: Mapping
     given = len(command.inputs)
     poison = earliest(value for ref in command.inputs if isinstance(value := values[ref], Poison))
     wire = Wire(
-        executor.channels.joint[command.channel],
+        node.channels.joint[command.channel],
         command.ranks,
-        command.ranks.index(executor.rank),
+        command.ranks.index(node.rank),
         _FIRST + command.transfer * IDS,
-        blame=(executor.rank, number),
+        blame=(node.rank, number),
         poison=None if poison is None else (poison.rank, poison.seq),
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),
     )
     try:
         if command.carry < 0 and not command.hosts and not command.algorithm:
-            wire.boards = executor.boards
+            wire.boards = node.boards
         _run(command, wire, tensors[:given], tensors[given:])
     except PoisonedError as error:
-        _tell_master(executor.channel, command, Poison(error.rank, error.seq))
+        _tell_master(node.channel, command, Poison(error.rank, error.seq))
         raise
     except Exception:
-        _tell_master(executor.channel, command, Poison(executor.rank, number))
+        _tell_master(node.channel, command, Poison(node.rank, number))
         raise
-    _tell_master(executor.channel, command, None)
+    _tell_master(node.channel, command, None)
 
 
 def _tell_master(channel: DataChannel, command: c.Collective, poison: Poison | None) -> None:
@@ -124,24 +121,24 @@ def _tell_master(channel: DataChannel, command: c.Collective, poison: Poison | N
         channel.refuse(MASTER, command.done, poison.rank, poison.seq)
 
 
-def take_part(executor: Executor, command: c.Collective) -> None:
+def take_part(node: NodeState, command: c.Collective) -> None:
     """Does a collective at once, in the thread that calls."""
     values: dict[int, Value] = {}
     for ref in {*command.inputs, *command.outs}:
         try:
-            values[ref] = executor.entry(ref)
+            values[ref] = node.entry(ref)
         except Exception as error:  # the others wait for us all the same
-            values[ref] = executor.tell(command.kind, error)
-    store = executor.store
+            values[ref] = node.tell(command.kind, error)
+    store = node.store
     if store.sending:
         store.settle([t for ref in command.outs if isinstance(t := values[ref], torch.Tensor)])
     try:
-        join(executor, executor.number, command, values)
+        join(node, node.number, command, values)
     except PoisonedError as error:
         poison = Poison(error.rank, error.seq)
     except Exception as error:
-        poison = executor.tell(command.kind, error)
+        poison = node.tell(command.kind, error)
     else:
         return
     for ref in command.outs:
-        executor.spoil(ref, poison)
+        node.spoil(ref, poison)

@@ -11,21 +11,19 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from ...protocol import commands as c
 from ...protocol.errors import DisttensorError, ProtocolError
+from ..state import NodeState
 from ..store import Unmade, memory, shared
 from ..template import Broken
 from .engines.builder import Builder
 from .engines.registry import ENGINES
 from .program import Engine, Program, line_of_call, program, writers
-
-if TYPE_CHECKING:
-    from ..executor import Executor
 
 
 @dataclass
@@ -71,10 +69,15 @@ class _Parts:
 
 
 class Graphs:
-    """A node's graphs. Part of its executor."""
+    """A node's graphs.
 
-    def __init__(self, executor: Executor) -> None:
-        self._ex = executor
+    ``one`` applies a recorded command; ``failed`` is the way out of one that an engine could not do.
+    """
+
+    def __init__(
+        self, node: NodeState, one: Callable[[c.Command], None], failed: Callable[[c.Command, Exception], None]
+    ) -> None:
+        self._node, self._one, self._failed_one = node, one, failed
         self._parts: dict[int, _Parts] = {}
         self._graphs: dict[int, Graph] = {}
         self._builder = Builder()
@@ -97,14 +100,14 @@ class Graphs:
         parts = self._parts.pop(command.graph, _Parts())
         self._graphs[command.graph] = graph = self._build(parts, command, lambda p: make(p, self._builder))
         for ref in command.outputs:
-            self._ex.store.entries[ref] = Unmade()
-            self._ex.store.watched[ref] = graph.orphans
+            self._node.store.entries[ref] = Unmade()
+            self._node.store.watched[ref] = graph.orphans
 
     def discard(self, command: c.Discard) -> None:
         self._parts.pop(command.graph, None)
         graph = self._graphs.pop(command.graph, None)
         for ref in () if graph is None else graph.outputs:
-            self._ex.store.watched.pop(ref, None)
+            self._node.store.watched.pop(ref, None)
 
     def engines(self, number: int) -> str:
         """Per program of a graph, a line: what ran it last, and why nothing else does."""
@@ -119,7 +122,7 @@ class Graphs:
     # ---- building --------------------------------------------------------------------------------------------------
 
     def _build(self, parts: _Parts, command: c.Graph, make: Callable[[Program], Engine]) -> Graph:
-        commands, ex = parts.commands, self._ex
+        commands, node = parts.commands, self._node
         reads, makes = zip(*map(self._refs, commands), strict=True) if commands else ((), ())
         stays = {*command.outputs, *command.returned}
         last = {ref: i for i in range(len(commands)) for ref in (*reads[i], *makes[i])}
@@ -136,7 +139,7 @@ class Graphs:
                 run.clear()
 
         for i, recorded in enumerate(commands):
-            if isinstance(recorded, c.Call) and not isinstance(ex.templates[recorded.template], Broken):
+            if isinstance(recorded, c.Call) and not isinstance(node.templates[recorded.template], Broken):
                 if not awaited.isdisjoint(reads[i]):
                     close()  # no earlier, so that the transfer runs beside what is before
                     awaited.difference_update(reads[i])
@@ -162,7 +165,7 @@ class Graphs:
         """What a command reads or writes in place, and what it makes."""
         match command:
             case c.Call():
-                template = self._ex.templates[command.template]
+                template = self._node.templates[command.template]
                 return template.operands(command.out, command.args), template.results(command.out, command.args)
             case c.Send():
                 return [command.ref], []
@@ -180,7 +183,7 @@ class Graphs:
         calls: list[c.Call] = [parts.commands[i] for i in run]  # type: ignore[misc]
         holes = [sorted(parts.numbers.get(i, {}).items()) for i in run]
         lines = [
-            line_of_call(self._ex.templates[call.template], call, dict(hole))
+            line_of_call(self._node.templates[call.template], call, dict(hole))
             for call, hole in zip(calls, holes, strict=True)
         ]
         made = {ref for line in lines for ref in line.outs}
@@ -203,7 +206,7 @@ class Graphs:
     # ---- replaying -------------------------------------------------------------------------------------------------
 
     def replay(self, command: c.Replay) -> None:
-        ex, entries = self._ex, self._ex.store.entries
+        node, entries = self._node, self._node.store.entries
         graph = self._graphs[command.graph]
         for ref, given in zip(graph.inputs, command.inputs, strict=True):
             entries[ref] = entries[given]
@@ -217,7 +220,7 @@ class Graphs:
                 for ref in frees:
                     entries.pop(ref, None)
         finally:
-            ex.at = -1
+            node.at = -1
         for ref in graph.inputs:
             entries.pop(ref, None)
         self._give(graph, command.outputs)
@@ -227,7 +230,7 @@ class Graphs:
         """Results get the refs that this replay names: copies of what the next replay would write over."""
         if not refs:
             return
-        entries = self._ex.store.entries
+        entries = self._node.store.entries
         static = any([type(s) is Segment and s.engine.static for s in graph.steps])
         outputs = {memory(t) for o in graph.outputs if isinstance(t := entries.get(o), torch.Tensor)}
         for ref, new in zip(graph.returned, refs, strict=True):
@@ -238,7 +241,7 @@ class Graphs:
 
     def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:
         """Lets go of the last replay's outputs. Gives those whose memory others see: it gets the new values."""
-        entries = self._ex.store.entries
+        entries = self._node.store.entries
         kept: dict[int, torch.Tensor] = {}
         for ref in list(graph.outputs):
             entry = entries.pop(ref, None)
@@ -253,7 +256,7 @@ class Graphs:
         return kept
 
     def _end(self, graph: Graph, kept: dict[int, torch.Tensor]) -> None:
-        store = self._ex.store
+        store = self._node.store
         if store.sending and kept:
             store.settle(list(kept.values()))
         for ref, old in kept.items():
@@ -274,11 +277,11 @@ class Graphs:
         command = step.command
         if isinstance(command, (c.Send, c.Recv, c.Collective)):
             command = replace(command, transfer=transfer + command.transfer)
-        self._ex.at = step.at
-        self._ex.one(command)
+        self._node.at = step.at
+        self._one(command)
 
     def _run(self, segment: Segment, numbers: tuple[Any, ...]) -> None:
-        ex, entries = self._ex, self._ex.store.entries
+        node, entries = self._node, self._node.store.entries
         inputs: list[Any] = list(map(entries.get, segment.program.inputs))
         if not all([isinstance(t, torch.Tensor) for t in inputs]):  # a list: faster than a generator
             inputs = [self._awaited(r) for r in segment.program.inputs]
@@ -289,8 +292,8 @@ class Graphs:
             segment.new = False
             self._plainly(segment, 0, numbers)
             return
-        if ex.store.sending and segment.writes:
-            ex.store.settle(inputs)
+        if node.store.sending and segment.writes:
+            node.store.settle(inputs)
         try:
             outputs = segment.engine.run(inputs, numbers)
         except Exception as e:
@@ -302,38 +305,38 @@ class Graphs:
     def _awaited(self, ref: int) -> Any:
         """What lies under ``ref``, once it is there; None for what the call that uses it is to fail with."""
         try:
-            return self._ex.entry(ref)
+            return self._node.entry(ref)
         except (KeyError, DisttensorError):
             return None
 
     def _failed(self, segment: Segment, error: Exception, numbers: tuple[Any, ...]) -> None:
-        ex, entries = self._ex, self._ex.store.entries
+        node, entries = self._node, self._node.store.entries
         halted = segment.engine.halted(error)
         if halted is None:
-            ex.at = segment.at
-            poison = ex.tell("a graph", error)
+            node.at = segment.at
+            poison = node.tell("a graph", error)
             for ref in segment.program.outputs:
                 entries[ref] = poison
             for ref in segment.writes:
-                ex.spoil(ref, poison)
+                node.spoil(ref, poison)
             return
         at, registers = halted
         entries.update(registers)
-        ex.at = segment.at + at
-        ex.failed(self._call(segment, at, numbers), error)
+        node.at = segment.at + at
+        self._failed_one(self._call(segment, at, numbers), error)
         self._free(segment.dead[at])
         self._plainly(segment, at + 1, numbers)
 
     def _plainly(self, segment: Segment, first: int, numbers: tuple[Any, ...]) -> None:
         """One call after another, from one on."""
         for i in range(first, len(segment.calls)):
-            self._ex.at = segment.at + i
-            self._ex.one(self._call(segment, i, numbers))
+            self._node.at = segment.at + i
+            self._one(self._call(segment, i, numbers))
             self._free(segment.dead[i])
 
     def _free(self, refs: Iterable[int]) -> None:
         for ref in refs:
-            self._ex.store.entries.pop(ref, None)
+            self._node.store.entries.pop(ref, None)
 
     @staticmethod
     def _call(segment: Segment, i: int, numbers: tuple[Any, ...]) -> c.Call:

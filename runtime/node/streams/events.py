@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ...channel.base import Transfer
 from ...protocol import commands as c
 from ...protocol.errors import ProtocolError
+from ..state import NodeState
 from .cuda_lane import CudaMark
 from .lane import Mark, when_all
 
-if TYPE_CHECKING:
-    from ..executor import Executor
-
 
 class Events:
-    """Part of an executor."""
+    """The events of one node."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._ex = executor
+    def __init__(self, node: NodeState) -> None:
+        self._node = node
 
     def do(self, command: c.Record | c.Query | c.Elapsed) -> None:
         """Does a command of the default stream, or of none."""
         match command:
             case c.Record():
                 mark = self.new(command)
-                when_all([p.transfer for p in self._ex.store.pending.values()], mark.reach)
+                when_all([p.transfer for p in self._node.store.pending.values()], mark.reach)
             case c.Query():
-                self._ex.emit(c.Answer(command.request, self[command.ref].is_completed()))
+                self._node.emit(c.Answer(command.request, self[command.ref].is_completed()))
             case c.Elapsed():
                 first, second = self[command.first], self[command.second]
                 both = first.is_completed() and second.is_completed()
-                self._ex.emit(c.Answer(command.request, second.since(first) if both else None))
+                self._node.emit(c.Answer(command.request, second.since(first) if both else None))
 
     def new(self, command: c.Record) -> Mark:
         """The event that ``command`` makes; somebody has to reach it."""
-        device = self._ex.device(command.device)
+        device = self._node.device(command.device)
         mark = CudaMark(device, command.timing) if device.type == "cuda" else Mark()
-        self._ex.store.entries[command.ref] = mark
+        self._node.store.entries[command.ref] = mark
         return mark
 
     def __getitem__(self, ref: int) -> Mark:
         """Raises KeyError, ProtocolError for what is no event."""
-        mark = self._ex.store.entries[ref]
+        mark = self._node.store.entries[ref]
         if not isinstance(mark, Mark):
             raise ProtocolError(f"ref {ref} is no event")
         return mark
 
     def arrival(self, command: c.Await) -> Transfer:
         """The transfer that a peer's Signal ends."""
-        return self._ex.channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)
+        return self._node.channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)

@@ -10,33 +10,31 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...channel.base import Transfer
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison, earliest
+from ..state import NodeState
 from ..store import Entry, Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, wait_quietly
 from . import cuda_lane as cuda
 from .lane import Lane, Mark, Task, Values, when_all
-
-if TYPE_CHECKING:
-    from ..executor import Executor
 
 #: Tasks of a lane between two looks at whether the master should hear of it.
 OFTEN = 64
 
 
 class Lanes:
-    """The lanes of one executor."""
+    """The lanes of one node."""
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.store = executor.store
-        self.entries = executor.store.entries
+    def __init__(self, node: NodeState) -> None:
+        self.node = node
+        self.store = node.store
+        self.entries = node.store.entries
         self.closed = False
-        self.cuda = executor.cuda
+        self.cuda = node.cuda
         self._all: list[Lane] = []
         #: what has come to be since the store was last written
         self._arrived: deque[tuple[int, Pending | Promise]] = deque()
@@ -64,7 +62,7 @@ class Lanes:
         while self._arrived:
             ref, later = self._arrived.popleft()
             if entries.get(ref) is later:
-                value = later.result(partial(self.executor.tell, "transfer"))
+                value = later.result(partial(self.node.tell, "transfer"))
                 if isinstance(value, torch.Tensor) and self._tainted:
                     value = self._tainted.get(memory(value), (value,))[0]
                 if value is None:
@@ -76,7 +74,7 @@ class Lanes:
             tensor, poison = self._spoiled.popleft()
             for ref in self.store.aliases(tensor):
                 entries[ref] = poison
-            self._taints.append((self.executor.seq, memory(tensor)))
+            self._taints.append((self.node.seq, memory(tensor)))
         while self._taints and self._taints[0][0] <= done:
             _, key = self._taints.popleft()
             if not any(key == other for _, other in self._taints):
@@ -84,7 +82,7 @@ class Lanes:
 
     def done(self) -> int:
         """How many commands are done for good: whatever fails later is one of the others."""
-        done = self.executor.seq  # first: a command is queued before that goes on
+        done = self.node.seq  # first: a command is queued before that goes on
         for lane in self._all:
             with contextlib.suppress(IndexError):  # it has become idle
                 done = min(done, lane.order[0].seq)
@@ -99,13 +97,13 @@ class Lanes:
     def mark(self, lane: Lane) -> Mark:
         """Reached when ``lane`` has done what it has got."""
         mark = Mark()
-        self.put(lane, Task(self.executor.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach()))
+        self.put(lane, Task(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach()))
         return mark
 
     def when_done(self, then: Callable[[], None]) -> None:
         """Calls ``then`` when all that was issued so far is done, transfers too; dealing out goes on."""
         pending = list(self.store.pending.values())
-        tell = partial(self.tell, self.executor.seq, "transfer")
+        tell = partial(self.tell, self.node.seq, "transfer")
 
         def finish() -> None:
             for arrived in pending:
@@ -128,11 +126,11 @@ class Lanes:
 
     def lane(self, name: str) -> Lane:
         """A new lane. ``name`` is for its thread."""
-        return self._add(Lane(f"{self.executor.rank}-{name}", self.perform, self._after))
+        return self._add(Lane(f"{self.node.rank}-{name}", self.perform, self._after))
 
     def cuda_lane(self, name: str, device: torch.device, priority: int) -> Lane:
         """A new lane that issues to a CUDA stream."""
-        return self._add(cuda.CudaLane(device, priority, f"{self.executor.rank}-{name}", self.perform, self._after))
+        return self._add(cuda.CudaLane(device, priority, f"{self.node.rank}-{name}", self.perform, self._after))
 
     def _add(self, lane: Lane) -> Lane:
         self._all = [
@@ -166,7 +164,7 @@ class Lanes:
                 if len(results) != len(task.outs):
                     raise ProtocolError(f"{task.name} gave {len(results)} tensors, not the {len(task.outs)} expected")
         except _Closed:
-            poison = Poison(self.executor.rank, task.seq)
+            poison = Poison(self.node.rank, task.seq)
         except PoisonedError as e:
             poison = Poison(e.rank, e.seq)
         except Exception as e:
@@ -233,13 +231,13 @@ class Lanes:
 
     def tell(self, seq: int, op: str, error: Exception) -> Poison:
         """Tells the master that command ``seq`` has failed."""
-        return self.executor.tell(op, error, seq)
+        return self.node.tell(op, error, seq)
 
     def _after(self, lane: Lane) -> None:
         """A lane has done a task."""
         lane.count += 1
         if not lane.order or lane.count % OFTEN == 0:
-            self.executor.progress()
+            self.node.progress()
 
 
 class _Closed(Exception):

@@ -9,37 +9,52 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
-from ...protocol import codec
 from ...protocol import commands as c
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
 from ..collectives import join
 from ..failures import name_of
+from ..state import NodeState
 from ..store import Entry, Later, Promise, Unmade, made
 from ..template import Template, tensors_of
 from .cuda_lane import CudaLane, CudaMark, keep_for_default
+from .events import Events
 from .lane import Lane, Results, Run, Task, Values, when_all
 from .lanes import Lanes
-
-if TYPE_CHECKING:
-    from ..executor import Executor
 
 #: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
 #: to hand a small operation over costs as much as to do it.
 LATELY = 1024
 
 
-class Dealer(Lanes):
-    """The lanes of one executor, and what goes to which."""
+class Graphs(Protocol):
+    """What lanes know of the node's graphs."""
 
-    def __init__(self, executor: Executor) -> None:
-        super().__init__(executor)
+    def sends(self, graph: int) -> bool: ...
+
+
+class Dealer(Lanes):
+    """The lanes of one node, and what goes to which.
+
+    ``apply`` does a command in the calling thread; ``failed`` is the way out of one that failed there.
+    """
+
+    def __init__(
+        self,
+        node: NodeState,
+        apply: Callable[[c.Command], None],
+        failed: Callable[[c.Command, Exception], None],
+        events: Events,
+        graphs: Graphs,
+    ) -> None:
+        super().__init__(node)
+        self._apply, self._failed, self._events, self._graphs = apply, failed, events, graphs
         self._users: dict[int, Lane] = {}  #: the streams that the master made, by ref
         self._peers: dict[int, Lane] = {}  #: what sends to a peer, in order
         self.default = self.lane("default")
@@ -85,10 +100,10 @@ class Dealer(Lanes):
         """A command could not even be queued."""
         if isinstance(command, c.On):
             command = command.command
-        self.executor.give_up(command, self.tell(self.executor.seq, name_of(command), error))
+        self.node.give_up(command, self.tell(self.node.seq, name_of(command), error))
 
     def _other(self, command: c.Command) -> None:
-        executor = self.executor
+        node = self.node
         match command:
             case c.Stream():
                 self.stream(command)
@@ -96,26 +111,26 @@ class Dealer(Lanes):
                 self.store.free(command.first, command.distances)
                 self._let_go()
             case c.Forget():
-                executor.other(command)
+                self._apply(command)
                 for lane in self._all:
                     lane.twins.clear()
             case c.Sync():
-                self.when_done(lambda: executor.synchronized(command))
+                self.when_done(lambda: node.synchronized(command))
             case c.Memory():
-                self.when_done(lambda: executor.memory(command))
+                self.when_done(lambda: node.memory(command))
             case c.Signal():
                 self._signal(command)
             case c.Join():
                 self._join(command)
             case c.Default() | c.Part() | c.Graph() | c.Discard():  # these concern all streams
                 self.wait_for(self.busy())
-                executor.other(command)
+                self._apply(command)
             case _:
-                executor.other(command)
+                self._apply(command)
 
     def stream(self, command: c.Stream) -> None:
         """Makes a stream."""
-        device, name = self.executor.device(command.device), str(command.ref)
+        device, name = self.node.device(command.device), str(command.ref)
         lane = self.cuda_lane(name, device, command.priority) if device.type == "cuda" else self.lane(name)
         self._users[command.ref] = self.entries[command.ref] = lane
         self._lately = LATELY
@@ -142,8 +157,8 @@ class Dealer(Lanes):
 
     def _inline(self, call: c.Call) -> None:
         """The default stream, by the receiving thread."""
-        executor = self.executor
-        template = executor.templates[call.template]
+        node = self.node
+        template = node.templates[call.template]
         if self.store.sending and template.mutated:
             self._call(self.default, call)
             return
@@ -157,7 +172,7 @@ class Dealer(Lanes):
             if any(isinstance(entry, Later) and not entry.is_completed() for entry in operands):
                 self._call(self.default, call)
             else:
-                executor.failed(call, e)
+                self._failed(call, e)
 
     def _task(
         self,
@@ -170,10 +185,10 @@ class Dealer(Lanes):
     ) -> None:
         entries = self.entries
         captured = {ref: entries[ref] for ref in reads}
-        self.put(lane, Task(self.executor.seq, name, run, captured, [(ref, Promise()) for ref in outs], **more))
+        self.put(lane, Task(self.node.seq, name, run, captured, [(ref, Promise()) for ref in outs], **more))
 
     def _call(self, lane: Lane, call: c.Call) -> None:
-        template = self.executor.templates[call.template]
+        template = self.node.templates[call.template]
         self._task(
             lane,
             template.name,
@@ -184,18 +199,11 @@ class Dealer(Lanes):
         )
 
     def _ask(self, lane: Lane, ask: c.Ask) -> None:
-        call, executor = ask.call, self.executor
-        template = executor.templates[call.template]
+        call, node = ask.call, self.node
+        template = node.templates[call.template]
 
         def run(values: Values) -> Results:
-            result = _twin(lane, template)(call.out, call.args)
-            if not template.outs:
-                executor.emit(c.Answer(ask.request, codec.to_value(result)))
-                return None
-            results = [result] if isinstance(result, torch.Tensor) else list(result)
-            shapes = tuple(None if t is None else executor.geometry(t) for t in results)
-            executor.emit(c.Shapes(ask.request, shapes))
-            return results
+            return node.answer(ask, template, _twin(lane, template)(call.out, call.args)) or None
 
         self._task(
             lane,
@@ -208,55 +216,55 @@ class Dealer(Lanes):
         )
 
     def _answers(self, request: int) -> Callable[[Poison], None]:
-        return lambda poison: self.executor.emit(c.Poisoned(request, poison.rank, poison.seq))
+        return lambda poison: self.node.emit(c.Poisoned(request, poison.rank, poison.seq))
 
     def _function(self, lane: Lane, command: c.Run) -> None:
-        executor = self.executor
-        job = executor.functions.claim(command)
+        node = self.node
+        job = node.functions.claim(command)
         sends = list(self.store.sending)
 
         def run(values: Values) -> Results:
             for entry, transfer in sends:
                 self.settle(entry, transfer, list(values.values()))  # the function may write them
-            executor.finish_run(command, *job(values.__getitem__))
+            node.finish_run(command, *job(values.__getitem__))
             return None
 
         answer = self._answers(command.request)
 
         def spoil(poison: Poison) -> None:
-            executor.functions.skip(command)
+            node.functions.skip(command)
             answer(poison)
 
         self._task(lane, name_of(command), run, command.refs, spoil=spoil)
 
     def _seed(self, lane: Lane, command: c.Seed) -> None:
-        self._task(lane, "Seed", lambda values: self.executor.other(command))
+        self._task(lane, "Seed", lambda values: self._apply(command))
 
     def _random(self, lane: Lane, command: c.Random) -> None:
-        run = partial(self.executor.random, command)
+        run = partial(self.node.random, command)
         self._task(lane, "Random", lambda values: run(), spoil=self._answers(command.request))
 
     def _keep(self, lane: Lane, command: c.Keep) -> None:
-        executor = self.executor
+        node = self.node
         if command.restore:
-            self._task(lane, "Keep", lambda v: executor.restore(command.device, v[command.ref]), [command.ref])
+            self._task(lane, "Keep", lambda v: node.restore(command.device, v[command.ref]), [command.ref])
         else:
-            self._task(lane, "Keep", lambda values: [executor.generator(command.device)], outs=[command.ref])
+            self._task(lane, "Keep", lambda values: [node.generator(command.device)], outs=[command.ref])
 
     def _storage(self, lane: Lane, command: c.Storage) -> None:
-        run = partial(self.executor.storage, command.request)
+        run = partial(self.node.storage, command.request)
         self._task(lane, "Storage", lambda v: run(v[command.ref]), [command.ref], spoil=self._answers(command.request))
 
     def _replay(self, lane: Lane, command: c.Replay) -> None:
         """By the receiving thread, in the lane's turn. What other streams make for it is waited for as it is used."""
-        sends = self.executor.graphs.sends(command.graph)
+        sends = self._graphs.sends(command.graph)
         joint = [self._joint] if self._joint is not None else []
         self.wait_for([lane, *((*self._peers.values(), *joint) if sends else ())])
-        self.executor.other(command)
+        self._apply(command)
 
     def _collective(self, lane: Lane, command: c.Collective) -> None:
         """On a lane of its own: nodes that do them in one order don't wait for each other in a circle."""
-        executor, seq = self.executor, self.executor.seq
+        node, seq = self.node, self.node.seq
         joint, began = self._joint, False
         if joint is None or joint.ended:
             joint = self._joint = self.lane("joint")
@@ -264,7 +272,7 @@ class Dealer(Lanes):
         def run(values: Values) -> Results:
             nonlocal began
             began = True
-            join(executor, seq, command, values)
+            join(node, seq, command, values)
             return None
 
         def spoil(poison: Poison) -> None:
@@ -282,32 +290,32 @@ class Dealer(Lanes):
         entry = self.entries.get(ref)
         if entry is None or isinstance(entry, Unmade):
             try:
-                return self.executor.entry(ref)
+                return self.node.entry(ref)
             except Exception as e:
-                return self.tell(self.executor.seq, what, e)
+                return self.tell(self.node.seq, what, e)
         return entry
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def _record(self, lane: Lane, command: c.Record) -> None:
-        mark = self.executor.events.new(command)
+        mark = self._events.new(command)
         # what arrives for the default stream holds nothing up but what uses it; here it counts
         arriving = [p.transfer for p in self.store.pending.values()] if lane is self.default else []
         self._task(lane, "Record", lambda values: when_all(arriving, mark.reach), spoil=lambda _: mark.reach())
 
     def _wait(self, lane: Lane, command: c.Wait) -> None:
-        mark = self.executor.events[command.ref]
+        mark = self._events[command.ref]
         if not mark.is_completed():
             self._task(lane, "Wait", _nothing, waits=[mark])
 
     def _await(self, lane: Lane, command: c.Await) -> None:
-        self._task(lane, "Wait", _nothing, waits=[self.executor.events.arrival(command)])
+        self._task(lane, "Wait", _nothing, waits=[self._events.arrival(command)])
 
     def _signal(self, command: c.Signal) -> None:
-        self._to_peer(command, torch.empty(0, dtype=torch.uint8), [self.executor.events[command.ref]])
+        self._to_peer(command, torch.empty(0, dtype=torch.uint8), [self._events[command.ref]])
 
     def _join(self, command: c.Join) -> None:
-        mark, done = self.executor.events[command.ref], partial(self.executor.emit, c.Done(command.request))
+        mark, done = self._events[command.ref], partial(self.node.emit, c.Done(command.request))
         if not isinstance(mark, CudaMark):
             mark.add_done_callback(done)
         else:  # in a thread of its own, for it calls nobody
@@ -323,20 +331,20 @@ class Dealer(Lanes):
         waiting = isinstance(entry, Later) and not entry.is_completed()
         peer = self._peers.get(command.peer)
         if entry is None or not (lane.order or waiting or self.cuda or (peer is not None and peer.order)):
-            self.executor.other(command)
+            self._apply(command)
         elif not lane.order:
             self._to_peer(command, entry)
         else:
             reached = Promise()
-            task = Task(self.executor.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
+            task = Task(self.node.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
             self.put(lane, task)
             self._to_peer(command, reached)
 
     def _to_peer(self, command: c.Send | c.Signal, entry: Entry, waits: Sequence[Transfer] = ()) -> None:
         """Sends ``entry`` once it is there and all that was to be sent to its peer before it is on its way."""
-        executor, seq, sent = self.executor, self.executor.seq, Ticket()
+        node, seq, sent = self.node, self.node.seq, Ticket()
         peer, transfer = command.peer, command.transfer
-        channel = executor.channels.data[command.channel if isinstance(command, c.Send) else 0]
+        channel = node.channels.data[command.channel if isinstance(command, c.Send) else 0]
         lane = self._peers.get(peer)
         if lane is None:
             lane = self._peers[peer] = self.lane(f"to-{peer}")
@@ -355,7 +363,7 @@ class Dealer(Lanes):
         self.put(lane, Task(seq, "Send", run, {0: entry}, waits=waits, spoil=spoil))
 
     def _recv(self, lane: Lane, command: c.Recv) -> None:
-        self.executor.other(command)
+        self._apply(command)
         if lane is not self.default:  # which goes on until something uses the tensor
             self.store.pending.pop(command.out, None)
             self._task(lane, "transfer", _nothing, [command.out])
