@@ -33,7 +33,7 @@ def _hide_front_end() -> None:
     package = importlib.util.find_spec("disttensor")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError(f"no disttensor on the path {sys.path}")
-    where = os.path.join(package.submodule_search_locations[0], "runtime", "launch", "tree", "entry.py")
+    where = os.path.join(package.submodule_search_locations[0], "runtime", "launch", "entry.py")
     spec = importlib.util.spec_from_file_location("disttensor_boot", where)
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"{where} cannot be imported")

@@ -15,7 +15,7 @@ from disttensor.runtime.protocol.bundle import read_bundle
 LIGHT = """
 import sys
 from importlib.util import find_spec
-sys.path.insert(0, find_spec("disttensor").submodule_search_locations[0] + "/runtime/launch/tree")
+sys.path.insert(0, find_spec("disttensor").submodule_search_locations[0] + "/runtime/launch")
 import entry
 sys.path.pop(0)
 entry.hide_front_end()

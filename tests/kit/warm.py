@@ -48,7 +48,7 @@ _EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS", "GOMP",
           "TORCH", "PYTORCH", "ATEN", "DNNL", "ONEDNN", "LD_", "CUDA")  # fmt: skip
 #: Those of them that are followed after the start.
 _LATE = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES")
-#: Roles of launch/tree/entry.py that start no Python programs themselves, and so need no zygote.
+#: Roles of launch/entry.py that start no Python programs themselves, and so need no zygote.
 _LEAVES = ("server",)
 #: How many zygotes a pytest process has at a time; each has 300 MB.
 _MOST = 3

@@ -214,7 +214,7 @@ def test_tail_of_a_crash() -> None:
         "Current thread 0x1 (most recent call first):",
         '  File "x.py", line 6 in f',
     )
-    ours = [f'  File "/x/disttensor/runtime/launch/tree/entry.py", line {i} in main' for i in range(17)]
+    ours = [f'  File "/x/disttensor/runtime/launch/entry.py", line {i} in main' for i in range(17)]
     modules = "Extension modules: numpy, torch (total: 2)"
     tail.add(1, b"something is wrong\n")
     tail.add(2, "\n".join([*crash, *ours, "", modules, ""]).encode())

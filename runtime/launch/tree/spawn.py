@@ -25,7 +25,7 @@ LAUNCHER_FD = "DISTTENSOR_LAUNCHER_FD"
 _TAKEN = socket.SO_KEEPALIVE
 
 #: The script that they run.
-BOOT = os.path.join(os.path.dirname(__file__), "entry.py")
+BOOT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "entry.py")
 
 #: What a worker imports and what it would otherwise import after the fork, each for itself.
 PRELOAD = (

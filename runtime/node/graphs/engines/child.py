@@ -60,7 +60,7 @@ def _compile(text: str, folder: str, threads: int) -> int:
     from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._subclasses import FakeTensorMode
 
-    from . import fitness, listing, tracing
+    from disttensor.runtime.node.graphs.engines import fitness, listing, tracing
 
     work = os.path.join(folder, "work")
     os.makedirs(work)

@@ -58,28 +58,28 @@ def main(role: str, path: str, *arguments: str) -> int:
 
 def agent(*modules: str) -> int:
     hide_front_end()
-    from .agent import main
+    from disttensor.runtime.launch.tree.agent import main
 
     return main(modules)
 
 
 def worker(*arguments: str) -> int:
     hide_front_end()
-    from ..rendezvous.worker_cli import main
+    from disttensor.runtime.launch.rendezvous.worker_cli import main
 
     return main(arguments)
 
 
 def node(entry: str) -> int:
     hide_front_end()
-    from .fork_child import work
+    from disttensor.runtime.launch.tree.fork_child import work
 
     return work(entry)
 
 
 def root(control: str, parent: str) -> int:
     hide_front_end()
-    from .root import serve
+    from disttensor.runtime.launch.tree.root import serve
 
     return serve(int(control), int(parent))
 
@@ -90,7 +90,7 @@ def server(control: str, parent: str, *modules: str) -> int:
     watch = _Watch(int(control))
     try:
         hide_front_end()
-        from . import server
+        from disttensor.runtime.launch.tree import server
 
         try:
             for name in modules:
