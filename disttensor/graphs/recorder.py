@@ -22,12 +22,13 @@ from ..runtime.process.signals import whole
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import AllowList
 from ..runtime.protocol.errors import GraphError
+from ..runtime.protocol.traits import TRAITS, kinds
 from ..session.places import NodeState
 from ..session.session import Session
 from .optimizer_steps import Steps
 from .traced_numbers import Tape
 
-Recordable = c.Call | c.Send | c.Recv | c.Seed | c.Keep | c.Collective
+_RECORDABLE = kinds("recordable")
 #: Arguments of the commands in one Part, at most: a tenth of what a message takes.
 _PART = 16_384
 
@@ -39,7 +40,7 @@ class Log:
     """The recording of one node."""
 
     state: NodeState
-    commands: list[Recordable] = field(default_factory=list)
+    commands: list[Any] = field(default_factory=list)
     sites: list[Site | None] = field(default_factory=list)
     numbers: list[dict[int, int]] = field(default_factory=list)  #: of each command: argument -> its number
     made: dict[int, None] = field(default_factory=dict)
@@ -85,35 +86,24 @@ class Recorder:
     def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
         log = self._log(rank)
         numbers: dict[int, int] = {}
-        match command:
-            case c.Call():
-                template = self._template(log, command.template)
-                for ref in template.operands(command.out, command.args):
-                    self._use(log, ref)
-                for ref in template.results(command.out, command.args):
-                    self._make(log, ref)
-                for i, hole in enumerate(template.holes):
-                    if not hole and (number := self.tape.find(command.args[i])) is not None:
-                        numbers[i] = number
-            case c.Recv() if command.peer == MASTER:
-                self._constant(log, command, site)
-                return
-            case c.Send() if command.peer != MASTER:
-                self._use(log, command.ref)
-                command = replace(command, transfer=self._transfer(command.transfer))
-            case c.Recv():
-                self._make(log, command.out)
-                command = replace(command, transfer=self._transfer(command.transfer))
-            case c.Collective():
-                for ref in (*command.inputs, *command.outs):
-                    self._use(log, ref)
-                command = replace(command, transfer=self._transfer(command.transfer))
-            case c.Keep():
-                (self._use if command.restore else self._make)(log, command.ref)
-            case c.Seed():
-                pass
-            case _:
-                raise GraphError(f"{type(command).__name__} can't be recorded into a graph")
+        template: Template | None = None
+        if isinstance(command, c.Recv) and command.peer == MASTER:
+            self._constant(log, command, site)
+            return
+        if type(command) not in _RECORDABLE or (isinstance(command, c.Send) and command.peer == MASTER):
+            raise GraphError(f"{type(command).__name__} can't be recorded into a graph")
+        if isinstance(command, c.Call):
+            template = self._template(log, command.template)
+            for i, hole in enumerate(template.holes):
+                if not hole and (number := self.tape.find(command.args[i])) is not None:
+                    numbers[i] = number
+        traits = TRAITS[type(command)]
+        for ref in traits.reads(command, template):
+            self._use(log, ref)
+        for ref in traits.makes(command, template):
+            self._make(log, ref)
+        if traits.renumbered:
+            command = replace(command, transfer=self._transfer(command.transfer))  # type: ignore[union-attr]
         log.commands.append(command)
         log.sites.append(site)
         log.numbers.append(numbers)
@@ -216,7 +206,7 @@ class Recorder:
         lines = [line_of_call(self._template(log, call.template), call, {}) for _, call in calls]
         written = {ref: calls[k][0] for ref, k in writers(program(lines, (), 0)).items()}
         for i, command in enumerate(log.commands):
-            for ref in command.outs if isinstance(command, c.Collective) else ():
+            for ref in () if isinstance(command, c.Call) else TRAITS[type(command)].writes(command, None):
                 written[ref] = max(i, written.get(ref, 0))
         return written
 
@@ -230,7 +220,7 @@ class Recorder:
         return rank in self.logs and ref in self.logs[rank].made
 
 
-def _parts(commands: list[Recordable]) -> Iterator[range]:
+def _parts(commands: list[Any]) -> Iterator[range]:
     """The commands that go together into a message."""
     start, size = 0, 0
     for i, command in enumerate(commands):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ..protocol import commands as c
 from ..protocol.errors import GraphError
+from ..protocol.traits import kinds
 from .failures import Site
 
 
@@ -39,10 +40,7 @@ class Route:
 
 route: ContextVar[Route] = ContextVar("disttensor_route", default=Route())  # noqa: B039 - it is immutable
 
-#: What has an order on a stream. Other commands (definitions, frees, peers) belong to the node as a whole.
-STREAMED = frozenset(
-    {c.Call, c.First, c.Ask, c.Send, c.Recv, c.Run, c.Seed, c.Random, c.Keep, c.Storage, c.Replay, c.Collective}
-)
+_ROUTED = kinds("routed")
 
 
 def waits(what: str) -> None:
@@ -64,7 +62,7 @@ class Tap:
         here = route.get()
         stream = here.streams.get(self._rank, 0)
         for command, site in zip(items[::2], items[1::2], strict=True):
-            if type(command) not in STREAMED:
+            if type(command) not in _ROUTED:
                 self._queue += (command, site)
             elif here.recorder is not None:
                 here.recorder.record(self._rank, stream, command, site)

@@ -19,6 +19,7 @@ from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
 from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, earliest
+from ..protocol.traits import TRAITS
 from . import collectives
 from .failures import name_of
 from .graphs.graphs import Graphs
@@ -167,26 +168,16 @@ class Executor(NodeState):
                 for ref, tensor in zip(command.refs, self.results.pop(command.request), strict=True):
                     if ref:
                         store.entries[ref] = tensor
-            case c.Seed():
-                # not torch.manual_seed: it would seed further backends, a session's own nodes among them
-                torch.default_generator.manual_seed(command.seed)
-                if torch.cuda.is_available():
-                    torch.cuda.manual_seed_all(command.seed)
             case c.Default():
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
-            case c.Random():
-                self.random(command)
-            case c.Keep(restore=True):
-                self.restore(command.device, self.tensor(command.ref))
-            case c.Keep():
-                store.entries[command.ref] = self.generator(command.device)
+            case c.Seed() | c.Random() | c.Keep() | c.Storage():
+                made = self.effect(command, self.tensor)
+                store.entries.update(zip(TRAITS[type(command)].makes(command, None), made, strict=True))
             case c.Sync():
                 self.settle_all()
                 self.synchronized(command)
             case c.Memory():
                 self.memory(command)
-            case c.Storage():
-                self.storage(command.request, self.tensor(command.ref))
             case c.Collective(done=0):
                 collectives.take_part(self, command)
             case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():

@@ -14,6 +14,7 @@ from contextlib import suppress
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import ClosedError
+from ..protocol.traits import kinds
 from ..transport.base import Spoke
 from .executor import Executor
 from .store import Pending
@@ -22,9 +23,7 @@ from .store import Pending
 AHEAD = 64 << 20
 
 #: What a receive may pass.
-_PASSED = (
-    c.Call, c.Ask, c.Free, c.Define, c.Forget, c.Send, c.Run, c.Piece, c.Adopt, c.Sync, c.Memory, c.Storage,
-)  # fmt: skip
+_OVERTAKEN = kinds("overtaken")
 
 
 class Ahead:
@@ -68,7 +67,7 @@ class Ahead:
     def _begin(self, command: c.Command) -> bool:
         """Begins it if it is a receive; whether those after it may begin."""
         if type(command) is not c.Recv:
-            return isinstance(command, _PASSED)
+            return type(command) in _OVERTAKEN
         executor, early = self._executor, self._executor.early
         try:
             size = codec.dtype_of(command.dtype).itemsize * math.prod(command.shape)

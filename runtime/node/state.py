@@ -19,7 +19,9 @@ from ..collective.shared_pages import Boards
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
+from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, replayed
+from ..protocol.traits import TRAITS
 from . import geometry
 from .failures import told
 from .rng_lock import get_rng_state
@@ -137,28 +139,38 @@ class NodeState:
             torch.cuda.synchronize(index)
         self.emit(c.Done(command.request))
 
-    def random(self, command: c.Random) -> None:
-        if command.state:
-            _set_generator(self.device(command.device), torch.frombuffer(bytearray(command.state), dtype=torch.uint8))
-            self.emit(c.Done(command.request))
-        else:
-            self.emit(c.Answer(command.request, self.generator(command.device).numpy().tobytes().hex()))
-
-    def generator(self, device: str) -> torch.Tensor:
-        """The state of a device's generator."""
-        return _generator(self.device(device))
-
-    def restore(self, device: str, state: torch.Tensor) -> None:
-        _set_generator(self.device(device), state)
-
     def memory(self, command: c.Memory) -> None:
         count, held = self.store.usage(command.device or None)
         self.emit(c.Answer(command.request, f"{count} {held}"))
 
-    def storage(self, request: int, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        place = " ".join(map(str, (tensor.storage_offset(), *tensor.stride())))
-        self.emit(c.Answer(request, f"{memory(tensor)} {storage.data_ptr()} {storage.nbytes()} {place}"))
+    def effect(self, command: c.Command, tensor: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        """Does a command that needs nothing but its operands, which ``tensor`` gives, in whichever thread. Returns what
+        it makes."""
+        match command:
+            case c.Seed():
+                # not torch.manual_seed: it would seed further backends, a session's own nodes among them
+                torch.default_generator.manual_seed(command.seed)
+                if torch.cuda.is_available():
+                    torch.cuda.manual_seed_all(command.seed)
+            case c.Random(state=b""):
+                state = _generator(self.device(command.device))
+                self.emit(c.Answer(command.request, state.numpy().tobytes().hex()))
+            case c.Random():
+                state = torch.frombuffer(bytearray(command.state), dtype=torch.uint8)
+                _set_generator(self.device(command.device), state)
+                self.emit(c.Done(command.request))
+            case c.Keep(restore=True):
+                _set_generator(self.device(command.device), tensor(command.ref))
+            case c.Keep():
+                return [_generator(self.device(command.device))]
+            case c.Storage():
+                found = tensor(command.ref)
+                storage = found.untyped_storage()
+                place = " ".join(map(str, (found.storage_offset(), *found.stride())))
+                self.emit(c.Answer(command.request, f"{memory(found)} {storage.data_ptr()} {storage.nbytes()} {place}"))
+            case _:
+                raise ProtocolError(f"{type(command).__name__} needs more than its operands")
+        return []
 
     # ---- entries and poison ----------------------------------------------------------------------------------------
 
@@ -187,31 +199,22 @@ class NodeState:
     def give_up(self, command: c.Command, poison: Poison) -> None:
         """Puts poison where the outputs of a failed command would be, and answers if it was to be answered."""
         call = command.call if isinstance(command, c.Ask) else command
-        request = getattr(command, "request", None)
         template = self.templates.get(call.template) if isinstance(call, c.Call) else None
-        if template is not None and isinstance(call, c.Call):
-            self._spread(template, call, poison)
-        elif isinstance(command, c.Recv):
-            self.store.entries[command.out] = poison
-        elif isinstance(command, c.Keep) and not command.restore:
-            self.store.entries[command.ref] = poison
-        elif isinstance(command, c.Run):
+        traits, entries = TRAITS[type(command)], self.store.entries
+        if template is not None or not isinstance(call, c.Call):
+            try:
+                for ref in traits.makes(command, template):
+                    entries[ref] = poison
+                for ref in traits.writes(command, template):
+                    self.spoil(ref, poison)
+            except Exception:  # arguments that don't fit their template; Failed has told
+                if isinstance(call, c.Call):
+                    entries[call.out] = poison
+        if isinstance(command, c.Run):
             self.functions.skip(command)
-        elif isinstance(command, c.Collective):
-            for ref in command.outs:
-                self.spoil(ref, poison)
+        request = getattr(command, "request", None)
         if request is not None:
             self.emit(c.Poisoned(request, poison.rank, poison.seq))
-
-    def _spread(self, template: Template, call: c.Call, poison: Poison) -> None:
-        entries = self.store.entries
-        try:
-            for ref in template.results(call.out, call.args):
-                entries[ref] = poison
-            for i in template.mutated:
-                self.spoil(call.out - int(call.args[i]), poison)  # type: ignore[arg-type]
-        except Exception:  # arguments that don't fit their template; Failed has told
-            entries[call.out] = poison
 
     def spoil(self, ref: int, poison: Poison) -> None:
         """Poisons what lies under ``ref``, with all that shares its memory."""

@@ -9,7 +9,7 @@ A segment that meets poison, or that raises, is done call by call by the executo
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,15 @@ from msgspec.structs import replace
 
 from ...protocol import commands as c
 from ...protocol.errors import DisttensorError, ProtocolError
+from ...protocol.traits import TRAITS, kinds
 from ..state import NodeState
 from ..store import Unmade, memory, shared
 from ..template import Broken
 from .engines.builder import Builder
 from .engines.registry import ENGINES
 from .program import Engine, Program, line_of_call, program, writers
+
+_RENUMBERED = kinds("renumbered")
 
 
 @dataclass
@@ -161,21 +164,11 @@ class Graphs:
         named = frozenset(recorded.template for recorded in commands if isinstance(recorded, c.Call))
         return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named)
 
-    def _refs(self, command: c.Command) -> tuple[list[int], list[int]]:
+    def _refs(self, command: c.Command) -> tuple[Sequence[int], Sequence[int]]:
         """What a command reads or writes in place, and what it makes."""
-        match command:
-            case c.Call():
-                template = self._node.templates[command.template]
-                return template.operands(command.out, command.args), template.results(command.out, command.args)
-            case c.Send():
-                return [command.ref], []
-            case c.Recv():
-                return [], [command.out]
-            case c.Keep():
-                return ([command.ref], []) if command.restore else ([], [command.ref])
-            case c.Collective():
-                return [*command.inputs, *command.outs], []
-        return [], []
+        traits = TRAITS[type(command)]
+        template = self._node.templates[command.template] if isinstance(command, c.Call) else None
+        return traits.reads(command, template), traits.makes(command, template)
 
     def _segment(
         self, run: list[int], parts: _Parts, last: dict[int, int], stays: set[int], make: Callable[[Program], Engine]
@@ -275,8 +268,8 @@ class Graphs:
 
     def _single(self, step: Single, transfer: int) -> None:
         command = step.command
-        if isinstance(command, (c.Send, c.Recv, c.Collective)):
-            command = replace(command, transfer=transfer + command.transfer)
+        if type(command) in _RENUMBERED:
+            command = replace(command, transfer=transfer + command.transfer)  # type: ignore[union-attr]
         self._node.at = step.at
         self._one(command)
 

@@ -18,6 +18,7 @@ from ...channel.ticket import Ticket
 from ...protocol import commands as c
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
+from ...protocol.traits import TRAITS, kinds
 from ..collectives import join
 from ..failures import name_of
 from ..state import NodeState
@@ -66,15 +67,12 @@ class Dealer(Lanes):
             c.Send: self._send,
             c.Recv: self._recv,
             c.Run: self._function,
-            c.Seed: self._seed,
-            c.Random: self._random,
-            c.Keep: self._keep,
-            c.Storage: self._storage,
             c.Record: self._record,
             c.Wait: self._wait,
             c.Await: self._await,
             c.Replay: self._replay,
             c.Collective: self._collective,
+            **dict.fromkeys(kinds("anywhere"), self._effect),
         }
         self._joint: Lane | None = None  #: what does collectives, all of a node one after the other
 
@@ -237,23 +235,17 @@ class Dealer(Lanes):
 
         self._task(lane, name_of(command), run, command.refs, spoil=spoil)
 
-    def _seed(self, lane: Lane, command: c.Seed) -> None:
-        self._task(lane, "Seed", lambda values: self._apply(command))
-
-    def _random(self, lane: Lane, command: c.Random) -> None:
-        run = partial(self.node.random, command)
-        self._task(lane, "Random", lambda values: run(), spoil=self._answers(command.request))
-
-    def _keep(self, lane: Lane, command: c.Keep) -> None:
-        node = self.node
-        if command.restore:
-            self._task(lane, "Keep", lambda v: node.restore(command.device, v[command.ref]), [command.ref])
-        else:
-            self._task(lane, "Keep", lambda values: [node.generator(command.device)], outs=[command.ref])
-
-    def _storage(self, lane: Lane, command: c.Storage) -> None:
-        run = partial(self.node.storage, command.request)
-        self._task(lane, "Storage", lambda v: run(v[command.ref]), [command.ref], spoil=self._answers(command.request))
+    def _effect(self, lane: Lane, command: Any) -> None:
+        """A command that needs nothing but its operands."""
+        traits, node = TRAITS[type(command)], self.node
+        self._task(
+            lane,
+            type(command).__name__,
+            lambda values: node.effect(command, values.__getitem__) or None,
+            traits.reads(command, None),
+            traits.makes(command, None),
+            spoil=self._answers(command.request) if hasattr(command, "request") else None,
+        )
 
     def _replay(self, lane: Lane, command: c.Replay) -> None:
         """By the receiving thread, in the lane's turn. What other streams make for it is waited for as it is used."""
