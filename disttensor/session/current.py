@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from ..runtime.process import role
 from ..runtime.protocol.errors import DisttensorError
 from .places import Place
 from .session import Session
@@ -31,3 +32,4 @@ def current() -> Session | None:
 def set_session(new: Session | None) -> None:
     global _session
     _session = new
+    role.set_session(new)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import DefaultDeviceType
 
-from ..session import current as state
+from ..runtime.process import role
 
 #: What torch's Python asks of the accelerator in C++ -> what the module of a device calls it.
 _CALLS = {
@@ -52,7 +52,7 @@ def keep(accelerator: torch.device | None) -> None:
         return accelerator if found else None
 
     def current() -> torch.device | None:
-        return accelerator if state.current() is None else there() or torch.device("node")
+        return (there() or torch.device("node")) if role.has_session() else accelerator
 
     setattr(torch._C, "_accelerator_getAccelerator", current)  # noqa: B010 - mypy refuses the assignment
     # process groups and FSDP ask so, for tensors of this process; and an answer is kept beyond a session

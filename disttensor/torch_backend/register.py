@@ -1,7 +1,8 @@
-"""Makes "node" a device of torch's: the device's name, its module ``torch.node``, its factories and its guard.
+"""Makes "node" a device of torch's: its factories, its guard, its kernels.
 
-All but the name is done at the first init and not at import, because it changes what local torch answers to a few
-questions. With the name at import, what uses a node before that is told what is missing (``device_module._lazy_init``).
+This is done at the first init and not at import, because it changes what local torch answers to a few questions. The
+name has been there since torch was (naming.py), so that what uses a node before is told what is missing
+(``device_module._lazy_init``).
 """
 
 from __future__ import annotations
@@ -14,29 +15,25 @@ from typing import Any, NoReturn
 import torch
 from torch._library import simple_registry
 from torch._ops import OpOverload
-from torch.utils import backend_registration
-from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend
 
 from ..dispatch import copies, handlers, method_shortcuts, rng_states
 from ..dispatch.dispatch import dispatch, run
 from ..dispatch.first_call import layout_of, refuse_layout
 from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
-from ..runtime.node import worker
-from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.current_node import current_node
 from ..storage import set_data, storages, uninitialized
 from . import (
     autocast,
     backward,
-    device_module,
     foreach_optimizers,
-    keep_local_accelerator,
     sparse_gradients,
     torch_compile,
 )
 from .composites import linear, overrides, sdpa, wider_dtypes
+from .naming import name_device
 
 #: Composites that have a kernel of their own on the CPU, or call one directly: torch would take them apart otherwise.
 #: And the one that ``torch.tensor([x, y])`` calls where neither subclasses nor the fallback have a say.
@@ -49,32 +46,7 @@ _OWN_KERNELS = (
     torch.ops.aten.mish_backward.default,
     torch.ops.aten.native_channel_shuffle.default,
 )
-#: Why two libraries that each have a device of their own can't be used in one process.
-_ONE = "torch has one device of this kind in a process (torch.utils.rename_privateuse1_backend); use two processes"
 _library: list[torch.library.Library] = []
-_named: list[str] = []
-
-
-def name_device() -> None:
-    """Gives the device its name and its module; a second call does nothing. Raises DisttensorError where another
-    library has named its own."""
-    if _named:
-        return
-    other = torch._C._get_privateuse1_backend_name()
-    if other != "privateuseone":
-        raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
-    accelerator = torch.accelerator.current_accelerator()
-    rename_privateuse1_backend("node")
-    torch._register_device_module("node", device_module)
-    keep_local_accelerator.keep(accelerator)
-    setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
-    _named.append("node")
-
-
-def at_import() -> None:
-    """The same, unless this process has no use for the name: as a node, or with another backend."""
-    if not worker.is_node() and torch._C._get_privateuse1_backend_name() == "privateuseone":
-        name_device()
 
 
 def register() -> None:
@@ -115,10 +87,6 @@ def _adapt_torch() -> None:
     # C++ asks this for each operation on a subclass, and has held on to the function since the first
     rule_of = simple_registry.find_torch_dispatch_rule
     rule_of.__code__, rule_of.__defaults__ = _rule_of.__code__, _rule_of.__defaults__
-
-
-def _refuse(name: str) -> NoReturn:
-    raise RuntimeError(f"there can't be a device {name!r} beside disttensor's 'node': {_ONE}")
 
 
 def _rule_of(

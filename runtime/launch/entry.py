@@ -8,14 +8,13 @@
 
 SYS_PATH is the master's (JSON), so that all find the same torch and the same disttensor; PARENT a pid to die with, or
 0; MODULEs are imported before the first worker. Nothing of disttensor is imported before the path is set, and the front
-end not at all: none of these use it, and it would take the time of torch where no torch is needed.
+end not at all: none of these use it.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import select
@@ -24,6 +23,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+
+#: No torch of these processes gets the device "node" (disttensor/torch_backend/at_import.py).
+NAMES_NO_DEVICE = True
 
 
 class _Watch:
@@ -57,28 +59,24 @@ def main(role: str, path: str, *arguments: str) -> int:
 
 
 def agent(*modules: str) -> int:
-    hide_front_end()
     from disttensor.runtime.launch.tree.agent import main
 
     return main(modules)
 
 
 def worker(*arguments: str) -> int:
-    hide_front_end()
     from disttensor.runtime.launch.rendezvous.worker_cli import main
 
     return main(arguments)
 
 
 def node(entry: str) -> int:
-    hide_front_end()
     from disttensor.runtime.launch.tree.fork_child import work
 
     return work(entry)
 
 
 def root(control: str, parent: str) -> int:
-    hide_front_end()
     from disttensor.runtime.launch.tree.root import serve
 
     return serve(int(control), int(parent))
@@ -89,7 +87,6 @@ def server(control: str, parent: str, *modules: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch = _Watch(int(control))
     try:
-        hide_front_end()
         from disttensor.runtime.launch.tree import server
 
         try:
@@ -103,27 +100,6 @@ def server(control: str, parent: str, *modules: str) -> int:
     finally:
         watch.end()  # before the first fork: a fork copies no threads, but the locks that they hold
     return server.serve(int(control), int(parent))
-
-
-def hide_front_end() -> None:
-    """Makes ``disttensor`` a package whose ``__init__`` runs when somebody asks for something in it."""
-    spec = importlib.util.find_spec("disttensor")
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"no disttensor on the master's path {sys.path}")
-    package, loader = importlib.util.module_from_spec(spec), spec.loader
-
-    def load(name: str) -> object:
-        if name.startswith("__") and name not in (
-            "__all__",
-            "__version__",
-        ):  # asked of any module, by the import system
-            raise AttributeError(f"module 'disttensor' has no attribute {name!r}")
-        package.__dict__.pop("__getattr__", None)
-        loader.exec_module(package)
-        return getattr(package, name)
-
-    package.__dict__["__getattr__"] = load
-    sys.modules["disttensor"] = package
 
 
 if __name__ == "__main__":

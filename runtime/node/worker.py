@@ -23,6 +23,7 @@ from ..channel.base import ChannelContext
 from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
+from ..process import role
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
@@ -177,17 +178,9 @@ def main(lifeline: int) -> int:
     return start(bundle)
 
 
-def is_node() -> bool:
-    """Whether this process is a node, and nothing else."""
-    return bool(_started)
-
-
-_started: list[int] = []  #: the rank
-
-
 def start(bundle: Bundle) -> int:
     """Makes this process the node that the bundle says; returns the exit code when its session has ended."""
-    _started.append(bundle.rank)
+    role.become_node(bundle.rank)
     for path in reversed(bundle.sys_path):
         if path not in sys.path:
             sys.path.insert(0, path)

@@ -1,0 +1,78 @@
+"""The name of the device "node", its module ``torch.node``, and ``Tensor.dist_send``: what torch has of us before init.
+
+This imports torch and nothing else of the front end, for it may run in the middle of an import of that. The module is
+loaded when something is asked of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import backend_registration
+from torch.utils.backend_registration import rename_privateuse1_backend
+
+from ..runtime.process import role
+from ..runtime.protocol.errors import DisttensorError
+from . import keep_local_accelerator
+
+#: Why two libraries that each have a device of their own can't be used in one process.
+_ONE = "torch has one device of this kind in a process (torch.utils.rename_privateuse1_backend); use two processes"
+_named: list[str] = []
+
+
+def name_device() -> None:
+    """Gives the device its name and its module; a second call does nothing. Raises DisttensorError where another
+    library has named its own."""
+    if _named:
+        return
+    other = torch._C._get_privateuse1_backend_name()
+    if other != "privateuseone":
+        raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
+    accelerator = torch.accelerator.current_accelerator()
+    rename_privateuse1_backend("node")
+    torch._register_device_module("node", _Later("torch.node"))
+    keep_local_accelerator.keep(accelerator)
+    setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
+    setattr(torch.Tensor, "dist_send", _dist_send)  # noqa: B010
+    _named.append("node")
+
+
+def at_import() -> None:
+    """The same, unless this process has no use for the name: as a node, or with another backend."""
+    if not role.is_node() and torch._C._get_privateuse1_backend_name() == "privateuseone":
+        name_device()
+
+
+class _Later(ModuleType):
+    """Stands for ``torch.node`` until something is asked of it, which takes the imports of a second."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of every module, by whoever looks through them all
+            raise AttributeError(name)
+        return getattr(_there(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(_there())
+
+
+def _there() -> ModuleType:
+    from . import device_module
+
+    setattr(torch, "node", device_module)  # noqa: B010
+    sys.modules["torch.node"] = device_module
+    return device_module
+
+
+def _dist_send(self: torch.Tensor, node: int | None = None, device: int | str | torch.device | None = None) -> Any:
+    """A local tensor's copy on a node (the current one by default), on the same kind of device: a CPU tensor stays on a
+    CPU unless ``device`` says else. Differentiable."""
+    from ..proxy.factories import dist_send
+
+    return dist_send(self, node, device)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(f"there can't be a device {name!r} beside disttensor's 'node': {_ONE}")
