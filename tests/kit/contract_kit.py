@@ -12,8 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from stub_workers import LIGHT
-
 from disttensor.runtime.contracts.launcher import CHECKS, Make, run_check
 from disttensor.runtime.host.launch_spec import Host, Plan, plan_of_dtrun
 from disttensor.runtime.launch import Launcher, get_launcher, registry
@@ -37,7 +35,8 @@ def nearby(entry: str) -> PlannedLauncher:
 
 
 #: `dtrun worker`, but for torch.
-_WORKER = f"""{LIGHT}
+_WORKER = f"""
+import sys
 from functools import partial
 from disttensor.runtime.launch.rendezvous import worker_cli as guest
 guest.Agent = partial(guest.Agent, preload={PRELOAD})

@@ -201,7 +201,7 @@ DEFECTS: dict[str, Defect] = {
         "the strides are (1, 2), and with local torch (3, 1)",
     ),
     "layout here": Defect(
-        wrapped(first_call.infer, "infer", unlike),
+        wrapped(first_call.meta_inference, "infer", unlike),
         lambda: ones(2, 3).exp(),
         "aten::exp",
         "to the script the strides are",

@@ -11,16 +11,6 @@ import sys
 
 from disttensor.runtime.protocol.bundle import read_bundle
 
-#: The beginning of a program that imports parts of disttensor without its front end, and so without torch.
-LIGHT = """
-import sys
-from importlib.util import find_spec
-sys.path.insert(0, find_spec("disttensor").submodule_search_locations[0] + "/runtime/launch")
-import entry
-sys.path.pop(0)
-entry.hide_front_end()
-"""
-
 
 def act(lifeline: int) -> int | None:
     bundle = read_bundle(lifeline)

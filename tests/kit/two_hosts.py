@@ -55,7 +55,7 @@ def why_not() -> str:
     return tried.stderr.strip() or f"exit code {tried.returncode}" if tried.returncode else ""
 
 
-def run(script: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+def run(script: Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
     """Runs a script on the left host."""
     command = [*_UNSHARE, sys.executable, str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}

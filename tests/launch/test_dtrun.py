@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,30 +19,21 @@ from checkout import search_path
 from limits import HANG
 from output_kit import unfolded
 from processes import alive_after
-from stub_workers import LIGHT
 from variants import variants
 
 import disttensor
 from disttensor.cli.checked_options import parse
+from disttensor.cli.main import _run_here, main
 from disttensor.runtime.launch.tree.spawn import LAUNCHER_FD, inherited_server
 
-# The import would put the module in the place of the function disttensor.run, for all tests of this process.
-_function = disttensor.run
-_module = import_module("disttensor.run")
-main, _run_here = _module.main, _module._run_here
-disttensor.run = _function
-
 #: dtrun without what it doesn't need: seconds less for each test.
-DTRUN = (
-    LIGHT
-    + """
+DTRUN = """
+import sys
 from functools import partial
-from importlib import import_module
-run = import_module("disttensor.run")
-run.spawn_server = partial(run.spawn_server, ["stub_workers"])
-sys.exit(run.main())
+from disttensor.cli import main as cli
+cli.spawn_server = partial(cli.spawn_server, ["stub_workers"])
+sys.exit(cli.main())
 """
-)
 
 Dtrun = Callable[..., contextlib.AbstractContextManager[subprocess.Popen[str]]]
 
@@ -244,9 +234,7 @@ print(subprocess.Popen(["sleep 600 & echo $!"], shell=True, stdout=subprocess.PI
     assert alive_after(0, [int(pid) for pid in out.split()]) == []
 
 
-NODES = (
-    LIGHT
-    + """
+NODES = """
 import os, select, sys
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.launch.starters.local import LocalLauncher
@@ -265,7 +253,6 @@ if sys.stdin.read(1):
     launcher.stop(0)
     print("stopped", flush=True)
 """
-)
 
 
 def pids_of(process: subprocess.Popen[str]) -> list[int]:

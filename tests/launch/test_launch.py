@@ -19,7 +19,6 @@ from checkout import search_path
 from limits import HANG
 from output_kit import unfolded
 from processes import alive_after
-from stub_workers import LIGHT
 
 from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.launch import (
@@ -230,9 +229,7 @@ def test_output_that_goes_up() -> None:
     assert process.wait(HANG) == 0
 
 
-MASTER = (
-    LIGHT
-    + """
+MASTER = """
 import os, select, sys, time
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.launch.starters.local import LocalLauncher
@@ -255,7 +252,6 @@ say("forked", child)
 say("pids", launcher._server_pid, *pids)
 sys.stdin.read()
 """
-)
 
 
 @contextlib.contextmanager
@@ -336,7 +332,7 @@ def test_all_output_arrives_whole() -> None:
 def test_without_standard_descriptors() -> None:
     """A daemon's master: 0, 1 and 2 are closed, and the launcher's own must not take their place."""
     code = (
-        LIGHT + "import os, select\nfor fd in 0, 1, 2: os.close(fd)\n"
+        "import os, select, sys\nfor fd in 0, 1, 2: os.close(fd)\n"
         "from disttensor.runtime.protocol.bundle import Bundle\n"
         "from disttensor.runtime.launch.starters.local import LocalLauncher\n"
         "l = LocalLauncher('stub_workers:act', ('stub_workers',))\n"

@@ -11,7 +11,6 @@ import psutil
 import pytest
 from checkout import search_path
 from processes import alive_after
-from stub_workers import LIGHT
 from test_launch import collect
 from test_root import Tree, asked, tree
 from variants import variants
@@ -84,7 +83,9 @@ def test_fork_server_killed(tree: Tree) -> None:
 
 def test_an_agent_ends_with_its_wire() -> None:
     """Whoever holds the other end: on another host no parent's death ends it."""
-    program = f"{LIGHT}\nfrom disttensor.runtime.launch.tree import agent\nsys.exit(agent.main(['60', 'stub_workers']))"
+    program = (
+        "import sys\nfrom disttensor.runtime.launch.tree import agent\nsys.exit(agent.main(['60', 'stub_workers']))"
+    )
     environment = {**os.environ, "PYTHONPATH": search_path()}
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:

@@ -107,7 +107,7 @@ def test_where_they_are_imported(project: Path, tmp_path: Path, there: str) -> N
     elif there == "nothing":
         project.rename(tmp_path / "away")
     done = subprocess.run(
-        [sys.executable, "-c", "import stub_workers; exec(stub_workers.LIGHT)\n" + USE, str(project), str(packed)],
+        [sys.executable, "-c", USE, str(project), str(packed)],
         capture_output=True,
         text=True,
         timeout=HANG,

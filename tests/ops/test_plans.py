@@ -11,7 +11,8 @@ from equal import same
 
 import disttensor as dt
 from disttensor.dispatch import op_plan
-from disttensor.dispatch.op_table import drop_plans, enter, entries
+from disttensor.dispatch.op_table import enter, entries
+from disttensor.session.caches import drop_plans
 
 pytestmark = pytest.mark.usefixtures("clean")
 

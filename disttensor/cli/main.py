@@ -1,0 +1,232 @@
+"""dtrun: runs a script as the master, with its nodes beside it.
+
+    dtrun ----fork server (imports torch meanwhile)----> nodes, output prefixed "[node 0] "
+      |              ^ control socket
+      +----> python script.py args   (DISTTENSOR_LAUNCHER_FD, DISTTENSOR_NODES, ...)
+
+    dtrun --hosts a,b script.py: in the fork server's place is a root, which has ssh, srun or Ray start agents on other
+    hosts, each with a fork server of its own (see launch/tree/root.py)
+
+    mpiexec -n 3 dtrun script.py: rank 0 runs the script, ranks 1 and 2 become nodes 0 and 1 (launch/starters/mpi.py)
+
+A script works without dtrun too. With it, the server imports torch while the script does, several settings can be
+given from outside, and whatever the script leaves behind is ended with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+
+import msgspec
+
+from ..runtime.host import mpi_env
+from ..runtime.host.affinity import gpus
+from ..runtime.host.launch_spec import PLAN, Plan
+from ..runtime.launch import registry
+from ..runtime.launch.tree.control import Stop
+from ..runtime.launch.tree.framed import frame
+from ..runtime.launch.tree.spawn import LAUNCHER_FD, spawn_root, spawn_server, was_taken
+from ..runtime.process.lifetime import adopt_orphans, die_with_parent, end_children, wait_any
+from ..runtime.protocol.errors import StartError
+from ..torch_backend import at_import
+from .checked_options import guest_of, parse, plan_of, program_of, settings
+
+#: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
+_PATIENCE = 2.0
+
+#: What a root has to end nodes on other hosts, and one whose nodes something else has started to tell them of the end
+#: (seconds). More than it takes itself (tree/root.py).
+_ROOTS_END, _LINGER = 6.0, 8.0
+
+#: Linux's si_code of signals that the kernel sends: Ctrl-C on the terminal.
+_SI_KERNEL = 0x80
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs dtrun with these arguments (default: the process's) and gives its exit code; never raises for bad ones."""
+    try:
+        options = parse(argv)
+    except SystemExit as e:
+        return int(e.code or 0)
+    if options.launcher == "mpi":
+        return _run_by_mpi(options)
+    if (guest := guest_of(options)) is not None:
+        os.environ.update(options.env)
+        return int(import_module("disttensor.runtime.launch.rendezvous.worker_cli").main(guest))
+    try:
+        plan = plan_of(options)
+    except ValueError as e:
+        print(f"dtrun: error: {e}", file=sys.stderr)
+        return 2
+    if options.process_group:
+        return _run_everywhere(options, plan)
+    environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
+    environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
+    if plan.launcher == "local":
+        spawn = partial(spawn_server, tied=True, output=options.output, environment=os.environ | plan.env)
+    else:
+        spawn = partial(spawn_root, plan, tied=True)
+    try:
+        code = _run(
+            program_of(options), environment, spawn, _patience(plan), "" if options.no_python else options.script
+        )
+    except StartError as e:
+        print(f"dtrun: error: {e}", file=sys.stderr)
+        return 1
+    return code if code >= 0 else 128 - code
+
+
+def _patience(plan: Plan) -> float:
+    if plan.launcher == "local":
+        return 0.0
+    return _LINGER if "all_come" in plan.options else _ROOTS_END
+
+
+def _run_everywhere(options: argparse.Namespace, plan: Plan) -> int:
+    """The script on every node, without a master."""
+    everywhere = import_module("disttensor.runtime.launch.torchrun_mode.everywhere")
+    count = plan.least or plan.slots or options.nodes or max(2, len(gpus()))
+    program = program_of(options)
+    try:
+        return int(
+            everywhere.lead(
+                plan, program if options.no_python else ["", *program[1:]], count, options.bind or "none",
+                bool(options.trusted_network),
+            )
+        )  # fmt: skip
+    except (StartError, ValueError) as e:
+        print(f"dtrun: error: {e}", file=sys.stderr)
+        return 1
+
+
+def _run_by_mpi(options: argparse.Namespace) -> int:
+    """One of mpiexec's processes: rank 0 runs the script itself, the others do not return."""
+    die_with_parent(os.getppid())  # mpiexec, or its helper on this host
+    first = (mpi_env.place() or (0, 1))[0] == 0
+    try:
+        world = mpi_env.world()
+        if world.comm.size < 2:
+            raise StartError("mpiexec has to start at least 2 processes, the master and a node: mpiexec -n 2 dtrun ...")
+    except StartError as e:
+        if first:
+            print(f"dtrun: error: {e}", file=sys.stderr)
+        return 1
+    if not first:
+        os.environ.update(options.env)
+        at_import.forget()
+        from ..runtime.launch.starters.mpi_node import serve
+
+        serve(world, options.output)
+    from ..runtime.launch.starters.mpi import lead
+
+    os.environ.update(settings(options, Plan("mpi")))
+    registry.automatic = "mpi"
+    code, used = lead(lambda: _run_here(options))
+    if code == 0 and not used:
+        _say_unused(options.script)
+    return code
+
+
+def _run_here(options: argparse.Namespace) -> int:
+    """Runs the script in this process, as python itself would; gives its exit code."""
+    script = options.script
+    sys.argv = [script, *options.arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if options.module else os.path.dirname(os.path.abspath(script))
+    try:
+        if options.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as e:
+        if e.code is None or isinstance(e.code, int):
+            return (e.code or 0) & 0xFF
+        print(e.code, file=sys.stderr)
+        return 1
+    except BaseException as e:
+        trace = e.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            trace = trace.tb_next  # nothing of the script's
+        sys.excepthook(type(e), e.with_traceback(trace), trace)
+        return 128 + signal.SIGINT if isinstance(e, KeyboardInterrupt) else 1
+    return 0
+
+
+def _run(
+    program: list[str],
+    environment: dict[str, str],
+    spawn: Callable[[], tuple[socket.socket, subprocess.Popen[bytes]]],
+    patience: float = 0.0,
+    name: str = "",
+) -> int:
+    """The script's return code, as subprocess counts it. When it returns nothing that was started is left.
+
+    ``spawn`` starts what starts the nodes, which after the script has ``patience`` seconds to end by itself.
+    ``name``: of a script of which it is said if it had no use for them.
+    """
+    forwarded = {s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}  # as after nohup
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Blocked signals are not lost, whatever comes before the loop below; a handler could miss the script's start.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*forwarded, signal.SIGCHLD])
+    adopt_orphans()
+    me = os.getpid()
+
+    def settle() -> None:
+        die_with_parent(me)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        control, server = spawn()
+        with control:
+            fd = control.fileno()
+            try:
+                script = subprocess.Popen(
+                    program, env={**environment, LAUNCHER_FD: str(fd)}, pass_fds=(fd,), preexec_fn=settle
+                )
+            except OSError as e:
+                raise StartError(f"{program[0]!r} cannot be run: {e.strerror}") from e
+            code = _watch(script, forwarded)
+            if name and code == 0 and not was_taken(control):
+                _say_unused(name)
+            if code >= 0:  # by itself, which the end of a socket does not tell
+                with contextlib.suppress(OSError):
+                    control.sendall(frame(Stop(0.0)))
+        wait_any([server.pid], patience)
+    finally:
+        end_children(_PATIENCE)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    server.poll()  # only tells the object that its process was reaped
+    return code
+
+
+def _say_unused(name: str) -> None:
+    """A script that has no use for nodes may have forgotten to ask for them."""
+    with contextlib.suppress(OSError, ValueError):
+        print(
+            f"dtrun: {name} never called disttensor.init_master_worker(): its nodes were started in vain",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _watch(script: subprocess.Popen[bytes], forwarded: set[signal.Signals]) -> int:
+    while True:
+        info = signal.sigwaitinfo([*forwarded, signal.SIGCHLD])
+        if (code := script.poll()) is not None:
+            return code
+        # The script is in the same process group, so that it can read the terminal: it has a Ctrl-C from there already.
+        typed = info.si_signo == signal.SIGINT and info.si_code == _SI_KERNEL
+        if info.si_signo in forwarded and not typed:
+            script.send_signal(info.si_signo)
