@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import moved
 from .torch_backend import at_import
 
 if TYPE_CHECKING:
@@ -131,4 +132,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
+moved.install()
 at_import.watch()

@@ -67,6 +67,7 @@ from .startup.elastic import wait_for_nodes
 from .startup.start import init_master_worker, is_initialized, node_count, shutdown
 from .streams.streams import Event, Stream, current_stream, default_stream, stream, synchronize
 from .tasks.functions import Each, run
+from .tasks.functions import nodes_info as nodes
 from .torch_backend import device_module as node_module
 from .verify import selfcheck
 

@@ -128,7 +128,7 @@ def test_poison_reaches_only_what_depends_on_it(ranks):
 
 
 def test_a_kernel_that_fails_on_one_rank(ranks, monkeypatch):
-    kernel = C.wire.kernel
+    kernel = C.exchange.kernel
     import threading
 
     victim = []
@@ -140,7 +140,7 @@ def test_a_kernel_that_fails_on_one_rank(ranks, monkeypatch):
             raise MemoryError("no memory for a sum")
         return kernel(op)
 
-    monkeypatch.setattr(C.wire, "kernel", failing)
+    monkeypatch.setattr(C.exchange, "kernel", failing)
     outcomes = ranks.outcomes(reduce_by(Way("ring", chunk=CHUNK)))
     monkeypatch.undo()
     [where] = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, MemoryError)]

@@ -57,6 +57,7 @@ INTERNAL: dict[str, str] = {
     "launch/test_binding.py": "which cores and GPUs a node is given, on hosts that are made up",
     "launch/test_dtrun.py": "dtrun's main, and the server that it hands down, without a process of its own",
     "launch/test_growing.py": "a session told to start what cannot start",
+    "launch/test_imports.py": "whichever module is imported first, internal ones too",
     "launch/test_init_methods.py": "the keys that a meeting derives, to see that nobody else can",
     "launch/test_join.py": "the launcher for nodes that join, and its frames",
     "launch/test_launch.py": "the local launcher and its fork server, and their frames",
