@@ -67,7 +67,7 @@ class _Loader:
         try:
             self._original.exec_module(module)
         except BaseException:
-            sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]  # the next attempt may do better
+            sys.meta_path.insert(0, _finder)  # the next attempt may do better
             raise
         _name()
 
