@@ -27,7 +27,7 @@ def install() -> None:
 
     wrapper = torch._TorchCompileInductorWrapper
     setattr(wrapper, "__call__", _running(wrapper.__call__))  # noqa: B010 - mypy refuses the assignment
-    trace_rules.add(__package__)  # what runs below an operation is nothing to trace
+    trace_rules.add("disttensor")  # what runs below an operation is nothing to trace
     # a subclass with a dispatch of its own is an opaque object to dynamo otherwise, and each use breaks the graph,
     builder.VariableBuilder._type_dispatch()[DistributedTensor] = builder.VariableBuilder.wrap_tensor
     setattr(builder, "infer_subclass_type", _plain(builder.infer_subclass_type))  # noqa: B010
