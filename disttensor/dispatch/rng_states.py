@@ -182,17 +182,14 @@ class _Class(type(torch._C.Generator)):  # type: ignore[misc]
 _original = torch._C.Generator
 
 
-def install() -> None:
-    """Has torch make generators on nodes; and checkpoints save the default ones of the places that their arguments are
-    on, as they do for CUDA."""
-    doc = {"__doc__": _original.__doc__, "__module__": "torch"}
-    setattr(torch, "Generator", _Class("Generator", (_original,), doc))  # noqa: B010 - mypy refuses the assignment
-    module = torch.utils.checkpoint
-    setattr(module, "get_device_states", _getting(module.get_device_states))  # noqa: B010 - mypy refuses the assignment
-    setattr(module, "set_device_states", _setting(module.set_device_states))  # noqa: B010
+def generator_class(original: type) -> type:
+    """``torch.Generator``, which makes generators on nodes, too."""
+    return _Class("Generator", (_original,), {"__doc__": _original.__doc__, "__module__": "torch"})
 
 
-def _getting(original: Callable[..., Any]) -> Callable[..., Any]:
+def getting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Has checkpoints save the default generators of the places that their arguments are on, as they do for CUDA."""
+
     @wraps(original)
     def get_device_states(*args: Any) -> Any:
         places = dict.fromkeys(t._place for t in tree_leaves(args) if isinstance(t, DistributedTensor))
@@ -201,7 +198,9 @@ def _getting(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_device_states
 
 
-def _setting(original: Callable[..., Any]) -> Callable[..., Any]:
+def setting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """And set them again."""
+
     @wraps(original)
     def set_device_states(devices: Any, states: Any, **kwargs: Any) -> None:
         if not any(isinstance(device, Place) for device in devices):

@@ -7,7 +7,6 @@ an optimizer keeps on the master and changes in any other way would stand still 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from .. import torch_patches
 from ..proxy.proxy import DistributedTensor
 from ..runtime.master.route import route
 from ..runtime.protocol.errors import GraphError
@@ -175,9 +175,12 @@ def install() -> None:
     _installed = True
     torch_optimizer.register_optimizer_step_pre_hook(_pre)
     torch_optimizer.register_optimizer_step_post_hook(_post)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.optim.") and getattr(module, "_get_value", None) is _original:
-            setattr(module, "_get_value", _get_value)  # noqa: B010 - mypy refuses the assignment
+    torch_patches.install(torch_patches.RECORDING)
+
+
+def get_value(original: object) -> Callable[[Any], Any]:
+    """What optimizers read their numbers by."""
+    return _get_value
 
 
 def _pre(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

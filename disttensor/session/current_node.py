@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from .. import torch_patches
 from . import current
 from .places import current_node as _current
 
@@ -55,12 +56,10 @@ def current_node() -> int:
 
 def _follow() -> None:
     """Has ``local.to("node")`` follow the current node. As long as that is 0, ``Tensor.to`` stays torch's own."""
-    if not hasattr(torch.Tensor.to, "__wrapped__"):
-        setattr(torch.Tensor, "to", _to(torch.Tensor.to))  # noqa: B010 - mypy refuses the assignment
-        UninitializedTensorMixin._allowed_methods.append(torch.Tensor.to)  # what lazy modules may be asked, by identity
+    torch_patches.install(torch_patches.ELSEWHERE)
 
 
-def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+def following(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # torch would ask the device guard for the index that "node" lacks, and a guard in Python can't be asked
@@ -71,6 +70,7 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs["device"] = torch.device("node", current_node())
         return original(self, *args, **kwargs)
 
+    UninitializedTensorMixin._allowed_methods.append(to)  # what lazy modules may be asked, by identity
     return to
 
 

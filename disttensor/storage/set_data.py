@@ -92,23 +92,25 @@ def _set(tensor: DistributedTensor, other: Any) -> None:
 method("data")(property(_get, _set))
 
 
-def install() -> None:
-    """Lets torch set the data of local tensors to remote ones, and modules know that it can."""
+def settable(original: Any) -> property:
+    """``Tensor.data``, which can be set to remote tensors, too."""
 
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(value, DistributedTensor):
             become(tensor, value)
         else:
-            _data.__set__(tensor, value)  # type: ignore[attr-defined]
+            original.__set__(tensor, value)
 
-    original: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
+    return property(original.__get__, set_data, original.__delete__, original.__doc__)
+
+
+def compatible(original: Callable[[torch.Tensor, torch.Tensor], bool]) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """What modules ask: whether the data of one tensor can be set to another's."""
 
     @wraps(original)
-    def compatible(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def can_be_set(a: torch.Tensor, b: torch.Tensor) -> bool:
         if not isinstance(a, DistributedTensor) and not isinstance(b, DistributedTensor):
             return original(a, b)
         return a.layout is b.layout is torch.strided  # in the place of a sparse gradient another comes
 
-    doc = _data.__doc__
-    setattr(torch.Tensor, "data", property(_data.__get__, set_data, _data.__delete__, doc))  # type: ignore[attr-defined]  # noqa: B010
-    torch._has_compatible_shallow_copy_type = compatible  # type: ignore[assignment]
+    return can_be_set

@@ -253,7 +253,7 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     return moved
 
 
-def _set_bits(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def set_bits_of_loaded(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @wraps(original)
     def set_tensor_metadata(tensor: Any, metadata: Any) -> None:
         """Of a tensor that is being loaded: whether it is a lazy conjugate, a lazy negative."""
@@ -264,11 +264,12 @@ def _set_bits(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None
     return set_tensor_metadata
 
 
-def install() -> None:
-    """Makes torch's storages, and what it saves and loads, know nodes."""
-    torch.serialization.register_package(9, _tag, _restore)  # type: ignore[arg-type]  # 9: before torch's own
-    torch._utils.set_tensor_metadata = _set_bits(torch._utils.set_tensor_metadata)
-    original: Any = torch.UntypedStorage.__new__
+#: For torch.load: of a storage, where it says to be; and to where one is sent.
+LOADING = (_tag, _restore)
+
+
+def new_storage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.UntypedStorage(8, device="node:1")``."""
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if device is None:
@@ -280,7 +281,7 @@ def install() -> None:
         make: Any = torch.empty if isinstance(size, int) else torch.tensor
         return NodeStorage(make(size, dtype=torch.uint8, device=device))
 
-    setattr(torch.UntypedStorage, "__new__", new)  # noqa: B010 - mypy refuses the assignment
+    return new
 
 
 # ---- set_ ------------------------------------------------------------------------------------------------------------

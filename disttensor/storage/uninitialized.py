@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import (  # type: ignore[attr-defined]
-    UninitializedBuffer,
     UninitializedParameter,
     UninitializedTensorMixin,
 )
@@ -84,17 +83,12 @@ def class_of(tensor: torch.Tensor, remote: bool) -> type | None:
     return on_node(kind) if remote else kind
 
 
-def install() -> None:
-    """Has torch make uninitialized tensors on nodes, too (``nn.LazyLinear(5, device="node:1")``)."""
-    for kind in (UninitializedParameter, UninitializedBuffer):
-        setattr(kind, "__new__", _new(kind.__new__))  # noqa: B010 - mypy refuses the assignment
-
-
-def _new(original: Callable[..., Any]) -> Callable[..., Any]:
+def new(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes uninitialized tensors on nodes, too (``nn.LazyLinear(5, device="node:1")``)."""
     signature = inspect.signature(original)
 
     @wraps(original)
-    def new(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         values = torch.empty(0, device=given.arguments.get("device"), dtype=given.arguments.get("dtype"))
         if not isinstance(values, DistributedTensor):
@@ -104,7 +98,7 @@ def _new(original: Callable[..., Any]) -> Callable[..., Any]:
         made.data = values
         return made
 
-    return new
+    return make
 
 
 @method("as_subclass")

@@ -56,7 +56,6 @@ def register() -> tuple[torch.library.Library, ...]:
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         rules = {kind: _rule(op, kind) for kind in kinds}
         kernels.impl(name.removeprefix("aten::"), partial(_kernel, op, rules), _KEY, with_keyset=True)
-    torch.clear_autocast_cache = _clearing(torch.clear_autocast_cache)
     return others, kernels
 
 
@@ -77,7 +76,7 @@ def choose_default(places: Places) -> None:
     torch.set_autocast_dtype("node", torch.get_autocast_dtype(kind))
 
 
-def _clearing(original: Callable[[], None]) -> Callable[[], None]:
+def clearing(original: Callable[[], None]) -> Callable[[], None]:
     @wraps(original)
     def clear_autocast_cache() -> None:
         _casts.clear()

@@ -15,6 +15,7 @@ such a noexcept function: between the lookup and the answer no handler runs.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,15 +75,11 @@ def _keep(error: BaseException) -> None:
     errors.append(error.with_traceback(trace.tb_next if trace is not None else None))
 
 
-def install() -> None:
-    """Wraps the entry of every backward and grad. A second call does nothing."""
-    original = torch.autograd.graph._engine_run_backward
-    if getattr(original, "_disttensor", False):
-        return
-
+def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The entry of every backward and grad."""
     local_threads = torch.accelerator.device_count() > 0  # without these the switch makes no difference to others
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if local_threads and not reaches_a_node(args[0]):
             return original(*args, **kwargs)
         outer = getattr(_kept, "errors", None)
@@ -100,9 +97,7 @@ def install() -> None:
             torch._C._set_multithreading_enabled(multithreaded)
             _kept.errors = outer
 
-    run_backward._disttensor = True  # type: ignore[attr-defined]
-    torch.autograd.graph._engine_run_backward = run_backward
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    return run
 
 
 def reaches_a_node(roots: Any) -> bool:

@@ -6,7 +6,6 @@ too, for a command costs more than what it does; so it is the default here where
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,22 +15,21 @@ import torch
 from ..proxy.proxy import DistributedTensor
 from ..session import kernel_choice
 
-#: Modules (AdamW is in adam) whose two ways over the parameters take the same steps, to the last bit, in float32 and
-#: float64. The others reorder a product or a sum; and in half precision the ways round differently.
-_SAME = ("adadelta", "adagrad", "adam", "adamax", "rmsprop", "rprop", "sgd")
-_OTHERS = ("asgd", "nadam", "radam")
+Choose = Callable[..., tuple[bool, bool]]
 
 
-def install() -> None:
-    """Lets torch's optimizers choose for proxies. A second call does nothing."""
-    for name in (*_SAME, *_OTHERS):
-        module = vars(sys.modules[f"torch.optim.{name}"])
-        original = module["_default_to_fused_or_foreach"]
-        if not hasattr(original, "__wrapped__"):
-            module["_default_to_fused_or_foreach"] = _default(original, name in _SAME)
+def same_both_ways(original: Choose) -> Choose:
+    """The choice of an optimizer whose two ways over the parameters take the same steps, to the last bit, in float32
+    and float64. In half precision the ways round differently."""
+    return _default(original, True)
 
 
-def _default(original: Callable[..., tuple[bool, bool]], same: bool) -> Callable[..., tuple[bool, bool]]:
+def other_roundings(original: Choose) -> Choose:
+    """The choice of an optimizer that reorders a product or a sum."""
+    return _default(original, False)
+
+
+def _default(original: Choose, same: bool) -> Choose:
     def at_once(p: Any) -> bool:
         if type(p) is not DistributedTensor:
             return False

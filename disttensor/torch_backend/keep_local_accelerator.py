@@ -9,7 +9,6 @@ for such an event returned at once, while memory that it was to guard was still 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -39,46 +38,60 @@ _CALLS = {
 }
 
 
-def keep(accelerator: torch.device | None) -> None:
-    """Makes torch answer as on a machine with this ``accelerator``. Called once, after "node" is named.
+#: What this machine has.
+_accelerator: list[torch.device] = []
 
-    A torch that is built for one has it on a machine without, too: what is there is asked when it is needed, as a
-    question to CUDA is felt by processes that are forked later.
-    """
 
-    @cache
-    def there() -> torch.device | None:
-        found = accelerator is not None and torch.get_device_module(accelerator).is_available()
-        return accelerator if found else None
+def remember(accelerator: torch.device | None) -> None:
+    """Says which accelerator this machine had before "node" was named."""
+    _accelerator[:] = [] if accelerator is None else [accelerator]
 
-    def current() -> torch.device | None:
-        return (there() or torch.device("node")) if role.has_session() else accelerator
 
-    setattr(torch._C, "_accelerator_getAccelerator", current)  # noqa: B010 - mypy refuses the assignment
-    # process groups and FSDP ask so, for tensors of this process; and an answer is kept beyond a session
-    setattr(torch._C, "_get_accelerator", lambda: there() or torch.device("cpu"))  # noqa: B010
-    for name, called in _CALLS.items():
-        original = getattr(torch._C, name, None)
-        if original is not None:
-            setattr(torch._C, name, _call(original, current, called))
-    setattr(torch.Tensor, "pin_memory", _pin_memory(torch.Tensor.pin_memory, current))  # noqa: B010
-    setattr(torch, "Event", _of_nodes(torch.Event, current, _event))  # noqa: B010
-    setattr(torch, "Stream", _of_nodes(torch.Stream, current, _stream))  # noqa: B010
-    if torch.distributed.is_available():
-        config = importlib.import_module("torch.distributed.distributed_c10d").BackendConfig
-        setattr(config, "__init__", _default_backend(config.__init__, current))  # noqa: B010
+@cache
+def there() -> torch.device | None:
+    """That, if it can be used. A torch that is built for one has it on a machine without, too: it is asked when it is
+    needed, as a question to CUDA is felt by processes that are forked later."""
+    found = bool(_accelerator) and torch.get_device_module(_accelerator[0]).is_available()
+    return _accelerator[0] if found else None
 
+
+def current() -> torch.device | None:
+    """The accelerator that torch is to speak of."""
+    if role.has_session():
+        return there() or torch.device("node")
+    return _accelerator[0] if _accelerator else None
+
+
+def get_accelerator(original: object) -> Callable[[], torch.device | None]:
+    return current
+
+
+def get_local_accelerator(original: object) -> Callable[[], torch.device]:
+    return lambda: there() or torch.device("cpu")
+
+
+def event(original: type) -> type:
+    return _of_nodes(original, current, _event)
+
+
+def stream(original: type) -> type:
+    return _of_nodes(original, current, _stream)
+
+
+def default_device_type(original: object) -> staticmethod[[], str]:
     def default_type() -> str:
         """Torch's own would ask once, and keep the answer beyond a session."""
         return DefaultDeviceType._default_device_type or (there() or torch.device("cpu")).type
 
-    setattr(DefaultDeviceType, "get_device_type", staticmethod(default_type))  # noqa: B010
+    return staticmethod(default_type)
 
 
-def _call(original: Callable[..., Any], current: Callable[[], torch.device | None], name: str) -> Callable[..., Any]:
+def accelerator_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    name = _CALLS[original.__name__]
+
     @wraps(original)
     def call(*args: Any) -> Any:
-        device = _there(current)
+        device = _there()
         function = getattr(torch.get_device_module(device), name, None)
         if function is None and name == "_empty_host_cache":  # CUDA's is the one that pins for all of this process
             return getattr(torch._C, "_host_emptyCache", lambda: None)()
@@ -90,7 +103,7 @@ def _call(original: Callable[..., Any], current: Callable[[], torch.device | Non
     return call
 
 
-def _default_backend(original: Callable[..., None], current: Callable[[], torch.device | None]) -> Callable[..., None]:
+def default_backend(original: Callable[..., None]) -> Callable[..., None]:
     """What process groups take that name no backend: torch 2.15 asks for the accelerator; they are of this process."""
 
     @wraps(original)
@@ -102,15 +115,15 @@ def _default_backend(original: Callable[..., None], current: Callable[[], torch.
     return init
 
 
-def _pin_memory(original: Callable[..., Any], current: Callable[[], torch.device | None]) -> Callable[..., Any]:
+def pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        device = torch.device(device) if device else _there(current)
+    def pinned(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        device = torch.device(device) if device else _there()
         if device.type == "node":  # what is sent to a node is read as it is: memory of any kind will do
             return self
         return original(self, device)  # type: ignore[no-any-return]
 
-    return pin_memory
+    return pinned
 
 
 def _of_nodes(original: type, current: Callable[[], torch.device | None], make: Callable[..., Any]) -> type:
@@ -155,7 +168,7 @@ def _stream(kind: type, device: torch.device, *, priority: int = 0) -> Any:
     return kind(device, priority=priority)
 
 
-def _there(current: Callable[[], torch.device | None]) -> torch.device:
+def _there() -> torch.device:
     device = current()
     if device is None:
         raise RuntimeError("Cannot access accelerator device when none is available.")  # in torch's words

@@ -7,13 +7,14 @@ loaded when something is asked of it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import backend_registration
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+from .. import torch_patches
 from ..runtime.process import role
 from ..runtime.protocol.errors import DisttensorError
 from . import keep_local_accelerator
@@ -34,9 +35,8 @@ def name_device() -> None:
     accelerator = torch.accelerator.current_accelerator()
     rename_privateuse1_backend("node")
     torch._register_device_module("node", _Later("torch.node"))
-    keep_local_accelerator.keep(accelerator)
-    setattr(backend_registration, "_rename_privateuse1_backend", _refuse)  # noqa: B010 - mypy refuses the assignment
-    setattr(torch.Tensor, "dist_send", _dist_send)  # noqa: B010
+    keep_local_accelerator.remember(accelerator)
+    torch_patches.install(torch_patches.IMPORT)
     _named.append("node")
 
 
@@ -74,5 +74,15 @@ def _dist_send(self: torch.Tensor, node: int | None = None, device: int | str | 
     return dist_send(self, node, device)
 
 
-def _refuse(name: str) -> NoReturn:
-    raise RuntimeError(f"there can't be a device {name!r} beside disttensor's 'node': {_ONE}")
+def dist_send(original: object) -> Callable[..., Any]:
+    """``Tensor.dist_send``, which torch has not."""
+    return _dist_send
+
+
+def refuse_another(original: object) -> Callable[[str], NoReturn]:
+    """What a second library gets that names its device."""
+
+    def refuse(name: str) -> NoReturn:
+        raise RuntimeError(f"there can't be a device {name!r} beside disttensor's 'node': {_ONE}")
+
+    return refuse

@@ -17,18 +17,18 @@ from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend
 
-from ..dispatch import copies, handlers, method_shortcuts, rng_states
+from .. import torch_patches
+from ..dispatch import copies, handlers, method_shortcuts
 from ..dispatch.dispatch import dispatch, run
 from ..dispatch.first_call import layout_of, refuse_layout
 from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..session import current
 from ..session.current_node import current_node
-from ..storage import set_data, storages, uninitialized
+from ..storage import storages
 from . import (
     autocast,
     backward,
-    foreach_optimizers,
     sparse_gradients,
     torch_compile,
 )
@@ -69,21 +69,10 @@ def register() -> None:
     for op in _OWN_KERNELS:
         kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
     _library.extend((fallback, kernels, *autocast.register()))
-    backward.install()
     method_shortcuts.install()
     torch_compile.install()
-    set_data.install()
-    uninitialized.install()
-    storages.install()
-    rng_states.install()
-    foreach_optimizers.install()
-    _adapt_torch()
-
-
-def _adapt_torch() -> None:
-    """Where torch's own code knows nothing of a Python backend, or forgets to tell it."""
-    for name in ("_set_default_dtype", "_set_default_tensor_type"):
-        setattr(torch._C, name, _setter(getattr(torch._C, name)))
+    torch.serialization.register_package(9, *storages.LOADING)  # type: ignore[arg-type]  # 9: before torch's own
+    torch_patches.install(torch_patches.SESSION)
     # C++ asks this for each operation on a subclass, and has held on to the function since the first
     rule_of = simple_registry.find_torch_dispatch_rule
     rule_of.__code__, rule_of.__defaults__ = _rule_of.__code__, _rule_of.__defaults__
@@ -97,9 +86,9 @@ def _rule_of(
     return None if entry is None else entry.torch_dispatch_rules.find(torch_dispatch_class)
 
 
-def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def set_default(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @wraps(original)
-    def set_default(value: Any) -> None:
+    def set_and_tell(value: Any) -> None:
         """Torch's, and the nodes and all plans follow at once."""
         session = current.current()
         if session is not None and session.shares_process and not threading.current_thread().name.startswith("node "):
@@ -108,7 +97,7 @@ def _setter(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if session is not None:
             session.check_default_dtype()
 
-    return set_default
+    return set_and_tell
 
 
 def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ ENGINE_LAYERS = (
 
 #: The folders of the front end, which stands on the engine.
 FRONT_LAYERS = (
-    ("errors",),
+    ("errors", "torch_patches"),
     ("session",),
     ("proxy",),
     ("dispatch",),

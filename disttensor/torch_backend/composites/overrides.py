@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.optim import swa_utils
 
 from ...dispatch.copies import upload
 from ...dispatch.dispatch import as_torch_came, run
@@ -32,8 +31,6 @@ def register(library: torch.library.Library) -> None:
     """Puts this module's functions in the place of torch's composites for our device."""
     for op, function in _kernels:
         library.impl(op.name().removeprefix("aten::"), function, "AutogradPrivateUse1")
-    name = "_get_foreach_kernels_supported_devices"
-    setattr(swa_utils, name, _averaging(getattr(swa_utils, name)))
 
 
 #: What is called in the place of each composite's function, if anything is, by those that stand there then.
@@ -65,7 +62,7 @@ def _surrounded(op: OpOverload, function: Callable[..., Any], *args: Any, **kwar
     return function(*args, **kwargs)
 
 
-def _averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
+def averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
     @wraps(original)
     def devices() -> list[str]:
         """For whom AveragedModel interpolates all parameters at once, with other roundings: CUDA, never CPU nodes."""

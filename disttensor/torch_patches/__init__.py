@@ -1,0 +1,270 @@
+"""What is replaced in torch: one list, with the reason of each, and the loop that does it.
+
+A row names its target and a function ``make(original)`` that gives the replacement. On the day of a new torch this
+table is the list of what to look at: a target that is gone is named by the error of `install`, and ``uninstall`` puts
+everything back, which the tests do. Documented hooks (``torch.library``, ``register_package``, optimizers' step hooks,
+``rename_privateuse1_backend``) are no patches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..runtime.protocol.errors import DisttensorError
+
+#: When a row is installed: when torch gets the device's name, at the first session, when a program needs it first.
+IMPORT, SESSION, ELSEWHERE, RECORDING = "import", "session", "elsewhere", "recording"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One row."""
+
+    target: str  #: dotted; ``torch.optim.*.x`` stands for x in every module of torch.optim that has one
+    make: str  #: "module:function" below disttensor: of the original, the replacement
+    when: str
+    why: str
+    #: what torch would have to do to make it needless
+    wanted: str
+    optional: bool = False  #: some of the versions of torch that are supported lack it
+
+
+_ONE_ACCELERATOR = "more than one accelerator in a process, or an out-of-tree backend that is not the accelerator"
+_LOCAL = "torch_backend.keep_local_accelerator"
+
+PATCHES: tuple[Patch, ...] = (
+    # ---- when torch has the device's name (torch_backend/naming.py)
+    Patch(
+        "torch.utils.backend_registration._rename_privateuse1_backend", "torch_backend.naming:refuse_another", IMPORT,
+        "another library that took the device's name would take ours", "several out-of-tree backends in a process",
+    ),
+    Patch(
+        "torch.Tensor.dist_send", "torch_backend.naming:dist_send", IMPORT,
+        "local tensors go to nodes as proxies do: x.dist_send(1)", "nothing: this adds a method", optional=True,
+    ),
+    Patch(
+        "torch._C._accelerator_getAccelerator", f"{_LOCAL}:get_accelerator", IMPORT,
+        "torch takes the one out-of-tree backend for the accelerator, before CUDA even; local programs mean their own",
+        _ONE_ACCELERATOR,
+    ),
+    Patch(
+        "torch._C._get_accelerator", f"{_LOCAL}:get_local_accelerator", IMPORT,
+        "process groups and FSDP ask so for tensors of this process, and keep the answer beyond a session",
+        _ONE_ACCELERATOR,
+    ),
+    *(
+        Patch(
+            f"torch._C.{name}", f"{_LOCAL}:accelerator_call", IMPORT,
+            "torch.accelerator asks the C++ of the one accelerator; a backend in Python has none", _ONE_ACCELERATOR,
+            optional=True,
+        )
+        for name in (
+            "_accelerator_getDeviceIndex", "_accelerator_setDeviceIndex", "_accelerator_getStream",
+            "_accelerator_setStream", "_accelerator_synchronizeDevice", "_accelerator_exchangeDevice",
+            "_accelerator_maybeExchangeDevice", "_accelerator_getDeviceCapability",
+            "_accelerator_isAllocatorInitialized", "_accelerator_emptyCache", "_accelerator_emptyHostCache",
+            "_accelerator_getDeviceStats", "_accelerator_getMemoryInfo", "_accelerator_resetAccumulatedStats",
+            "_accelerator_resetPeakStats",
+        )
+    ),
+    Patch(
+        "torch.Tensor.pin_memory", f"{_LOCAL}:pin_memory", IMPORT,
+        "it asks the accelerator's allocator; what goes to a node may lie in memory of any kind", _ONE_ACCELERATOR,
+    ),
+    Patch(
+        "torch.Event", f"{_LOCAL}:event", IMPORT,
+        "torch's own does nothing for a backend in Python: a wait returned while the memory that it guards was read",
+        "events of Python backends",
+    ),
+    Patch(
+        "torch.Stream", f"{_LOCAL}:stream", IMPORT, "the same of streams", "streams of Python backends",
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d.BackendConfig.__init__", f"{_LOCAL}:default_backend", IMPORT,
+        "a process group that names no backend takes that of the accelerator (torch 2.15); ranks are of this process",
+        _ONE_ACCELERATOR, optional=True,
+    ),
+    Patch(
+        "torch.utils.checkpoint.DefaultDeviceType.get_device_type", f"{_LOCAL}:default_device_type", IMPORT,
+        "it asks once for the accelerator, and keeps the answer beyond a session", "asking at each call",
+    ),
+    # ---- at the first session (torch_backend/register.py)
+    Patch(
+        "torch._C._set_default_dtype", "torch_backend.register:set_default", SESSION,
+        "nodes and cached plans have to follow torch.set_default_dtype at once", "a hook for changes of the default",
+    ),
+    Patch(
+        "torch._C._set_default_tensor_type", "torch_backend.register:set_default", SESSION,
+        "the same of torch.set_default_tensor_type", "a hook for changes of the default",
+    ),
+    Patch(
+        "torch.autograd.graph._engine_run_backward", "torch_backend.backward:run_backward", SESSION,
+        "an error in Python's device guard ends the process in C++: backwards of proxies run in the calling thread",
+        "device guards in Python that may raise",
+    ),
+    Patch(
+        "torch.autograd._engine_run_backward", "torch_backend.backward:run_backward", SESSION,
+        "the same function by its other name", "device guards in Python that may raise",
+    ),
+    Patch(
+        "torch.clear_autocast_cache", "torch_backend.autocast:clearing", SESSION,
+        "parameters that were cast on nodes are forgotten with those that torch keeps", "a hook for autocast's end",
+    ),
+    Patch(
+        "torch.Tensor.data", "storage.set_data:settable", SESSION,
+        "p.data = q and Module.to keep a parameter's identity between the script and nodes; torch refuses",
+        "swap_tensors for set_data between kinds of tensors",
+    ),
+    Patch(
+        "torch._has_compatible_shallow_copy_type", "storage.set_data:compatible", SESSION,
+        "Module.to asks it whether parameters can stay the same objects", "asking the tensors' classes",
+    ),
+    *(
+        Patch(
+            f"torch.nn.parameter.{name}.__new__", "storage.uninitialized:new", SESSION,
+            "nn.LazyLinear(5, device='node:1'): torch makes tensors of its own class only", "asking the device",
+        )
+        for name in ("UninitializedParameter", "UninitializedBuffer")
+    ),
+    Patch(
+        "torch._utils.set_tensor_metadata", "storage.storages:set_bits_of_loaded", SESSION,
+        "a lazy conjugate that is loaded to a node has to be one for its proxy, too", "a method of the tensor",
+    ),
+    Patch(
+        "torch.UntypedStorage.__new__", "storage.storages:new_storage", SESSION,
+        "for a device without an allocator in C++ it ends the process", "an error in its place",
+    ),
+    Patch(
+        "torch.Generator", "dispatch.rng_states:generator_class", SESSION,
+        "torch.Generator(device='node:1'): C++ knows no generators of Python backends", "generators of Python backends",
+    ),
+    Patch(
+        "torch.utils.checkpoint.get_device_states", "dispatch.rng_states:getting", SESSION,
+        "a recomputation has to draw the same numbers on nodes", "device modules asked for their tensors' places",
+    ),
+    Patch(
+        "torch.utils.checkpoint.set_device_states", "dispatch.rng_states:setting", SESSION,
+        "the other half of it", "device modules asked for their tensors' places",
+    ),
+    *(
+        Patch(
+            f"torch.optim.{name}._default_to_fused_or_foreach", f"torch_backend.foreach_optimizers:{make}", SESSION,
+            "one command for all parameters; torch has a fixed list of devices that gain by it",
+            "asking the device module",
+        )
+        for make, names in (
+            ("same_both_ways", ("adadelta", "adagrad", "adam", "adamax", "rmsprop", "rprop", "sgd")),
+            ("other_roundings", ("asgd", "nadam", "radam")),
+        )
+        for name in names
+    ),
+    Patch(
+        "torch.optim.swa_utils._get_foreach_kernels_supported_devices", "torch_backend.composites.overrides:averaging",
+        SESSION, "AveragedModel takes the way of the node's own kind of device, and its rounding",
+        "asking the device module",
+    ),
+    Patch(
+        "torch._TorchCompileInductorWrapper.__call__", "torch_backend.torch_compile:running", SESSION,
+        "inductor can't compile for nodes: a message that says what can", "asking the backend of the tensors' device",
+    ),
+    Patch(
+        "torch._dynamo.variables.builder.infer_subclass_type", "torch_backend.torch_compile:infer_subclass_type",
+        SESSION, "a subclass with a dispatch of its own is an opaque object to dynamo, and each use breaks the graph",
+        "a way for a subclass to say that it is an ordinary tensor",
+    ),
+    Patch(
+        "torch.fx.experimental.proxy_tensor.HANDLED_TYPES", "torch_backend.torch_compile:handled_types", SESSION,
+        "make_fx would record what dispatch does instead of the operation",
+        "a way for a subclass to say that it is an ordinary tensor",
+    ),
+    Patch(
+        "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init",
+        "torch_backend.torch_compile:avoid_device_init", SESSION,
+        "a literal of our device would be made at once while a function is traced, and kept beyond its session",
+        "asking the device module",
+    ),
+    # ---- with the first `with dt.node(1)` (session/current_node.py)
+    Patch(
+        "torch.Tensor.to", "session.current_node:following", ELSEWHERE,
+        "local.to('node') follows the current node; a guard in Python can't be asked for the index",
+        "device guards in Python that are asked",
+    ),
+    # ---- with the first recording (graphs/optimizer_steps.py)
+    Patch(
+        "torch.optim.*._get_value", "graphs.optimizer_steps:get_value", RECORDING,
+        "an optimizer's count of its steps is a number that each replay gives anew", "capturable optimizers everywhere",
+    ),
+)  # fmt: skip
+
+_NOTHING = object()
+#: What is installed: (owner, attribute, what was there of its own), in order; and which rows.
+_undo: list[tuple[Any, str, Any]] = []
+_installed: set[str] = set()
+
+
+def install(when: str) -> None:
+    """Installs the rows of a moment; a second time does nothing.
+
+    Raises DisttensorError, which names the target, if torch has not what is to be replaced.
+    """
+    if when in _installed:
+        return
+    _installed.add(when)
+    for patch in PATCHES:
+        if patch.when == when:
+            for owner, name in _owners(patch):
+                module, _, function = patch.make.partition(":")
+                make: Callable[[Any], Any] = getattr(importlib.import_module(f"disttensor.{module}"), function)
+                own = vars(owner).get(name, _NOTHING)
+                _undo.append((owner, name, own))
+                setattr(owner, name, make(getattr(owner, name, None)))
+
+
+def uninstall() -> None:
+    """Puts back everything that was replaced, for tests."""
+    while _undo:
+        owner, name, own = _undo.pop()
+        if own is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+    _installed.clear()
+
+
+def _owners(patch: Patch) -> Iterator[tuple[Any, str]]:
+    """What has the target as an attribute, and the attribute's name."""
+    path, _, name = patch.target.rpartition(".")
+    if path.endswith(".*"):
+        owners = [m for n, m in sorted(sys.modules.items()) if n.startswith(path[:-1]) and hasattr(m, name)]
+    else:
+        owners = [_found(path)]
+        if owners[0] is None or (not patch.optional and not hasattr(owners[0], name)):
+            owners = []
+    if not owners and not patch.optional:
+        import torch
+
+        raise DisttensorError(
+            f"torch {torch.__version__} has no {patch.target}, which disttensor replaces ({patch.why}): use a torch "
+            "that docs/COMPATIBILITY.md names"
+        )
+    if patch.optional and owners and not patch.target.endswith(".dist_send"):
+        owners = [owner for owner in owners if hasattr(owner, name)]
+    yield from ((owner, name) for owner in owners)
+
+
+def _found(path: str) -> Any:
+    """The module or class of this name, or None."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:n]))
+        except ImportError:
+            continue
+        for part in parts[n:]:
+            found = getattr(found, part, None)
+        return found
+    return None

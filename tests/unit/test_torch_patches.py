@@ -1,0 +1,140 @@
+"""The one list of what is replaced in torch: it is complete, each row names what it replaces and why, and goes back."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import ROOT
+
+from disttensor import torch_patches
+from disttensor.runtime.protocol.errors import DisttensorError
+from disttensor.torch_patches import ELSEWHERE, IMPORT, PATCHES, RECORDING, SESSION, Patch
+
+PRODUCT = [
+    path
+    for top in ("disttensor", "runtime")
+    for path in sorted((ROOT / top).rglob("*.py"))
+    if "disttensor/runtime" not in path.as_posix()
+]
+#: Assignments to what is torch's that are no patches: (file, target).
+NO_PATCH = {
+    ("disttensor/torch_backend/naming.py", "torch.node"): "the device module, as torch's own registration sets it",
+    ("runtime/node/rng_lock.py", "torch.get_rng_state"): "for nodes that are threads; put back at the session's end",
+    ("runtime/node/rng_lock.py", "torch.random.get_rng_state"): "the same function",
+    ("runtime/node/graphs/engines/child.py", "module.name"): "in the process that compiles, which ends then",
+    ("disttensor/testing/__init__.py", "module.attribute"): "limits of ours",
+    (
+        "runtime/node/process_groups.py",
+        "dist.distributed_c10d._world.group_count",
+    ): "a count by which ranks name their groups: nodes have made others before",
+}
+
+
+def ids(patch: Patch) -> str:
+    return patch.target
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=ids)
+def test_a_row_says_what_and_why(patch: Patch) -> None:
+    assert patch.when in (IMPORT, SESSION, ELSEWHERE, RECORDING)
+    assert len(patch.why) > 10
+    assert patch.wanted
+    module, _, function = patch.make.partition(":")
+    assert callable(getattr(importlib.import_module(f"disttensor.{module}"), function))
+
+
+def test_no_target_stands_twice() -> None:
+    assert len({patch.target for patch in PATCHES}) == len(PATCHES)
+
+
+def assigned(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, what) of all that a file sets on names that it has imported from torch, or by setattr on whatever."""
+    tree = ast.parse(path.read_text())
+    torchs = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "torch" and not getattr(node, "level", 0)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="setattr"), args=[target, name, _]):
+                text = ast.unparse(target)
+                if text.partition(".")[0] in torchs or text == "module":
+                    named = name.value if isinstance(name, ast.Constant) else ast.unparse(name)
+                    yield node.lineno, f"{text}.{named}"
+            case ast.Assign(targets=targets):
+                for target in targets:
+                    if isinstance(target, ast.Attribute) and ast.unparse(target).partition(".")[0] in torchs:
+                        yield node.lineno, ast.unparse(target)
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_is_replaced_outside_of_the_list(path: Path) -> None:
+    name = path.relative_to(ROOT).as_posix()
+    assert [(line, what) for line, what in assigned(path) if (name, what) not in NO_PATCH] == []
+
+
+def test_the_scan_finds(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import torch\nfrom torch.optim import swa_utils\ntorch.x = 1\nsetattr(swa_utils, 'y', 2)\n")
+    assert [what for _, what in assigned(program)] == ["torch.x", "swa_utils.y"]
+
+
+def test_exceptions_are_there() -> None:
+    for name, what in NO_PATCH:
+        assert what in [found for _, found in assigned(ROOT / name)]
+
+
+@pytest.fixture
+def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bookkeeping of its own for a test."""
+    monkeypatch.setattr(torch_patches, "_undo", [])
+    monkeypatch.setattr(torch_patches, "_installed", set())
+
+
+def test_it_all_goes_back(none_installed: None) -> None:
+    def seen() -> list[object]:
+        found = [(owner, name) for patch in PATCHES for owner, name in torch_patches._owners(patch)]
+        return [vars(owner).get(name) for owner, name in found]
+
+    before = seen()
+    for when in (IMPORT, SESSION, ELSEWHERE, RECORDING):
+        torch_patches.install(when)
+    assert len(torch_patches._undo) == len(before)
+    assert seen() != before
+    torch_patches.uninstall()
+    assert seen() == before
+
+
+def test_it_is_done_once(none_installed: None) -> None:
+    torch_patches.install(ELSEWHERE)
+    once = torch.Tensor.to
+    torch_patches.install(ELSEWHERE)
+    assert torch.Tensor.to is once
+    torch_patches.uninstall()
+    assert torch.Tensor.to is not once
+
+
+@pytest.mark.parametrize("target", ["torch.nothing.at_all", "torch.Tensor.not_there", "torch.optim.*.not_there"])
+def test_a_target_that_is_gone_is_named(target: str, none_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(PATCHES[0], target=target, when="never")
+    monkeypatch.setattr(torch_patches, "PATCHES", (gone,))
+    with pytest.raises(DisttensorError) as caught:
+        torch_patches.install("never")
+    assert f"torch {torch.__version__} has no {target}" in str(caught.value)
+    assert gone.why in str(caught.value)
+
+
+def test_an_optional_target_may_be_gone(none_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(PATCHES[0], target="torch.Tensor.not_there", when="never", optional=True)
+    monkeypatch.setattr(torch_patches, "PATCHES", (gone,))
+    torch_patches.install("never")
+    assert not hasattr(torch.Tensor, "not_there")
