@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import flaked
 import leaks
@@ -104,7 +105,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[dt.init.SessionContext]:
+def nodes() -> Iterator[Any]:
     """Two in-process nodes, for the module."""
     with dt.init_master_worker(nodes=2, launcher="inproc", simulate_cuda=2) as session:
         yield session

@@ -19,7 +19,7 @@ from disttensor.dispatch import first_call
 from disttensor.runtime.channel.inproc import InprocChannel
 from disttensor.runtime.collective import reduction
 from disttensor.runtime.node import template
-from disttensor.session.session import Session
+from disttensor.session.transfers import Transfers
 from disttensor.torch_backend.composites import sdpa
 
 NODE = "node:1"
@@ -288,19 +288,19 @@ DEFECTS: dict[str, Defect] = {
         kernel("aten::mkldnn_rnn_layer", off), recurrent, "aten::mkldnn_rnn_layer", "1 of", "layer(ones"
     ),
     "copy to a node": Defect(
-        wrapped(Session, "upload", lambda fn, s, x, *a: fn(s, x + 1, *a)),
+        wrapped(Transfers, "upload", lambda fn, s, x, *a: fn(s, x + 1, *a)),
         lambda: torch.ones(3).to(NODE),
         "a copy to a node",
         "3 of 3 values",
     ),
     "copy to the master": Defect(
-        wrapped(Session, "download", lambda fn, s, x, *a: fn(s, x, *a) + (1 if x.dtype is torch.int16 else 0)),
+        wrapped(Transfers, "download", lambda fn, s, x, *a: fn(s, x, *a) + (1 if x.dtype is torch.int16 else 0)),
         lambda: torch.ones(3, dtype=torch.int16, device=NODE).cpu(),
         "a copy to the master",
         "by the checksums of both",
     ),
     "fetch": Defect(
-        wrapped(Session, "fetch", lambda fn, *a: wrong(fn(*a))),
+        wrapped(Transfers, "fetch", lambda fn, *a: wrong(fn(*a))),
         lambda: dt.fetch(ones(3)),
         "a copy to the master",
         "by the checksums of both",

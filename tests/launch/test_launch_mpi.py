@@ -158,7 +158,7 @@ from disttensor.runtime.launch.starters.mpi import crew
 bundles = []
 crew().order = lambda rank, data, order=crew().order: (bundles.append(data), order(rank, data))
 """
-    tell = "print(dt.init.state.session().board._secret.hex(), *bundles, flush=True)"
+    tell = "print(dt.startup.start.current.session().board._secret.hex(), *bundles, flush=True)"
     with mpi.start(
         waiting(tell + FOREVER).replace("dt.init_master_worker()", spy + "dt.init_master_worker()")
     ) as process:

@@ -13,21 +13,21 @@ from stream_kit import busy
 import disttensor as dt
 from disttensor.runtime.protocol import commands as c
 from disttensor.testing import MessageLog
-from disttensor.torch_backend import backward
-from disttensor.torch_backend.keep_local_accelerator import _default_backend, _pin_memory
+from disttensor.torch_backend import backward, keep_local_accelerator
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("accelerator", [None, torch.device("cuda")])
-def test_pinning_is_the_local_accelerators(accelerator: torch.device | None) -> None:
+def test_pinning_is_the_local_accelerators(accelerator: torch.device | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keep_local_accelerator, "current", lambda: accelerator)
     asked = []
 
     def original(self: torch.Tensor, device: torch.device) -> torch.Tensor:
         asked.append(device)
         return self
 
-    pin = _pin_memory(original, lambda: accelerator)
+    pin = keep_local_accelerator.pin_memory(original)
     if accelerator is None:
         with pytest.raises(RuntimeError, match="when none is available"):
             pin(torch.ones(2))
@@ -40,11 +40,13 @@ def test_pinning_is_the_local_accelerators(accelerator: torch.device | None) -> 
     ("accelerator", "named", "taken"),
     [("node", "undefined", "cpu:gloo"), ("node", "nccl", "nccl"), ("cuda", "undefined", "undefined"), (None, "", "")],
 )
-def test_process_groups_are_of_this_process(accelerator: str | None, named: str, taken: str) -> None:
+def test_process_groups_are_of_this_process(
+    accelerator: str | None, named: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch 2.15 asks for the accelerator where no backend is named."""
     given: list[str] = []
-    device = accelerator and torch.device(accelerator)
-    init = _default_backend(lambda self, backend: given.append(backend), lambda: device)
+    monkeypatch.setattr(keep_local_accelerator, "current", lambda: accelerator and torch.device(accelerator))
+    init = keep_local_accelerator.default_backend(lambda self, backend: given.append(backend))
     init(None, named)
     assert given == [taken]
 

@@ -30,7 +30,7 @@ from disttensor.torch_backend import register
 from disttensor.torch_backend.composites import linear
 
 
-def session(verify: float = 1.0, nodes: int = 2, simulate_cuda: int = 0) -> dt.init.SessionContext:
+def session(verify: float = 1.0, nodes: int = 2, simulate_cuda: int = 0) -> Any:
     return dt.init_master_worker(nodes=nodes, launcher="inproc", verify=verify, simulate_cuda=simulate_cuda)
 
 
@@ -100,14 +100,14 @@ def test_nothing_stands_in_the_way_without_it() -> None:
     with session(verify=0):
         plain = ways()
         assert plain[:5] == [dispatch.dispatch, dispatch.issue, dispatch.dispatch, dispatch.dispatch, dispatch.run]
-        assert not {"upload", "download", "fetch"} & vars(current.session()).keys()
+        assert not {"upload", "download", "fetch"} & vars(current.session().transfers).keys()
     with session(verify=0.5):
         assert not [now for now, before in zip(ways(), plain, strict=True) if now is before]
-        assert {"upload", "download", "fetch"} <= vars(current.session()).keys()
+        assert {"upload", "download", "fetch"} <= vars(current.session().transfers).keys()
     assert ways() == plain
     with session(verify=0):
         assert ways() == plain
-        assert not {"upload", "download", "fetch"} & vars(current.session()).keys()
+        assert not {"upload", "download", "fetch"} & vars(current.session().transfers).keys()
 
 
 def test_composites_are_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
