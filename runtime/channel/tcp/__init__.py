@@ -1,1 +1,5 @@
-"""The data channel "tcp": one authenticated connection between two peers."""
+"""The data channel "tcp": one authenticated connection between two peers. ``TcpChannel`` is what others build on."""
+
+from .channel import TcpChannel
+
+__all__ = ["TcpChannel"]
