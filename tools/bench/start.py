@@ -1,7 +1,7 @@
 """python tools/bench/start.py [--nodes 4] [--repeats 5]
 
-`init_master_worker(nodes=4)` and an answer of each node, in a fresh process that has imported torch, against `import
-torch` in the same process.
+`import disttensor`, `init_master_worker(nodes=4)` and an answer of each node, in a fresh process that has imported
+torch, against `import torch` in the same process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ start = time.perf_counter()
 import torch
 imported = time.perf_counter()
 import disttensor as dt
-ready = time.perf_counter()
 dt.init_master_worker(nodes={nodes})
 copies = [torch.full((4,), float(k)).to(f"node:{{k}}") for k in range({nodes})]
 assert [c.sum().item() for c in copies] == [4.0 * k for k in range({nodes})]
 started = time.perf_counter()
 dt.shutdown()
-print(imported - start, started - ready, time.perf_counter() - started)
+print(imported - start, started - imported, time.perf_counter() - started)
 """
 
 
