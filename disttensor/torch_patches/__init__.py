@@ -31,6 +31,7 @@ class Patch:
     #: what torch would have to do to make it needless
     wanted: str
     optional: bool = False  #: some of the versions of torch that are supported lack it
+    adds: bool = False  #: torch has no such thing
 
 
 _ONE_ACCELERATOR = "more than one accelerator in a process, or an out-of-tree backend that is not the accelerator"
@@ -44,7 +45,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.Tensor.dist_send", "torch_backend.naming:dist_send", IMPORT,
-        "local tensors go to nodes as proxies do: x.dist_send(1)", "nothing: this adds a method", optional=True,
+        "local tensors go to nodes as proxies do: x.dist_send(1)", "nothing: this is a method more", adds=True,
     ),
     Patch(
         "torch._C._accelerator_getAccelerator", f"{_LOCAL}:get_accelerator", IMPORT,
@@ -241,9 +242,8 @@ def _owners(patch: Patch) -> Iterator[tuple[Any, str]]:
     if path.endswith(".*"):
         owners = [m for n, m in sorted(sys.modules.items()) if n.startswith(path[:-1]) and hasattr(m, name)]
     else:
-        owners = [_found(path)]
-        if owners[0] is None or (not patch.optional and not hasattr(owners[0], name)):
-            owners = []
+        owner = _found(path)
+        owners = [owner] if owner is not None and (patch.adds or hasattr(owner, name)) else []
     if not owners and not patch.optional:
         import torch
 
@@ -251,8 +251,6 @@ def _owners(patch: Patch) -> Iterator[tuple[Any, str]]:
             f"torch {torch.__version__} has no {patch.target}, which disttensor replaces ({patch.why}): use a torch "
             "that docs/COMPATIBILITY.md names"
         )
-    if patch.optional and owners and not patch.target.endswith(".dist_send"):
-        owners = [owner for owner in owners if hasattr(owner, name)]
     yield from ((owner, name) for owner in owners)
 
 

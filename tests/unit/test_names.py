@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,13 @@ def test_every_public_name_is_somewhere_and_nothing_else() -> None:
     there = {name for name in vars(public) if not name.startswith("_")} - {"annotations"}
     assert there == {*dt.__all__} | MODULES
     assert len(dt.__all__) == len(set(dt.__all__))
+
+
+def test_type_checkers_see_each_name() -> None:
+    """Of a typed package a strict checker takes what is imported "as" itself, and nothing else."""
+    tree = ast.parse(Path(public.__file__).read_text())
+    names = [alias for node in tree.body if isinstance(node, ast.ImportFrom) and node.level for alias in node.names]
+    assert [alias.name for alias in names if alias.asname is None] == []
 
 
 def test_dir_shows_what_is_public() -> None:
