@@ -150,6 +150,9 @@ class Handle(msgspec.Struct, gc=False, eq=False):
     ref: int  #: 0 while the tensor doesn't exist on the node yet (Lazy)
     meta: Meta
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.ref or 'not made yet'} {self.meta!r}>"
+
     @whole
     def __del__(self) -> None:
         # no lock and no I/O: the collector can run this anywhere

@@ -78,6 +78,10 @@ class Session:
         self.counted: dict[object, Any] = {}  #: what ``stats`` does not count any more
         self.pieces = threading.RLock()  #: held while the pieces of a function are queued, one after another
 
+    def __repr__(self) -> str:
+        lost = [box.rank for box in self.link.outboxes if box.lost is not None]
+        return f"<Session {self.job} nodes={len(self.states)}{f' lost={lost}' if lost else ''} {self.link!r}>"
+
     def introduce(self) -> None:
         """After all hellos: places, and everybody learns where everybody's data channel is."""
         hellos = self.link.hellos

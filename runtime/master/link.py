@@ -69,6 +69,12 @@ class Link:
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
         self._flusher.start()
 
+    def __repr__(self) -> str:
+        boxes = self.outboxes
+        queued, flying = sum(len(box.queue) // 2 for box in boxes), sum(box.sent - box.done for box in boxes)
+        state = " closed" if self.closed else ""
+        return f"<Link nodes={len(boxes)} queued={queued} inflight={flying} waiting={len(self._requests)}{state}>"
+
     def extend(self, key: str) -> Outbox:  # lets in one more node, by its public key; its rank is the next
         with self._lock:
             self.hub.admit(len(self.outboxes), key)

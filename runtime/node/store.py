@@ -122,6 +122,9 @@ class Store:
         self.watched: dict[int, dict[int, torch.Tensor]] = {}
         self._peak = 0  #: entries, since memory was last given back
 
+    def __repr__(self) -> str:
+        return f"<Store entries={len(self.entries)} arriving={len(self.pending)} leaving={len(self.sending)}>"
+
     def free(self, first: int, distances: tuple[int, ...]) -> None:
         """Drops entries. A ref that was never written (its command failed to leave the master) is no error."""
         entries, ref = self.entries, first

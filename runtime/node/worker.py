@@ -76,6 +76,9 @@ class Worker:
             self._progress,
         )
 
+    def __repr__(self) -> str:
+        return f"<Worker node={self.bundle.rank} done={self.executor.done} told={self._told}>"
+
     def hello(self) -> c.Hello:
         cuda = self.bundle.simulate_cuda or torch.cuda.device_count()
         return c.Hello(

@@ -80,6 +80,10 @@ class Agent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
+    def __repr__(self) -> str:
+        state = "ending" if self._ending is not None else "ready" if self._ready else "waits for its fork server"
+        return f"<Agent {state} heard {time.monotonic() - self._heard:.1f} s ago>"
+
     def run(self) -> int:
         self._loop.watch(self._up.fileno(), self._take_orders)
         self._loop.watch(self._down.fileno(), self._take_news)

@@ -92,6 +92,10 @@ class Root:
         self.loop.watch(self._wakeup[0], self._take_signal)
         self.loop.later(BEAT, self._beat)
 
+    def __repr__(self) -> str:
+        state = " ending" if self._ending is not None else ""
+        return f"<Root {self.plan.launcher or 'without a plan'} branches={self._branches} asked={self._asked}{state}>"
+
     def run(self) -> None:
         while self._ending is None or (self._is_needed() and time.monotonic() < self._ending):
             self._watch_room()

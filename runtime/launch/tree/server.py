@@ -101,6 +101,10 @@ class Server:
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
 
+    def __repr__(self) -> str:
+        state = " stopping" if self._deadline is not None else ""
+        return f"<Server nodes={sorted(self._nodes)}{state}>"
+
     def run(self) -> None:
         while True:
             if not self._nodes and self._deadline is not None:
