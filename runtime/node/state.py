@@ -99,11 +99,14 @@ class NodeState:
     # ---- effects that commands have on whatever thread -----------------------------------------------------------
 
     def answer(self, command: c.Ask, template: Template, result: Any) -> list[torch.Tensor | None]:
-        """Tells what an operator that was asked has given: a value, or the geometry of tensors, which are returned."""
+        """Tells what an operator that was asked has given: a value, or the geometry of tensors, which are returned.
+        Raises ProtocolError, and has told nothing, for another number of them than the master expects."""
         if not template.outs:
             self.emit(c.Answer(command.request, codec.to_value(result)))
             return []
         results = [result] if isinstance(result, torch.Tensor) else list(result)
+        if len(results) != template.outs:
+            raise template.miscounted(len(results))
         self.emit(c.Shapes(command.request, tuple(None if t is None else self.geometry(t) for t in results)))
         return results
 

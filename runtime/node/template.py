@@ -63,12 +63,16 @@ class Template:
             def run(out: int, args: Any) -> None:
                 results = tensors_of(call(out, args))
                 if len(results) != count:
-                    raise ProtocolError(f"{self.name} gave {len(results)} tensors where the master expects {count}")
+                    raise self.miscounted(len(results))
                 e[out] = results[0]
                 for result, distance in zip(results[1:], args[first:], strict=True):
                     e[out - distance] = result
 
         return run
+
+    def miscounted(self, results: int) -> ProtocolError:
+        """The error for another number of results than the master has refs for."""
+        return ProtocolError(f"{self.name} gave {results} tensors where the master expects {self.outs}")
 
     def compare(self, first: c.First, entries: Entries) -> None:
         """Raises GeometryError if what a signature's first call has made, or has written, is not what the master takes

@@ -448,3 +448,19 @@ def test_allow_list() -> None:
         allow.resolve("theirs::two")
     with pytest.raises(ProtocolError, match="doesn't exist"):
         allow.resolve("mine::op")
+
+
+@pytest.mark.parametrize("stream", [0, 40])
+def test_an_operator_that_gives_another_number_than_asked_for_is_answered_once(ready: Node, stream: int) -> None:
+    two = c.Define(20, "aten::unbind.int", (c.Hole(True), 0), (), 3)  # it gives two of a (2, 2)
+    ask: c.Command = c.Ask(5, c.Call(20, 30, (29, 1, 2)))
+    before = len(ready.replies)
+    ready.do(two, *([c.Stream(stream, "cpu", 0), c.On(stream, ask)] if stream else [ask]))  # type: ignore[arg-type]
+    if (lanes := ready.executor._lanes) is not None:
+        lanes.wait_for(lanes.busy())
+    ready.executor.close()
+    ready.executor.join(HANG)
+    failed, answer = ready.replies[before:]
+    assert isinstance(failed, c.Failed)
+    assert "aten::unbind.int gave 2 tensors where the master expects 3" in failed.message
+    assert answer == c.Poisoned(5, 0, failed.seq)
