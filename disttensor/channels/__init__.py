@@ -21,7 +21,7 @@ from ..runtime.channel.base import MASTER
 from ..runtime.channel.registry import why_unusable
 from ..runtime.collective import Way
 from ..runtime.collective.algorithm_table import ALGORITHMS
-from ..session import current as state
+from ..session import current
 from ..session.channel_router import COLLECTIVES, COPIES, OPS, Rule
 
 DEVICES = ("cpu", "cuda")
@@ -52,7 +52,7 @@ def select(
     (``trusted_network``); ImportError when its library is missing; what opening it on a node has raised;
     DisttensorError without a session.
     """
-    board = state.session().board
+    board = current.session().board
     ops = (op,) if isinstance(op, str) else tuple(op)
     for one in ops:
         if one not in (*OPS, "*"):
@@ -82,7 +82,7 @@ def _way(ops: Sequence[str], algorithm: str | Way | None) -> Way | None:
 
 def reset() -> None:
     """Forgets all that was selected. Channels that were opened stay so until the end of the session."""
-    state.session().board.rules = ()
+    current.session().board.rules = ()
 
 
 class Selected(tuple[Rule, ...]):
@@ -107,7 +107,7 @@ def _size(rule: Rule) -> str:
 
 def selected() -> Selected:
     """What was selected, and what holds for the rest."""
-    board = state.session().board
+    board = current.session().board
     found = Selected(board.rules)
     found.backend = next(iter(board.numbers))
     return found
@@ -157,7 +157,7 @@ class Availability(Mapping[tuple[str, str, str], Entry]):
 
 def available() -> Availability:
     """What each channel can do with these nodes, or, without a session, on this machine."""
-    session = state.current()
+    session = current.current()
     names = channel_names()
     if session is not None:
         session.board.look(names)

@@ -20,7 +20,7 @@ from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
-from ..session import current as sessions
+from ..session import current
 from ..session.places import Place, one_session
 from .call_site import here
 from .copies import upload
@@ -169,7 +169,7 @@ class _Class(type(torch._C.Generator)):  # type: ignore[misc]
             return super().__call__(*args, **kwargs)
         device = args[0] if args else kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "node":
-            return NodeGenerator(sessions.session().places.of(torch.device(device)))
+            return NodeGenerator(current.session().places.of(torch.device(device)))
         return _original(*args, **kwargs)
 
     def __instancecheck__(cls, value: Any) -> bool:

@@ -18,7 +18,7 @@ from ..proxy.meta import new_ref
 from ..runtime.master.route import Route, route, waits
 from ..runtime.process.signals import whole
 from ..runtime.protocol import commands as c
-from ..session import current as state
+from ..session import current
 from ..session import current_node as context
 from ..session.current import session_of
 from ..session.current_node import current_node
@@ -347,11 +347,11 @@ def synchronize(node: torch.device | str | int | None = None) -> None:
 
     Raises the earliest error that nothing has raised yet, NodeLost, ValueError for a node that does not exist.
     """
-    state.session().synchronize(None if node is None else _place(node).node)
+    current.session().synchronize(None if node is None else _place(node).node)
 
 
 def _place(node: torch.device | str | int | None, device: Device = None) -> Place:
-    places = state.session().places
+    places = current.session().places
     if isinstance(device, (str, torch.device)) and torch.device(device).type == "node":
         return places.of(torch.device(device))
     return places.at(current_node() if node is None else node, device)

@@ -32,6 +32,7 @@ def name_device() -> None:
     other = torch._C._get_privateuse1_backend_name()
     if other != "privateuseone":
         raise DisttensorError(f"disttensor can't have the device 'node' beside {other!r}: {_ONE}")
+    torch_patches.check(torch_patches.IMPORT)  # before anything is changed
     accelerator = torch.accelerator.current_accelerator()
     rename_privateuse1_backend("node")
     torch._register_device_module("node", _Later("torch.node"))

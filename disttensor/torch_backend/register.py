@@ -25,7 +25,7 @@ from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..session import current
 from ..session.current_node import current_node
-from ..storage import storages
+from ..storage import set_data, storages, uninitialized
 from . import (
     autocast,
     backward,
@@ -53,6 +53,7 @@ def register() -> None:
     """Registers the device type; a second call does nothing."""
     if _library:
         return
+    torch_patches.check(torch_patches.SESSION)  # before anything is changed
     setattr(DistributedTensor, "__torch_dispatch__", staticmethod(dispatch))  # noqa: B010 - mypy can't see the method
     name_device()
     generate_methods_for_privateuse1_backend()
@@ -150,4 +151,4 @@ def _refuse_copy(source: torch.Tensor, **options: Any) -> NoReturn:
     refuse_layout("aten::_to_copy", layout_of(source))
 
 
-__all__ = ["handlers", "linear", "register", "sparse_gradients", "wider_dtypes"]
+__all__ = ["handlers", "linear", "register", "set_data", "sparse_gradients", "uninitialized", "wider_dtypes"]

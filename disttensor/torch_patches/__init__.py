@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,12 +208,10 @@ _installed: set[str] = set()
 
 
 def install(when: str) -> None:
-    """Installs the rows of a moment; a second time does nothing.
-
-    Raises DisttensorError, which names the target, if torch has not what is to be replaced.
-    """
+    """Installs the rows of a moment; a second time does nothing. Raises as ``check``, and has replaced nothing then."""
     if when in _installed:
         return
+    check(when)
     _installed.add(when)
     for patch in PATCHES:
         if patch.when == when:
@@ -223,6 +221,18 @@ def install(when: str) -> None:
                 own = vars(owner).get(name, _NOTHING)
                 _undo.append((owner, name, own))
                 setattr(owner, name, make(getattr(owner, name, None)))
+
+
+def check(when: str) -> None:
+    """Raises DisttensorError, which names the target, if torch has not what the rows of a moment replace."""
+    for patch in PATCHES:
+        if patch.when == when and not patch.optional and not _owners(patch):
+            import torch
+
+            raise DisttensorError(
+                f"torch {torch.__version__} has no {patch.target}, which disttensor replaces ({patch.why}): use a "
+                "torch that docs/COMPATIBILITY.md names"
+            )
 
 
 def uninstall() -> None:
@@ -236,7 +246,7 @@ def uninstall() -> None:
     _installed.clear()
 
 
-def _owners(patch: Patch) -> Iterator[tuple[Any, str]]:
+def _owners(patch: Patch) -> list[tuple[Any, str]]:
     """What has the target as an attribute, and the attribute's name."""
     path, _, name = patch.target.rpartition(".")
     if path.endswith(".*"):
@@ -244,14 +254,7 @@ def _owners(patch: Patch) -> Iterator[tuple[Any, str]]:
     else:
         owner = _found(path)
         owners = [owner] if owner is not None and (patch.adds or hasattr(owner, name)) else []
-    if not owners and not patch.optional:
-        import torch
-
-        raise DisttensorError(
-            f"torch {torch.__version__} has no {patch.target}, which disttensor replaces ({patch.why}): use a torch "
-            "that docs/COMPATIBILITY.md names"
-        )
-    yield from ((owner, name) for owner in owners)
+    return [(owner, name) for owner in owners]
 
 
 def _found(path: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in [*FRONT, *ENGINE]}
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -93,12 +95,11 @@ def module_named(name: str) -> str | None:
     return name or None
 
 
-def used(module: str) -> Iterator[tuple[int, str]]:
+@cache
+def used(module: str) -> tuple[tuple[int, str], ...]:
     """(line, module of ours) that a module imports."""
-    for line, name in imports(MODULES[module]):
-        there = module_named(name)
-        if there and there != module:
-            yield line, there
+    found = ((line, module_named(name)) for line, name in imports(MODULES[module]))
+    return tuple((line, there) for line, there in found if there and there != module)
 
 
 def room(module: str) -> str:

@@ -126,11 +126,15 @@ def test_it_is_done_once(none_installed: None) -> None:
 @pytest.mark.parametrize("target", ["torch.nothing.at_all", "torch.Tensor.not_there", "torch.optim.*.not_there"])
 def test_a_target_that_is_gone_is_named(target: str, none_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = replace(PATCHES[0], target=target, when="never")
-    monkeypatch.setattr(torch_patches, "PATCHES", (gone,))
-    with pytest.raises(DisttensorError) as caught:
-        torch_patches.install("never")
-    assert f"torch {torch.__version__} has no {target}" in str(caught.value)
-    assert gone.why in str(caught.value)
+    there = replace(PATCHES[0], target="torch.Tensor.to", make="session.current_node:following", when="never")
+    monkeypatch.setattr(torch_patches, "PATCHES", (there, gone))
+    before = torch.Tensor.to
+    for _ in range(2):  # it is no installed moment: a second session hears the same
+        with pytest.raises(DisttensorError) as caught:
+            torch_patches.install("never")
+        assert f"torch {torch.__version__} has no {target}" in str(caught.value)
+        assert gone.why in str(caught.value)
+        assert torch.Tensor.to is before  # and nothing of it is done
 
 
 def test_an_optional_target_may_be_gone(none_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
