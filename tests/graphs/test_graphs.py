@@ -312,3 +312,13 @@ def test_a_block_that_fails_records_nothing() -> None:
     assert x.tolist() == [2, 2]
     with pytest.raises(dt.GraphError, match="has a recording"), dt.graph(g):
         pass
+
+
+def test_what_a_graph_uploads_and_a_collective_writes_is_new_in_each_replay() -> None:
+    g = dt.Graph()
+    with dt.graph(g):
+        xs = [torch.ones(2).to(f"node:{k}") for k in range(2)]
+        dt.all_reduce(xs)
+    for _ in range(3):
+        g.replay()
+        assert [x.tolist() for x in xs] == [[2.0, 2.0], [2.0, 2.0]]
