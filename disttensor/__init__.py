@@ -114,7 +114,7 @@ __all__ = [
     "tensor",
     "wait_for_nodes",
     "zeros",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:
