@@ -1,7 +1,7 @@
 """What dtrun is asked to do: its options checked against each other, and what follows from them for who does it.
 
-parse(argv) --> options --> plan_of: where nodes come from; program_of, settings: the script, and what it is told
-                        --> guest_of: this host only lends nodes to a script that runs elsewhere
+parse(argv) --> options --> spec_of: where nodes come from; program_of, settings: the script, and what it is told
+                        --> worker_options_of: this host only lends nodes to a script that runs elsewhere
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..runtime.host.launch_spec import Host, Plan
 from ..runtime.host.output_options import Output
 from ..runtime.launch import registry
 from ..runtime.launch.hosts import parse_hosts, read_hostfile
-from ..runtime.launch.rendezvous.rendezvous import Meeting, of_slurm
+from ..runtime.launch.rendezvous.rendezvous import Rendezvous, of_slurm
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol.channel_names import BUILTIN, names
 from .options import parser
@@ -115,7 +115,7 @@ def _check_hosts(options: argparse.Namespace) -> None:
     if options.standalone and (most > 1 or options.launcher not in (None, "local")):
         raise ValueError("--standalone is this machine only: leave out what names others")
     if options.launcher == "join":
-        _check_meeting(options)
+        _check_rendezvous(options)
     elif options.connection_file:
         raise ValueError("--connection-file is for hosts that join: say how many there can be in all, as --nnodes 1:4")
     if options.node_rank is not None and options.node_rank >= most:
@@ -136,7 +136,7 @@ def _around(backend: str | None) -> str | None:
     return None if task is None else "slurm"
 
 
-def _check_meeting(options: argparse.Namespace) -> None:
+def _check_rendezvous(options: argparse.Namespace) -> None:
     told = options.master_addr is not None, options.master_port is not None
     if options.connection_file and any(told):
         raise ValueError("--connection-file and --master-addr both say how hosts join: give one of them")
@@ -211,7 +211,7 @@ def _check_process_group(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is for nodes with a master, and --process-group has none")
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+def spec_of(options: argparse.Namespace) -> Plan:
     """Where nodes come from, for who starts them and for the script. Raises ValueError where too little was said."""
     launcher = options.launcher or "local"
     hosts, (least, most) = tuple(options.hosts or ()), options.nnodes
@@ -233,15 +233,15 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
     if launcher != "slurm":
         return plan
-    from ..runtime.launch.starters.slurm import plan_of_allocation, plan_of_step
+    from ..runtime.launch.starters.slurm import spec_of_allocation, spec_of_step
 
     if slurm_env.one_of_several() is not None:
-        plan = plan_of_step(plan)
+        plan = spec_of_step(plan)
         if options.process_group:  # without a master this task, too, is a node
             size = plan.most + 1
             plan = msgspec.structs.replace(plan, hosts=(Host(socket.gethostname()),), least=size, most=size)
         return plan
-    return plan_of_allocation(plan, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
+    return spec_of_allocation(plan, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
 
 
 def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
@@ -251,13 +251,13 @@ def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
     return {**own, "ssh_options": options.ssh_options} if options.ssh_options else own
 
 
-def _meeting(options: argparse.Namespace) -> Meeting:
+def _meeting(options: argparse.Namespace) -> Rendezvous:
     if options.connection_file:
-        return Meeting("file", path=os.path.abspath(options.connection_file))
-    return Meeting("tcp", options.master_addr, options.master_port)
+        return Rendezvous("file", path=os.path.abspath(options.connection_file))
+    return Rendezvous("tcp", options.master_addr, options.master_port)
 
 
-def guest_of(options: argparse.Namespace) -> list[str] | None:
+def worker_options_of(options: argparse.Namespace) -> list[str] | None:
     """The arguments of `dtrun worker` that do what is asked for; None on the host that runs the script."""
     patience = ["--timeout", str(options.timeout)] if options.timeout else []
     task = slurm_env.one_of_several() if options.launcher == "slurm" else None

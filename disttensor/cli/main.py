@@ -39,7 +39,7 @@ from ..runtime.launch.tree.spawn import LAUNCHER_FD, spawn_root, spawn_server, w
 from ..runtime.process.lifetime import adopt_orphans, die_with_parent, end_children, wait_any
 from ..runtime.protocol.errors import StartError
 from ..torch_backend import at_import
-from .checked_options import guest_of, parse, plan_of, program_of, settings
+from .checked_options import worker_options_of, parse, spec_of, program_of, settings
 
 #: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
 _PATIENCE = 2.0
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(e.code or 0)
     if options.launcher == "mpi":
         return _run_by_mpi(options)
-    if (guest := guest_of(options)) is not None:
+    if (guest := worker_options_of(options)) is not None:
         os.environ.update(options.env)
         return int(import_module("disttensor.runtime.launch.rendezvous.worker_cli").main(guest))
     try:
-        plan = plan_of(options)
+        plan = spec_of(options)
     except ValueError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 2

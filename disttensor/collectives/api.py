@@ -34,8 +34,8 @@ from ..futures.work import Work
 from ..runtime.collective import ReduceOp, Way
 from ..session.current import session as current_session
 from .groups import Group, Split, new_group
-from .issue import Joint, Part, alike, group_of, list_of, lists_of, named, op_of, read, same_shape, written
-from .multi_tensor import bundles_of, rows_of, same_nodes
+from .issue import CollectiveCall, Part, alike, group_of, list_of, lists_of, named, op_of, read, same_shape, written
+from .multi_tensor import node_tensors_of, rows_of, same_nodes
 
 Tensors = Sequence[torch.Tensor]
 Algorithm = str | Way | None
@@ -57,7 +57,7 @@ def all_reduce(
     ``result()`` of the Work is the list that was written.
     """
     what = "all_reduce"
-    all_of = bundles_of(tensors, group, what)
+    all_of = node_tensors_of(tensors, group, what)
     dtype = alike(tensors, what)
     op = op_of(op, dtype)
     targets = tensors if out is None else out
@@ -67,7 +67,7 @@ def all_reduce(
         for one in out:
             same_shape(one, tensors[0], f"{what}: out")
     parts = [Part([read(tensors[i]) for i in its], [targets[i] for i in its]) for its in all_of.members]
-    joint = Joint(what, all_of.group, parts, op, 0, algorithm, transport, dtype, targets, all_of.shares)
+    joint = CollectiveCall(what, all_of.group, parts, op, 0, algorithm, transport, dtype, targets, all_of.shares)
     return joint.issue(all_of.session, async_op)
 
 
@@ -84,7 +84,7 @@ def reduce(
 ) -> Work | None:
     """The tensor on node ``dst`` (the first there) becomes the reduction of all; the others stay as they are."""
     what = "reduce"
-    all_of = bundles_of(tensors, group, what)
+    all_of = node_tensors_of(tensors, group, what)
     dtype, root = alike(tensors, what), all_of.group.rank(dst)
     op = op_of(op, dtype)
     target = tensors[all_of.members[root][0]]
@@ -92,7 +92,7 @@ def reduce(
     parts = [
         Part([read(tensors[k]) for k in its], [target] if i == root else []) for i, its in enumerate(all_of.members)
     ]
-    joint = Joint(what, all_of.group, parts, op, root, algorithm, transport, dtype, target, all_of.shares)
+    joint = CollectiveCall(what, all_of.group, parts, op, root, algorithm, transport, dtype, target, all_of.shares)
     return joint.issue(all_of.session, async_op)
 
 
@@ -107,13 +107,13 @@ def broadcast(
 ) -> Work | None:
     """Every tensor becomes that on node ``src`` (the first there)."""
     what = "broadcast"
-    all_of = bundles_of(tensors, group, what)
+    all_of = node_tensors_of(tensors, group, what)
     dtype, root = alike(tensors, what), all_of.group.rank(src)
     source = all_of.members[root][0]
     parts = [Part([], [tensors[i] for i in its if i != source]) for its in all_of.members]
     parts[root].inputs = [read(tensors[source])]
     written(*(x for part in parts for x in part.outs))
-    joint = Joint(what, all_of.group, parts, ReduceOp.SUM, root, algorithm, None, dtype, tensors, all_of.shares)
+    joint = CollectiveCall(what, all_of.group, parts, ReduceOp.SUM, root, algorithm, None, dtype, tensors, all_of.shares)
     return joint.issue(all_of.session, async_op)
 
 
@@ -128,7 +128,7 @@ def all_gather(
 ) -> Work | None:
     """``tensor_lists[i][j]``, on the node of ``tensors[i]``, becomes ``tensors[j]``. These may differ in shape."""
     what = "all_gather"
-    all_of = bundles_of(tensors, group, what)
+    all_of = node_tensors_of(tensors, group, what)
     dtype = alike(tensors, what, shapes=False)
     rows_of(tensor_lists, tensors, what)
     for outs in tensor_lists:
@@ -139,7 +139,7 @@ def all_gather(
         Part([read(tensors[i]) for i in its], [tensor_lists[i][j] for i in its for j in all_of.order])
         for its in all_of.members
     ]
-    joint = Joint(what, all_of.group, parts, ReduceOp.SUM, 0, algorithm, None, dtype, tensor_lists, all_of.shares)
+    joint = CollectiveCall(what, all_of.group, parts, ReduceOp.SUM, 0, algorithm, None, dtype, tensor_lists, all_of.shares)
     return joint.issue(all_of.session, async_op)
 
 
@@ -156,7 +156,7 @@ def gather(
     for j, (one, other) in enumerate(zip(gather_list, tensors, strict=True)):
         same_shape(one, other, f"{what}: gather_list[{j}]")
     parts = [Part([read(x)], gather_list if i == root else []) for i, x in enumerate(tensors)]
-    return Joint(what, group, parts, root=root, dtype=dtype, value=gather_list).issue(session, async_op)
+    return CollectiveCall(what, group, parts, root=root, dtype=dtype, value=gather_list).issue(session, async_op)
 
 
 @spelled
@@ -172,7 +172,7 @@ def scatter(
     for j, (one, other) in enumerate(zip(tensors, scatter_list, strict=True)):
         same_shape(one, other, f"{what}: tensor {j}")
     parts = [Part(list(map(read, scatter_list)) if i == root else [], [x]) for i, x in enumerate(tensors)]
-    return Joint(what, group, parts, root=root, dtype=dtype, value=tensors).issue(session, async_op)
+    return CollectiveCall(what, group, parts, root=root, dtype=dtype, value=tensors).issue(session, async_op)
 
 
 @spelled
@@ -197,7 +197,7 @@ def reduce_scatter(
         for j, (one, other) in enumerate(zip(tensors, inputs, strict=True)):
             same_shape(one, other, f"{what}: tensor {j}")
     parts = [Part(list(map(read, inputs)), [x]) for x, inputs in zip(tensors, input_lists, strict=True)]
-    return Joint(what, group, parts, op, 0, algorithm, transport, dtype, tensors).issue(session, async_op)
+    return CollectiveCall(what, group, parts, op, 0, algorithm, transport, dtype, tensors).issue(session, async_op)
 
 
 @spelled
@@ -218,7 +218,7 @@ def all_to_all(
         for j, one in enumerate(outs):
             same_shape(one, input_lists[j][i], f"{what}: output {j} of list {i}")
     parts = [Part(list(map(read, inputs)), outs) for inputs, outs in zip(input_lists, output_lists, strict=True)]
-    return Joint(what, group, parts, dtype=dtype, value=output_lists).issue(session, async_op)
+    return CollectiveCall(what, group, parts, dtype=dtype, value=output_lists).issue(session, async_op)
 
 
 @spelled
@@ -229,7 +229,7 @@ def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, as
     dtype = alike(tensors, what)
     written(*tensors)
     parts = [Part([read(x)], [x]) for x in tensors]
-    joint = Joint("shift", group, parts, root=shift % len(group), dtype=dtype, value=tensors)
+    joint = CollectiveCall("shift", group, parts, root=shift % len(group), dtype=dtype, value=tensors)
     return joint.issue(session, async_op)
 
 
@@ -241,7 +241,7 @@ def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> 
     same_shape(target, tensor, what)
     written(target)
     parts = [Part([read(tensor)], []), Part([], [target])]
-    return Joint("broadcast", group, parts, dtype=tensor.dtype, value=target).issue(session, async_op)
+    return CollectiveCall("broadcast", group, parts, dtype=tensor.dtype, value=target).issue(session, async_op)
 
 
 @spelled
@@ -257,4 +257,4 @@ def barrier(group: Group | None = None, async_op: bool = False) -> Work | None:
     That is among nodes, and returns at once; ``synchronize`` waits for them here.
     """
     group = new_group() if group is None else group
-    return Joint("barrier", group, [Part() for _ in group]).issue(current_session(), async_op)
+    return CollectiveCall("barrier", group, [Part() for _ in group]).issue(current_session(), async_op)

@@ -18,7 +18,7 @@ from ..runtime.collective import ReduceOp
 from . import api
 from .groups import Group, Split
 from .issue import group_of, list_of, lists_of, named, op_of
-from .multi_tensor import bundles_of
+from .multi_tensor import node_tensors_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 @spelled
 def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: Group | Split | None = None) -> list[torch.Tensor]:
     """The reduction of all, for every tensor, of which a node may have several."""
-    group = bundles_of(tensors, group, "all_reduce").group
+    group = node_tensors_of(tensors, group, "all_reduce").group
     return list(_apply(_AllReduce, _linear(op, tensors), group, *tensors))
 
 

@@ -42,7 +42,7 @@ class Part:
 
 
 @dataclass
-class Joint:
+class CollectiveCall:
     """One collective. ``root``: the place in the group of whom it is about. ``parts``: in the group's order."""
 
     kind: str
@@ -56,7 +56,7 @@ class Joint:
     value: Any = field(default=None)  #: the result of its Work
     shares: tuple[int, ...] = ()  #: where nodes have others than one tensor each: as the command says
 
-    def issue(self, session: Session, async_op: bool) -> JointWork | None:
+    def issue(self, session: Session, async_op: bool) -> CollectiveWork | None:
         """Returns at once. Raises NodeLost, GraphError for an asynchronous one while a graph is recorded."""
         if async_op:
             waits("a collective with async_op=True")
@@ -97,7 +97,7 @@ class Joint:
         for part in self.parts:
             for tensor in part.outs:
                 torch.autograd.graph.increment_version(tensor)
-        return JointWork(session, [(node, transfer) for node, transfer, _ in ended], self) if async_op else None
+        return CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], self) if async_op else None
 
     def _channel(self, session: Session) -> int:
         """The number of the data channel that was selected; and the algorithm that was, if the call names none."""
@@ -169,10 +169,10 @@ class _All(Arrival):
         when_all(self._transfers, fn)
 
 
-class JointWork(Work):
+class CollectiveWork(Work):
     """A collective under way. ``result()`` gives what it writes."""
 
-    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], joint: Joint) -> None:
+    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], joint: CollectiveCall) -> None:
         self._session = session
         self._node = ended[0][0]
         self._text = f"{joint.kind} of {joint.group}"

@@ -13,11 +13,11 @@ from ..futures.work import Work
 from ..session.current import session_of
 from ..session.session import Session
 from .groups import Group, Split
-from .issue import Joint, Part, Tensors, alike, group_at, group_of, named, nodes_of, not_alone, read, written
+from .issue import CollectiveCall, Part, Tensors, alike, group_at, group_of, named, nodes_of, not_alone, read, written
 
 
 @dataclass
-class Bundles:
+class NodeTensors:
     """Which tensors of a list are on which node."""
 
     group: Group
@@ -36,18 +36,18 @@ class Bundles:
         return [i for its in self.members for i in its]
 
 
-def bundles_of(tensors: Tensors, group: Group | Split | None, what: str) -> Bundles:
+def node_tensors_of(tensors: Tensors, group: Group | Split | None, what: str) -> NodeTensors:
     """The nodes of ``tensors``, in the order in which they come first. Raises TypeError, ValueError."""
     nodes = nodes_of(tensors, what)
     not_alone(nodes, group, what)
     distinct = list(dict.fromkeys(nodes))
     group, session = group_at(distinct, group, what), session_of(named(tensors[0], what)._place)
     if len(distinct) == len(nodes):
-        return Bundles(group, session, [[i] for i in range(len(nodes))])
+        return NodeTensors(group, session, [[i] for i in range(len(nodes))])
     for i, tensor in enumerate(tensors):
         if any(tensor is other for other in tensors[:i]):
             raise ValueError(f"{what}: tensor {i} is there twice")
-    return Bundles(group, session, [[i for i, node in enumerate(nodes) if node == one] for one in group])
+    return NodeTensors(group, session, [[i for i, node in enumerate(nodes) if node == one] for one in group])
 
 
 def same_nodes(tensors: Tensors, others: Tensors, what: str) -> None:
@@ -95,4 +95,4 @@ def all_gather_into_tensor(
             out.resize_(whole)
     parts = [Part([read(x)], [out]) for x, out in zip(tensors, outs, strict=True)]
     lengths = tuple(tensor.numel() for tensor in tensors)
-    return Joint("all_gather", group, parts, dtype=dtype, value=outs, shares=lengths).issue(session, async_op)
+    return CollectiveCall("all_gather", group, parts, dtype=dtype, value=outs, shares=lengths).issue(session, async_op)

@@ -61,7 +61,7 @@ class Rule:
         )
 
 
-class Switchboard:
+class ChannelRouter:
     """Routes each copy and collective of a session to one of its data channels, and opens those that are asked for.
 
     ``threads``: nodes are threads of this process. ``failure`` gives the exception for what failed at a node's command.

@@ -27,7 +27,7 @@ from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.transport.base import Hub
 from . import caches
 from .callbacks import Callbacks
-from .channel_router import Switchboard
+from .channel_router import ChannelRouter
 from .places import NodeState, Place, Places
 from .transfers import Transfers
 
@@ -59,7 +59,7 @@ class Session:
         self.job = job
         self.channel = channels.data[0]
         self.link = Link(hub, nodes, launcher, self._lost)
-        self.board = Switchboard(
+        self.board = ChannelRouter(
             self.link, channels, job, secret, backend, trusted=trusted, threads=launcher is None, failure=self.failure
         )
         self.states = [NodeState(self, rank, self.link.outboxes[rank]) for rank in range(nodes)]
@@ -221,7 +221,7 @@ class Session:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def last_words(self, timeout: float | None = None) -> Exception | None:
+    def drain_and_collect_errors(self, timeout: float | None = None) -> Exception | None:
         """Waits until the nodes have done everything, ``timeout`` seconds at most; gives what nothing has raised yet.
 
         That is the earliest error of an operation, else the loss of a node; further losses are its notes. A node that

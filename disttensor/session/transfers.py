@@ -23,7 +23,7 @@ from ..runtime.process.signals import whole
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import ChannelError, PoisonedError
-from .channel_router import Switchboard
+from .channel_router import ChannelRouter
 from .places import Place
 
 #: Uploads up to this many bytes are copied whatever is on its way.
@@ -67,7 +67,7 @@ class Transfers:
     def __init__(
         self,
         link: Link,
-        board: Switchboard,
+        board: ChannelRouter,
         failure: Callable[[int, int], Exception],
         sync: Callable[[int, float | None], None],
     ) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from ..runtime.host.launch_spec import Plan, plan_of_dtrun
 from ..runtime.launch import registry
 from ..runtime.launch.hosts import parse_hosts
-from ..runtime.launch.rendezvous.rendezvous import Meeting, meeting
+from ..runtime.launch.rendezvous.rendezvous import Rendezvous, meeting
 
 
 def _folder() -> str:
@@ -24,7 +24,7 @@ def _folder() -> str:
     return folder if folder in map(os.path.abspath, sys.path) else ""
 
 
-def part_in(init_method: str | None, rank: int | None, world_size: int | None, timeout: float | None) -> Meeting | None:
+def part_in(init_method: str | None, rank: int | None, world_size: int | None, timeout: float | None) -> Rendezvous | None:
     """Where this process, the master, meets nodes that come by themselves; None when it starts them.
 
     Does not return in a process that is a node by its rank. Raises ValueError for what says too little, StartError when
@@ -44,7 +44,7 @@ def part_in(init_method: str | None, rank: int | None, world_size: int | None, t
     return found
 
 
-def _plan_to_meet(where: Meeting, nodes: int | tuple[int, int] | None) -> Plan:
+def _plan_to_meet(where: Rendezvous, nodes: int | tuple[int, int] | None) -> Plan:
     least, most = nodes if isinstance(nodes, tuple) else (nodes, nodes)
     most = most or (where.size or 1) - 1
     if not most:
@@ -61,7 +61,7 @@ def plan_for(
     options: Mapping[str, str],
     timeout: float | None,
     nodes: int | tuple[int, int] | None = None,
-    where: Meeting | None = None,
+    where: Rendezvous | None = None,
 ) -> Plan:
     """The plan that is meant. Arguments come before what dtrun has said.
 
@@ -83,9 +83,9 @@ def plan_for(
         most = nodes[1] if isinstance(nodes, tuple) else nodes or 0
         plan = Plan(launcher, most=most if launcher == "ray" else 0, folder=_folder())
         if launcher == "slurm":
-            from ..runtime.launch.starters.slurm import plan_of_allocation
+            from ..runtime.launch.starters.slurm import spec_of_allocation
 
-            plan = plan_of_allocation(plan, most)
+            plan = spec_of_allocation(plan, most)
     changes: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if hosts is not None:
         if plan.launcher in ("local", "mpi", "inproc"):

@@ -369,7 +369,7 @@ def _end(report: bool, timeout: float | None = None) -> None:
     error: BaseException | None = None
     if report:
         try:
-            error = session.last_words(timeout)
+            error = session.drain_and_collect_errors(timeout)
         except BaseException as e:  # Ctrl-C
             error = e
     selfcheck.end()

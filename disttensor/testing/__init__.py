@@ -197,7 +197,7 @@ _POINTS: dict[str, Callable[[Any], tuple[list[object], str]]] = {
     "wait": lambda session: ([session.link], "wait"),
     "ask": lambda session: ([session], "ask"),
     "pack": lambda session: (session.link.outboxes, "pack"),
-    "bury": lambda session: (session.link.outboxes, "_bury"),
+    "bury": lambda session: (session.link.outboxes, "_queue_frees"),
     "send": lambda session: ([session.link.hub], "send"),
     "receive": lambda session: ([session.link.hub], "drain"),
     "acknowledge": lambda session: (session.link.outboxes, "acknowledge"),

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..collectives.issue import Joint
+from ..collectives.issue import CollectiveCall
 from ..dispatch import seen_at
 from ..dispatch.dispatch import _composite
 from ..dispatch.op_table import enter
@@ -200,7 +200,7 @@ def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     return total.to(dtype)
 
 
-def collected(joint: Joint, inputs: Rows) -> list[list[torch.Tensor]]:
+def collected(joint: CollectiveCall, inputs: Rows) -> list[list[torch.Tensor]]:
     """What a collective writes, for each node the values of its ``outs`` in order, from local ``inputs`` of each."""
     every = [x for row in inputs for x in row]
     counts = [len(part.outs) for part in joint.parts]

@@ -20,7 +20,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..collectives.issue import Joint
+from ..collectives.issue import CollectiveCall
 from ..dispatch import method_shortcuts
 from ..dispatch.call_site import here
 from ..dispatch.copies import move
@@ -88,7 +88,7 @@ class SelfCheck:
             self._put(module, "dispatch", self.dispatch)
         self._put(register, "run", self.run)
         self._put(functions, "move", self.move)
-        self._put(Joint, "issue", lambda joint, session, async_op: self.collective(joint, session, async_op))
+        self._put(CollectiveCall, "issue", lambda joint, session, async_op: self.collective(joint, session, async_op))
         for name in ("upload", "download", "fetch"):
             setattr(self.transfers, name, partial(getattr(self, name), getattr(self.transfers, name)))
         overrides.surround(self.composite)
@@ -124,7 +124,7 @@ class SelfCheck:
         return self.operation(entry.op, args, kwargs, partial(run, entry, args, kwargs, place), place)
 
     def composite(self, op: OpOverload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around what stands in the place of a composite of torch's. Its parts are operations as well."""
+        """Wraps what stands in the place of a composite of torch's. Its parts are operations as well."""
         return self.operation(op, args, kwargs, partial(function, *args, **kwargs), composite=True)
 
     def operation(
@@ -176,7 +176,7 @@ class SelfCheck:
         site: Site | None,
         non_blocking: bool = False,
     ) -> None:
-        """Around ``Transfers.upload``."""
+        """Wraps ``Transfers.upload``."""
 
         def call() -> DistributedTensor:
             original(tensor, place, ref, site, non_blocking)
@@ -205,7 +205,7 @@ class SelfCheck:
     def download(
         self, original: Callable[..., torch.Tensor], tensor: Any, place: Place, ref: int, site: Site | None
     ) -> torch.Tensor:
-        """Around ``Transfers.download``."""
+        """Wraps ``Transfers.download``."""
         expected = self._sum(tensor)
         result = original(tensor, place, ref, site)
         self._arrived(expected, result, tensor)
@@ -220,7 +220,7 @@ class SelfCheck:
         strides: tuple[int, ...] | None,
         site: Site | None,
     ) -> Any:
-        """Around ``Transfers.fetch``: one that is chosen has come when it returns."""
+        """Wraps ``Transfers.fetch``: one that is chosen has come when it returns."""
         expected = self._sum(tensor)
         arrival = original(tensor, place, ref, strides, site)
         if expected is not _NOTHING:
@@ -247,9 +247,9 @@ class SelfCheck:
         told = "" if same else "what has come: its bytes are not those that the node has, by the checksums of both"
         self._tell(told, what, source._place, [("", source)])
 
-    def collective(self, joint: Joint, session: Session, async_op: bool) -> Any:
-        """Around ``Joint.issue``: an asynchronous one that is chosen is done when it returns."""
-        call = partial(_issue_joint, joint, session, async_op)
+    def collective(self, joint: CollectiveCall, session: Session, async_op: bool) -> Any:
+        """Wraps ``CollectiveCall.issue``: an asynchronous one that is chosen is done when it returns."""
+        call = partial(_issue_collective, joint, session, async_op)
         if not self._chosen():
             return call()
         why = _unrun() or ("a barrier has no values" if joint.kind == "barrier" else "")
@@ -393,14 +393,14 @@ def _mixed(number: int) -> int:
 
 
 _BITS = (1 << 64) - 1
-_issue_joint = Joint.issue
+_issue_collective = CollectiveCall.issue
 
 
 def _unrun() -> str:
     return "nothing runs while a graph is recorded" if route.get().recorder is not None else ""
 
 
-def _outs(joint: Joint, work: Any) -> list[list[torch.Tensor]]:
+def _outs(joint: CollectiveCall, work: Any) -> list[list[torch.Tensor]]:
     if work is not None:
         work.wait()
     return [[Images().of(x) for x in part.outs] for part in joint.parts]

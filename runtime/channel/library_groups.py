@@ -43,7 +43,7 @@ class Group(Protocol):
 
 
 @runtime_checkable
-class Teller(Protocol):
+class MailboxCarrier(Protocol):
     """A carrier that can put something on the peer's board."""
 
     def tell(self, key: str, value: bytes) -> None: ...
@@ -152,7 +152,7 @@ class GroupedChannel(TcpChannel):
 
         def tell(key: str, value: bytes) -> None:
             for carrier in others:
-                if isinstance(carrier, Teller):
+                if isinstance(carrier, MailboxCarrier):
                     carrier.tell(key, value)
 
         return tell

@@ -26,7 +26,7 @@ from .reduction import ReduceOp
 
 #: Bytes of a contribution, at most.
 SLOT = 32 << 10
-#: Boards that a process has, at most; groups beyond that use messages.
+#: SharedPagesOfGroups that a process has, at most; groups beyond that use messages.
 MOST = 64
 _SIZE = 4096 + 2 * SLOT
 
@@ -178,7 +178,7 @@ class Board:
         self._own.retire()
 
 
-class Boards:
+class SharedPagesOfGroups:
     """The groups' boards of one node, by channel and ranks. All ranks of a group make theirs at the same time."""
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Binding:
+class Affinity:
     """What one node gets."""
 
     gpus: tuple[str, ...] | None  #: None: whatever there is
@@ -73,7 +73,7 @@ def block(things: Sequence[T], place: int, size: int) -> tuple[T, ...]:
     return tuple(things[place * n // size :][:1])
 
 
-def plan(kind: str, place: int, size: int, host: Host, threads: int = 0) -> Binding:
+def plan(kind: str, place: int, size: int, host: Host, threads: int = 0) -> Affinity:
     """What the node number ``place`` of the ``size`` nodes on ``host`` gets. ``threads``: 0 for what fits.
 
     Raises ValueError for a kind that is none of KINDS.
@@ -100,7 +100,7 @@ def plan(kind: str, place: int, size: int, host: Host, threads: int = 0) -> Bind
         said.append(f"{nodes} nodes share {_number(len(host.gpus), 'GPU')}")
     if usable < size:
         said.append(f"{size} nodes share {_number(usable, 'core')}")
-    return Binding(gpus, cores, threads or max(1, fitting), ", and ".join(said))
+    return Affinity(gpus, cores, threads or max(1, fitting), ", and ".join(said))
 
 
 def _number(n: int, what: str) -> str:
@@ -197,7 +197,7 @@ def _quota() -> int:
 # ---- setting it ----------------------------------------------------------------------------------------------------
 
 
-def apply(bundle: Bundle) -> Binding:
+def apply(bundle: Bundle) -> Affinity:
     """Sets this process's environment, GPUs and cores as its bundle says, before it uses CUDA or has threads.
 
     Returns what it is bound to; ``said`` is empty but for the first node of the host. Raises ValueError for a kind that

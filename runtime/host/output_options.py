@@ -14,7 +14,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     ``tee`` and ``redirects`` are written as torchrun takes them: "3", or "0:1,1:2" (1 stdout, 2 stderr, 3 both).
     """
 
-    upward: bool = False  #: not to this process's own stdout and stderr, but up the wire (``Said``)
+    upward: bool = False  #: not to this process's own stdout and stderr, but up the wire (``NodeOutput``)
     log_dir: str = ""  #: an absolute path; node 1's output is in 1/stdout.log and 1/stderr.log there
     tee: str = ""  #: what goes to its log file and is shown as well; everything, if neither is given
     redirects: str = ""  #: what goes to its log file only

@@ -20,12 +20,12 @@ _BUILTIN = {
 }
 
 #: The same of what a root gets its nodes by; the root imports its plan's only.
-_ENGINES = {
+_STARTERS = {
     "ssh": ".starters.ssh:SshEngine",
     "nearby": ".starters.piped:NearbyEngine",
-    "join": ".starters.join:JoinEngine",
-    "ray": ".starters.ray:RayEngine",
-    "slurm": ".starters.slurm:SlurmEngine",
+    "join": ".starters.join:JoinStarter",
+    "ray": ".starters.ray:RayStarter",
+    "slurm": ".starters.slurm:SlurmStarter",
 }
 
 _registered: dict[str, type[Launcher]] = {}
@@ -68,10 +68,10 @@ def get_launcher(name: str) -> type[Launcher]:
     return found
 
 
-def get_engine(name: str) -> type[Engine]:
+def get_starter(name: str) -> type[Engine]:
     """The class of the engine ``name``. Raises as ``get_launcher``."""
-    if name not in _ENGINES:
-        raise ValueError(f"unknown launcher {name!r}; a root knows: {', '.join(sorted(_ENGINES))}")
-    module, _, attribute = _ENGINES[name].partition(":")
+    if name not in _STARTERS:
+        raise ValueError(f"unknown launcher {name!r}; a root knows: {', '.join(sorted(_STARTERS))}")
+    module, _, attribute = _STARTERS[name].partition(":")
     found: type[Engine] = getattr(import_module(module, __package__), attribute)
     return found

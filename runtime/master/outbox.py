@@ -93,7 +93,7 @@ class Outbox:
 
         Nothing has changed until all of it is packed, so that an error (no memory) loses no command.
         """
-        self._bury()
+        self._queue_frees()
         n = len(self.queue)
         if not n:
             return
@@ -111,7 +111,7 @@ class Outbox:
         del self.queue[:n]
         self.urge(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
 
-    def _bury(self) -> None:
+    def _queue_frees(self) -> None:
         """Queues the frees of what is dead. Whatever is dead now had its last use appended before."""
         if not self.dead and not self._unheld:
             return
@@ -151,7 +151,7 @@ class Outbox:
     @whole
     def living(self, refs: Iterable[int]) -> list[int]:
         """Those of these held refs that are not dead otherwise."""
-        self._bury()
+        self._queue_frees()
         return [r for r in refs if r not in self._gone]
 
     @whole
@@ -159,7 +159,7 @@ class Outbox:
         """Queues frees in the middle of a batch: else what a node could reuse at once, still warm, lives to the
         batch's end."""
         if len(self.dead) >= MIN_SWEEP:
-            self._bury()
+            self._queue_frees()
         self.limit = min(self.batch, len(self.queue) + 2 * SWEEP)
 
     def urge(self, batch: int) -> None:

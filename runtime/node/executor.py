@@ -26,7 +26,7 @@ from .graphs.graphs import Graphs
 from .state import NodeState, PoisonRead
 from .store import Later, NotReplayed, Pending
 from .streams.events import Events
-from .streams.scheduler import Dealer
+from .streams.scheduler import Scheduler
 from .template import Broken, Template
 from .user_functions import Functions
 
@@ -49,7 +49,7 @@ class Executor(NodeState):
         self.stopped = False
         self.events = Events(self)
         self.graphs = Graphs(self, self.one, self.failed)
-        self._lanes: Dealer | None = None
+        self._lanes: Scheduler | None = None
         self._beside = False  #: there are streams
         #: set when a Recv was applied; Ahead.look clears it
         self.received = False
@@ -61,7 +61,7 @@ class Executor(NodeState):
         if batch.first != self.seq:
             raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
         if self._beside:
-            self._deal_out(batch, 0)
+            self._schedule(batch, 0)
             return
         templates, call, store = self.templates, c.Call, self.store
         for seq, command in enumerate(batch.commands, batch.first):
@@ -76,7 +76,7 @@ class Executor(NodeState):
                     self.seq = seq
                     self.other(command)
                     if self._beside:
-                        self._deal_out(batch, seq + 1 - batch.first)
+                        self._schedule(batch, seq + 1 - batch.first)
                         return
             except Exception as e:
                 self.seq = seq
@@ -92,7 +92,7 @@ class Executor(NodeState):
         except Exception as e:
             self.failed(command, e)
 
-    def _deal_out(self, batch: c.Batch, start: int) -> None:
+    def _schedule(self, batch: c.Batch, start: int) -> None:
         """The same for a node with streams, whose lanes do the commands."""
         lanes = self._lanes
         assert lanes is not None
@@ -181,7 +181,7 @@ class Executor(NodeState):
             case c.Collective(done=0):
                 collectives.take_part(self, command)
             case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
-                self._lanes = Dealer(self, self.other, self.failed, self.events, self.graphs)
+                self._lanes = Scheduler(self, self.other, self.failed, self.events, self.graphs)
                 self._beside = True
                 self._lanes.do(command)
             case c.Record() | c.Query() | c.Elapsed():

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..channel.counted import CountedChannel
 from ..channel.gloo.channel import GlooChannel
-from ..channel.gloo.store import BoardStore, addresses_in, cut
+from ..channel.gloo.store import MailboxStore, addresses_in, cut
 from ..channel.opened import Channels
 from ..host.interfaces import interfaces
 from ..protocol import commands as c
@@ -107,7 +107,7 @@ class _Group:
         self._me = told.ranks.index(rank)
         self._name = f"process group {told.number}"
         self._tell = found.teller(told.ranks)
-        self._store = BoardStore(self._name, found.board, self._tell, self._over)
+        self._store = MailboxStore(self._name, found.board, self._tell, self._over)
         self._idle = threading.Event()  #: no function runs in it
         self._ended = False
         self._watcher = threading.Thread(target=self._watch, name="disttensor-process-group", daemon=True)

@@ -15,7 +15,7 @@ import torch
 
 from ..channel.base import Arrival
 from ..channel.opened import Channels
-from ..collective.shared_pages import Boards
+from ..collective.shared_pages import SharedPagesOfGroups
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
@@ -59,7 +59,7 @@ class NodeState:
         self.progress = progress
         self.channels = channels
         self.channel = channels.data[0]  #: the session's own
-        self.boards = Boards()
+        self.boards = SharedPagesOfGroups()
         self.functions = functions
         self.templates: dict[int, Template] = {}
         self.allow = allow

@@ -1,7 +1,7 @@
 """Sockets between processes of two hosts, through one authenticated ZeroMQ connection each.
 
     root                                                                     agent
-      Reception.accept() = socket ==== thread ==== ZmqHub <-- CURVE --> ZmqSpoke ==== thread ==== Visit.socket
+      TunnelServer.accept() = socket ==== thread ==== ZmqHub <-- CURVE --> ZmqSpoke ==== thread ==== TunnelClient.socket
 
 Both ends are ordinary Unix sockets, so what speaks over them is the same here as between two processes of one host. The
 end of one is the end of the other, also when a process dies or the network is cut. Guests share one key pair, so a
@@ -19,12 +19,12 @@ import zmq
 
 from ..protocol.errors import BrokenError, ClosedError
 from .spoke import RETRY, KeyRefusedError, ZmqSpoke
-from .tunnel_io import Pump
+from .tunnel_io import TunnelPump
 from .zmq import ZmqHub
 
 #: The guests' key (others: below it), where ranks stand for keys elsewhere: no guest has such a number, so that a key
 #: is never used up.
-_GUESTS = -1
+_TUNNEL_KEYS = -1
 
 #: Seconds for one attempt to connect.
 _ATTEMPT = 3.0
@@ -32,13 +32,13 @@ _ATTEMPT = 3.0
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
-class _GuestHub(ZmqHub):
+class _TunnelHub(ZmqHub):
     """A hub whose peers share a key: each connection is a number, in the order in which they were first heard of."""
 
     def __init__(
         self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], guests: Sequence[str]
     ) -> None:
-        keys = {_GUESTS - number: key for number, key in enumerate(guests)}
+        keys = {_TUNNEL_KEYS - number: key for number, key in enumerate(guests)}
         super().__init__(hosts, port, server_keys=server_keys, node_keys=keys)
         self._next = 0
 
@@ -56,15 +56,15 @@ class _GuestHub(ZmqHub):
         return None
 
 
-class Reception(Pump):
+class TunnelServer(TunnelPump):
     """The root's end. Listens on addresses of this host and a port (0: any) for those who have a key of the guests'.
 
     Raises as ZmqHub: ValueError for a host that is none of this machine's or means every interface, BrokenError for a
     port that is taken.
     """
 
-    def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], *guest_keys: str) -> None:
-        self._hub = _GuestHub(hosts, port, server_keys, guest_keys)
+    def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], *peer_keys: str) -> None:
+        self._hub = _TunnelHub(hosts, port, server_keys, peer_keys)
         super().__init__(self._hub, "disttensor-reception")
         #: Where guests connect to, such as tcp://10.0.0.1:41233.
         self.addresses = self._hub.addresses
@@ -76,7 +76,7 @@ class Reception(Pump):
         return self._hub.refused
 
 
-class Visit(Pump):
+class TunnelClient(TunnelPump):
     """A guest's end. ``socket`` is its end of the tunnel.
 
     ``addresses`` are the reception's, such as tcp://node1:41233; names may have several, and the first that answers is
@@ -87,13 +87,13 @@ class Visit(Pump):
 
     def __init__(self, addresses: Sequence[str], keys: tuple[str, str], server_key: str, timeout: float) -> None:
         self._spoke = _reach(addresses, keys, server_key, timeout)
-        super().__init__(_SpokePort(self._spoke), "disttensor-visit")
+        super().__init__(_SpokeMessages(self._spoke), "disttensor-visit")
         self.socket = self._admit(0).theirs
         self.accept()
         self.start()
 
 
-class _SpokePort:
+class _SpokeMessages:
     """A spoke in the shape of a hub with one guest, whom it calls 0."""
 
     def __init__(self, spoke: ZmqSpoke) -> None:

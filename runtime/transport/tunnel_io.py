@@ -23,7 +23,7 @@ WINDOW = 1 << 20
 _PIECE = 1 << 16
 
 
-class Port(Protocol):
+class MessagePort(Protocol):
     """What a pump moves messages through: a hub, or a spoke that looks like one."""
 
     def send(self, guest: int, message: bytes) -> None: ...
@@ -96,10 +96,10 @@ class End:
         return [b"A" + taken.to_bytes(8, "big")] if taken else []
 
 
-class Pump:
+class TunnelPump:
     """The thread at one end of tunnels: between a port and a socket per guest."""
 
-    def __init__(self, port: Port, name: str) -> None:
+    def __init__(self, port: MessagePort, name: str) -> None:
         self._port = port
         self._ends: dict[int, End] = {}
         self._come: deque[socket.socket] = deque()

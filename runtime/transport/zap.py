@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 LOG_EVERY = 10.0
 
 
-class Doorman:
+class ZapHandler:
     """Guards ``router``, which must not be bound yet. ``keys`` maps raw public keys to ranks (None: plain text).
 
     A key is let in until ``watch`` reports its rank as registered, never again after that: so neither a second

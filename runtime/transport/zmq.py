@@ -2,7 +2,7 @@
 
     master                                              node r
       ZmqHub  ROUTER, listens  <---- one TCP connection ---- ZmqSpoke  DEALER
-      Doorman  lets in the keys of this job's nodes           its secret key came with its bundle
+      ZapHandler  lets in the keys of this job's nodes           its secret key came with its bundle
 
 A node gets one connection in its life. A cut one has lost messages, so neither end ever resumes it.
 """
@@ -24,7 +24,7 @@ from . import sockets
 from .base import Hub
 from .sockets import MAX_MESSAGE
 from .spoke import ZmqSpoke, plain_name
-from .zap import Doorman
+from .zap import ZapHandler
 
 __all__ = ["ZmqHub", "ZmqSpoke"]
 
@@ -70,7 +70,7 @@ class ZmqHub(Hub):
         self._ctx = sockets.context()
         curve = sockets.Curve(*server_keys) if server_keys else None
         self._sock = sockets.router(self._ctx, endpoints[0], curve, silence)
-        self._door = Doorman(self._ctx, self._sock, keys)
+        self._zap_handler = ZapHandler(self._ctx, self._sock, keys)
         self._epoll = select.epoll()
         self._send, self._recv, self._recv_frame, self._get = sockets.raw_calls(self._sock)
         bound = []
@@ -87,7 +87,7 @@ class ZmqHub(Hub):
         # zmq.FD is edge-triggered with respect to messages: it turns readable when something happens inside the
         # socket, and any call on the socket (a send too) may consume that. Hence the duty to drain after sends.
         self._epoll.register(self._sock.FD, select.EPOLLIN)
-        self._epoll.register(self._door.wake, select.EPOLLIN)
+        self._epoll.register(self._zap_handler.wake, select.EPOLLIN)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"connected={sorted(self._routes)} lost={sorted(self._lost)}"
@@ -101,7 +101,7 @@ class ZmqHub(Hub):
     @property
     def refused(self) -> int:
         """How many handshakes were refused and messages dropped because the sender was not who it had to be."""
-        return self._door.refused + self._dropped
+        return self._zap_handler.refused + self._dropped
 
     def send(self, rank: int, message: bytes) -> None:
         if len(message) > MAX_MESSAGE:
@@ -120,7 +120,7 @@ class ZmqHub(Hub):
     def drain(self) -> list[tuple[int, bytes]]:
         if self._closed:
             raise ClosedError("cannot receive: the hub is closed")
-        leaving = self._settle() if self._door.leaving else ()
+        leaving = self._settle() if self._zap_handler.leaving else ()
         out = []
         while self._get(_EVENTS) & _POLLIN:
             route = self._recv(_NOBLOCK)
@@ -142,10 +142,10 @@ class ZmqHub(Hub):
         if self._plain is not None:
             self._plain[plain_name(rank)] = rank
         else:
-            self._door.admit(_raw_keys({rank: key}))
+            self._zap_handler.admit(_raw_keys({rank: key}))
 
     def cut(self, rank: int) -> None:
-        self._door.cut(rank)
+        self._zap_handler.cut(rank)
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -158,7 +158,7 @@ class ZmqHub(Hub):
         self._epoll.close()
         self._sock.close(linger=sockets.FLUSH_MS)
         self._ctx.term()  # waits for the flush, and ends the doorman
-        self._door.join()
+        self._zap_handler.join()
 
     def forked(self) -> None:
         """In a forked child: closes its copies of the connections. They would hide the master's death from the nodes.
@@ -169,7 +169,7 @@ class ZmqHub(Hub):
             self._closed = True
             self._routes.clear()
             self._epoll.close()
-            for descriptor in self._door.descriptors():
+            for descriptor in self._zap_handler.descriptors():
                 os.close(descriptor)
 
     def _sender(self, route: bytes, frame: zmq.Frame) -> int | None:
@@ -195,7 +195,7 @@ class ZmqHub(Hub):
             return False
         self._routes[rank] = route
         self._ranks[route] = rank
-        if not self._door.watch(int(frame.get(zmq.SRCFD)), rank):
+        if not self._zap_handler.watch(int(frame.get(zmq.SRCFD)), rank):
             self._lose(rank)
         return True
 
@@ -205,7 +205,7 @@ class ZmqHub(Hub):
         The event of the end can overtake the last messages by microseconds. The pipe's end cannot, and a pipe that
         has ended cannot be routed to.
         """
-        leaving = self._door.take_leaving()
+        leaving = self._zap_handler.take_leaving()
         for rank in leaving:
             for _ in range(1000):
                 try:

@@ -19,7 +19,7 @@ from variants import variants
 
 from disttensor.runtime.channel.gloo.channel import GlooChannel
 from disttensor.runtime.channel.gloo.group import GlooGroup
-from disttensor.runtime.channel.gloo.store import BoardStore, cut
+from disttensor.runtime.channel.gloo.store import MailboxStore, cut
 from disttensor.runtime.channel.tcp.frames import EAGER
 from disttensor.runtime.channel.tcp.peer import Limits
 from disttensor.runtime.contracts.data_channel import check_data_channel
@@ -113,14 +113,14 @@ def test_who_receives_comes_out_when_the_peer_is_forgotten(monkeypatch):
 
 def test_an_end_that_gives_up_does_not_keep_the_other(monkeypatch):
     """Gloo goes on calling where nobody listens any more: that has to end while the channel is being closed."""
-    get = BoardStore.get
+    get = MailboxStore.get
 
     def fail(self, key):
         if threading.current_thread().name.startswith("disttensor-gloo-0-"):
             raise RuntimeError("no")
         return get(self, key)
 
-    monkeypatch.setattr(BoardStore, "get", fail)
+    monkeypatch.setattr(MailboxStore, "get", fail)
     channels = connected(2)
     target = torch.empty(LARGE)
     receive = channels[1].irecv(target, -1, 1)

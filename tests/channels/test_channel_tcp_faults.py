@@ -230,11 +230,11 @@ def test_silent_strangers():
     master, a, b = connected(3)
     crowd = [stranger(b.address()) for _ in range(150)]
     check_works(a, b, 1, 0)
-    assert len(b._listener._guests) <= 64
+    assert len(b._listener._pending) <= 64
     for sock in crowd:
         assert len(everything(sock)) <= NONCE
         sock.close()
-    assert not b._listener._guests
+    assert not b._listener._pending
     check_works(master, b, 1, -1)
     for one in (master, a, b):
         one.close()

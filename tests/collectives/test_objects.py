@@ -96,18 +96,18 @@ def test_a_function_on_all_nodes() -> None:
 def test_it_runs_on_all_at_once() -> None:
     """Each waits for the others, which one after the other would never end."""
     meeting = threading.Barrier(N)
-    Meeting.it = meeting
+    Rendezvous.it = meeting
     assert dt.run(meet, node=range(N)) == [True] * N
 
 
-class Meeting:
+class Rendezvous:
     it: threading.Barrier
 
 
 def meet() -> bool:
-    from test_objects import Meeting  # nodes are threads here
+    from test_objects import Rendezvous  # nodes are threads here
 
-    return Meeting.it.wait(20) >= 0
+    return Rendezvous.it.wait(20) >= 0
 
 
 def test_all_end_and_the_first_failure_is_raised() -> None:

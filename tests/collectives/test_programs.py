@@ -289,7 +289,7 @@ def test_poison_reaches_all_and_names_its_line():
     for make in (lambda: dt.all_reduce(xs), lambda: dt.all_reduce(xs, async_op=True).wait()):
         with pytest.raises(IndexError) as told:
             make() or xs[0].cpu()
-        assert f"test_joint.py:{line}" in said(told.value)
+        assert f"test_programs.py:{line}" in said(told.value)
     for x in xs:
         with pytest.raises(IndexError):
             x.cpu()

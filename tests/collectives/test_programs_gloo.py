@@ -1,10 +1,10 @@
-"""All that ``test_joint`` asks of collectives, of a session over gloo, which does most of them by itself."""
+"""All that ``test_programs`` asks of collectives, of a session over gloo, which does most of them by itself."""
 
 from __future__ import annotations
 
 import pytest
-from test_joint import *  # noqa: F403
-from test_joint import N
+from test_programs import *  # noqa: F403
+from test_programs import N
 
 import disttensor as dt
 

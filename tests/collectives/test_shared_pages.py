@@ -28,13 +28,13 @@ def ranks():
     made.close()
 
 
-def made_boards(ranks, members=tuple(range(N))):
+def made_pages(ranks, members=tuple(range(N))):
     return [ranks.boards[rank]._known[id(ranks.channels[rank]), tuple(members)] for rank in members]
 
 
 def operations(ranks):
     """How many operations each rank's board has seen."""
-    return [one._count for one in made_boards(ranks)]
+    return [one._count for one in made_pages(ranks)]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 1024, FITS, FITS + 1])
@@ -106,7 +106,7 @@ def test_groups_have_their_own(ranks):
     for members in ([0, 2], [2, 0], [1, 2], [0, 1, 2]):
         for x in ranks.results(lambda wire: _summed(wire), members=members):
             assert x.tolist() == [sum(range(1, len(members) + 1))] * 4
-        assert all(made_boards(ranks, members))
+        assert all(made_pages(ranks, members))
 
 
 def _summed(wire):
@@ -123,13 +123,13 @@ def test_poison_reaches_everybody_and_the_next_is_fine(ranks, bad):
             assert (outcome.rank, outcome.seq) == (bad, 55)
         for x in ranks.results(_summed):
             assert x.tolist() == [6.0] * 4
-    assert all(made_boards(ranks))
+    assert all(made_pages(ranks))
 
 
 def test_a_rank_that_cannot_read_a_contribution_tells_the_others(ranks):
     ranks.results(_summed)
     bad = torch.empty(4, device="meta")
-    outcomes = ranks.outcomes(lambda wire: made_boards(ranks)[wire.me].broadcast(wire, bad, 0) or wire.end())
+    outcomes = ranks.outcomes(lambda wire: made_pages(ranks)[wire.me].broadcast(wire, bad, 0) or wire.end())
     assert [type(o) for o in outcomes[1:]] == [PoisonedError] * 2
     assert all((o.rank, o.seq) == (0, 7) for o in outcomes[1:])
     assert isinstance(outcomes[0], NotImplementedError)
@@ -148,7 +148,7 @@ def test_a_rank_that_sees_no_memory_of_others_makes_all_use_messages(ranks, monk
     see = Mapping.of
     monkeypatch.setattr(shared_pages.Mapping, "of", blind)
     assert all(x.tolist() == [6.0] * 4 for x in ranks.results(_summed))
-    assert made_boards(ranks) == [None] * N
+    assert made_pages(ranks) == [None] * N
     assert all(x.tolist() == [6.0] * 4 for x in ranks.results(_summed))
 
 
@@ -156,9 +156,9 @@ def test_without_memory_for_more_all_use_messages(ranks, monkeypatch):
     monkeypatch.setattr(shared_pages, "MOST", 1)
     for members in ([0, 1], [0, 2], [0, 1, 2]):
         ranks.results(_summed, members=members)
-    assert all(made_boards(ranks, [0, 1]))
-    assert made_boards(ranks, [0, 2]) == [None] * 2  # though rank 2 would have had some
-    assert made_boards(ranks) == [None] * N
+    assert all(made_pages(ranks, [0, 1]))
+    assert made_pages(ranks, [0, 2]) == [None] * 2  # though rank 2 would have had some
+    assert made_pages(ranks) == [None] * N
 
 
 def test_a_rank_that_is_lost_ends_the_waiting_of_the_others(ranks):
@@ -182,7 +182,7 @@ def test_a_rank_that_is_lost_ends_the_waiting_of_the_others(ranks):
 def test_who_waits_for_long_sleeps_until_it_is_woken(ranks, monkeypatch):
     ranks.results(_summed)
     monkeypatch.setattr(shared_pages, "_nap", (ctypes.c_long * 2)(1000, 0))
-    late = made_boards(ranks)[2]
+    late = made_pages(ranks)[2]
 
     def call(wire):
         if wire.me == 2:

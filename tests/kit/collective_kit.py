@@ -14,7 +14,7 @@ from limits import HANG
 from disttensor.runtime.channel.gloo.channel import GlooChannel
 from disttensor.runtime.channel.tcp.frames import EAGER
 from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
-from disttensor.runtime.collective.shared_pages import Boards
+from disttensor.runtime.collective.shared_pages import SharedPagesOfGroups
 
 __all__ = ["CHANNELS", "LIMIT", "Ranks", "contribution", "reduced"]
 
@@ -28,7 +28,7 @@ class Ranks:
 
     def __init__(self, name: str, n: int, boards: bool = False) -> None:
         self.channels = ranked(name, range(n))
-        self.boards: list[Boards] = []  #: what is small goes by these, as on nodes
+        self.boards: list[SharedPagesOfGroups] = []  #: what is small goes by these, as on nodes
         self.size = n
         large = [torch.zeros(EAGER) for _ in range(n)]  # what is small is written by its caller, without a thread
         self.results(lambda wire: all_to_all(wire, large, [torch.empty(EAGER) for _ in range(n)]))
@@ -36,7 +36,7 @@ class Ranks:
             for carrier in channel._carriers() if isinstance(channel, GlooChannel) else ():
                 carrier.join(LIMIT)  # it connects beside all else
         if boards:
-            self.boards = [Boards() for _ in range(n)]
+            self.boards = [SharedPagesOfGroups() for _ in range(n)]
 
     def close(self) -> None:
         for board in self.boards:

@@ -24,7 +24,7 @@ from disttensor.runtime.launch.tree.control import Began, Ended, Knock, Order, R
 from disttensor.runtime.launch.tree.framed import Stream
 from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
 from disttensor.runtime.protocol.errors import BrokenError, StartError
-from disttensor.runtime.transport.tunnel import Visit
+from disttensor.runtime.transport.tunnel import TunnelClient
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
 
@@ -60,8 +60,8 @@ class Agent:
 
     def __init__(self, invitation: Invitation, knock: Knock) -> None:
         keys = invitation.public_key, invitation.secret_key
-        self._visit = Visit(invitation.addresses, keys, invitation.server_key, LIMIT)
-        self.wire: Stream[Order] = Stream(Order, self._visit.socket.detach())
+        self._tunnel = TunnelClient(invitation.addresses, keys, invitation.server_key, LIMIT)
+        self.wire: Stream[Order] = Stream(Order, self._tunnel.socket.detach())
         self.wire.say(knock)
         self._heard: list[Order] = []
 
@@ -82,7 +82,7 @@ class Agent:
 
     def hang_up(self) -> None:
         self.wire.close()
-        self._visit.close()
+        self._tunnel.close()
 
     def __enter__(self) -> Agent:
         return self
@@ -253,14 +253,14 @@ def test_another_secret_opens_nothing(job: Job, monkeypatch: pytest.MonkeyPatch)
         Agent(meeting(url).invitation(LIMIT), knock()),  # so the door is there
         pytest.raises(BrokenError, match="does not prove to know this job's secret"),
     ):
-        Visit(stranger.addresses, (stranger.public_key, stranger.secret_key), stranger.server_key, 0.5)
+        TunnelClient(stranger.addresses, (stranger.public_key, stranger.secret_key), stranger.server_key, 0.5)
 
 
 def test_another_jobs_guest_is_refused_and_counted(job: Job, tmp_path: Path) -> None:
     launcher = job(f"file://{tmp_path}/job", 1)
     mine = read_connection_file(tmp_path / "job", LIMIT)
     with pytest.raises(BrokenError, match="refused the key: it is another job's"):
-        Visit(mine.addresses, fresh().guest, mine.server_key, LIMIT)
+        TunnelClient(mine.addresses, fresh().guest, mine.server_key, LIMIT)
     launcher.start(asked("x"))
     assert "1 knocked with another job's key" in missing(launcher, "knocked")
 

@@ -31,9 +31,9 @@ from disttensor.runtime.launch import (
     registry,
 )
 from disttensor.runtime.launch.starters.local import LocalLauncher
-from disttensor.runtime.launch.tree.control import Ended, News, Said, Start, Took
+from disttensor.runtime.launch.tree.control import Ended, News, NodeOutput, Start, Took
 from disttensor.runtime.launch.tree.framed import Stream
-from disttensor.runtime.launch.tree.server import UNHEARD
+from disttensor.runtime.launch.tree.server import CREDIT
 from disttensor.runtime.launch.tree.spawn import spawn_server
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import ForkError, StartError
@@ -214,13 +214,13 @@ def test_output_that_goes_up() -> None:
     while not ended:
         assert select.select([wire], [], [], HANG)[0]
         for news in wire.hear():
-            if isinstance(news, Said):
+            if isinstance(news, NodeOutput):
                 assert (news.rank, news.fd) == (0, 1)
                 text += news.data
                 untold += len(news.data)
             ended = isinstance(news, Ended)
-        assert untold <= UNHEARD + (2 << 16)  # one more piece, and what is left in the pipe when the node ends
-        if untold > UNHEARD:  # nothing more comes before this
+        assert untold <= CREDIT + (2 << 16)  # one more piece, and what is left in the pipe when the node ends
+        if untold > CREDIT:  # nothing more comes before this
             wire.say(Took(untold))
             untold, rounds = 0, rounds + 1
     assert text == b"".join(b"%06d %s\n" % (i, b"x" * 40) for i in range(40_000))

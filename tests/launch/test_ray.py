@@ -238,7 +238,7 @@ def test_an_actor_that_is_killed(runs: Runs) -> None:
     script = runs.script("""
 import os, signal, psutil, torch, disttensor as dt
 def actor():
-    return next(p.pid for p in psutil.Process().parents() if "ray::Seat" in p.cmdline()[0])
+    return next(p.pid for p in psutil.Process().parents() if "ray::NodeActor" in p.cmdline()[0])
 with dt.init_master_worker(nodes=6, launcher="ray", threads=1):
     x = torch.ones(3, device="node:0")
     os.kill(dt.run(actor, node=4), signal.SIGKILL)

@@ -17,7 +17,7 @@ from variants import variants
 
 from disttensor.runtime.launch import Exited
 from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
-from disttensor.runtime.launch.tree.agent import EX_BOSS_GONE
+from disttensor.runtime.launch.tree.agent import EX_ROOT_GONE
 from disttensor.runtime.launch.tree.framed import MARK
 from disttensor.runtime.protocol.errors import StartError
 
@@ -96,7 +96,7 @@ def test_an_agent_ends_with_its_wire() -> None:
         alive = alive_after(10, [agent.pid])
         agent.kill()
     assert alive == []
-    assert agent.returncode == EX_BOSS_GONE
+    assert agent.returncode == EX_ROOT_GONE
 
 
 def test_stopped_agent(tree: Tree) -> None:

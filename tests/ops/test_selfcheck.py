@@ -92,7 +92,7 @@ def ways() -> list[Any]:
         register.dispatch,
         register.run,
         functions.move,
-        issue.Joint.issue,
+        issue.CollectiveCall.issue,
     ]
 
 

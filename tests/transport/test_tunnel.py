@@ -15,7 +15,7 @@ from transport_kit import LIMIT, Proxy, nothing_leaks
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.transport import tunnel, tunnel_io
-from disttensor.runtime.transport.tunnel import Reception, Visit
+from disttensor.runtime.transport.tunnel import TunnelServer, TunnelClient
 from disttensor.runtime.transport.tunnel_io import WINDOW
 
 HOST, GUEST = curve_pair(), curve_pair()
@@ -28,8 +28,8 @@ def _clean() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reception(host: str | Sequence[str] = "127.0.0.1", port: int = 0) -> Iterator[Reception]:
-    made = Reception(host, port, HOST, GUEST[0])
+def reception(host: str | Sequence[str] = "127.0.0.1", port: int = 0) -> Iterator[TunnelServer]:
+    made = TunnelServer(host, port, HOST, GUEST[0])
     try:
         yield made
     finally:
@@ -38,7 +38,7 @@ def reception(host: str | Sequence[str] = "127.0.0.1", port: int = 0) -> Iterato
 
 @contextlib.contextmanager
 def visit(*addresses: str, keys=GUEST, server=HOST[0], timeout: float = LIMIT) -> Iterator[socket.socket]:
-    made = Visit(addresses, keys, server, timeout)
+    made = TunnelClient(addresses, keys, server, timeout)
     with made.socket as sock:
         sock.settimeout(LIMIT)
         try:
@@ -48,7 +48,7 @@ def visit(*addresses: str, keys=GUEST, server=HOST[0], timeout: float = LIMIT) -
             made.close()
 
 
-def accept(at: Reception) -> socket.socket:
+def accept(at: TunnelServer) -> socket.socket:
     assert select.select([at.arrivals], [], [], LIMIT)[0], "nobody came"
     sock = at.accept()
     assert sock is not None
@@ -66,7 +66,7 @@ def receive(sock: socket.socket, size: int) -> bytes:
 
 
 @contextlib.contextmanager
-def tunnelled() -> Iterator[tuple[Reception, socket.socket, socket.socket]]:
+def tunnelled() -> Iterator[tuple[TunnelServer, socket.socket, socket.socket]]:
     with reception() as at, visit(*at.addresses) as there:
         there.sendall(b"knock")
         with accept(at) as here:
@@ -178,7 +178,7 @@ def test_a_cut_connection_ends_both() -> None:
 def test_another_key_is_refused_at_once() -> None:
     with reception() as at:
         with pytest.raises(BrokenError, match=r"refused the key: it is another job's"):
-            Visit(at.addresses, curve_pair(), HOST[0], LIMIT)
+            TunnelClient(at.addresses, curve_pair(), HOST[0], LIMIT)
         assert at.refused == 1
         assert at.accept() is None
         with visit(*at.addresses) as there:
@@ -190,7 +190,7 @@ def test_another_servers_key_connects_nobody(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tunnel, "_ATTEMPT", 0.2)
     with reception() as at:
         with pytest.raises(BrokenError, match="does not prove to know this job's secret"):
-            Visit(at.addresses, GUEST, curve_pair()[0], 0.3)
+            TunnelClient(at.addresses, GUEST, curve_pair()[0], 0.3)
         assert at.accept() is None
 
 
@@ -199,7 +199,7 @@ def test_what_speaks_another_language_is_no_root(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(BrokenError, match=rf"{address}: something answers, but"):
-            Visit([address], GUEST, HOST[0], 0.3)
+            TunnelClient([address], GUEST, HOST[0], 0.3)
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(1000)], ids=["http", "zeros"])
@@ -250,7 +250,7 @@ def test_the_first_address_that_answers_is_taken() -> None:
 def test_each_address_is_named_with_its_reason() -> None:
     port = free_port()
     with pytest.raises(BrokenError) as caught:
-        Visit([f"tcp://127.0.0.1:{port}", "tcp://no-such-host.invalid:1"], GUEST, HOST[0], 0.2)
+        TunnelClient([f"tcp://127.0.0.1:{port}", "tcp://no-such-host.invalid:1"], GUEST, HOST[0], 0.2)
     assert f"tcp://127.0.0.1:{port}: Connection refused" in str(caught.value)
     assert "tcp://no-such-host.invalid:1: the name does not resolve" in str(caught.value)
 
@@ -278,11 +278,11 @@ def test_it_listens_on_each_address_that_is_named_and_on_no_other() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", ""])
 def test_never_every_interface(host: str) -> None:
     with pytest.raises(ValueError, match="means every interface"):
-        Reception(host, 0, HOST, GUEST[0])
+        TunnelServer(host, 0, HOST, GUEST[0])
 
 
 def test_a_port_that_is_taken() -> None:
     with reception() as at:
         port = int(at.addresses[0].rpartition(":")[2])
         with pytest.raises(BrokenError, match="cannot listen on"):
-            Reception("127.0.0.1", port, HOST, GUEST[0])
+            TunnelServer("127.0.0.1", port, HOST, GUEST[0])

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from disttensor.runtime.launch.output.folding import HOLD, ROOM, Folder
+from disttensor.runtime.launch.output.folding import HOLD, ROOM, OutputFolding
 
 
-def shown(folder: Folder, now: float, everyone: int) -> list[tuple[list[int], bytes]]:
+def shown(folder: OutputFolding, now: float, everyone: int) -> list[tuple[list[int], bytes]]:
     return [(sorted(g.ranks), g.text) for g in folder.take(now, everyone)]
 
 
 def test_what_all_have_printed_does_not_wait() -> None:
-    folder = Folder()
+    folder = OutputFolding()
     for rank in range(3):
         assert shown(folder, 0, 3) == []
         folder.add(rank, 1, b"hello", 0)
@@ -23,7 +23,7 @@ def test_what_all_have_printed_does_not_wait() -> None:
 
 
 def test_what_only_some_print_waits_for_a_moment() -> None:
-    folder = Folder()
+    folder = OutputFolding()
     folder.add(2, 1, b"hello", 5)
     folder.add(0, 1, b"hello", 5 + HOLD / 2)
     assert folder.due() == 5 + HOLD
@@ -34,14 +34,14 @@ def test_what_only_some_print_waits_for_a_moment() -> None:
 
 
 def test_a_single_node_never_waits() -> None:
-    folder = Folder()
+    folder = OutputFolding()
     for text in (b"a", b"a", b"b"):
         folder.add(0, 1, text, 0)
         assert shown(folder, 0, 1) == [([0], text)]
 
 
 def test_each_node_has_something_of_its_own_first() -> None:
-    folder = Folder()
+    folder = OutputFolding()
     for rank in range(3):
         folder.add(rank, 1, b"I am %d" % rank, 0)
         folder.add(rank, 1, b"ready", 0)
@@ -49,14 +49,14 @@ def test_each_node_has_something_of_its_own_first() -> None:
 
 
 def test_order_of_a_node_goes_before_folding() -> None:
-    folder = Folder()
+    folder = OutputFolding()
     for rank, text in ((0, b"a"), (0, b"b"), (1, b"b"), (1, b"a")):
         folder.add(rank, 1, text, 0)
     assert shown(folder, HOLD, 3) == [([0], b"a"), ([0, 1], b"b"), ([1], b"a")]
 
 
 def test_repeated_lines_pair_off() -> None:
-    folder = Folder()
+    folder = OutputFolding()
     for rank in (0, 1):
         for _ in range(3):
             folder.add(rank, 1, b"again", 0)
@@ -64,14 +64,14 @@ def test_repeated_lines_pair_off() -> None:
 
 
 def test_stdout_and_stderr_are_two_things() -> None:
-    folder = Folder()
+    folder = OutputFolding()
     folder.add(0, 1, b"x", 0)
     folder.add(1, 2, b"x", 0)
     assert shown(folder, 1, 2) == [([0], b"x"), ([1], b"x")]
 
 
 def test_a_flood_does_not_fill_the_memory() -> None:
-    folder, out = Folder(), 0
+    folder, out = OutputFolding(), 0
     for i in range(100):
         folder.add(0, 1, b"%d" % i + b"x" * (ROOM // 10), 0)
         out += len(folder.take(0, 2))
@@ -83,7 +83,7 @@ def test_a_flood_does_not_fill_the_memory() -> None:
 def test_random_lines(seed: int) -> None:
     """Whatever comes when: nothing is lost, nothing is shown late, and nobody's lines change their order."""
     draw = random.Random(seed)
-    folder, now, nodes = Folder(), 0.0, draw.randint(1, 5)
+    folder, now, nodes = OutputFolding(), 0.0, draw.randint(1, 5)
     said: dict[int, list[bytes]] = {r: [] for r in range(nodes)}
     seen: dict[int, list[bytes]] = {r: [] for r in range(nodes)}
     waiting: dict[int, list[float]] = {r: [] for r in range(nodes)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.cli.checked_options import guest_of, parse, plan_of, settings
+from disttensor.cli.checked_options import worker_options_of, parse, spec_of, settings
 from disttensor.cli.options import parser
 from disttensor.runtime.host.launch_spec import Host, Plan
 from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
@@ -171,7 +171,7 @@ def test_torchruns_options_are_known() -> None:
 
 def test_settings(script: str) -> None:
     options = parse(["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", script, "-n", "9"])
-    assert settings(options, plan_of(options)) == {
+    assert settings(options, spec_of(options)) == {
         "DISTTENSOR_NODES": "3",
         "DISTTENSOR_SIMULATE_CUDA": "2",
         "DISTTENSOR_BACKEND": "tcp",
@@ -182,15 +182,15 @@ def test_settings(script: str) -> None:
 
 
 def test_plan(script: str) -> None:
-    assert plan_of(parse([script])) == Plan("local")
+    assert spec_of(parse([script])) == Plan("local")
     options = parse(["--hosts", "a:3,b", "-n", "2", "--launcher", "nearby", "--interface", "eth0, ::1", script])
     hosts, ways = (Host("a", 3), Host("b", 2)), ("eth0", "::1")
-    assert plan_of(options) == Plan("nearby", hosts=hosts, interface=ways, folder=os.path.realpath("."))
-    assert plan_of(parse(["--hosts", "a", "--launcher", "nearby", "-m", "x"])).folder == os.getcwd()
-    assert settings(options, plan_of(options)) == {}  # how many there are, the plan knows
-    assert plan_of(parse(["--timeout", "7", script])).timeout == 7
+    assert spec_of(options) == Plan("nearby", hosts=hosts, interface=ways, folder=os.path.realpath("."))
+    assert spec_of(parse(["--hosts", "a", "--launcher", "nearby", "-m", "x"])).folder == os.getcwd()
+    assert settings(options, spec_of(options)) == {}  # how many there are, the plan knows
+    assert spec_of(parse(["--timeout", "7", script])).timeout == 7
     reach = ["--python", "/opt/python", "--ssh-options=-p 2222", "--launcher-option", "ssh=slow ssh", script]
-    assert plan_of(parse(["--hosts", "a", *reach])) == Plan(
+    assert spec_of(parse(["--hosts", "a", *reach])) == Plan(
         "ssh",
         hosts=(Host("a"),),
         python="/opt/python",
@@ -202,15 +202,15 @@ def test_plan(script: str) -> None:
 def test_joining(script: str) -> None:
     """torchrun's way: the same command on every host, with its rank or without."""
     here = ["--nnodes", "2:3", "-n", "4", "--master-port", "29500", "--master-addr", "localhost", script]
-    plan = plan_of(parse(here))
+    plan = spec_of(parse(here))
     assert (plan.launcher, plan.least, plan.most) == ("join", 8, 12)
     assert plan.hosts == (Host(socket.gethostname(), 4),)
     assert plan.options["host"] == "localhost"
-    assert guest_of(parse(here)) is None
+    assert worker_options_of(parse(here)) is None
     there = ["--nnodes", "2:3", "-n", "4", "--rdzv-endpoint", "192.0.2.77:29500", "--timeout", "9"]
     asked = ["--nproc-per-node", "4", "--master-addr", "192.0.2.77", "--master-port", "29500"]
-    assert guest_of(parse([*there, script])) == [*asked, "--timeout", "9"]
-    assert guest_of(parse([*there, "--node-rank", "2"])) == [*asked, "--rank", "8", "--timeout", "9"]
-    assert guest_of(parse([*there, "--node-rank", "0", script])) is None
-    by_file = plan_of(parse(["--nnodes", "1:3", "--connection-file", "job", "-n", "2", script]))
+    assert worker_options_of(parse([*there, script])) == [*asked, "--timeout", "9"]
+    assert worker_options_of(parse([*there, "--node-rank", "2"])) == [*asked, "--rank", "8", "--timeout", "9"]
+    assert worker_options_of(parse([*there, "--node-rank", "0", script])) is None
+    by_file = spec_of(parse(["--nnodes", "1:3", "--connection-file", "job", "-n", "2", script]))
     assert by_file.options == {"connection_file": os.path.abspath("job")}

@@ -14,7 +14,7 @@ from screen import Screen
 
 from disttensor.runtime.host.output_options import Choice, Output
 from disttensor.runtime.launch.output import printer as module
-from disttensor.runtime.launch.output.folding import Folder
+from disttensor.runtime.launch.output.folding import OutputFolding
 from disttensor.runtime.launch.output.lines import Lines, Tail
 from disttensor.runtime.launch.output.printer import Printer, spans
 
@@ -58,7 +58,7 @@ def make(pipes: Pipes) -> Iterator[Make]:
 
     def make(nodes: int = 2, environment: dict[str, str] | None = None, **output: object) -> Printer:
         printer = Printer(Output(**output), (pipes.into[0], pipes.into[1]), environment or {})  # type: ignore[arg-type]
-        printer._folder = Folder(hold=0.5)  # this process may be kept from running for longer than HOLD
+        printer._folder = OutputFolding(hold=0.5)  # this process may be kept from running for longer than HOLD
         for rank in range(nodes):
             printer.begin(rank)
         made.append(printer)

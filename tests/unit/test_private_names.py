@@ -49,7 +49,7 @@ INTERNAL: dict[str, str] = {
     "streams/test_ahead.py": "Ahead: which receives may begin before their turn",
     "streams/test_stream_ends.py": "Session.synchronize with a time limit, which dt.synchronize has not",
     "streams/test_streams_cuda.py": "lanes of CUDA streams, with a stand-in for a GPU",
-    "collectives/test_boards.py": "boards in shared memory",
+    "collectives/test_shared_pages.py": "boards in shared memory",
     "collectives/test_collective_failures.py": "algorithms over a wire whose ranks fail",
     "collectives/test_collectives.py": "algorithms as functions of ranks over a wire",
     "collectives/test_native_ends.py": "a channel's own collectives over a wire whose ranks fail",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disttensor.runtime.launch.rendezvous.rendezvous import Meeting, meeting
+from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous, meeting
 
 ENVIRONMENT = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "2", "WORLD_SIZE": "5"}
 
@@ -23,30 +23,30 @@ def test_none_is_needed_for_local_nodes() -> None:
 )
 def test_a_host_and_a_port(url: str, host: str, text: str) -> None:
     found = meeting(url, 1, 3)
-    assert found == Meeting("tcp", host, 29500, rank=1, size=3)
+    assert found == Rendezvous("tcp", host, 29500, rank=1, size=3)
     assert str(found) == text
 
 
 def test_rank_and_size_as_torch_takes_them_in_the_url() -> None:
-    assert meeting("tcp://node1:1?rank=1&world_size=2") == Meeting("tcp", "node1", 1, rank=1, size=2)
-    assert meeting("file:///a/b?rank=0&world_size=2") == Meeting("file", path="/a/b", rank=0, size=2)
+    assert meeting("tcp://node1:1?rank=1&world_size=2") == Rendezvous("tcp", "node1", 1, rank=1, size=2)
+    assert meeting("file:///a/b?rank=0&world_size=2") == Rendezvous("file", path="/a/b", rank=0, size=2)
 
 
 def test_a_path() -> None:
     found = meeting("file:///home/me/my%20job")
-    assert found == Meeting("file", path="/home/me/my job")
+    assert found == Rendezvous("file", path="/home/me/my job")
     assert found.options == {"connection_file": "/home/me/my job"}
 
 
 def test_the_environment() -> None:
-    assert meeting("env://", environ=ENVIRONMENT) == Meeting("tcp", "node1", 29500, rank=2, size=5)
-    assert meeting("env://", 0, 9, ENVIRONMENT) == Meeting("tcp", "node1", 29500, rank=0, size=9)
+    assert meeting("env://", environ=ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=2, size=5)
+    assert meeting("env://", 0, 9, ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=0, size=9)
 
 
 def test_the_environment_of_torchrun() -> None:
     run = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}
     found = meeting("env://", environ=ENVIRONMENT | run | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    assert found == Meeting("torchrun", "node1", 29500, run="7 0", rank=2, size=5, local_rank=1, local_size=2)
+    assert found == Rendezvous("torchrun", "node1", 29500, run="7 0", rank=2, size=5, local_rank=1, local_size=2)
     assert found.options["port"] == "0"
     assert found.name != meeting("env://", environ=ENVIRONMENT | run | {"TORCHELASTIC_RESTART_COUNT": "1"}).name
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.cli.checked_options import parse, plan_of
+from disttensor.cli.checked_options import parse, spec_of
 from disttensor.runtime.host import slurm_env
 from disttensor.runtime.launch.rendezvous.rendezvous import meeting
 
@@ -103,7 +103,7 @@ def test_seats() -> None:
 
 def test_the_plan_of_a_step(job: pytest.MonkeyPatch, tmp_path: Path) -> None:
     enter(job, {**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
-    plan = plan_of(parse([__file__]))
+    plan = spec_of(parse([__file__]))
     assert (plan.launcher, plan.least, plan.most) == ("join", 3, 3)
     assert plan.options["connection_file"] == str(tmp_path / "slurm-hal-17.0")
     assert plan.interface
@@ -111,11 +111,11 @@ def test_the_plan_of_a_step(job: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_plan_of_an_allocation(job: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="how many nodes is Slurm to start"):
-        plan_of(parse(["--launcher", "slurm", __file__]))
+        spec_of(parse(["--launcher", "slurm", __file__]))
     enter(job, BATCH)
-    plan = plan_of(parse(["--launcher", "slurm", "--interface", "lo", __file__]))
+    plan = spec_of(parse(["--launcher", "slurm", "--interface", "lo", __file__]))
     assert (plan.launcher, plan.most, plan.interface) == ("slurm", 4, ("lo",))
-    plan = plan_of(parse(["--launcher", "slurm", "-n", "3", "--launcher-option", "srun=--exclusive", __file__]))
+    plan = spec_of(parse(["--launcher", "slurm", "-n", "3", "--launcher-option", "srun=--exclusive", __file__]))
     assert plan.most == 6
     assert plan.options["srun"].split() == ["--nodes=2", "--ntasks-per-node=3", "--exclusive"]
 

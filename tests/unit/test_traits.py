@@ -12,7 +12,7 @@ import pytest
 
 from disttensor.runtime.node.executor import Executor
 from disttensor.runtime.node.state import NodeState
-from disttensor.runtime.node.streams.scheduler import Dealer
+from disttensor.runtime.node.streams.scheduler import Scheduler
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.traits import TRAITS, Traits, kinds
 
@@ -81,7 +81,7 @@ def test_what_needs_its_operands_only_has_an_effect() -> None:
 
 
 def test_lanes_do_what_may_stand_on_a_stream() -> None:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Dealer.__init__)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Scheduler.__init__)))
     (table,) = (node for node in ast.walk(tree) if isinstance(node, ast.Dict) and None in node.keys)
     named = {ast.unparse(key).removeprefix("c.") for key in table.keys if key is not None}
     assert named | {kind.__name__ for kind in kinds("anywhere")} == {kind.__name__ for kind in kinds("on_stream")}

@@ -33,13 +33,13 @@ Op = Callable[[], object]
 def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, torch.Tensor], Op]:
     from disttensor.runtime import collective as C
     from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
-    from disttensor.runtime.collective.shared_pages import Boards
+    from disttensor.runtime.collective.shared_pages import SharedPagesOfGroups
 
     channel = get_channel(name)(ChannelContext(rank, "a benchmark", "127.0.0.1"))
     pipe.send(channel.address())
     addresses, keys = pipe.recv()
     channel.connect({r: PeerInfo(r, a, keys[min(r, rank), max(r, rank)]) for r, a in enumerate(addresses) if r != rank})
-    bases, ranks, boards = itertools.count(0, C.IDS), list(range(size)), Boards()
+    bases, ranks, boards = itertools.count(0, C.IDS), list(range(size)), SharedPagesOfGroups()
     way = None
     if given := os.environ.get("WAY"):
         algorithm, _, chunk = given.partition(":")

@@ -82,7 +82,7 @@ def _move(x: torch.Tensor, here: Place, there: Place, kept: Any = None) -> torch
 _twins: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def _disguise(x: Any, place: Place, weights: list[Any], cast: Callable[[Any], Any]) -> Any:
+def _as_cpu(x: Any, place: Place, weights: list[Any], cast: Callable[[Any], Any]) -> Any:
     """The twin of ``x``, noted in ``weights`` if others may share it."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -121,7 +121,7 @@ def disguised(op: OpOverload) -> Callable[..., Any]:
         _check(op, moving, kwargs, place)
         weights: list[Any] = []
         with _autocast() as lower:
-            moving, kwargs = tree_map(lambda x: _disguise(x, place, weights, lower), (moving, kwargs))
+            moving, kwargs = tree_map(lambda x: _as_cpu(x, place, weights, lower), (moving, kwargs))
             for i in local:
                 moving[i] = args[i]
             result = _composed(op, place.record, moving, kwargs)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.distributed_c10d
 
 from ..library_groups import Board
-from .store import BoardStore, addresses_in, cut
+from .store import MailboxStore, addresses_in, cut
 
 c10d: Any = torch.distributed.distributed_c10d  # half of it is not in torch's stubs
 
@@ -73,7 +73,7 @@ class GlooGroup:
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=hosts[me])]
         options._timeout = timedelta(seconds=limit / _TRIES)
         options._threads = 1
-        store = BoardStore(name, board, tell, over)
+        store = MailboxStore(name, board, tell, over)
         try:
             self._group: Any = c10d.ProcessGroupGloo(store, me, self.size, options)
         finally:

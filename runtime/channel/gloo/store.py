@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from ..library_groups import Board
 
 
-class BoardStore(Store):
+class MailboxStore(Store):
     """The part of a store that gloo uses, for one group. ``tell(key, value)`` tells the others."""
 
     def __init__(

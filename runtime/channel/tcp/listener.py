@@ -49,7 +49,7 @@ class Listener:
         look: Callable[[], None],
     ) -> None:
         self._limit, self._admit, self._look = limit, admit, look
-        self._guests: list[_Guest] = []  #: oldest first
+        self._pending: list[_Guest] = []  #: oldest first
         self._stopping = threading.Event()
         self._socks: list[socket.socket] = []
         addresses = []
@@ -78,7 +78,7 @@ class Listener:
 
     def disown(self) -> None:
         """In a forked child: closes the descriptors and leaves the connections to the parent."""
-        for guest in list(self._guests):
+        for guest in list(self._pending):
             guest.sock.close()
         self._close()
 
@@ -94,16 +94,16 @@ class Listener:
                 if self._round is not None:
                     self._look()
         finally:
-            for guest in list(self._guests):
+            for guest in list(self._pending):
                 self._drop(guest)
             self._poll.close()
             self._close()
 
     def _next_timeout(self) -> float | None:
-        if not self._guests:
+        if not self._pending:
             return self._round
-        until = max(0.0, self._guests[0].deadline - time.monotonic())
-        return min(until, _RETRY) if any(guest.hello for guest in self._guests) else until
+        until = max(0.0, self._pending[0].deadline - time.monotonic())
+        return min(until, _RETRY) if any(guest.hello for guest in self._pending) else until
 
     def _close(self) -> None:
         for sock in self._socks:
@@ -116,8 +116,8 @@ class Listener:
             if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
                 return
             # Out of descriptors or memory: give back the oldest handshake's, or wait a moment instead of spinning.
-            if self._guests:
-                self._drop(self._guests[0])
+            if self._pending:
+                self._drop(self._pending[0])
             else:
                 self._stopping.wait(0.1)
             return
@@ -128,13 +128,13 @@ class Listener:
         except OSError:
             sock.close()
             return
-        if len(self._guests) >= _PENDING:
-            self._drop(self._guests[0])
-        self._guests.append(guest)
+        if len(self._pending) >= _PENDING:
+            self._drop(self._pending[0])
+        self._pending.append(guest)
         self._poll.register(sock, selectors.EVENT_READ, guest)
 
     def _hear(self, guest: _Guest) -> None:
-        if guest not in self._guests:  # dropped since the poll
+        if guest not in self._pending:  # dropped since the poll
             return
         try:
             piece = guest.sock.recv(HELLO - len(guest.said))
@@ -155,14 +155,14 @@ class Listener:
 
     def _look_again(self) -> None:
         now = time.monotonic()
-        for guest in list(self._guests):
+        for guest in list(self._pending):
             if guest.hello is not None and self._admit(guest.sock, guest.hello, guest.nonce):
-                self._guests.remove(guest)
+                self._pending.remove(guest)
             elif guest.deadline <= now:
                 self._drop(guest)
 
     def _drop(self, guest: _Guest) -> None:
-        self._guests.remove(guest)
+        self._pending.remove(guest)
         if guest.sock in self._poll.get_map():
             self._poll.unregister(guest.sock)
         guest.sock.close()

@@ -33,7 +33,7 @@ class Group:
 _place = attrgetter("place")
 
 
-class Folder:
+class OutputFolding:
     """What waits, in order. No I/O, and no clock: times are the caller's, in seconds."""
 
     def __init__(self, hold: float = HOLD) -> None:

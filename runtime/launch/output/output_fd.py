@@ -20,7 +20,7 @@ _ATOM = select.PIPE_BUF
 _TERMINAL_ATOM = 2048
 
 
-class Sink:
+class OutputFd:
     """An inherited descriptor that others write to as well, so its flags (O_NONBLOCK) are not ours to set."""
 
     def __init__(self, fd: int) -> None:
@@ -62,7 +62,7 @@ class Sink:
         del self._queue[: os.write(self.fd, self._queue[:end])]
 
 
-class Terminal(Sink):
+class Terminal(OutputFd):
     """Puts lines above the one where the cursor is: a progress bar or a prompt of the script's stays as it is.
 
     Nobody can ask a terminal where its cursor is without taking the user's input, so this is done always: make room

@@ -1,7 +1,7 @@
 """What nodes print, on its way to the user: log files, ``[node 1]`` before each line, many nodes' same line once.
 
     pieces of a node's stdout --> log file (as they are)
-                              \\-> Lines --> Folder (20 ms at most) --> "[node 1] ..." --> Sink --> stdout
+                              \\-> Lines --> OutputFolding (20 ms at most) --> "[node 1] ..." --> OutputFd --> stdout
 
 Used by whoever is nearest to the user: the fork server of a local session, the root of one on several hosts.
 """
@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...host.output_options import STREAMS, Choice, Output
-from .folding import Folder, Group
+from .folding import OutputFolding, Group
 from .lines import Lines, showable
-from .output_fd import Sink, Terminal
+from .output_fd import OutputFd, Terminal
 
 #: A progress bar is shown that often (seconds), and when it has ended.
 BAR = 5.0
@@ -34,17 +34,17 @@ class Printer:
         fds: tuple[int, int] = (1, 2),
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        self._folder = Folder()
+        self._folder = OutputFolding()
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._begun: set[int] = set()  #: all nodes that there have been
         self._running: set[int] = set()
         self._bars: dict[_Stream, float] = {}  #: bars that have changed -> when to show them
-        self._sinks: dict[int, Sink] = {}
+        self._sinks: dict[int, OutputFd] = {}
         self._coloured: dict[int, bool] = {}
         forced = environment.get("FORCE_COLOR", "") not in ("", "0")
         for stream, fd in zip(STREAMS, fds, strict=True):
             terminal = _is_terminal(fd, environment)
-            self._sinks[stream] = Terminal(fd) if terminal else Sink(fd)
+            self._sinks[stream] = Terminal(fd) if terminal else OutputFd(fd)
             self._coloured[stream] = forced or (terminal and not environment.get("NO_COLOR"))
         self._set(output)
 

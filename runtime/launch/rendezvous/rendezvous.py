@@ -27,7 +27,7 @@ FORMS = "'local://', 'env://', 'tcp://host:port', 'file:///path', 'slurm://'"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """One way to meet. ``rank`` and ``size`` count the processes of one script; None where nobody has said."""
 
     kind: str  #: "tcp", "file", "slurm" or "torchrun"
@@ -88,7 +88,7 @@ def meeting(
     rank: int | None = None,
     size: int | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Meeting | None:
+) -> Rendezvous | None:
     """What an ``init_method`` says; None for "local://". Raises ValueError for what says too little or is unknown."""
     url = urlsplit(init_method)
     query = {name: values[0] for name, values in parse_qs(url.query).items()}
@@ -106,12 +106,12 @@ def meeting(
                 host, port = "", 0
             if not host or not port:
                 raise ValueError(f"init_method {init_method!r} names no host and port, as in tcp://node1:29500")
-            found = Meeting(url.scheme, host, port, rank=rank, size=size)
+            found = Rendezvous(url.scheme, host, port, rank=rank, size=size)
         case "file":
             path = unquote(url.netloc + url.path)
             if not os.path.isabs(path):
                 raise ValueError(f"init_method {init_method!r} names no absolute path, as in file:///home/me/job")
-            found = Meeting("file", path=path, rank=rank, size=size)
+            found = Rendezvous("file", path=path, rank=rank, size=size)
         case "slurm":
             found = of_slurm(environ, unquote(url.netloc + url.path), rank, size)
         case _:
@@ -121,12 +121,12 @@ def meeting(
     return found
 
 
-def _of_environment(environ: Mapping[str, str], rank: int | None, size: int | None) -> Meeting:
+def _of_environment(environ: Mapping[str, str], rank: int | None, size: int | None) -> Rendezvous:
     named = ["MASTER_ADDR", "MASTER_PORT"] + ["RANK"] * (rank is None) + ["WORLD_SIZE"] * (size is None)
     if missing := [name for name in named if not environ.get(name)]:
         raise ValueError(f"init_method 'env://' needs {' and '.join(missing)} in the environment")
     under_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Meeting(
+    return Rendezvous(
         "torchrun" if under_torchrun else "tcp",
         environ["MASTER_ADDR"],
         _number(environ, "MASTER_PORT", "env://") or 0,
@@ -143,12 +143,12 @@ def _of_environment(environ: Mapping[str, str], rank: int | None, size: int | No
 
 def of_slurm(
     environ: Mapping[str, str] = os.environ, path: str = "", rank: int | None = None, size: int | None = None
-) -> Meeting:
+) -> Rendezvous:
     """Where the tasks of one srun meet. Raises ValueError in a process that is none of several."""
     task = slurm_env.task(environ)
     if task is None:
         raise ValueError("init_method 'slurm://' needs the tasks of one srun: srun -n 5 python script.py")
-    return Meeting(
+    return Rendezvous(
         "slurm",
         path=path or slurm_env.connection_file(task.name, environ),
         interface=slurm_env.own_addresses(environ) if task.hosts > 1 else (),
@@ -168,7 +168,7 @@ def _number(source: Mapping[str, str], name: str, of: str, default: int | None =
         raise ValueError(f"init_method {of!r}: {name} is {text!r}, which is no number") from None
 
 
-def _check(found: Meeting, init_method: str) -> None:
+def _check(found: Rendezvous, init_method: str) -> None:
     if found.rank is not None and (found.rank < 0 or found.rank >= (found.size or sys.maxsize)):
         raise ValueError(f"init_method {init_method!r}: rank={found.rank} with world_size={found.size}")
     if found.rank and found.size is None:

@@ -28,13 +28,13 @@ from ...host.addresses import split
 from ...host.affinity import OWN, gpus
 from ...process.lifetime import name_process
 from ...protocol.errors import BrokenError, ProtocolError, StartError
-from ...transport.tunnel import Visit
+from ...transport.tunnel import TunnelClient
 from ..tree.agent import Agent, knock
 from ..tree.control import Order, Unfit
 from ..tree.framed import Stream, Wire
 from ..tree.spawn import BOOT
 from .credentials import Invitation, secret_file
-from .rendezvous import Meeting, meeting
+from .rendezvous import Rendezvous, meeting
 
 #: Seconds for the job to begin; its nodes may come before it.
 TIMEOUT = 60.0
@@ -90,14 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _where(options: argparse.Namespace) -> Meeting:
+def _where(options: argparse.Namespace) -> Rendezvous:
     if options.slots < 1:
         raise ValueError(f"--nproc-per-node {options.slots}: at least one is needed")
     told = [bool(options.connection_file), bool(options.master_addr or options.master_port), bool(options.init_method)]
     if sum(told) > 1:
         raise ValueError("--connection-file, --master-addr and --init-method say where the job is: give one of them")
     if options.connection_file:
-        return Meeting("file", path=os.path.abspath(options.connection_file))
+        return Rendezvous("file", path=os.path.abspath(options.connection_file))
     if told[1]:
         if not (options.master_addr and options.master_port):
             raise ValueError("--master-addr and --master-port go together")
@@ -132,7 +132,7 @@ def join(
     name_process("dt-worker")
     try:
         keys = invitation.public_key, invitation.secret_key
-        visit = Visit(invitation.addresses, keys, invitation.server_key, timeout)
+        visit = TunnelClient(invitation.addresses, keys, invitation.server_key, timeout)
     except BrokenError as e:
         raise StartError(f"the job cannot be joined: {e}{_hint(invitation)}") from None
     up: Wire[Order] = Stream(Order, visit.socket.detach())
@@ -165,7 +165,7 @@ def _hint(invitation: Invitation) -> str:
 # ---- scripts that are nodes ------------------------------------------------------------------------------------------
 
 
-def become_node(where: Meeting, timeout: float) -> NoReturn:
+def become_node(where: Rendezvous, timeout: float) -> NoReturn:
     """Turns this process, which runs the user's script, into the node that it is by its rank.
 
     Raises StartError when the invitation is not there within ``timeout`` seconds.

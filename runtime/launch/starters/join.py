@@ -1,6 +1,6 @@
 """The launcher whose nodes come by themselves: agents that were started elsewhere join over the network.
 
-    master --> root: JoinEngine --Reception (CURVE)--> agents: `dtrun worker`, scripts that are nodes, schedulers' jobs
+    master --> root: JoinStarter --TunnelServer (CURVE)--> agents: `dtrun worker`, scripts that are nodes, schedulers' jobs
                          plan.hosts: agents that the root starts here, beside those
 
 A connection file, or a secret that both ends have, lets them in. What else they need comes over that connection.
@@ -18,7 +18,7 @@ from ...host.addresses import LOOPBACK
 from ...host.interfaces import addresses_of, listening_as
 from ...host.launch_spec import Plan
 from ...protocol.errors import ProtocolError
-from ...transport.tunnel import Reception
+from ...transport.tunnel import TunnelServer
 from ..output.printer import spans
 from ..rendezvous.credentials import ConnectionFile, derived, fresh, invite, shared_secret
 from ..rendezvous.torchrun import publish
@@ -57,7 +57,7 @@ class JoinLauncher(PlannedLauncher):
             publish(options["host"], int(options["store"]), options["meeting"], addresses, self.plan.timeout)
 
 
-class JoinEngine(NearbyEngine):
+class JoinStarter(NearbyEngine):
     """Opens the door. Options of the plan: ``connection_file``, or ``host``, ``port`` and ``meeting``.
 
     ``all_come``: something outside starts all that are to join, so each of them has to hear of the end.
@@ -68,7 +68,7 @@ class JoinEngine(NearbyEngine):
         self.guests: list[_Guest] = []
         self.came = 0  #: how many nodes have been here at once
         self._file: ConnectionFile | None = None
-        self._reception: Reception | None = None
+        self._tunnel: TunnelServer | None = None
 
     def begin(self) -> None:
         options = self.plan.options
@@ -82,9 +82,9 @@ class JoinEngine(NearbyEngine):
 
     def open(self, hosts: Sequence[str], port: int, server_keys: tuple[str, str], *guests: str) -> tuple[str, ...]:
         """Lets in who has one of these keys; gives the addresses of the door."""
-        self._reception = Reception(hosts, port, server_keys, *guests)
-        self.loop.watch(self._reception.arrivals, self._arrived)
-        return self._reception.addresses
+        self._tunnel = TunnelServer(hosts, port, server_keys, *guests)
+        self.loop.watch(self._tunnel.arrivals, self._arrived)
+        return self._tunnel.addresses
 
     def waiting(self) -> str:
         there, least = self._present(), self.plan.least or self.plan.most
@@ -94,10 +94,10 @@ class JoinEngine(NearbyEngine):
             taken = {rank for guest in there for rank in range(guest.wish, guest.wish + guest.slots)}
             absent = set(range(least)) - taken
             text += f", of node{'s' * (len(absent) > 1)} {spans(absent)} nothing was heard"
-        if self._reception is not None:
-            text += f"; the door is {', '.join(self._reception.addresses)}"
-            if self._reception.refused:
-                text += f"; {self._reception.refused} knocked with another job's key"
+        if self._tunnel is not None:
+            text += f"; the door is {', '.join(self._tunnel.addresses)}"
+            if self._tunnel.refused:
+                text += f"; {self._tunnel.refused} knocked with another job's key"
         return text + ")"
 
     def awaits(self) -> bool:
@@ -108,12 +108,12 @@ class JoinEngine(NearbyEngine):
             self._file.remove()
         for guest in list(self.guests):
             guest.close()
-        if self._reception is not None:
-            self.loop.forget(self._reception.arrivals)
-            self._reception.close()
+        if self._tunnel is not None:
+            self.loop.forget(self._tunnel.arrivals)
+            self._tunnel.close()
 
     def _arrived(self) -> None:
-        while self._reception is not None and (sock := self._reception.accept()) is not None:
+        while self._tunnel is not None and (sock := self._tunnel.accept()) is not None:
             self.guests.append(_Guest(self, sock))
 
     def admits(self, guest: _Guest, knock: Knock) -> str:
@@ -144,10 +144,10 @@ class JoinEngine(NearbyEngine):
 class _Guest(Branch):
     """An agent that has joined. The root gets to know it when it has said who it is."""
 
-    def __init__(self, engine: JoinEngine, sock: socket.socket) -> None:
+    def __init__(self, engine: JoinStarter, sock: socket.socket) -> None:
         super().__init__("?", 1, expected=False)
         self.pid = 0
-        self._engine, self._boss, self._loop = engine, engine.boss, engine.loop
+        self._engine, self._root, self._loop = engine, engine.boss, engine.loop
         self._wire: Stream[News] = Stream(News, sock.detach())
         self._loop.watch(self._wire.fileno(), self._hear)
 
@@ -171,7 +171,7 @@ class _Guest(Branch):
         try:
             for news in self._wire.hear():
                 if self.pid:
-                    self._boss.heard(self, news)
+                    self._root.heard(self, news)
                 elif not isinstance(news, Knock) or not self._greet(news):
                     return
         except (ProtocolError, msgspec.DecodeError) as e:
@@ -187,14 +187,14 @@ class _Guest(Branch):
             self.say(Refuse(why))
             self.close()
             return False
-        self._boss.add(self)
-        self._boss.heard(self, knock)
+        self._root.add(self)
+        self._root.heard(self, knock)
         self._engine.joined()
         return True
 
     def _end(self, why: str) -> None:
         if self.pid:
-            self._boss.lost(self, why, os.EX_UNAVAILABLE, ())
+            self._root.lost(self, why, os.EX_UNAVAILABLE, ())
         else:
             self.close()
 

@@ -92,9 +92,9 @@ class MpiLauncher(Launcher):
     """
 
     def __init__(self) -> None:
-        self._crew = crew()
-        self.capacity = self._crew.world.comm.size - 1
-        self.listen = self._crew.world.ways_out() or (LOOPBACK,)
+        self._processes = crew()
+        self.capacity = self._processes.world.comm.size - 1
+        self.listen = self._processes.world.ways_out() or (LOOPBACK,)
         self._running: set[int] = set()
         self._events: list[Started | Exited] = []
         self._epoll = select.epoll()  #: of the nodes' processes, and of the bell
@@ -107,16 +107,16 @@ class MpiLauncher(Launcher):
 
     def key_pairs(self, count: int) -> list[tuple[str, str]]:
         self._check_pid()
-        if missing := self._crew.gather(range(count), ARRIVE):
+        if missing := self._processes.gather(range(count), ARRIVE):
             raise StartError(f"nodes {missing} are still busy with the session before this one")
-        return [(self._crew.offers[rank].public_key, "") for rank in range(count)]
+        return [(self._processes.offers[rank].public_key, "") for rank in range(count)]
 
     def too_many(self, count: int) -> str:
         return f"mpiexec has started {self.capacity} beside the master (it needs -n {count + 1})"
 
     def start(self, bundles: Sequence[Bundle]) -> None:
         self._check_pid()
-        world = self._crew.world
+        world = self._processes.world
         hosts = [world.cards[bundle.rank + 1].machine for bundle in bundles]
         for i, bundle in enumerate(bundles):
             card = world.cards[bundle.rank + 1]
@@ -129,7 +129,7 @@ class MpiLauncher(Launcher):
                 local_size=hosts.count(hosts[i]),
                 env=bundle.env | {OWN: "cores" if world.keeps_apart(bundle.rank + 1) else ""},
             )
-            self._crew.order(bundle.rank, msgspec.json.encode(changed))
+            self._processes.order(bundle.rank, msgspec.json.encode(changed))
             self._events.append(Started(bundle.rank, card.pid, card.host))
         os.eventfd_write(self._bell, 1)
 
@@ -152,7 +152,7 @@ class MpiLauncher(Launcher):
                 continue
             rank = self._pidfds.pop(pidfd)
             os.close(pidfd)  # and epoll forgets it
-            card = self._crew.world.cards[rank + 1]
+            card = self._processes.world.cards[rank + 1]
             cause = "its process has ended (mpiexec knows how)"
             self._events.append(Exited(rank, card.pid, cause, os.EX_SOFTWARE, (), card.host))
         events, self._events = self._events, []
@@ -163,23 +163,23 @@ class MpiLauncher(Launcher):
         raise StartError("under mpiexec the files of nodes' output are named to dtrun: mpiexec ... dtrun --log-dir DIR")
 
     def stop(self, grace: float) -> None:
-        if os.getpid() != self._crew.pid or self._epoll.closed:
+        if os.getpid() != self._processes.pid or self._epoll.closed:
             return
         for fd in (*self._pidfds, self._bell):
             os.close(fd)
         self._epoll.close()
-        self._crew.gather(self._running, grace)  # one that is stuck ends with this process: see `leave`
+        self._processes.gather(self._running, grace)  # one that is stuck ends with this process: see `leave`
 
     def leave(self, code: int) -> None:
-        self._crew.leave(code)
+        self._processes.leave(code)
         exit_at_once(code)
 
     def _check_pid(self) -> None:
-        if os.getpid() != self._crew.pid:
-            raise ForkError(f"this launcher belongs to process {self._crew.pid}, which forked this one")
+        if os.getpid() != self._processes.pid:
+            raise ForkError(f"this launcher belongs to process {self._processes.pid}, which forked this one")
 
 
-class Crew:
+class MpiProcesses:
     """All processes that can be nodes, as rank 0 sees them, until its end."""
 
     def __init__(self, world: mpi_env.World) -> None:
@@ -245,9 +245,9 @@ class Crew:
 
 
 @cache
-def crew() -> Crew:
+def crew() -> MpiProcesses:
     """The nodes of this process, which is the master. Raises StartError as ``mpi.world`` does, and on other ranks."""
-    return Crew(mpi_env.world())
+    return MpiProcesses(mpi_env.world())
 
 
 def lead(program: Callable[[], int]) -> tuple[int, bool]:

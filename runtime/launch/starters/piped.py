@@ -25,7 +25,7 @@ from ..tree.control import News, Order
 from ..tree.framed import MARK, Stream
 from ..tree.host_starter import Branch, Engine
 from ..tree.spawn import BOOT
-from ..tree.stderr_tail import Reasons
+from ..tree.stderr_tail import StderrTail
 
 #: Seconds for a process to end when its stdout has.
 PATIENCE = 1.0
@@ -60,10 +60,10 @@ class PipedBranch(Branch):
 
     def __init__(self, engine: PipedEngine, host: Host) -> None:
         super().__init__(host.name, host.slots)
-        self._engine, self._boss, self._loop = engine, engine.boss, engine.loop
+        self._engine, self._root, self._loop = engine, engine.boss, engine.loop
         self._closed = True  #: or nothing is open yet
         self._program, self._unanswered = engine.called(host), engine.unanswered(host)
-        self._boss.add(self)
+        self._root.add(self)
         me = os.getpid()
         ours, theirs = socket.socketpair()
         err, err_in = os.pipe2(os.O_CLOEXEC)
@@ -82,15 +82,15 @@ class PipedBranch(Branch):
         except OSError as e:
             ours.close()
             os.close(err)
-            self._boss.lost(self, f"{self._program} could not be started: {e}", os.EX_OSERR, ())
+            self._root.lost(self, f"{self._program} could not be started: {e}", os.EX_OSERR, ())
             return
-        self._reasons = Reasons(self._loop, err, self._remark)
+        self._reasons = StderrTail(self._loop, err, self._remark)
         self._wire = _Marked(ours.detach())
         self._pidfd = os.pidfd_open(self._process.pid)
         self._closed = False
         self._loop.watch(self._wire.fileno(), self._hear)
         self._loop.watch(self._pidfd, self._reap)
-        self._boss.doing(self, self._unanswered)
+        self._root.doing(self, self._unanswered)
         self._loop.later(engine.plan.timeout, self._too_late)
 
     def say(self, order: Order) -> None:
@@ -115,9 +115,9 @@ class PipedBranch(Branch):
     def _hear(self) -> None:
         try:
             for news in self._wire.hear():
-                self._boss.heard(self, news)
+                self._root.heard(self, news)
         except (ProtocolError, msgspec.DecodeError) as e:
-            self._boss.lost(self, f"what came was not an agent's: {e}", os.EX_PROTOCOL, self._tail())
+            self._root.lost(self, f"what came was not an agent's: {e}", os.EX_PROTOCOL, self._tail())
             return
         if self._wire.ended and not self._closed:
             self._loop.forget(self._wire.fileno())  # how the process ends says more
@@ -126,7 +126,7 @@ class PipedBranch(Branch):
     def _remark(self, lines: list[bytes]) -> None:
         """Its stderr is the host's own output, once the agent is there."""
         if self.knock is not None:
-            self._boss.remark(self.host, lines)
+            self._root.remark(self.host, lines)
 
     def _reap(self) -> None:
         code = self._process.poll()
@@ -146,16 +146,16 @@ class PipedBranch(Branch):
                 cause = f"{self._program} ended ({how}) before an agent was there{advice and '; ' + advice}"
             else:
                 cause = f"the connection with its agent has ended ({self._program}: {how})"
-            self._boss.lost(self, cause, code or 1, tail)
+            self._root.lost(self, cause, code or 1, tail)
 
     def _give_up(self) -> None:
         if not self._closed:
-            self._boss.lost(self, "the connection with its agent has ended", os.EX_UNAVAILABLE, self._tail())
+            self._root.lost(self, "the connection with its agent has ended", os.EX_UNAVAILABLE, self._tail())
 
     def _too_late(self) -> None:
         if not self._closed and self.knock is None:
             cause = f"no agent was there within {self._engine.plan.timeout:g} s ({self._unanswered})"
-            self._boss.lost(self, cause, os.EX_UNAVAILABLE, self._tail())
+            self._root.lost(self, cause, os.EX_UNAVAILABLE, self._tail())
 
     def _tail(self) -> list[str]:
         before = self._wire.preamble.decode(errors="replace").splitlines() if self.knock is None else []

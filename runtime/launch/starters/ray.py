@@ -1,8 +1,8 @@
 """Nodes on a Ray cluster that runs already: Ray says where there is room, and starts an agent there.
 
-    master --> root: RayEngine --stdin, stdout--> ray_driver.py --Ray--> an actor per node, in a placement group
+    master --> root: RayStarter --stdin, stdout--> ray_driver.py --Ray--> an actor per node, in a placement group
                        ^                                                   | the first of a host: a pipe, as life-line
-                       +--- Reception (CURVE) <--- as any that joins --- ray_agent.py --> fork server --> nodes
+                       +--- TunnelServer (CURVE) <--- as any that joins --- ray_agent.py --> fork server --> nodes
 
 Each agent has a key pair of its own, which its actor has made, and only these are let in.
 """
@@ -26,8 +26,8 @@ from ...protocol.keys import curve_pair
 from ..rendezvous.credentials import Invitation
 from ..tree.control import Order
 from ..tree.host_starter import Branch
-from ..tree.stderr_tail import Reasons
-from .join import JoinEngine
+from ..tree.stderr_tail import StderrTail
+from .join import JoinStarter
 from .ray_agent import Told
 from .root_launcher import PlannedLauncher
 
@@ -113,7 +113,7 @@ class RayLauncher(PlannedLauncher):
         return f"Ray was asked for {self.capacity}"
 
 
-class RayEngine(JoinEngine):
+class RayStarter(JoinStarter):
     """Has the driver place nodes, and lets in the agents that come of it."""
 
     _driver: subprocess.Popen[bytes] | None = None
@@ -136,8 +136,8 @@ class RayEngine(JoinEngine):
         self._say(asked)
         streams = driver.stdout, driver.stderr
         out, err = (os.dup(stream.fileno()) for stream in streams if stream is not None)
-        Reasons(self.loop, out, self._hear)
-        self._reasons = Reasons(self.loop, err, lambda lines: None)
+        StderrTail(self.loop, out, self._hear)
+        self._reasons = StderrTail(self.loop, err, lambda lines: None)
         self._pidfd = os.pidfd_open(driver.pid)
         self.loop.watch(self._pidfd, self._reap)
 

@@ -36,7 +36,7 @@ _REACH = 10.0
 _LEAVE = 3.0
 
 
-class Seat:
+class NodeActor:
     """The actor: it holds what Ray has set aside for nodes. The first one on a host has that host's agent."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Driver:
         seats = []
         for index, bundle in enumerate(bundles):
             where = PlacementGroupSchedulingStrategy(group, index)
-            kind = ray.remote(num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0))(Seat)
+            kind = ray.remote(num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0))(NodeActor)
             seats.append(kind.options(scheduling_strategy=where).remote())
         self._tell(doing="Ray has not started its actors yet")
         self._meet(seats, ray.get([seat.where.remote() for seat in seats]))

@@ -37,8 +37,8 @@ from ..tree.control import (
     News,
     Ready,
     Rest,
-    Rested,
-    Room,
+    SessionEnded,
+    Capacity,
     Start,
     Stop,
     Unfit,
@@ -251,13 +251,13 @@ class ServedLauncher(Launcher):
                     self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
                 case Unfit():
                     self._trouble = "\n  ".join((f"{self.unfit}: {news.why}", *news.tail))
-                case Rested():
+                case SessionEnded():
                     self._rested = True
                 case Flushed():
                     self._flushed = max(self._flushed, news.id)
                 case Doing():
                     self._doing.update(dict.fromkeys(news.ranks, (news.host, news.what)))
-                case Room():
+                case Capacity():
                     self.vacant = max(0, news.free - (self._asked - news.asked))
                 case Listening():
                     self.found(news.addresses)
@@ -277,7 +277,7 @@ class ServedLauncher(Launcher):
 
 @atexit.register
 def _end_resting() -> None:
-    """Said, the end is another than when this process dies: the agents' exit codes tell."""
+    """NodeOutput, the end is another than when this process dies: the agents' exit codes tell."""
     while _resting:
         launcher = _resting.pop()
         if launcher._pid == os.getpid():

@@ -1,7 +1,7 @@
 """Slurm: nodes are the tasks of a job step, which join the root over the network (join.py).
 
     srun -n 5 dtrun script.py                  task 0 runs the script; each other task is an agent with one node
-    salloc -n 4; dtrun --launcher slurm ...    master --> root: SlurmEngine --srun--> tasks, all of them agents
+    salloc -n 4; dtrun --launcher slurm ...    master --> root: SlurmStarter --srun--> tasks, all of them agents
                                                              <--CURVE, by the step's connection file-- as they come
 
 The connection file is in the user's home, which the hosts of a cluster share; the root removes it when all have come.
@@ -30,8 +30,8 @@ from ..rendezvous.worker_cli import worker_command
 from ..tree.control import Unfit
 from ..tree.host_starter import Boss
 from ..tree.spawn import LAUNCHER_FD
-from ..tree.stderr_tail import Reasons
-from .join import JoinEngine, JoinLauncher
+from ..tree.stderr_tail import StderrTail
+from .join import JoinStarter, JoinLauncher
 
 #: Seconds at the end for srun, whose tasks have ended: it waits for what they have left open.
 _PATIENCE = 3.0
@@ -42,13 +42,13 @@ _LAST_WORDS = 0.5
 _ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.*)")
 
 
-def plan_of_step(plan: Plan) -> Plan:
+def spec_of_step(plan: Plan) -> Plan:
     """For task 0 of a step, of which all other tasks are nodes."""
     where = of_slurm()
-    return _planned(plan, "join", (where.size or 1) - 1, where.interface, where.options | {"all_come": "yes"})
+    return _spec_of(plan, "join", (where.size or 1) - 1, where.interface, where.options | {"all_come": "yes"})
 
 
-def plan_of_allocation(plan: Plan, nodes: int = 0, per_host: int = 0, hosts: int = 0) -> Plan:
+def spec_of_allocation(plan: Plan, nodes: int = 0, per_host: int = 0, hosts: int = 0) -> Plan:
     """For a master that has srun start so many nodes, or so many per host; by default as many as there are tasks.
 
     Raises ValueError when nobody says how many.
@@ -68,10 +68,10 @@ def plan_of_allocation(plan: Plan, nodes: int = 0, per_host: int = 0, hosts: int
         raise ValueError("how many nodes is Slurm to start? Say so (nodes=, dtrun -n), or run this inside of salloc")
     name = f"{os.environ.get('SLURM_JOB_ID', socket.gethostname())}-{secrets.token_hex(4)}"
     options["connection_file"] = slurm_env.connection_file(name)
-    return _planned(plan, "slurm", nodes, slurm_env.own_addresses(), options)
+    return _spec_of(plan, "slurm", nodes, slurm_env.own_addresses(), options)
 
 
-def _planned(plan: Plan, launcher: str, nodes: int, interface: tuple[str, ...], options: dict[str, str]) -> Plan:
+def _spec_of(plan: Plan, launcher: str, nodes: int, interface: tuple[str, ...], options: dict[str, str]) -> Plan:
     return msgspec.structs.replace(
         plan,
         launcher=launcher,
@@ -91,13 +91,13 @@ class SlurmLauncher(JoinLauncher):
         return f"srun is asked for {self.capacity}"
 
 
-class SlurmEngine(JoinEngine):
+class SlurmStarter(JoinStarter):
     """Runs srun, beside the door. Options of the plan: ``connection_file``; ``srun``, further arguments of srun's."""
 
     def __init__(self, boss: Boss) -> None:
         super().__init__(boss)
         self._srun: subprocess.Popen[bytes] | None = None
-        self._reasons: Reasons | None = None
+        self._reasons: StderrTail | None = None
         self._pidfd = -1
         self._failed = False
 
@@ -130,7 +130,7 @@ class SlurmEngine(JoinEngine):
     def _start(self) -> None:
         me = os.getpid()
         err, err_in = os.pipe2(os.O_CLOEXEC)
-        self._reasons = Reasons(self.loop, err, self._look)
+        self._reasons = StderrTail(self.loop, err, self._look)
         environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_FD}
         try:
             self._srun = subprocess.Popen(

@@ -57,7 +57,7 @@ def main(lifeline: int) -> int:
         print(f"disttensor: {bound.said}", file=sys.stderr)
     for name, value in _told(bundle).items():
         os.environ[name] = value
-    for name, value in _wished(bound.threads).items():
+    for name, value in _default_environment(bound.threads).items():
         os.environ.setdefault(name, value)
     program = [bundle.program[0] or sys.executable, *bundle.program[1:]]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -84,7 +84,7 @@ def _told(bundle: Bundle) -> dict[str, str]:
     }
 
 
-def _wished(threads: int) -> dict[str, str]:
+def _default_environment(threads: int) -> dict[str, str]:
     """Unless something else is said. What a program prints leaves at once, as it would on a terminal."""
     found = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if os.environ.get("MASTER_ADDR", "").startswith("127."):

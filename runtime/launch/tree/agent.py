@@ -38,7 +38,7 @@ LEASE = 15.0
 PATIENCE = 4.0
 
 #: Exit codes: the boss is gone; this agent was of no use.
-EX_BOSS_GONE, EX_REFUSED = 75, 76
+EX_ROOT_GONE, EX_REFUSED = 75, 76
 
 
 def knock(slots: int = 0, wish: int = -1, local_rank: int = -1, local_size: int = 0) -> Knock:
@@ -113,7 +113,7 @@ class Agent:
                     self._down.say(order)
         if self._up.ended:
             self._loop.forget(self._up.fileno())
-            self._end(EX_BOSS_GONE if self._ending is None else 0)
+            self._end(EX_ROOT_GONE if self._ending is None else 0)
 
     def _take_news(self) -> None:
         for news in self._down.hear():
@@ -130,12 +130,12 @@ class Agent:
 
     def _take_signal(self) -> None:
         os.read(self._wakeup[0], 64)
-        self._end(EX_BOSS_GONE)
+        self._end(EX_ROOT_GONE)
 
     def _look_at_time(self) -> None:
         if time.monotonic() - self._heard > self._lease and self._ending is None:
             print(f"disttensor: nothing was heard from the root for {self._lease:g} s", file=sys.stderr)
-            self._end(EX_BOSS_GONE)
+            self._end(EX_ROOT_GONE)
         self._loop.later(1.0, self._look_at_time)
 
     def _watch_room(self) -> None:

@@ -1,9 +1,9 @@
 """What the processes of a job's launching tell each other: one set of frames for every wire between them.
 
     master -- Plan, then Start, Kill, Stop, Rest ----> root -- the same, Modules, Took, Beat --> agent --> fork server
-           <-- Ready, Began, Ended, Unfit, Doing, Room      <-- Knock, the same, Said ----------       <--
+           <-- Ready, Began, Ended, Unfit, Doing, Capacity      <-- Knock, the same, NodeOutput ----------       <--
 
-A master of local nodes speaks to a fork server directly (without Plan, Doing, Room). Each struct goes as msgpack; how
+A master of local nodes speaks to a fork server directly (without Plan, Doing, Capacity). Each struct goes as msgpack; how
 its end is found is the wire's matter (framed.py). Nothing is ever unpickled. The end of a wire is a message too: who
 sees it knows that the other process is gone, even by SIGKILL.
 """
@@ -48,7 +48,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Rest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """As Stop, but stay for the session after this one: ``Rested`` says that no worker is left."""
+    """As Stop, but stay for the session after this one: ``SessionEnded`` says that no worker is left."""
 
     grace: float
 
@@ -124,11 +124,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     host: str = ""  #: where; the root fills it in
 
 
-class Rested(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class SessionEnded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """All workers have ended, as Rest wanted."""
 
 
-class Said(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class NodeOutput(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A piece of what a node has written to its stdout (fd 1) or stderr (2), as it came: no prefix, any cut."""
 
     rank: int
@@ -150,7 +150,7 @@ class Doing(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     what: str  #: as in "ssh has not connected yet"
 
 
-class Room(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Capacity(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """How many nodes could be started at once now, beside those that were."""
 
     free: int
@@ -164,4 +164,4 @@ class Listening(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 Order = Plan | Output | Modules | Start | Kill | Stop | Rest | Took | Flush | Beat | Refuse
-News = Knock | Ready | Unfit | Began | Ended | Rested | Said | Flushed | Doing | Room | Listening
+News = Knock | Ready | Unfit | Began | Ended | SessionEnded | NodeOutput | Flushed | Doing | Capacity | Listening

@@ -10,7 +10,7 @@ from .control import Start
 from .host_starter import Branch
 
 
-class Seats:
+class RankAssignment:
     """Who sits where, and who has no seat yet. A rank that has ended gives its seat back."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Seats:
         return max(0, there - len(self._at) - len(self.unseated))
 
     def deal(self, branches: Sequence[Branch]) -> list[tuple[Branch, Start]]:
-        """Seats for those that have none, in the order of ranks. Nobody sits down before there are seats for all that
+        """RankAssignment for those that have none, in the order of ranks. Nobody sits down before there are seats for all that
         begin together, so that it does not matter who comes first."""
         wanted = self.unseated
         if not wanted or any(len(wanted) + len(self._at) < start.bundle.nodes for start in wanted.values()):

@@ -25,7 +25,7 @@ from ...process.lifetime import adopt_orphans, die_with_parent, end_children, na
 from ...protocol.bundle import PROTOCOL, VERSION
 from ...protocol.errors import DisttensorError
 from ..output.printer import Printer
-from ..registry import get_engine
+from ..registry import get_starter
 from .control import (
     Beat,
     Began,
@@ -41,22 +41,22 @@ from .control import (
     Ready,
     Refuse,
     Rest,
-    Rested,
-    Room,
-    Said,
+    SessionEnded,
+    Capacity,
+    NodeOutput,
     Start,
     Stop,
     Took,
     Unfit,
 )
-from .dealing import Seats
+from .dealing import RankAssignment
 from .framed import Stream, Wire
 from .host_starter import Branch, Engine
 from .loop import Loop
 from .shipping import offer
 
 #: The exit code of agents, as of nodes, whose master has gone.
-EX_BOSS_GONE = 75
+EX_ROOT_GONE = 75
 
 #: Seconds between two beats; an agent takes a root that is silent for long to be cut off.
 BEAT = 3.0
@@ -76,7 +76,7 @@ class Root:
         self._engine: Engine | None = None
         self._modules: bytes | None = None  #: packed; empty if there are none, None until an agent is there
         self._branches: list[Branch] = []
-        self._seats = Seats()
+        self._seats = RankAssignment()
         self._asked = 0  #: nodes that the master has asked for
         self._printer = Printer()
         self._owed: deque[tuple[Branch, int]] = deque()  #: what was said and not taken yet, of whom
@@ -159,13 +159,13 @@ class Root:
                     self._rest(order)
         if self._up.ended:
             self.loop.forget(self._up.fileno())
-            self._stop(0, 0 if self._dismissed else EX_BOSS_GONE)
+            self._stop(0, 0 if self._dismissed else EX_ROOT_GONE)
 
     def _begin(self, plan: Plan) -> None:
         self.plan = plan
         self._printer.show(plan.output)
         try:
-            self._engine = get_engine(plan.launcher)(self)
+            self._engine = get_starter(plan.launcher)(self)
             self._engine.begin()
         except (DisttensorError, ValueError, OSError, ImportError) as e:
             self._up.say(Unfit(f"{type(e).__name__}: {e}"))
@@ -176,7 +176,7 @@ class Root:
     def _take_signal(self) -> None:
         os.read(self._wakeup[0], 64)
         self._hurries = True
-        self._stop(0, EX_BOSS_GONE)
+        self._stop(0, EX_ROOT_GONE)
 
     def _stop(self, grace: float, code: int = 0) -> None:
         late = self._engine is not None and self._engine.awaits()
@@ -207,7 +207,7 @@ class Root:
             self._awake.discard(branch)
         if not self._awake:
             self._printer.flush()
-            self._up.say(Rested())
+            self._up.say(SessionEnded())
             self._deal()
 
     # ---- dealing ---------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Root:
             self._up.say(Doing((rank,), branch.host, branch.what))
         if self._seats.unseated and self._engine is not None:
             self._up.say(Doing(tuple(self._seats.unseated), "", self._engine.waiting()))
-        self._up.say(Room(self._seats.free(self._branches), self._asked))
+        self._up.say(Capacity(self._seats.free(self._branches), self._asked))
 
     def _end_node(self, branch: Branch, rank: int) -> None:
         cause, code, tail = branch.gone or ("", 0, ())
@@ -272,10 +272,10 @@ class Root:
         match news:
             case Knock():
                 self._let_in(branch, news)
-            case Said():
+            case NodeOutput():
                 self._printer.take(news.rank, news.fd, news.data)
                 self._owed.append((branch, len(news.data)))
-            case Rested():
+            case SessionEnded():
                 self._rested(branch)
             case Flushed():
                 self._flushed(news.id, branch)

@@ -43,8 +43,8 @@ from .control import (
     Order,
     Ready,
     Rest,
-    Rested,
-    Said,
+    SessionEnded,
+    NodeOutput,
     Start,
     Stop,
     Took,
@@ -57,7 +57,7 @@ from .shipping import adopt
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
 #: Bytes of output that are on their way up at most, but for one more piece of each node.
-UNHEARD = 1 << 18
+CREDIT = 1 << 18
 
 
 class Node:
@@ -93,7 +93,7 @@ class Server:
         self._resting = False  #: it is only the session that ends
         self._force: int | None = None  #: the signal that the workers were sent last
         self._upward = False  #: the boss shows what nodes print
-        self._unheard = 0  #: bytes of that which have not found their place yet
+        self._unacknowledged = 0  #: bytes of that which have not found their place yet
         self._paused = False  #: too much is waiting to be written, so sources wait
         self._waiting: list[int] = []  #: what is watched for room
         self._watch(wire.fileno(), self._take_orders)
@@ -137,7 +137,7 @@ class Server:
                 case Modules():
                     adopt(order.packed)
                 case Took():
-                    self._unheard -= order.size
+                    self._unacknowledged -= order.size
                 case Flush():
                     self._flush(order.id)
                 case Start() if self._deadline is None:
@@ -163,7 +163,7 @@ class Server:
         self._resting = False
         end_children(0)
         self._printer.flush()
-        self._wire.say(Rested())
+        self._wire.say(SessionEnded())
 
     def _stop(self, grace: float) -> None:
         self._resting = False
@@ -274,8 +274,8 @@ class Server:
     def _take_output(self, rank: int, tail: Tail, stream: int, piece: bytes) -> None:
         tail.add(stream, piece)
         if self._upward:
-            self._unheard += len(piece)
-            self._wire.say(Said(rank, stream, piece))
+            self._unacknowledged += len(piece)
+            self._wire.say(NodeOutput(rank, stream, piece))
         else:
             self._printer.take(rank, stream, piece)
 
@@ -293,7 +293,7 @@ class Server:
         if not self._wire.ended:
             writing = selectors.EVENT_WRITE if self._wire.pending else 0
             self._selector.modify(self._wire, selectors.EVENT_READ | writing, self._take_orders)
-        full = self._printer.full or self._unheard > UNHEARD
+        full = self._printer.full or self._unacknowledged > CREDIT
         if full != self._paused:
             self._paused = full
             for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:

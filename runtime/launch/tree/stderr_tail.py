@@ -11,7 +11,7 @@ from ..output.lines import LONG, TAIL_LINES, TAIL_WIDTH
 from .loop import Loop
 
 
-class Reasons:
+class StderrTail:
     """Reads ``fd``, which it closes, in the turns of a loop; ``then`` gets the lines that have come, each once."""
 
     def __init__(self, loop: Loop, fd: int, then: Callable[[list[bytes]], object]) -> None:

@@ -40,7 +40,7 @@ class Graphs(Protocol):
     def sends(self, graph: int) -> bool: ...
 
 
-class Dealer(Lanes):
+class Scheduler(Lanes):
     """The lanes of one node, and what goes to which.
 
     ``apply`` does a command in the calling thread; ``failed`` is the way out of one that failed there.
@@ -74,7 +74,7 @@ class Dealer(Lanes):
             c.Collective: self._collective,
             **dict.fromkeys(kinds("anywhere"), self._effect),
         }
-        self._joint: Lane | None = None  #: what does collectives, all of a node one after the other
+        self._collective_lane: Lane | None = None  #: what does collectives, all of a node one after the other
 
     def do(self, command: c.Command) -> None:
         """Deals out one command. What it raises has to go to ``fail``."""
@@ -250,16 +250,16 @@ class Dealer(Lanes):
     def _replay(self, lane: Lane, command: c.Replay) -> None:
         """By the receiving thread, in the lane's turn. What other streams make for it is waited for as it is used."""
         sends = self._graphs.sends(command.graph)
-        joint = [self._joint] if self._joint is not None else []
+        joint = [self._collective_lane] if self._collective_lane is not None else []
         self.wait_for([lane, *((*self._peers.values(), *joint) if sends else ())])
         self._apply(command)
 
     def _collective(self, lane: Lane, command: c.Collective) -> None:
         """On a lane of its own: nodes that do them in one order don't wait for each other in a circle."""
         node, seq = self.node, self.node.seq
-        joint, began = self._joint, False
+        joint, began = self._collective_lane, False
         if joint is None or joint.ended:
-            joint = self._joint = self.lane("joint")
+            joint = self._collective_lane = self.lane("joint")
 
         def run(values: Values) -> Results:
             nonlocal began
