@@ -1,4 +1,4 @@
-"""The command ``dtrun``, also as ``python -m dtrun``: what it does is in disttensor/cli/."""
+"""The command ``dtrun``, also as ``python -m dtrun``. Its code is in disttensor/cli/."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs dtrun with these arguments (default: the process's) and gives its exit code."""
+    """Runs dtrun with these arguments (default: the process's) and returns its exit code."""
     from disttensor.cli.command import main as run
 
     return run(argv)

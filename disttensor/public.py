@@ -1,97 +1,40 @@
-"""The public names of disttensor, each from where it is. Imported when the first of them is used, and torch with it."""
+"""The names of disttensor's first level, each from its theme: imported, and torch with them, at the first use of one.
+
+docs/dev/NAMES.md lists them, those of the themes, and those to come.
+"""
 
 from __future__ import annotations
 
-from . import channels as channels
-from .channels.stats import reset_stats as reset_stats, stats as stats
-from .collectives import functional as functional
-from .collectives.api import (
+from . import (
+    channels as channels,
+    collectives as collectives,
+    data as data,
+    errors as errors,
+    futures as futures,
+    graphs as graphs,
+    session as session,
+    streams as streams,
+    tasks as tasks,
+)
+from .collectives import (
     all_gather as all_gather,
-    all_to_all as all_to_all,
-    barrier as barrier,
+    all_reduce as all_reduce,
     broadcast as broadcast,
-    gather as gather,
-    recv as recv,
-    reduce as reduce,
     reduce_scatter as reduce_scatter,
-    scatter as scatter,
-    send as send,
-    sendreceive as sendreceive,
 )
-from .collectives.groups import (
-    Group as Group,
-    Levels as Levels,
-    Split as Split,
-    host_of as host_of,
-    new_group as new_group,
-)
-from .collectives.multi_tensor import all_gather_into_tensor as all_gather_into_tensor
-from .collectives.objects import (
-    all_gather_object as all_gather_object,
-    broadcast_object as broadcast_object,
-    gather_object as gather_object,
-    scatter_object as scatter_object,
-)
-from .collectives.user_reduction import Reduced as Reduced, all_reduce as all_reduce
-from .data.prefetch import prefetch as prefetch
-from .futures.work import Work as Work, as_completed as as_completed, fetch as fetch
-from .graphs.decorator import graphed as graphed
-from .graphs.graph import Graph as Graph, graph as graph
-from .proxy.factories import LEGACY as _LEGACY
-from .proxy.factories import (
-    arange as arange,
-    device as device,
-    empty as empty,
-    eye as eye,
-    from_numpy as from_numpy,
-    full as full,
-    linspace as linspace,
-    logspace as logspace,
-    ones as ones,
-    rand as rand,
-    randint as randint,
-    randn as randn,
-    randperm as randperm,
-    tensor as tensor,
-    zeros as zeros,
-)
+from .errors import DisttensorError as DisttensorError, NodeLost as NodeLost
+from .futures import fetch as fetch
+from .graphs import Graph as Graph, graph as graph, graphed as graphed
+from .proxy.factories import device as device
 from .proxy.proxy import DistributedTensor as DistributedTensor
-from .runtime.channel import register_channel as register_channel
-from .runtime.collective import ReduceOp as ReduceOp, Way as Way
-from .runtime.contracts.data_channel import check_data_channel as check_data_channel
 from .runtime.protocol.bundle import VERSION as __version__
-from .runtime.protocol.errors import (
-    BrokenError as BrokenError,
-    BusyError as BusyError,
-    ChannelError as ChannelError,
-    ClosedError as ClosedError,
-    DisttensorError as DisttensorError,
-    ForkError as ForkError,
-    GraphError as GraphError,
-    NodeLost as NodeLost,
-    ProtocolError as ProtocolError,
-    RemoteError as RemoteError,
-    StartError as StartError,
-)
-from .session.current_node import current_node as current_node, node as node
+from .session import is_initialized as is_initialized, node as node
 from .startup.elastic import wait_for_nodes as wait_for_nodes
 from .startup.start import (
+    init as init,
     init_master_worker as init_master_worker,
-    is_initialized as is_initialized,
-    node_count as node_count,
     shutdown as shutdown,
 )
-from .streams.streams import (
-    Event as Event,
-    Stream as Stream,
-    current_stream as current_stream,
-    default_stream as default_stream,
-    stream as stream,
-    synchronize as synchronize,
-)
-from .tasks.functions import Each as Each, run as run
+from .streams import Event as Event, Stream as Stream, stream as stream, synchronize as synchronize
+from .tasks import run as run
 from .tasks.functions import nodes_info as nodes
-from .torch_backend import device_module as node_module
-from .verify import selfcheck as selfcheck
-
-globals().update(_LEGACY)

@@ -1,4 +1,4 @@
-"""``python -m disttensor.run``: the command dtrun. As a module it can be called, for its name is ``dt.run``'s too."""
+"""``python -m disttensor.run``: the command dtrun. The module can be called, because its name is ``dt.run``'s too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class _Callable(types.ModuleType):
-    """Importing this module makes it ``disttensor.run``, which is the function's name: so it does as that."""
+    """A module that can be called: importing it makes it ``disttensor.run``, so it acts as the function of that
+    name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from .tasks.functions import run

@@ -45,7 +45,7 @@ def fit(devices: list[str]) -> tuple[list[float], float]:
                 losses.append(loss.detach())
             if len(devices) > 1:
                 for copies in zip(*(m.parameters() for m in models), strict=True):
-                    dt.all_reduce([p.grad for p in copies], dt.ReduceOp.AVG)
+                    dt.all_reduce([p.grad for p in copies], dt.collectives.ReduceOp.AVG)
             for optimizer in optimizers:
                 optimizer.step()
         epochs.append(sum(loss.item() for loss in losses) / len(losses))

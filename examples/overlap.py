@@ -2,7 +2,7 @@
 
 Transfers hidden behind computation: batches of images go to a node, which changes their contrast, and come back. The
 plain loop waits for each result, so that the node idles while bytes move and nothing moves while it computes. The other
-one has two batches sent ahead (`dt.prefetch`) and lets results come when they come (`dt.fetch`).
+one has two batches sent ahead (`dt.data.prefetch`) and lets results come when they come (`dt.fetch`).
 """
 
 import time
@@ -24,12 +24,12 @@ def one_after_the_other():
 
 
 def overlapped():
-    works = [dt.fetch(develop(x)) for x in dt.prefetch(batches, "node:0", depth=2)]
+    works = [dt.fetch(develop(x)) for x in dt.data.prefetch(batches, "node:0", depth=2)]
     return [work.result() for work in works]
 
 
 def transfers():
-    return [work.result() for work in [dt.fetch(x) for x in dt.prefetch(batches, "node:0")]]
+    return [work.result() for work in [dt.fetch(x) for x in dt.data.prefetch(batches, "node:0")]]
 
 
 def computation():

@@ -1,12 +1,12 @@
-"""Which data channel carries what: ``dt.channels.available()``, ``select(...)``, ``selected()``, ``reset()``.
+"""The choice of data channels by operation: ``dt.channels.available()``, ``select(...)``, ``selected()``, ``reset()``.
 
     dt.channels.select("all_reduce", "gloo", min_bytes=1 << 20)
     dt.channels.select("send", "tcp", device="cpu")
     print(dt.channels.selected())
 
-What is not selected goes by the session's own channel, the ``backend`` of ``init_master_worker``. A channel is opened
-on all nodes as it is selected, so one that can't be used is an error of that line. What is recorded in a graph keeps
-the channels that were chosen while it was recorded.
+Operations that no rule selects a channel for go by the session's own channel, the ``backend`` of
+``init_master_worker``. A channel is opened on all nodes as it is selected, so one that can't be used is an error of
+that line. A graph keeps the channels that were chosen while it was recorded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import NamedTuple
 
 from ..dispatch.call_site import here
 from ..errors.argument_checks import spelled
-from ..runtime.channel import channel_names, get_channel
+from ..runtime.channel import channel_names, get_channel, register_channel
 from ..runtime.channel.base import MASTER
 from ..runtime.channel.registry import why_unusable
 from ..runtime.collective import Way
 from ..runtime.collective.algorithm_table import ALGORITHMS
+from ..runtime.contracts.data_channel import check_data_channel
 from ..session import current
 from ..session.channel_router import COLLECTIVES, COPIES, OPS, Rule
+from .traffic import reset_stats, stats
 
 DEVICES = ("cpu", "cuda")
 
@@ -37,22 +39,23 @@ def select(
     max_bytes: int | None = None,
     algorithm: str | Way | None = None,
 ) -> None:
-    """Has ``channel`` carry an operation from here on. What is selected later counts more.
+    """Has ``channel`` carry an operation from here on. A later selection counts more than an earlier one.
 
     Args:
         op: "upload" (master to node), "download", "send" (node to node), the name of a collective, "*" for all, or a
             list of names.
         channel: a name that ``available()`` knows. None leaves the channel as it is.
-        device: "cuda" if all tensors concerned have to be on CUDA devices, "cpu" if not all; None for both.
-        min_bytes, max_bytes: only from so many bytes on, and only below so many; in a collective, of the node that
-            gives or gets most.
-        algorithm: of collectives that name none at their call: "ring", a ``Way`` (docs/COLLECTIVES.md).
+        device: "cuda" if all tensors concerned have to be on CUDA devices, "cpu" if not all are; None for both.
+        min_bytes, max_bytes: the bytes of the tensor from which on, and below which, the channel is used (None: no
+            upper limit). In a collective these are the bytes of the node that reads or writes most.
+        algorithm: for collectives that name none at their call: "ring", a ``Way`` (docs/COLLECTIVES.md).
 
-    Raises ValueError for what does not exist, or a channel that must not be used between these hosts
-    (``trusted_network``); ImportError when its library is missing; what opening it on a node has raised;
-    DisttensorError without a session.
+    The first selection of a channel waits until all nodes have opened it. Raises ValueError for operations, channels,
+    devices, sizes or algorithms that do not exist, or a channel that must not be used between these hosts
+    (``trusted_network``); ImportError when its library is missing; the error that opening it on a node has raised;
+    DisttensorError without a session. Nothing has changed then.
     """
-    board = current.session().board
+    router = current.session().router
     ops = (op,) if isinstance(op, str) else tuple(op)
     for one in ops:
         if one not in (*OPS, "*"):
@@ -64,9 +67,9 @@ def select(
     if channel is None and algorithm is None:
         raise ValueError("name a channel, an algorithm, or both")
     way = _way(ops, algorithm)
-    number = None if channel is None else board.open(channel, here())
+    number = None if channel is None else router.open(channel, here())
     new = [Rule(one, device, min_bytes, max_bytes, number, channel or "", way) for one in ops]
-    board.rules = (*reversed(new), *board.rules)
+    router.rules = (*reversed(new), *router.rules)
 
 
 def _way(ops: Sequence[str], algorithm: str | Way | None) -> Way | None:
@@ -81,12 +84,15 @@ def _way(ops: Sequence[str], algorithm: str | Way | None) -> Way | None:
 
 
 def reset() -> None:
-    """Forgets all that was selected. Channels that were opened stay so until the end of the session."""
-    current.session().board.rules = ()
+    """Forgets all selections. Channels that were opened stay open until the end of the session. Does not wait.
+
+    Raises DisttensorError without a session.
+    """
+    current.session().router.rules = ()
 
 
 class Selected(tuple[Rule, ...]):
-    """The rules, the latest (which counts most) first. Prints as a table."""
+    """A tuple of the rules that were selected, the latest (which counts most) first. Prints as a table."""
 
     backend: str
 
@@ -106,18 +112,27 @@ def _size(rule: Rule) -> str:
 
 
 def selected() -> Selected:
-    """What was selected, and what holds for the rest."""
-    board = current.session().board
-    found = Selected(board.rules)
-    found.backend = next(iter(board.numbers))
+    """Returns the rules that were selected, and the session's channel for the rest. Does not wait.
+
+        >>> dt.channels.select("all_reduce", algorithm="ring", min_bytes=1 << 20)
+        >>> dt.channels.selected()
+        op          device  bytes           channel   algorithm
+        all_reduce  any     from 1,048,576  as below  ring
+        *           any     any             auto      by size
+
+    Raises DisttensorError without a session.
+    """
+    router = current.session().router
+    found = Selected(router.rules)
+    found.backend = next(iter(router.numbers))
     return found
 
 
 class Entry(NamedTuple):
-    """Whether a channel has an operation for a kind of device.
+    """The support of a channel for one operation on one kind of device. True where the channel can be used.
 
-    ``state``: "native" (it does it itself, straight from and to such memory), "available" (staged through the CPU; a
-    collective is made of its transfers), "unavailable" (``why`` says why not), "not implemented".
+    ``state``: "native" (the channel does it itself, straight from and to such memory), "available" (staged through the
+    CPU; a collective is made of transfers), "unavailable" (``why`` says why not), "not implemented".
     """
 
     state: str
@@ -128,7 +143,7 @@ class Entry(NamedTuple):
 
 
 class Availability(Mapping[tuple[str, str, str], Entry]):
-    """(op, device, channel) -> Entry. Prints as a table."""
+    """A mapping (op, device, channel) -> Entry. Prints as a table."""
 
     def __init__(self, entries: dict[tuple[str, str, str], Entry]) -> None:
         self._entries = entries
@@ -156,18 +171,21 @@ class Availability(Mapping[tuple[str, str, str], Entry]):
 
 
 def available() -> Availability:
-    """What each channel can do with these nodes, or, without a session, on this machine."""
+    """Returns what each channel can do with these nodes, or, without a session, on this machine.
+
+    With a session this waits for one round trip to the nodes, the first time that a channel's name is asked about.
+    """
     session = current.current()
     names = channel_names()
     if session is not None:
-        session.board.look(names)
-        cuda = any(len(hello.devices) > 1 for hello in session.link.hellos.values())
+        session.router.look(names)
+        cuda = any(len(node.devices) > 1 for node in session.nodes)
         none = "" if cuda else "no node has a CUDA device"
     else:
         none = ""
     entries = {}
     for name in names:
-        why = session.board.unusable(name) if session is not None else why_unusable(name, MASTER)
+        why = session.router.unusable(name) if session is not None else why_unusable(name, MASTER)
         for op in OPS:
             for device in DEVICES:
                 entries[op, device, name] = _entry(name, op, device, why or (none if device == "cuda" else ""))
@@ -194,4 +212,18 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-__all__ = ["COLLECTIVES", "Availability", "Entry", "Rule", "Selected", "available", "reset", "select", "selected"]
+__all__ = [
+    "COLLECTIVES",
+    "Availability",
+    "Entry",
+    "Rule",
+    "Selected",
+    "available",
+    "check_data_channel",
+    "register_channel",
+    "reset",
+    "reset_stats",
+    "select",
+    "selected",
+    "stats",
+]

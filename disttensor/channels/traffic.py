@@ -1,4 +1,4 @@
-"""``dt.stats()``: what the data channels of a session have carried, how often and how fast."""
+"""``dt.channels.stats()``: the traffic of a session's data channels: how many bytes, how often and how fast."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _NAMES = {MASTER: "master", GROUP: "group"}
 
 @dataclass(frozen=True)
 class Flow:
-    """Transfers in one direction. ``seconds``: during which at least one of them was under way. A receive is under way
-    from its announcement on, so what is received has been waited for, too."""
+    """The transfers in one direction: their number, bytes, and the seconds during which at least one was under way.
+
+    A receive is under way from its announcement on, so its seconds hold the wait for the sender, too.
+    """
 
     calls: int = 0
     bytes: int = 0
@@ -28,7 +30,7 @@ class Flow:
 
     @property
     def rate(self) -> float:
-        """MB/s (10^6 bytes)."""
+        """The throughput in MB/s (10^6 bytes per second); 0 where nothing was carried."""
         return self.bytes / self.seconds / 1e6 if self.seconds else 0.0
 
     def __add__(self, other: Flow) -> Flow:
@@ -40,11 +42,11 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one end has counted of a data channel to one peer."""
+    """The traffic that one end of a data channel has counted with one peer."""
 
-    at: str  #: whose count it is: "master" or "node:0"
-    peer: str  #: the same, or "group": collectives without transfers, with what was given and got
-    channel: str  #: its name, as "shm"
+    at: str  #: the process that counted: "master" or "node:0"
+    peer: str  #: the other process, or "group" for collectives without transfers, with the bytes read and written
+    channel: str  #: the channel's name, such as "shm"
     use: str  #: "transfers" or "collectives"
     sent: Flow
     received: Flow
@@ -55,11 +57,11 @@ class Traffic:
 
 
 class Stats(tuple[Traffic, ...]):
-    """A row for each end, peer and channel, in this order. Prints as a table."""
+    """A tuple of rows, one for each end, peer and channel, in this order. Prints as a table."""
 
     @property
     def sent(self) -> Flow:
-        """All together: every byte that was sent anywhere, once."""
+        """The sum over all rows: every byte that was sent anywhere, once."""
         return sum((row.sent for row in self), Flow())
 
     @property
@@ -86,22 +88,29 @@ def _cells(flow: Flow) -> Iterable[str]:
     return str(flow.calls), f"{flow.bytes / 1e6:.3f}", f"{flow.seconds:.4f}", f"{flow.rate:.0f}"
 
 
-def stats() -> Stats:
-    """What the data channels have carried since the session's start or the last ``reset_stats``, as the nodes and the
-    master have counted it. Lost nodes are missing.
+class _Baseline:
+    """The counts of a session at its last ``reset_stats``."""
 
-    What is counted has begun; call ``synchronize()`` first for all that was issued. Waits for the nodes to come this
-    far. Raises GraphError while a graph is recorded, DisttensorError without a session.
+    def __init__(self) -> None:
+        self.rows: dict[object, Traffic] = {}
+
+
+def stats() -> Stats:
+    """Returns the traffic of the data channels since the session's start or the last ``reset_stats``, as the nodes and
+    the master have counted it. Lost nodes are missing.
+
+    Transfers are counted from their beginning; call ``synchronize()`` first to count all that were issued. Waits for
+    the nodes to come this far. Raises GraphError while a graph is recorded, DisttensorError without a session.
     """
     session = current.session()
-    rows = (_since(row, session.counted.get(row.key)) for row in _count(session))
+    rows = (_since(row, session.part(_Baseline).rows.get(row.key)) for row in _count(session))
     return Stats(row for row in rows if row.sent.calls or row.received.calls)
 
 
 def reset_stats() -> None:
-    """``stats`` counts from here on. Raises as it."""
+    """Has ``stats`` count from here on. Waits, and raises, as ``stats`` does."""
     session = current.session()
-    session.counted = {row.key: row for row in _count(session)}
+    session.part(_Baseline).rows = {row.key: row for row in _count(session)}
 
 
 def _since(row: Traffic, before: Traffic | None) -> Traffic:
@@ -113,14 +122,13 @@ def _since(row: Traffic, before: Traffic | None) -> Traffic:
 def _count(session: Session) -> list[Traffic]:
     waits("counting what nodes have sent")
     link, requests = session.link, []
-    for outbox in link.outboxes:  # to all first, so that they answer side by side
-        if outbox.lost is None:
-            with suppress(NodeLost):
-                request = link.request(outbox.rank, c.Counts)
-                outbox.add(c.Count(request.id))
-                requests.append(request)
+    for node in link.there():  # ask all first, so that they answer side by side
+        with suppress(NodeLost):
+            request = link.request(node.rank, c.Counts)
+            node.outbox.add(c.Count(request.id))
+            requests.append(request)
     link.flush_all()
-    rows = [_traffic(MASTER, *row) for row in count(session.board.data.values())]
+    rows = [_traffic(MASTER, *row) for row in count(session.router.data.values())]
     for request in requests:
         with suppress(NodeLost):
             reply = link.wait(request)

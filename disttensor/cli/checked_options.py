@@ -1,6 +1,7 @@
-"""What dtrun is asked to do: its options checked against each other, and what follows from them for who does it.
+"""Checks dtrun's options against each other, and derives from them the launch spec, the script and its settings.
 
-parse(argv) --> options --> spec_of: where nodes come from; program_of, settings: the script, and what it is told
+parse(argv) --> options --> spec_of: where nodes come from; program_of: the script
+                           (what it is told: host/precedence.py)
                         --> worker_options_of: this host only lends nodes to a script that runs elsewhere
 """
 
@@ -20,7 +21,7 @@ import msgspec
 from ..runtime.host import mpi_env, slurm_env
 from ..runtime.host.affinity import forwarded, gpus
 from ..runtime.host.interfaces import listening_as
-from ..runtime.host.launch_spec import Host, Plan
+from ..runtime.host.launch_spec import Host, LaunchSpec
 from ..runtime.host.output_options import Output
 from ..runtime.launch import registry
 from ..runtime.launch.hosts import parse_hosts, read_hostfile
@@ -29,18 +30,10 @@ from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol.channel_names import BUILTIN, names
 from .options import parser
 
-#: What the script is told, by the option that says it.
-_TOLD = {
-    "DISTTENSOR_SIMULATE_CUDA": "simulate_cuda",
-    "DISTTENSOR_BACKEND": "backend",
-    "DISTTENSOR_BIND": "bind",
-    "DISTTENSOR_TRUSTED_NETWORK": "trusted_network",
-}
-
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for, checked. ``launcher`` is None for nodes of this machine, ``hosts`` a list of Host or None,
-    ``env`` a dict.
+    """Returns the options after all checks. ``launcher`` is None for nodes of this machine, ``hosts`` a list of Host or
+    None, ``env`` a dict.
 
     Raises SystemExit: 2 after an error was printed, 0 after the help.
     """
@@ -62,7 +55,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_backend(name: str | None) -> None:
-    """Says at once what the script would be told after its imports, unless it makes the channel known itself."""
+    """Prints a warning about an unknown data channel, which the script would raise only after its imports, unless it
+    registers the channel itself."""
     if name is not None and name not in BUILTIN and ":" not in name and name not in (known := names()):
         print(
             f"dtrun: --backend {name}: here is no data channel of that name (known: {', '.join(known)}), and unless "
@@ -129,7 +123,10 @@ def _check_hosts(options: argparse.Namespace) -> None:
 
 
 def _around(backend: str | None) -> str | None:
-    """What has started this process, and several of it. A cluster may have every srun tell what mpiexec tells."""
+    """Returns the launcher ("mpi", "slurm") that has started this process and others beside it; None if none has.
+
+    On some clusters every srun sets mpiexec's variables, too.
+    """
     task, place = slurm_env.one_of_several(), mpi_env.place() or (0, 1)
     if place[1] > 1 and (task is None or backend == "mpi" or (task.rank, task.size) != place):
         return "mpi"
@@ -142,7 +139,7 @@ def _check_rendezvous(options: argparse.Namespace) -> None:
         raise ValueError("--connection-file and --master-addr both say how hosts join: give one of them")
     if not options.connection_file and not all(told):
         raise ValueError("--nnodes needs --master-addr and --master-port, or --hosts, or --connection-file")
-    if options.node_rank is None:  # then the same command line does on all hosts
+    if options.node_rank is None:  # then the same command line works on all hosts
         options.node_rank = 0 if options.connection_file or _is_here(options.master_addr) else -1
     if options.node_rank and options.connection_file:
         raise ValueError("a connection file is joined by: dtrun worker --connection-file FILE")
@@ -185,7 +182,7 @@ def _check_script(options: argparse.Namespace) -> None:
 
 
 def _no_script(name: str) -> str:
-    """Why it is none, and what may be meant."""
+    """Returns why a name is no script, and which one may be meant."""
     if os.path.isdir(name):
         return "is a directory"
     folder, file = os.path.split(name)
@@ -201,7 +198,7 @@ def _no_script(name: str) -> str:
 
 
 def _check_process_group(options: argparse.Namespace) -> None:
-    """What says something about a master has no meaning without one."""
+    """Raises ValueError for options about a master beside --process-group, which has none."""
     if not options.process_group:
         return
     if options.launcher == "mpi":
@@ -211,14 +208,14 @@ def _check_process_group(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is for nodes with a master, and --process-group has none")
 
 
-def spec_of(options: argparse.Namespace) -> Plan:
-    """Where nodes come from, for who starts them and for the script. Raises ValueError where too little was said."""
+def spec_of(options: argparse.Namespace) -> LaunchSpec:
+    """Returns the launch spec, for the launcher and for the script. Raises ValueError where options are missing."""
     launcher = options.launcher or "local"
     hosts, (least, most) = tuple(options.hosts or ()), options.nnodes
     slots = options.nodes or max(2, len(gpus()))
     if launcher == "join":
         hosts = (Host(socket.gethostname(), slots),)
-    plan = Plan(
+    spec = LaunchSpec(
         launcher,
         hosts=hosts,
         least=least * slots if launcher == "join" else 0,
@@ -226,44 +223,45 @@ def spec_of(options: argparse.Namespace) -> Plan:
         python=options.python or "",
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
         env=options.env,
-        timeout=float(options.timeout or Plan("").timeout),
+        timeout=float(options.timeout or LaunchSpec("").timeout),
         options=_launcher_options(options),
         output=options.output,
         folder="" if launcher == "local" else _folder(options),
     )
     if launcher != "slurm":
-        return plan
+        return spec
     from ..runtime.launch.starters.slurm import spec_of_allocation, spec_of_step
 
     if slurm_env.one_of_several() is not None:
-        plan = spec_of_step(plan)
+        spec = spec_of_step(spec)
         if options.process_group:  # without a master this task, too, is a node
-            size = plan.most + 1
-            plan = msgspec.structs.replace(plan, hosts=(Host(socket.gethostname()),), least=size, most=size)
-        return plan
-    return spec_of_allocation(plan, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
+            size = spec.most + 1
+            spec = msgspec.structs.replace(spec, hosts=(Host(socket.gethostname()),), least=size, most=size)
+        return spec
+    return spec_of_allocation(spec, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
 
 
 def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
     own = dict(text.partition("=")[::2] for text in options.launcher_option)
     if options.launcher == "join":
-        own |= _meeting(options).options
+        own |= _rendezvous(options).options
     return {**own, "ssh_options": options.ssh_options} if options.ssh_options else own
 
 
-def _meeting(options: argparse.Namespace) -> Rendezvous:
+def _rendezvous(options: argparse.Namespace) -> Rendezvous:
     if options.connection_file:
         return Rendezvous("file", path=os.path.abspath(options.connection_file))
     return Rendezvous("tcp", options.master_addr, options.master_port)
 
 
 def worker_options_of(options: argparse.Namespace) -> list[str] | None:
-    """The arguments of `dtrun worker` that do what is asked for; None on the host that runs the script."""
+    """Returns the arguments of `dtrun worker` for a host that only lends nodes; None on the host that runs the
+    script."""
     patience = ["--timeout", str(options.timeout)] if options.timeout else []
     task = slurm_env.one_of_several() if options.launcher == "slurm" else None
     if task is not None and task.rank:
-        rank, *local = of_slurm().seat
-        # Slurm's word on places leaves the master's task out
+        rank, *local = of_slurm().assigned
+        # Slurm's places are counted without the master's task
         place = [] if options.process_group else ["--local", *map(str, local)]
         return ["--init-method", "slurm://", "--rank", str(rank), *place, *patience]
     if options.launcher != "join" or not options.node_rank:
@@ -275,7 +273,7 @@ def worker_options_of(options: argparse.Namespace) -> list[str] | None:
 
 
 def program_of(options: argparse.Namespace) -> list[str]:
-    """The command line of the script."""
+    """Returns the command line of the script."""
     if options.no_python:
         return [options.script, *options.arguments]
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -283,13 +281,5 @@ def program_of(options: argparse.Namespace) -> list[str]:
 
 
 def _folder(options: argparse.Namespace) -> str:
-    """Where the script's own modules are: what python puts first on its path."""
+    """Returns the folder of the script's own modules, which python puts first on its path."""
     return os.getcwd() if options.module else os.path.dirname(os.path.realpath(options.script))
-
-
-def settings(options: argparse.Namespace, plan: Plan) -> dict[str, str]:
-    """What the script is told, as environment variables."""
-    told = {name: getattr(options, option) for name, option in _TOLD.items()}
-    if plan.launcher in ("local", "mpi"):
-        told["DISTTENSOR_NODES"] = options.nodes  # else the plan knows: -n is about each host
-    return {name: str(value) for name, value in told.items() if value is not None}

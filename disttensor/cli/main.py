@@ -4,13 +4,13 @@
       |              ^ control socket
       +----> python script.py args   (DISTTENSOR_LAUNCHER_FD, DISTTENSOR_NODES, ...)
 
-    dtrun --hosts a,b script.py: in the fork server's place is a root, which has ssh, srun or Ray start agents on other
-    hosts, each with a fork server of its own (see launch/tree/root.py)
+    dtrun --hosts a,b script.py: a root replaces the fork server, and has ssh, srun or Ray start agents on other hosts,
+    each with a fork server of its own (see launch/tree/root.py)
 
     mpiexec -n 3 dtrun script.py: rank 0 runs the script, ranks 1 and 2 become nodes 0 and 1 (launch/starters/mpi.py)
 
-A script works without dtrun too. With it, the server imports torch while the script does, several settings can be
-given from outside, and whatever the script leaves behind is ended with it.
+A script works without dtrun too. With dtrun, the server imports torch while the script does, several settings can be
+given from outside, and all processes that the script leaves behind are ended with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import msgspec
 
 from ..runtime.host import mpi_env
 from ..runtime.host.affinity import gpus
-from ..runtime.host.launch_spec import PLAN, Plan
+from ..runtime.host.launch_spec import PLAN, LaunchSpec
+from ..runtime.host.precedence import for_script
 from ..runtime.launch import registry
 from ..runtime.launch.tree.control import Stop
 from ..runtime.launch.tree.framed import frame
@@ -39,13 +40,13 @@ from ..runtime.launch.tree.spawn import LAUNCHER_FD, spawn_root, spawn_server, w
 from ..runtime.process.lifetime import adopt_orphans, die_with_parent, end_children, wait_any
 from ..runtime.protocol.errors import StartError
 from ..torch_backend import at_import
-from .checked_options import worker_options_of, parse, spec_of, program_of, settings
+from .checked_options import parse, program_of, spec_of, worker_options_of
 
-#: What the processes that a script leaves behind have to end by themselves (seconds). The fork server wants one second.
+#: Seconds in which the processes that a script leaves behind may end by themselves. The fork server needs one.
 _PATIENCE = 2.0
 
-#: What a root has to end nodes on other hosts, and one whose nodes something else has started to tell them of the end
-#: (seconds). More than it takes itself (tree/root.py).
+#: Seconds in which a root may end nodes on other hosts; and in which a root whose nodes another launcher has started
+#: may tell them of the end. Both are more than the root takes itself (tree/root.py).
 _ROOTS_END, _LINGER = 6.0, 8.0
 
 #: Linux's si_code of signals that the kernel sends: Ctrl-C on the terminal.
@@ -55,7 +56,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs dtrun with these arguments (default: the process's) and gives its exit code; never raises for bad ones."""
+    """Runs dtrun with these arguments (default: the process's) and returns its exit code. Never raises for bad ones."""
     try:
         options = parse(argv)
     except SystemExit as e:
@@ -66,21 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update(options.env)
         return int(import_module("disttensor.runtime.launch.rendezvous.worker_cli").main(guest))
     try:
-        plan = spec_of(options)
+        spec = spec_of(options)
     except ValueError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 2
     if options.process_group:
-        return _run_everywhere(options, plan)
-    environment = os.environ | settings(options, plan) | {PLAN: msgspec.json.encode(plan).decode()}
-    environment.pop(LAUNCHER_FD, None)  # of a dtrun around this one
-    if plan.launcher == "local":
-        spawn = partial(spawn_server, tied=True, output=options.output, environment=os.environ | plan.env)
+        return _run_everywhere(options, spec)
+    environment = os.environ | for_script(options, spec) | {PLAN: msgspec.json.encode(spec).decode()}
+    environment.pop(LAUNCHER_FD, None)  # set by a dtrun around this one
+    if spec.launcher == "local":
+        spawn = partial(spawn_server, tied=True, output=options.output, environment=os.environ | spec.env)
     else:
-        spawn = partial(spawn_root, plan, tied=True)
+        spawn = partial(spawn_root, spec, tied=True)
     try:
         code = _run(
-            program_of(options), environment, spawn, _patience(plan), "" if options.no_python else options.script
+            program_of(options), environment, spawn, _patience(spec), "" if options.no_python else options.script
         )
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
@@ -88,21 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _patience(plan: Plan) -> float:
-    if plan.launcher == "local":
+def _patience(spec: LaunchSpec) -> float:
+    if spec.launcher == "local":
         return 0.0
-    return _LINGER if "all_come" in plan.options else _ROOTS_END
+    return _LINGER if "all_come" in spec.options else _ROOTS_END
 
 
-def _run_everywhere(options: argparse.Namespace, plan: Plan) -> int:
-    """The script on every node, without a master."""
+def _run_everywhere(options: argparse.Namespace, spec: LaunchSpec) -> int:
+    """Runs the script on every node, without a master."""
     everywhere = import_module("disttensor.runtime.launch.torchrun_mode.everywhere")
-    count = plan.least or plan.slots or options.nodes or max(2, len(gpus()))
+    count = spec.least or spec.slots or options.nodes or max(2, len(gpus()))
     program = program_of(options)
     try:
         return int(
             everywhere.lead(
-                plan, program if options.no_python else ["", *program[1:]], count, options.bind or "none",
+                spec, program if options.no_python else ["", *program[1:]], count, options.bind or "none",
                 bool(options.trusted_network),
             )
         )  # fmt: skip
@@ -112,7 +113,7 @@ def _run_everywhere(options: argparse.Namespace, plan: Plan) -> int:
 
 
 def _run_by_mpi(options: argparse.Namespace) -> int:
-    """One of mpiexec's processes: rank 0 runs the script itself, the others do not return."""
+    """Runs one of mpiexec's processes: rank 0 runs the script itself, the others become nodes and do not return."""
     die_with_parent(os.getppid())  # mpiexec, or its helper on this host
     first = (mpi_env.place() or (0, 1))[0] == 0
     try:
@@ -131,7 +132,7 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
         serve(world, options.output)
     from ..runtime.launch.starters.mpi import lead
 
-    os.environ.update(settings(options, Plan("mpi")))
+    os.environ.update(for_script(options, LaunchSpec("mpi")))
     registry.automatic = "mpi"
     code, used = lead(lambda: _run_here(options))
     if code == 0 and not used:
@@ -140,7 +141,7 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
 
 
 def _run_here(options: argparse.Namespace) -> int:
-    """Runs the script in this process, as python itself would; gives its exit code."""
+    """Runs the script in this process, as python itself would, and returns its exit code."""
     script = options.script
     sys.argv = [script, *options.arguments]
     if not sys.flags.safe_path:
@@ -158,7 +159,7 @@ def _run_here(options: argparse.Namespace) -> int:
     except BaseException as e:
         trace = e.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-            trace = trace.tb_next  # nothing of the script's
+            trace = trace.tb_next  # not a frame of the script
         sys.excepthook(type(e), e.with_traceback(trace), trace)
         return 128 + signal.SIGINT if isinstance(e, KeyboardInterrupt) else 1
     return 0
@@ -171,10 +172,10 @@ def _run(
     patience: float = 0.0,
     name: str = "",
 ) -> int:
-    """The script's return code, as subprocess counts it. When it returns nothing that was started is left.
+    """Runs the script and returns its return code, as subprocess counts it. No process is left when this returns.
 
-    ``spawn`` starts what starts the nodes, which after the script has ``patience`` seconds to end by itself.
-    ``name``: of a script of which it is said if it had no use for them.
+    ``spawn`` starts the fork server or the root, which after the script has ``patience`` seconds to end by itself.
+    ``name``: the script's name, for the message to a script that has not used its nodes; "" for no message.
     """
     forwarded = {s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}  # as after nohup
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -200,7 +201,7 @@ def _run(
             code = _watch(script, forwarded)
             if name and code == 0 and not was_taken(control):
                 _say_unused(name)
-            if code >= 0:  # by itself, which the end of a socket does not tell
+            if code >= 0:  # it ended by itself, which the end of a socket does not show
                 with contextlib.suppress(OSError):
                     control.sendall(frame(Stop(0.0)))
         wait_any([server.pid], patience)
@@ -212,7 +213,7 @@ def _run(
 
 
 def _say_unused(name: str) -> None:
-    """A script that has no use for nodes may have forgotten to ask for them."""
+    """Prints that a script has not used its nodes: it may have forgotten to ask for them."""
     with contextlib.suppress(OSError, ValueError):
         print(
             f"dtrun: {name} never called disttensor.init_master_worker(): its nodes were started in vain",

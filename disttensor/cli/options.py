@@ -1,4 +1,5 @@
-"""dtrun's options: torchrun's where torchrun has one, in both spellings (--node-rank and --node_rank), and its own."""
+"""The options of dtrun: torchrun's where torchrun has one, in both spellings (--node-rank, --node_rank), and its
+own."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ The exit code is the script's, or 128 + the signal that killed it.
 """
 
 
-#: Options of other launchers, and what they are here.
+#: Options of other launchers -> dtrun's options.
 _ELSEWHERE = {
     "--nodes": "-n",
     "--np": "-n",
@@ -40,7 +41,7 @@ _ELSEWHERE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and what may be meant."""
+    """An argument parser whose errors are one line, with the option that may be meant."""
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
@@ -53,14 +54,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def both(group: argparse._ActionsContainer, *names: str, **how: Any) -> None:
-    """Adds an option that has torchrun's other spelling, too, which is not shown."""
+    """Adds an option that also has torchrun's other spelling, which the help does not show."""
     dest = group.add_argument(*names, **how).dest
     if other := [spelling for name in names if (spelling := "--" + name[2:].replace("-", "_")) != name and name[2:]]:
         group.add_argument(*other, **{**how, "dest": dest, "help": argparse.SUPPRESS})
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """What turns an argument into a number that is at least this."""
+    """Returns a function that converts an argument to a number of at least ``least``."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -71,7 +72,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def _processes(text: str) -> int | None:
-    """Of torchrun's words for a number, or a number. None: what there is without one."""
+    """Converts a number, or torchrun's words for one. None stands for dtrun's default."""
     if text == "gpu" and not gpus():
         raise argparse.ArgumentTypeError("this machine has no GPU")
     if text == "p":
@@ -81,7 +82,7 @@ def _processes(text: str) -> int | None:
 
 
 def _span(text: str) -> tuple[int, int]:
-    """Of 2 or 2:4."""
+    """Converts a range such as 2 or 2:4 to (least, most)."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
@@ -97,7 +98,7 @@ def _variable(text: str) -> str:
 
 
 def parser() -> Parser:
-    """All options. What argparse finds is not checked any further: see ``parse``."""
+    """Returns the parser of all options. It checks each option by itself: see ``parse`` for the rest."""
     it = Parser(
         prog="dtrun",
         usage="dtrun [options] [-m] script [arguments of the script]",

@@ -1,1 +1,65 @@
-"""Collectives between nodes, issued once by the script for all."""
+"""Collectives between nodes, and their groups. The script issues each one once, for all nodes.
+
+Args, gradients and algorithms: docs/COLLECTIVES.md. ``functional`` has the same with gradients.
+"""
+
+from ..runtime.collective import ReduceOp, Way
+from . import functional
+from .api import all_reduce
+from .groups import (
+    Group,
+    Levels,
+    Split,
+    host_of,
+    new_group,
+)
+from .multi_tensor import all_gather_into_tensor
+from .objects import (
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    scatter_object,
+)
+from .tensor_collectives import (
+    all_gather,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+    sendreceive,
+)
+from .user_reduction import Reduced
+
+__all__ = [
+    "Group",
+    "Levels",
+    "ReduceOp",
+    "Reduced",
+    "Split",
+    "Way",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "functional",
+    "gather",
+    "gather_object",
+    "host_of",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "send",
+    "sendreceive",
+]

@@ -1,47 +1,32 @@
-"""Collectives as torch.distributed names them, called once here for all nodes: over a list of tensors, one per node.
-
-    xs = [torch.ones(3, device=f"node:{k}") * k for k in range(4)]
-    dt.all_reduce(xs)                     # in place: each is their sum now
-    work = dt.all_reduce(xs, async_op=True)
-    ...                                   # what does not use xs runs beside it
-    work.wait()
-
-All return at once, as every operation does; what uses the tensors later waits on its node. ``src`` and ``dst`` are
-numbers of nodes. ``group`` (default: the nodes that the tensors are on) checks that they are where one thinks they are.
-``all_reduce``, ``reduce``, ``broadcast`` and ``all_gather`` take any number of tensors per node, on any of its devices.
-
-With ``async_op=True`` they give a Work, and later operations on the nodes don't wait for the collective unless they
-use what it writes, by the same tensor (not by a view of it, before ``wait``). A node does one collective at a time.
-
-    algorithm   "ring", "tree", ... or a ``Way`` (its base, its chunks), in place of what fits size and number of nodes
-    transport   torch.bfloat16 or torch.float16: floats of more bits travel as these, and lose precision
-
-A node whose tensor is poisoned takes part all the same, and what depends on it is poisoned everywhere. All raise at
-once, at the line of the call: TypeError for local tensors, dtypes that differ or that the reduction does not take;
-ValueError for shapes that differ, nodes that are named twice or are not in the group; NodeLost. Differentiable ones,
-which give new tensors, are in ``dt.functional``.
-"""
+"""``dt.all_reduce``: by a reduction that nodes know (tensor_collectives.py), or by a function (user_reduction.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
-from ..errors.argument_checks import spelled
 from ..futures.work import Work
-from ..runtime.collective import ReduceOp, Way
-from ..session.current import session as current_session
-from .groups import Group, Split, new_group
-from .issue import CollectiveCall, Part, alike, group_of, list_of, lists_of, named, op_of, read, same_shape, written
-from .multi_tensor import node_tensors_of, rows_of, same_nodes
-
-Tensors = Sequence[torch.Tensor]
-Algorithm = str | Way | None
+from ..runtime.collective import ReduceOp
+from . import tensor_collectives
+from .groups import Group, Split
+from .tensor_collectives import Algorithm, Tensors
+from .user_reduction import Function, IsLeaf, Reduced, reduce_by
 
 
-@spelled
+@overload
+def all_reduce(
+    tensors: Sequence[Any],
+    op: Function,
+    group: Group | None = None,
+    *,
+    algorithm: Algorithm = None,
+    is_leaf: IsLeaf | None = None,
+) -> Reduced: ...
+
+
+@overload
 def all_reduce(
     tensors: Tensors,
     op: Any = ReduceOp.SUM,
@@ -51,210 +36,66 @@ def all_reduce(
     out: Tensors | None = None,
     algorithm: Algorithm = None,
     transport: torch.dtype | None = None,
-) -> Work | None:
-    """Each of ``tensors`` (or of ``out``, then those stay as they are) becomes the reduction of all; to the same bits.
-
-    ``result()`` of the Work is the list that was written.
-    """
-    what = "all_reduce"
-    all_of = node_tensors_of(tensors, group, what)
-    dtype = alike(tensors, what)
-    op = op_of(op, dtype)
-    targets = tensors if out is None else out
-    written(*targets)
-    if out is not None:
-        same_nodes(out, tensors, f"{what}: out")
-        for one in out:
-            same_shape(one, tensors[0], f"{what}: out")
-    parts = [Part([read(tensors[i]) for i in its], [targets[i] for i in its]) for its in all_of.members]
-    joint = CollectiveCall(what, all_of.group, parts, op, 0, algorithm, transport, dtype, targets, all_of.shares)
-    return joint.issue(all_of.session, async_op)
+) -> Work | None: ...
 
 
-@spelled
-def reduce(
-    tensors: Tensors,
-    dst: int,
+def all_reduce(
+    tensors: Sequence[Any],
     op: Any = ReduceOp.SUM,
-    group: Group | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: Algorithm = None,
-    transport: torch.dtype | None = None,
-) -> Work | None:
-    """The tensor on node ``dst`` (the first there) becomes the reduction of all; the others stay as they are."""
-    what = "reduce"
-    all_of = node_tensors_of(tensors, group, what)
-    dtype, root = alike(tensors, what), all_of.group.rank(dst)
-    op = op_of(op, dtype)
-    target = tensors[all_of.members[root][0]]
-    written(target)
-    parts = [
-        Part([read(tensors[k]) for k in its], [target] if i == root else []) for i, its in enumerate(all_of.members)
-    ]
-    joint = CollectiveCall(what, all_of.group, parts, op, root, algorithm, transport, dtype, target, all_of.shares)
-    return joint.issue(all_of.session, async_op)
-
-
-@spelled
-def broadcast(
-    tensors: Tensors,
-    src: int,
     group: Group | Split | None = None,
     async_op: bool = False,
     *,
+    is_leaf: IsLeaf | None = None,
     algorithm: Algorithm = None,
-) -> Work | None:
-    """Every tensor becomes that on node ``src`` (the first there)."""
-    what = "broadcast"
-    all_of = node_tensors_of(tensors, group, what)
-    dtype, root = alike(tensors, what), all_of.group.rank(src)
-    source = all_of.members[root][0]
-    parts = [Part([], [tensors[i] for i in its if i != source]) for its in all_of.members]
-    parts[root].inputs = [read(tensors[source])]
-    written(*(x for part in parts for x in part.outs))
-    joint = CollectiveCall(what, all_of.group, parts, ReduceOp.SUM, root, algorithm, None, dtype, tensors, all_of.shares)
-    return joint.issue(all_of.session, async_op)
+    **options: Any,
+) -> Work | Reduced | None:
+    """Reduces tensors over the nodes: each becomes the reduction of all, with the same bits on every node.
 
+    Returns at once. An operation that uses the tensors later waits for them on its node.
 
-@spelled
-def all_gather(
-    tensor_lists: Sequence[Tensors],
-    tensors: Tensors,
-    group: Group | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: Algorithm = None,
-) -> Work | None:
-    """``tensor_lists[i][j]``, on the node of ``tensors[i]``, becomes ``tensors[j]``. These may differ in shape."""
-    what = "all_gather"
-    all_of = node_tensors_of(tensors, group, what)
-    dtype = alike(tensors, what, shapes=False)
-    rows_of(tensor_lists, tensors, what)
-    for outs in tensor_lists:
-        written(*outs)
-        for j, (one, other) in enumerate(zip(outs, tensors, strict=True)):
-            same_shape(one, other, f"{what}: tensor {j} of a list")
-    parts = [
-        Part([read(tensors[i]) for i in its], [tensor_lists[i][j] for i in its for j in all_of.order])
-        for its in all_of.members
-    ]
-    joint = CollectiveCall(what, all_of.group, parts, ReduceOp.SUM, 0, algorithm, None, dtype, tensor_lists, all_of.shares)
-    return joint.issue(all_of.session, async_op)
+        >>> xs = [torch.full((3,), float(k + 1), device=f"node:{k}") for k in range(2)]
+        >>> dt.all_reduce(xs)
+        >>> [x.tolist() for x in xs]
+        [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
 
+    Args:
+        tensors: a list of tensors on nodes, one or more per node, all of one shape and dtype. They are written in
+            place, unless ``out`` is given.
+        op: the reduction: a ReduceOp, torch.distributed's, or its name. There are SUM, AVG (of floating-point and
+            complex numbers), PRODUCT, MIN, MAX, BAND, BOR, BXOR; complex numbers have SUM and AVG only. Or a function
+            of two values: see below.
+        group: the nodes of the tensors, in their order. Default: the nodes that the tensors are on. A split
+            (``group.split(key)``): within its groups first, then between them; without one, so for hosts.
+        async_op: return a Work, whose ``result()`` is the list that was written, instead of None. Later operations on
+            the nodes then run beside the collective, unless they use a tensor that it writes.
+        is_leaf: for a function only: ``is_leaf(x)`` says that ``x``, though nested, is one leaf to it.
+        algorithm: "all", "doubling", "halving", "direct", "ring", "tree", or a ``Way``. Default: chosen by size and
+            number of nodes. For a function: a tree, such as ``Way("tree", base=4)``, which is wider than the
+            default.
+        out: a list of tensors to write instead, with the nodes, shapes and dtype of ``tensors``, which then stay as
+            they are.
+        transport: torch.bfloat16 or torch.float16, as which floats of more bits travel. They lose precision.
 
-@spelled
-def gather(
-    tensors: Tensors, gather_list: Tensors, dst: int, group: Group | None = None, async_op: bool = False
-) -> Work | None:
-    """``gather_list[j]``, on node ``dst``, becomes ``tensors[j]``. These may differ in shape."""
-    what = "gather"
-    group, session = group_of(tensors, group, what)
-    dtype, root = alike(tensors, what, shapes=False), group.rank(dst)
-    list_of(gather_list, dst, group, f"{what}: gather_list")
-    written(*gather_list)
-    for j, (one, other) in enumerate(zip(gather_list, tensors, strict=True)):
-        same_shape(one, other, f"{what}: gather_list[{j}]")
-    parts = [Part([read(x)], gather_list if i == root else []) for i, x in enumerate(tensors)]
-    return CollectiveCall(what, group, parts, root=root, dtype=dtype, value=gather_list).issue(session, async_op)
+    With a function as ``op`` the values may be nested (lists, dicts, ... of tensors, numbers, anything), all in the
+    same way. They stay as they are. The result is a ``Reduced``: the new values, and the number of values that
+    contributed. A value that is None (of a node, say, that has no data left) does not contribute, and gets the result
+    all the same; ``group`` says which node it belongs to, unless there is one value for each node of the session.
 
+        >>> x, y = xs
+        >>> sums, contributors = dt.all_reduce([{"w": x, "n": 1}, {"w": y, "n": 2}], lambda a, b: a + b)
+        >>> [(s["w"].tolist(), s["n"]) for s in sums], contributors
+        ([([6.0, 6.0, 6.0], 3), ([6.0, 6.0, 6.0], 3)], 2)
 
-@spelled
-def scatter(
-    tensors: Tensors, scatter_list: Tensors, src: int, group: Group | None = None, async_op: bool = False
-) -> Work | None:
-    """``tensors[j]`` becomes ``scatter_list[j]``, which is on node ``src``. These may differ in shape."""
-    what = "scatter"
-    group, session = group_of(tensors, group, what)
-    dtype, root = alike(tensors, what, shapes=False), group.rank(src)
-    list_of(scatter_list, src, group, f"{what}: scatter_list")
-    written(*tensors)
-    for j, (one, other) in enumerate(zip(tensors, scatter_list, strict=True)):
-        same_shape(one, other, f"{what}: tensor {j}")
-    parts = [Part(list(map(read, scatter_list)) if i == root else [], [x]) for i, x in enumerate(tensors)]
-    return CollectiveCall(what, group, parts, root=root, dtype=dtype, value=tensors).issue(session, async_op)
+    ``fn(a, b)`` joins two leaves, that of the lower value first, and may write them; it has to be associative.
 
-
-@spelled
-def reduce_scatter(
-    tensors: Tensors,
-    input_lists: Sequence[Tensors],
-    op: Any = ReduceOp.SUM,
-    group: Group | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: Algorithm = None,
-    transport: torch.dtype | None = None,
-) -> Work | None:
-    """``tensors[j]`` becomes the reduction of all ``input_lists[i][j]``, of which list i is on the node of
-    ``tensors[i]``."""
-    what = "reduce_scatter"
-    group, session = group_of(tensors, group, what)
-    dtype = alike(tensors, what, shapes=False)
-    op = op_of(op, dtype)
-    written(*tensors)
-    for inputs in lists_of(input_lists, group, what):
-        for j, (one, other) in enumerate(zip(tensors, inputs, strict=True)):
-            same_shape(one, other, f"{what}: tensor {j}")
-    parts = [Part(list(map(read, inputs)), [x]) for x, inputs in zip(tensors, input_lists, strict=True)]
-    return CollectiveCall(what, group, parts, op, 0, algorithm, transport, dtype, tensors).issue(session, async_op)
-
-
-@spelled
-def all_to_all(
-    output_lists: Sequence[Tensors], input_lists: Sequence[Tensors], group: Group | None = None, async_op: bool = False
-) -> Work | None:
-    """``output_lists[i][j]`` becomes ``input_lists[j][i]``; lists i are on the group's node i."""
-    what = "all_to_all"
-    for lists in (output_lists, input_lists):
-        if not lists or not all(lists):
-            raise ValueError(f"{what} takes a list of tensors per node")
-    group, session = group_of([outs[0] for outs in output_lists], group, what)
-    lists_of(output_lists, group, f"{what}: outputs")
-    lists_of(input_lists, group, f"{what}: inputs")
-    dtype = alike([x for inputs in input_lists for x in inputs], what, shapes=False)
-    for i, outs in enumerate(output_lists):
-        written(*outs)
-        for j, one in enumerate(outs):
-            same_shape(one, input_lists[j][i], f"{what}: output {j} of list {i}")
-    parts = [Part(list(map(read, inputs)), outs) for inputs, outs in zip(input_lists, output_lists, strict=True)]
-    return CollectiveCall(what, group, parts, dtype=dtype, value=output_lists).issue(session, async_op)
-
-
-@spelled
-def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, async_op: bool = False) -> Work | None:
-    """A shift around the ring: the tensor of each node becomes that of the node ``shift`` places before it."""
-    what = "sendreceive"
-    group, session = group_of(tensors, group, what)
-    dtype = alike(tensors, what)
-    written(*tensors)
-    parts = [Part([read(x)], [x]) for x in tensors]
-    joint = CollectiveCall("shift", group, parts, root=shift % len(group), dtype=dtype, value=tensors)
-    return joint.issue(session, async_op)
-
-
-@spelled
-def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> Work | None:
-    """``target``, a tensor on another node, becomes ``tensor``. (``tensor.to("node:1")`` makes a new one.)"""
-    what = "send"
-    group, session = group_of([tensor, target], None, what)
-    same_shape(target, tensor, what)
-    written(target)
-    parts = [Part([read(tensor)], []), Part([], [target])]
-    return CollectiveCall("broadcast", group, parts, dtype=tensor.dtype, value=target).issue(session, async_op)
-
-
-@spelled
-def recv(target: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
-    """``target`` becomes ``tensor``, which is on another node: ``send`` the other way around."""
-    return send(tensor, named(target, "recv: the target"), async_op)
-
-
-@spelled
-def barrier(group: Group | None = None, async_op: bool = False) -> Work | None:
-    """No node of the group (default: all) goes on before each has done what was issued to it before.
-
-    That is among nodes, and returns at once; ``synchronize`` waits for them here.
+    Raises, at the line of the call, TypeError for local tensors, dtypes that differ, a dtype that ``op`` does not take,
+    or ``async_op``, ``out`` or ``transport`` beside a function; ValueError for shapes or nestings that differ, tensors
+    that are not on the group's nodes, one tensor where there are several nodes (unless ``group`` says that it is meant
+    so), or an algorithm that does not exist; NodeLost. A node whose tensor is poisoned takes part, and the results are
+    poisoned on all nodes.
     """
-    group = new_group() if group is None else group
-    return CollectiveCall("barrier", group, [Part() for _ in group]).issue(current_session(), async_op)
+    if callable(op) and not isinstance(getattr(op, "name", None), str):  # torch's have a name, and can be called, too
+        if async_op or options:
+            raise TypeError("all_reduce by a function takes no async_op, out or transport")
+        return reduce_by(op, tensors, group, algorithm, is_leaf)
+    return tensor_collectives.all_reduce(tensors, op, group, async_op, algorithm=algorithm, **options)

@@ -1,5 +1,5 @@
-"""Groups of nodes, for collectives: ``new_group([0, 2])``, ``group.split(key)``. A group is a value; nodes know nothing
-of it, so any number of them costs nothing, and they can overlap."""
+"""Groups of nodes for collectives: ``new_group([0, 2])``, ``group.split(key)``. A group is a value that nodes know
+nothing of, so any number of groups costs nothing, and groups can overlap."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from ..errors.argument_checks import spelled
 from ..session import current
 
-#: Gives that of a node, or lists those of all, in order.
+#: A function from a node's number to its key, or a list of the keys of all nodes of a group, in order.
 Key = Callable[[int], Hashable] | Sequence[Hashable]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some nodes in an order. Tensors are given to a collective in that order, one per node.
+    """An ordered set of nodes. Tensors are given to a collective in that order, one per node.
 
-    Made by ``new_group``. Two of the same nodes in the same order are equal.
+    ``new_group`` makes groups. Two groups of the same nodes in the same order are equal, whatever their names.
     """
 
-    nodes: tuple[int, ...]  #: their numbers
-    name: str = ""  #: for people
-    parts: tuple[int, ...] = ()  #: of a split's whole: which of its groups each node is in
+    nodes: tuple[int, ...]  #: the numbers of the nodes
+    name: str = ""  #: a name for people to read
+    parts: tuple[int, ...] = ()  #: for the group that was split (``Split.whole``): the part that each node is in
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -41,17 +41,21 @@ class Group:
         return hash(self.nodes)
 
     def rank(self, node: int) -> int:
-        """The place of a node in the group. Raises ValueError for one that is not in it."""
+        """Returns the position of a node in the group, from 0. Raises ValueError for a node that is not in it."""
         try:
             return self.nodes.index(node)
         except ValueError:
             raise ValueError(f"node {node} is not in {self}") from None
 
     def split(self, key: Key) -> Split:
-        """Groups of the nodes with equal keys. ``key`` gives that of a node, or lists those of all, in order.
+        """Returns a Split: for each key, the group of the nodes that have it.
 
-        Within a group nodes keep their order; groups are in the order in which their keys come first. Raises
-        ValueError for a list of another length.
+        ``key`` is a function from a node's number to its key, or a list of the keys of all nodes, in order. Within a
+        group nodes keep their order; groups are in the order in which their keys come first. Raises ValueError for a
+        list of another length.
+
+            >>> dt.collectives.new_group().split(lambda node: node % 2)     # of two nodes
+            <Split {0: <Group '0' of nodes 0>, 1: <Group '1' of nodes 1>}>
         """
         keys = [key(node) for node in self.nodes] if callable(key) else list(key)
         if len(keys) != len(self.nodes):
@@ -65,15 +69,16 @@ class Group:
         return Split({k: Group(tuple(nodes), f"{prefix}{k}") for k, nodes in members.items()}, whole)
 
     def levels(self, **keys: Key) -> Levels:
-        """Groups in groups, from outside inwards: ``levels(host=dt.host_of, pair=lambda node: node // 2)``.
+        """Returns groups in groups, from outside inwards: ``levels(host=host_of, pair=lambda node: node // 2)``.
 
-        Each name stands for a split of the groups of the name before; of the outermost, of this one. ``keys`` are as
-        ``split`` takes them, of all nodes. Raises ValueError as it does, and for none at all.
+        Each name stands for a split of the groups of the name before it; the first one for a split of this group.
+        ``keys`` are as ``split`` takes them, for all nodes. Raises ValueError as ``split`` does, and where no key is
+        given.
         """
         return Levels(self, keys)
 
     def by_host(self) -> Split:
-        """Groups of the nodes that are on one host, by its name."""
+        """Returns a Split by host: for each host's name, the group of the nodes on it."""
         return self.split(host_of)
 
     def __repr__(self) -> str:
@@ -81,21 +86,22 @@ class Group:
 
 
 class Split(Mapping[Any, Group]):
-    """What ``Group.split`` gives: key -> group.
+    """A mapping from keys to disjoint groups, returned by ``Group.split``.
 
-    As the ``group`` of an all_reduce or a broadcast of all its nodes: within these groups first, then between them.
+    A split can be the ``group`` of an all_reduce or a broadcast over all its nodes. An all_reduce then goes within
+    these groups first, then between them, so that as little as possible crosses between two groups.
     """
 
     def __init__(self, groups: dict[Any, Group], whole: Group) -> None:
         self._groups = groups
         self.whole = whole  #: the group that was split
         prefix = f"{whole.name}/" if whole.name else ""
-        #: the first nodes of all groups, which can talk for the others
+        #: the group of the first nodes of all groups, which can act for the others
         self.leaders = Group(tuple(group.nodes[0] for group in groups.values()), f"{prefix}leaders")
 
     @property
     def across(self) -> Split:
-        """The other way: the first nodes of all groups, the second ones, and so on, by their place."""
+        """The split across the groups: by position, the first nodes of all groups, the second ones, and so on."""
         place = {node: i for group in self._groups.values() for i, node in enumerate(group)}
         return Group(self.whole.nodes, f"{self.whole.name or 'all'} across").split(place.__getitem__)
 
@@ -109,7 +115,7 @@ class Split(Mapping[Any, Group]):
         return len(self._groups)
 
     def of(self, node: int) -> Group:
-        """The group that a node is in. Raises ValueError for one that is in none."""
+        """Returns the group that a node is in. Raises ValueError for a node that is in none."""
         for group in self._groups.values():
             if node in group:
                 return group
@@ -120,12 +126,14 @@ class Split(Mapping[Any, Group]):
 
 
 class Levels(Mapping[str, Split]):
-    """What ``Group.levels`` gives: name of a level -> all its groups by their keys, those of inner levels by tuples of
-    keys, from outside inwards."""
+    """A mapping from a level's name to a Split with all its groups, returned by ``Group.levels``.
+
+    The keys of inner levels' groups are tuples of keys, from outside inwards.
+    """
 
     def __init__(self, whole: Group, keys: Mapping[str, Key]) -> None:
         if not keys:
-            raise ValueError("levels takes a key for each: levels(host=dt.host_of)")
+            raise ValueError("levels takes a key for each: levels(host=dt.collectives.host_of)")
         self.whole = whole
         self._levels: dict[str, Split] = {}
         paths: list[tuple[Hashable, ...]] = [()] * len(whole)
@@ -150,13 +158,17 @@ class Levels(Mapping[str, Split]):
         return len(self._levels)
 
     def of(self, node: int) -> dict[str, Group]:
-        """The groups that a node is in, from outside inwards, by the names of their levels. Raises ValueError."""
+        """Returns the groups that a node is in, from outside inwards, by the names of their levels.
+
+        Raises ValueError for a node that is in none.
+        """
         return {name: split.of(node) for name, split in self._levels.items()}
 
     def span(self, begin: str, end: str) -> dict[Any, Split]:
-        """For each group of level ``begin``, by its key, its split into groups of a level inside, ``end``.
+        """Returns, for the key of each group of level ``begin``, the split of that group into its groups of level
+        ``end``.
 
-        Raises KeyError for a name that is none, ValueError unless ``end`` is inside of ``begin``.
+        Raises KeyError for a name that is no level's, ValueError unless ``end`` is inside of ``begin``.
         """
         outer, inner = self._levels[begin], self._levels[end]
         if list(self._levels).index(begin) >= list(self._levels).index(end):
@@ -189,24 +201,37 @@ def _text(key: Any) -> str:
 
 
 def host_of(node: int) -> str:
-    """The name of a node's host: a key for ``split`` and ``levels``. Raises ValueError for a node that is none."""
-    hello = current.session().link.hellos.get(node)
-    if hello is None:
+    """Returns the name of a node's host, as a key for ``split`` and ``levels``. Does not wait.
+
+    Raises ValueError for a node that does not exist.
+    """
+    nodes = current.session().nodes
+    if not 0 <= node < len(nodes) or nodes[node].said_hello is None:
         raise ValueError(f"node {node} does not exist")
-    return hello.host
+    return nodes[node].hello.host
 
 
 @spelled
 def new_group(nodes: Iterable[int] | None = None, name: str = "") -> Group:
-    """A group of these nodes (default: all) in this order.
+    """Returns a group of these nodes (default: all) in this order. Nothing is sent.
 
-    Raises ValueError for a node that does not exist or is named twice, or for no node at all.
+    Raises TypeError for ``nodes`` that are no list, ValueError for a node that does not exist or is named twice, or for
+    no node at all.
     """
     session = current.session()
     if isinstance(nodes, str) or not (nodes is None or isinstance(nodes, Iterable)):
         raise TypeError(f"a group is made of a list of nodes, such as [0, 1], not of {nodes!r}")
-    numbers = range(len(session.states))
+    numbers = range(len(session.nodes))
     chosen = tuple(numbers) if nodes is None else tuple(session.places.at(node).node for node in nodes)
     if not chosen or len(set(chosen)) < len(chosen):
         raise ValueError(f"a group has at least one node, and each once: {list(chosen)}")
     return Group(chosen, name)
+
+
+def given_group(group: Any, what: str) -> Group:
+    """Returns ``group``, or one of all nodes for None. Raises TypeError for what is no group."""
+    if group is None:
+        return new_group()
+    if not isinstance(group, Group):
+        raise TypeError(f"{what}: group is what disttensor.collectives.new_group([0, 1]) gives, not {group!r}")
+    return group

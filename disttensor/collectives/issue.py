@@ -1,4 +1,4 @@
-"""One collective, from the proxies that a user names to a command for each node that takes part."""
+"""Issues collectives: from the proxies that a user names to one command for each node that takes part."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ..session.current import session as current_session
 from ..session.current import session_of
 from ..session.places import one_session
 from ..session.session import Session
-from .groups import Group, Split, new_group
+from .groups import Group, Split, given_group, new_group
 
 Tensors = Sequence[torch.Tensor]
 
-#: Bytes of a node's part in a collective that leaves with what is issued after it, as an operation does.
+#: Bytes of a node's part in a collective up to which it leaves with later commands, as an operation does.
 SMALL = 64 << 10
 
 
 @dataclass
 class Part:
-    """What one node gives and gets."""
+    """One node's part in a collective: the tensors that it reads and the tensors that it writes."""
 
     inputs: Sequence[torch.Tensor] = ()
     outs: Sequence[torch.Tensor] = ()
@@ -43,7 +43,8 @@ class Part:
 
 @dataclass
 class CollectiveCall:
-    """One collective. ``root``: the place in the group of whom it is about. ``parts``: in the group's order."""
+    """One collective to issue. ``root``: the rank in the group of its source or destination, or the shift of
+    ``sendreceive``. ``parts``: one per node, in the group's order."""
 
     kind: str
     group: Group
@@ -54,18 +55,23 @@ class CollectiveCall:
     transport: torch.dtype | None = None
     dtype: torch.dtype = torch.uint8
     value: Any = field(default=None)  #: the result of its Work
-    shares: tuple[int, ...] = ()  #: where nodes have others than one tensor each: as the command says
+    shares: tuple[int, ...] = ()  #: where not every node has one tensor: the command's field of this name
 
     def issue(self, session: Session, async_op: bool) -> CollectiveWork | None:
-        """Returns at once. Raises NodeLost, GraphError for an asynchronous one while a graph is recorded."""
+        """Queues the commands of all nodes and returns at once: a Work if ``async_op``, else None.
+
+        Raises NodeLost, GraphError for an asynchronous collective while a graph is recorded.
+        """
         if async_op:
             waits("a collective with async_op=True")
+        if self.transport is not None:
+            check_transport(self.transport, self.kind)
         site = here(3)
-        channel = self._channel(session) if session.board.rules or session.board.automatic else 0
-        way, number = self._way(session.board.data[channel]), session.transfers.new()
+        channel = self._channel(session) if session.router.rules or session.router.automatic else 0
+        way, number = self._way(session.router.data[channel]), session.transfers.new()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
-            session.link.check(session.states[node].outbox)
+            session.link.check(session.nodes[node].outbox)
             done = session.transfers.new()
             ended.append((node, session.channel.irecv(torch.empty(0, dtype=torch.uint8), node, done), done))
         commands = []
@@ -100,22 +106,24 @@ class CollectiveCall:
         return CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], self) if async_op else None
 
     def _channel(self, session: Session) -> int:
-        """The number of the data channel that was selected; and the algorithm that was, if the call names none."""
+        """Returns the number of the data channel that was selected. Sets the algorithm that was selected, if the call
+        names none."""
         tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
         places = [named(tensor, self.kind)._place for tensor in tensors]
         cuda = places and all([place.is_cuda() for place in places])
         numel = max(max(_numel(part.inputs), _numel(part.outs)) for part in self.parts)
         what = ("sendreceive" if self.kind == "shift" else self.kind, "cuda" if cuda else "cpu")
         if self.algorithm is None:
-            self.algorithm = session.board.way(*what, numel * self.dtype.itemsize)
-        selected = session.board.selected(*what, numel * self.dtype.itemsize)
-        if selected is None and cuda and session.board.automatic and self.algorithm is None:
-            best = session.board.best(set(places))
-            return best if self._native(session.board.data[best]) else 0
+            self.algorithm = session.router.way(*what, numel * self.dtype.itemsize)
+        selected = session.router.selected(*what, numel * self.dtype.itemsize)
+        if selected is None and cuda and session.router.automatic and self.algorithm is None:
+            best = session.router.best(set(places))
+            return best if self._native(session.router.data[best]) else 0
         return selected or 0
 
     def _way(self, channel: DataChannel) -> Way:
-        """Raises ValueError for an algorithm that this collective, or the channel, does not have."""
+        """Returns the algorithm as a Way. Raises ValueError for one that this collective, or the channel, does not
+        have."""
         way = self.algorithm if isinstance(self.algorithm, Way) else Way(self.algorithm or "")
         if way.algorithm in ("", NATIVE) and self._native(channel):
             return Way(NATIVE)
@@ -130,7 +138,8 @@ class CollectiveCall:
         return way
 
     def _native(self, channel: DataChannel) -> bool:
-        """Whether the channel does it by itself. That is decided here, as nodes see their own tensors only."""
+        """Returns whether the channel does the collective by itself. The master decides that, as nodes see their own
+        tensors only."""
         if not channel.capabilities.collectives or len(self.group) == 1 or self.transport is not None:
             return False
         if self.shares or self.group.parts:
@@ -147,7 +156,7 @@ class CollectiveCall:
 
 
 class _All(Arrival):
-    """The end of several transfers. What it has brought is ``value``."""
+    """The arrival of several transfers together, whose ``tensor`` is ``value``."""
 
     def __init__(self, transfers: Sequence[Transfer], value: Any) -> None:
         self._transfers, self._brings = transfers, value
@@ -170,19 +179,19 @@ class _All(Arrival):
 
 
 class CollectiveWork(Work):
-    """A collective under way. ``result()`` gives what it writes."""
+    """A collective under way. ``result()`` waits, and returns the tensor or lists that the collective writes."""
 
-    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], joint: CollectiveCall) -> None:
+    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], collective: CollectiveCall) -> None:
         self._session = session
         self._node = ended[0][0]
-        self._text = f"{joint.kind} of {joint.group}"
-        self._transfer = _All([transfer for _, transfer in ended], joint.value)
+        self._text = f"{collective.kind} of {collective.group}"
+        self._transfer = _All([transfer for _, transfer in ended], collective.value)
         self._ended = ended
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Returns True when all nodes have done their part.
 
-        Raises TimeoutError after ``timeout`` seconds (it goes on), what made it fail, NodeLost.
+        Raises TimeoutError after ``timeout`` seconds (the collective goes on), the error that made it fail, NodeLost.
         """
         seconds = seconds_of(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -201,8 +210,9 @@ def _ref(tensor: Any) -> int:
 
 
 def _hosts(session: Session, group: Group) -> tuple[int, ...]:
-    """Which host (or part, of a split) each node is on, as small numbers; empty if that makes no difference."""
-    names: Sequence[object] = group.parts or [session.link.hellos[node].host for node in group.nodes]
+    """Returns the host of each node (for a split, its part) as a small number; an empty tuple if that makes no
+    difference."""
+    names: Sequence[object] = group.parts or [session.nodes[node].hello.host for node in group.nodes]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names) if 1 < len(numbers) < len(names) else ()
 
@@ -211,7 +221,7 @@ def _hosts(session: Session, group: Group) -> tuple[int, ...]:
 
 
 def named(tensor: Any, what: str) -> DistributedTensor:
-    """Raises TypeError for what is not on a node."""
+    """Returns ``tensor``. Raises TypeError for an object that is not a tensor on a node."""
     if not isinstance(tensor, DistributedTensor):
         kind = f"a local tensor of {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{what} has to be a tensor on a node, not {kind}")
@@ -220,7 +230,8 @@ def named(tensor: Any, what: str) -> DistributedTensor:
 
 
 def group_of(tensors: Tensors, group: Group | Split | None, what: str) -> tuple[Group, Session]:
-    """The group that these tensors, one per node, are of. Raises TypeError, ValueError if they are not."""
+    """Returns the group of these tensors, one per node, and their session. Raises TypeError or ValueError if they are
+    not of ``group``, or several are on one node."""
     nodes = nodes_of(tensors, what)
     if len(set(nodes)) < len(nodes):
         raise ValueError(f"{what} takes one tensor per node; these are on nodes {nodes}")
@@ -229,28 +240,28 @@ def group_of(tensors: Tensors, group: Group | Split | None, what: str) -> tuple[
 
 
 def not_alone(nodes: Sequence[int], group: Group | Split | None, what: str) -> None:
-    """Raises ValueError for one tensor where there are several nodes, unless a group says that it is meant so: the
-    collective would do nothing."""
-    if group is None and len(nodes) == 1 and (count := len(current_session().states)) > 1:
+    """Raises ValueError for one tensor where there are several nodes, since the collective would do nothing; unless a
+    group says that it is meant so."""
+    if group is None and len(nodes) == 1 and (count := len(current_session().nodes)) > 1:
         raise ValueError(
             f"{what} takes a list of one tensor per node; this is one, on node {nodes[0]}, and the session has {count} "
-            f"nodes (if it is meant so: group=disttensor.new_group([{nodes[0]}]))"
+            f"nodes (if it is meant so: group=disttensor.collectives.new_group([{nodes[0]}]))"
         )
 
 
 def group_at(nodes: list[int], group: Group | Split | None, what: str) -> Group:
-    """The group of these nodes. Raises ValueError if it is not that."""
+    """Returns ``group``, by default a new group of these nodes. Raises ValueError if ``group`` has other nodes."""
     if group is None:
         return new_group(nodes)
-    if isinstance(group, Split):
-        group = group.whole
+    group = group.whole if isinstance(group, Split) else given_group(group, what)
     if list(group.nodes) != nodes:
         raise ValueError(f"{what}: the tensors are on nodes {nodes}, in this order, but the group is {group}")
     return group
 
 
 def nodes_of(tensors: Tensors, what: str) -> list[int]:
-    """Where these tensors are. Raises TypeError, ValueError."""
+    """Returns the numbers of the nodes that these tensors are on. Raises TypeError for what is no list of tensors on
+    nodes, ValueError for an empty one."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"{what} takes a list of tensors, one per node, not {type(tensors).__name__}")
     for i, tensor in enumerate(tensors):
@@ -264,7 +275,7 @@ def nodes_of(tensors: Tensors, what: str) -> list[int]:
 
 
 def alike(tensors: Tensors, what: str, shapes: bool = True) -> torch.dtype:
-    """The dtype of all. Raises TypeError where they differ, ValueError where their shapes do."""
+    """Returns the dtype of all tensors. Raises TypeError where dtypes differ, ValueError where shapes do."""
     first = tensors[0]
     for i, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype:
@@ -278,7 +289,10 @@ def alike(tensors: Tensors, what: str, shapes: bool = True) -> torch.dtype:
 
 
 def lists_of(lists: Sequence[Tensors], group: Group, what: str) -> list[Tensors]:
-    """A list of tensors per node, each on that node and as long as the group. Raises TypeError, ValueError."""
+    """Returns ``lists`` after a check: one list of tensors per node, on that node and as long as the group.
+
+    Raises TypeError or ValueError otherwise.
+    """
     if len(lists) != len(group):
         raise ValueError(f"{what} takes one list per node: {len(lists)} lists for {len(group)} nodes")
     return [
@@ -287,7 +301,8 @@ def lists_of(lists: Sequence[Tensors], group: Group, what: str) -> list[Tensors]
 
 
 def list_of(tensors: Any, node: int, group: Group, what: str) -> Tensors:
-    """One such list. Raises TypeError, ValueError."""
+    """Returns ``tensors`` after a check: a list of tensors on one node, as long as the group. Raises TypeError or
+    ValueError otherwise."""
     if not isinstance(tensors, Sequence):
         raise TypeError(f"{what} has to be a list of tensors, not {type(tensors).__name__}")
     if len(tensors) != len(group):
@@ -300,7 +315,7 @@ def list_of(tensors: Any, node: int, group: Group, what: str) -> Tensors:
 
 
 def same_shape(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
-    """Raises ValueError or TypeError unless ``one`` can take what ``other`` holds."""
+    """Raises ValueError or TypeError unless ``one`` has the shape and dtype of ``other``, so that it can become it."""
     if one.shape != other.shape:
         raise ValueError(f"{what}: shape {tuple(one.shape)}, but {tuple(other.shape)} arrives")
     if one.dtype != other.dtype:
@@ -308,20 +323,29 @@ def same_shape(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
 
 
 def written(*tensors: torch.Tensor) -> None:
-    """Raises RuntimeError for what cannot be written in place."""
+    """Raises RuntimeError for a tensor that cannot be written in place: a lazy conjugate or negative."""
     for tensor in tensors:
         if tensor.is_conj() or tensor.is_neg():
             raise RuntimeError("a lazy conjugate or negative cannot be written by a collective; call resolve_conj()")
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """What the node has to send."""
+    """Returns the tensor that the node has to send: ``tensor``, with a lazy conjugate or negative resolved."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.detach().resolve_conj().resolve_neg() if lazy else tensor
 
 
+def check_transport(transport: Any, what: str) -> None:
+    """Raises TypeError for what is no dtype of floats: values would be cut to whole numbers on their way."""
+    if not isinstance(transport, torch.dtype) or not transport.is_floating_point:
+        raise TypeError(f"{what}: transport is a dtype of floats, such as torch.bfloat16, not {transport!r}")
+
+
 def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
-    """``op`` as one of ours; torch.distributed's mean the same. Raises TypeError, also for a dtype it doesn't take."""
+    """Returns ``op`` as a ReduceOp; torch.distributed's and names are taken by name.
+
+    Raises TypeError for what is no reduction, and for a dtype that the reduction does not take.
+    """
     if not isinstance(op, ReduceOp):
         name = getattr(op, "name", None) or str(op).rpartition(".")[2]
         if name not in ReduceOp.__members__:

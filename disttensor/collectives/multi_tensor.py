@@ -1,6 +1,7 @@
-"""Several tensors per node in one collective, as on several devices of it, and all_gather into one tensor per node.
+"""Collectives with several tensors per node (such as one per device), and all_gather into one tensor per node.
 
-torch.distributed once had ``all_reduce_multigpu`` and the like. Here the usual ones take any number per node.
+torch.distributed once had ``all_reduce_multigpu`` and the like for that. Here the usual collectives take any number of
+tensors per node.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from .issue import CollectiveCall, Part, Tensors, alike, group_at, group_of, nam
 
 @dataclass
 class NodeTensors:
-    """Which tensors of a list are on which node."""
+    """The tensors of a list by node."""
 
     group: Group
     session: Session
-    members: list[list[int]]  #: for each node of the group, the places of its tensors in the list
+    members: list[list[int]]  #: for each node of the group, the indices of its tensors in the list
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many tensors each node has; nothing where it is one each."""
+        """The number of tensors of each node; empty where every node has one."""
         counts = tuple(map(len, self.members))
         return counts if max(counts) > 1 else ()
 
     @property
     def order(self) -> list[int]:
-        """Node by node."""
+        """The indices of all tensors in the list, node by node."""
         return [i for its in self.members for i in its]
 
 
 def node_tensors_of(tensors: Tensors, group: Group | Split | None, what: str) -> NodeTensors:
-    """The nodes of ``tensors``, in the order in which they come first. Raises TypeError, ValueError."""
+    """Groups ``tensors`` by node, with the nodes in the order in which they come first. Raises TypeError for what is no
+    list of tensors on nodes, ValueError if they are not on the nodes of ``group`` or one is there twice."""
     nodes = nodes_of(tensors, what)
     not_alone(nodes, group, what)
     distinct = list(dict.fromkeys(nodes))
@@ -51,13 +53,15 @@ def node_tensors_of(tensors: Tensors, group: Group | Split | None, what: str) ->
 
 
 def same_nodes(tensors: Tensors, others: Tensors, what: str) -> None:
-    """Raises ValueError unless each is on the same node as its like; TypeError."""
+    """Raises ValueError unless ``tensors[i]`` is on the node of ``others[i]`` for all i; TypeError for local
+    tensors."""
     if nodes_of(tensors, what) != nodes_of(others, what):
         raise ValueError(f"{what}: tensors on nodes {nodes_of(tensors, what)}, not {nodes_of(others, what)}")
 
 
 def rows_of(rows: Sequence[Tensors], tensors: Tensors, what: str) -> None:
-    """For each of ``tensors`` a row on its node, of one for each. Raises TypeError, ValueError."""
+    """Raises TypeError or ValueError unless ``rows`` has, for each of ``tensors``, a list on its node that is as long
+    as ``tensors``."""
     if len(rows) != len(tensors):
         raise ValueError(f"{what} takes one list per tensor: {len(rows)} lists for {len(tensors)} tensors")
     for i, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
@@ -70,9 +74,23 @@ def rows_of(rows: Sequence[Tensors], tensors: Tensors, what: str) -> None:
 def all_gather_into_tensor(
     outs: Tensors, tensors: Tensors, group: Group | None = None, async_op: bool = False
 ) -> Work | None:
-    """``outs[i]``, on the node of ``tensors[i]``, becomes ``torch.cat(tensors)``: these may differ in their first size.
+    """Gathers all tensors on every node as one: each of ``outs`` becomes ``torch.cat(tensors)``. Returns at once.
 
-    An ``out`` of another shape gets this one, and more memory if it needs it (as ``resize_`` does it).
+    Args:
+        outs: the tensors to write, one per node, ``outs[i]`` on the node of ``tensors[i]``, of their dtype. One of
+            another shape gets the shape of the result, and more memory if it needs that (as ``resize_`` does it).
+        tensors: one tensor per node, of one dtype and at least one dimension. They may differ in their first size only.
+        group: the nodes of the tensors, in their order. Default: the nodes that the tensors are on.
+        async_op: return a Work, whose ``result()`` is ``outs``, instead of None.
+
+    Raises TypeError for local tensors or dtypes that differ; ValueError for shapes that differ in more than the first
+    size, or tensors that are not on the group's nodes; NodeLost.
+
+        >>> rows = [torch.full((k + 1, 2), k, device=f"node:{k}") for k in range(2)]
+        >>> outs = [torch.empty(0, dtype=torch.int64, device=f"node:{k}") for k in range(2)]
+        >>> dt.collectives.all_gather_into_tensor(outs, rows)
+        >>> outs[1].tolist()
+        [[0, 0], [1, 1], [1, 1]]
     """
     what = "all_gather_into_tensor"
     group, session = group_of(tensors, group, what)

@@ -1,8 +1,9 @@
-"""Objects between nodes: plain data with tensors at any depth, as ``dt.run`` gives and takes them.
+"""Collectives of objects: plain data with tensors at any depth, as ``dt.run`` takes and returns them.
 
-In one script plain data is at hand for every node; what travels is the tensors. So these are collectives of
-``dt.functional``, which give new tensors with gradients, for values nested in any way: lists, tuples, dicts, ... are
-copied, what else is in them stays the same object. A tensor that is there twice is copied once. Nothing is pickled.
+In one script plain data is at hand for every node, and only the tensors travel. So these functions apply the
+collectives of ``functional``, which return new tensors with gradients, to values nested in any way: lists, tuples,
+dicts, ... are copied, all other objects in them stay the same objects. A tensor that occurs twice is copied once.
+Nothing is pickled. All of them return at once.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from ..proxy.proxy import DistributedTensor
 from ..session.current import session as current_session
 from ..session.places import Place
 from . import functional
-from .groups import Group, new_group
+from .groups import Group, given_group, new_group
 
 
 @spelled
 def broadcast_object(obj: Any, group: Group | None = None) -> list[Any]:
-    """A copy for each node of the group (default: all).
+    """Returns a list with a copy of ``obj`` for each node of the group (default: all), its tensors on that node.
 
-    Its tensors are on the device of the same name as before, those of the script's own on the node's default device.
-    Raises RuntimeError for a device that a node lacks.
+    Tensors are copied to the device of the same name as before, local tensors to the node's default device. Raises
+    RuntimeError for a device that a node lacks.
     """
-    group = new_group() if group is None else group
+    group = given_group(group, "broadcast_object")
     places = current_session().places
     leaves, spec = tree_flatten(obj)
     columns: dict[int, list[Any]] = {}
@@ -42,27 +43,32 @@ def broadcast_object(obj: Any, group: Group | None = None) -> list[Any]:
 
 @spelled
 def scatter_object(objs: Sequence[Any], group: Group | None = None) -> list[Any]:
-    """A copy of each, with its tensors on the node that it is for. Raises ValueError unless there is one per node of
-    the group (default: all)."""
+    """Returns copies of ``objs``, the i-th with its tensors on the i-th node of the group (default: all).
+
+    Raises ValueError unless there is one object per node.
+    """
     group = _one_each(objs, group, "scatter_object")
     return [_on_node(obj, node) for obj, node in zip(objs, group, strict=True)]
 
 
 @spelled
 def gather_object(objs: Sequence[Any], dst: int) -> list[Any]:
-    """A copy of each, with its tensors on node ``dst``."""
+    """Returns copies of ``objs`` (any number) with all their tensors on node ``dst``."""
     return [_on_node(obj, dst) for obj in objs]
 
 
 @spelled
 def all_gather_object(objs: Sequence[Any], group: Group | None = None) -> list[list[Any]]:
-    """Copies of all on every node: a list per node. Raises ValueError unless there is one object per node."""
+    """Returns a list for each node of the group (default: all), with copies of all ``objs`` on that node.
+
+    Raises ValueError unless there is one object per node.
+    """
     group = _one_each(objs, group, "all_gather_object")
     return [list(row) for row in zip(*(broadcast_object(obj, group) for obj in objs), strict=True)]
 
 
 def copies(tensor: Any, places: Sequence[Place]) -> list[Any]:
-    """A copy of a tensor on a node for each of ``places``."""
+    """Returns copies of a tensor on a node, one at each of ``places``."""
     mine = tensor._place
     if len({mine.name, *(place.name for place in places)}) > 1:  # to devices of other names: one by one
         return [tensor.to(place.device, copy=True) for place in places]
@@ -84,7 +90,7 @@ def _on_node(obj: Any, node: int) -> Any:
 
 
 def _one_each(objs: Sequence[Any], group: Group | None, what: str) -> Group:
-    group = new_group() if group is None else group
+    group = given_group(group, what)
     if len(objs) != len(group):
         raise ValueError(f"{what} takes one object per node: {len(objs)} for the {len(group)} nodes of {group}")
     return group

@@ -6,108 +6,63 @@ r"""``dt.all_reduce(values, fn)``: a reduction of nested values, some of which m
          \____________/
     f(f(v0, v1), f(v2, v3))       a broadcast of this is the result
 
-The function is called here, with proxies: what it does is done on the nodes, with gradients and in graphs as ever, and
-none of it is sent to them as code. Trees of any base join neighbours only, those of lower numbers first: the function
-has to be associative, and need not commute.
+The function is called in the script, with proxies: its operations run on the nodes, with gradients and in graphs as
+ever, and no code is sent. Trees of any base join neighbours only, those of lower numbers first: the function has to be
+associative, and need not commute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor
-from ..runtime.collective import ReduceOp, Way
+from ..runtime.collective import Way
 from ..session.current import session as current_session
 from ..session.places import Place, one_session
-from . import api
-from .api import Algorithm, Tensors
-from .groups import Group, Split, new_group
+from .groups import Group, Split, given_group, new_group
 from .issue import named
 from .objects import copies
+from .tensor_collectives import Algorithm
 
 Function = Callable[[Any, Any], Any]
 IsLeaf = Callable[[Any], bool]
 
 
 class Reduced(NamedTuple):
-    """What ``all_reduce(values, fn)`` gives."""
+    """The result of ``all_reduce(values, fn)``."""
 
-    values: list[Any]  #: the reduction, as often as there were values: each has its tensors where that value's were
-    contributors: int  #: how many values were not None
-
-
-@overload
-def all_reduce(
-    tensors: Sequence[Any],
-    op: Function,
-    group: Group | None = None,
-    *,
-    algorithm: Algorithm = None,
-    is_leaf: IsLeaf | None = None,
-) -> Reduced: ...
+    values: list[Any]  #: the reduction once for each value, with its tensors on the device of that value's tensors
+    contributors: int  #: the number of values that were not None
 
 
-@overload
-def all_reduce(
-    tensors: Tensors,
-    op: Any = ReduceOp.SUM,
-    group: Group | Split | None = None,
-    async_op: bool = False,
-    *,
-    out: Tensors | None = None,
-    algorithm: Algorithm = None,
-    transport: torch.dtype | None = None,
-) -> Work | None: ...
-
-
-def all_reduce(
-    tensors: Sequence[Any],
-    op: Any = ReduceOp.SUM,
-    group: Group | Split | None = None,
-    async_op: bool = False,
-    *,
-    is_leaf: IsLeaf | None = None,
-    algorithm: Algorithm = None,
-    **options: Any,
-) -> Work | Reduced | None:
-    """Each of ``tensors`` (or of ``out``, then those stay as they are) becomes the reduction of all; to the same bits.
-
-    ``result()`` of the Work is the list that was written. With a split as ``group`` (``group.split(key)``) it goes
-    within its groups first, then between them; without one, so for hosts.
-
-    With a function in place of ``op`` the values may be nested (lists, dicts, ... of tensors, numbers, anything), all
-    in the same way. They stay as they are; new ones are returned, and how many values contributed. A value that is None
-    does not: that of a node, say, that has nothing left. It gets the result all the same; ``group`` says which node it
-    is, unless there is one value for each node of the session.
-
-        sums, contributors = dt.all_reduce([{"w": x, "n": 1}, None, {"w": y, "n": 2}], lambda a, b: a + b)
-
-    ``fn(a, b)`` joins two leaves, that of the lower value first, and may write them; it has to be associative.
-    ``is_leaf(x)`` says what is one leaf to it though nested. ``algorithm=dt.Way("tree", base=4)`` is a wider tree.
-    """
-    if not callable(op) or isinstance(getattr(op, "name", None), str):  # torch's, which can be called, too
-        return api.all_reduce(tensors, op, group, async_op, algorithm=algorithm, **options)
-    if async_op or options:
-        raise TypeError("all_reduce by a function takes no async_op, out or transport")
+def reduce_by(
+    fn: Function,
+    values: Sequence[Any],
+    group: Group | Split | None,
+    algorithm: Algorithm,
+    is_leaf: IsLeaf | None,
+) -> Reduced:
+    """Reduces values by a function of the user's, as ``all_reduce`` in api.py describes it. Returns at once."""
     base = _base(algorithm)
-    trees = [None if value is None else tree_flatten(value, is_leaf) for value in tensors]
+    trees = [None if value is None else tree_flatten(value, is_leaf) for value in values]
     spec = _spec([None if tree is None else tree[1] for tree in trees])
     if spec is None:
-        return Reduced(list(tensors), 0)
+        return Reduced(list(values), 0)
     rows = [[None] * spec.num_leaves if tree is None else tree[0] for tree in trees]
+    if group is not None and not isinstance(group, Split):
+        given_group(group, "all_reduce")
     homes = _homes(rows, group.whole if isinstance(group, Split) else group)
-    columns = [_reduce([row[k] for row in rows], homes, op, base) for k in range(spec.num_leaves)]
+    columns = [_reduce([row[k] for row in rows], homes, fn, base) for k in range(spec.num_leaves)]
     reduced = [tree_unflatten([column[i] for column in columns], spec) for i in range(len(rows))]
     return Reduced(reduced, sum(tree is not None for tree in trees))
 
 
 def _reduce(leaves: list[Any], homes: Sequence[Place | None], fn: Function, base: int) -> list[Any]:
-    """One leaf of all values. One that is None contributes nothing."""
+    """Reduces one leaf over all values, and returns it once for each. A leaf that is None contributes nothing."""
     parts = [(leaf, False) for leaf in leaves if leaf is not None]
     if not parts:
         return leaves
@@ -124,7 +79,8 @@ def _reduce(leaves: list[Any], homes: Sequence[Place | None], fn: Function, base
 
 
 def _call(fn: Function, a: Any, a_is_new: bool, b: Any, b_is_new: bool) -> Any:
-    """``fn(a, b)``, where ``a`` is. It may write both: it gets copies of what is the user's."""
+    """Returns ``fn(a, b)``, computed at the place of ``a``. ``fn`` may write both, so it gets copies of the user's
+    tensors."""
     place = _place(a)
     if place is None:
         return fn(a, b)
@@ -139,7 +95,7 @@ def _call(fn: Function, a: Any, a_is_new: bool, b: Any, b_is_new: bool) -> Any:
 
 
 def _spread(total: Any, places: Sequence[Place | None]) -> list[Any]:
-    """``total`` for each value, its tensors where those of the value are."""
+    """Returns ``total`` once for each value, its tensors at the value's place."""
     if _place(total) is None:
         return [total] * len(places)
     if None in places:
@@ -153,7 +109,7 @@ def _spread(total: Any, places: Sequence[Place | None]) -> list[Any]:
 
 
 def _place(leaf: Any) -> Place | None:
-    """Where its first tensor is; None for plain data."""
+    """Returns the place of a leaf's first tensor; None for plain data."""
     place = next((x._place for x in tree_leaves(leaf) if isinstance(x, DistributedTensor)), None)
     return None if place is None else place.session.places.at(place.node, place.name)
 
@@ -163,7 +119,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _to(leaf: Any, place: Place) -> Any:
-    """A copy at ``place``; itself if it is there."""
+    """Returns a copy of ``leaf`` at ``place``; ``leaf`` itself if all its tensors are there."""
     if {x.device for x in tree_leaves(leaf) if isinstance(x, DistributedTensor)} <= {place.device}:
         return leaf
     return tree_map(lambda x: x.to(place.device, copy=True) if isinstance(x, DistributedTensor) else x, leaf)
@@ -180,7 +136,7 @@ def _base(algorithm: str | Way | None) -> int:
 
 
 def _spec(specs: Sequence[TreeSpec | None]) -> TreeSpec | None:
-    """How all are nested. Raises ValueError where they differ."""
+    """Returns the nesting of all values (None if all are None). Raises ValueError where nestings differ."""
     first, spec = next(((i, spec) for i, spec in enumerate(specs) if spec is not None), (0, None))
     for i, other in enumerate(specs):
         if other is not None and other != spec:
@@ -189,7 +145,10 @@ def _spec(specs: Sequence[TreeSpec | None]) -> TreeSpec | None:
 
 
 def _homes(rows: Sequence[Sequence[Any]], group: Group | None) -> list[Place | None]:
-    """Where each value is: where its first tensor is, or its node of the group. Raises TypeError, ValueError."""
+    """Returns the place of each value: that of its first tensor, else its node of the group (None if neither is known).
+
+    Raises TypeError for local tensors, ValueError for tensors that are not on their node of the group.
+    """
     tensors = [
         [named(x, f"all_reduce: what is in value {i}") for x in tree_leaves(list(row)) if torch.is_tensor(x)]
         for i, row in enumerate(rows)

@@ -1,4 +1,4 @@
-"""``dt.prefetch(loader, device)``: batches that are on their way to a node while it computes with earlier ones."""
+"""``dt.data.prefetch(loader, device)``: sends batches to a node while it computes with earlier ones."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ T = TypeVar("T")
 
 
 class prefetch(Generic[T]):
-    """An iterable of a loader's batches with their tensors on ``device`` (by default the current node's), ``depth`` of
-    them sent ahead of the one that the consumer has.
+    """An iterable over a loader's batches with their tensors on ``device``, which sends ``depth`` batches ahead.
 
-    ``loader`` may be any iterable (a DataLoader, a generator); a ``for`` over this makes one over it. Tensors are found
-    at any depth of a batch's lists, tuples, dicts; what has a ``to`` of its own (a PackedSequence) is sent by that. All
-    else stays as it is. The bytes are read from the loader's own tensors, which it must not change once they are given.
+    Args:
+        loader: any iterable (a DataLoader, a generator); a ``for`` over this object makes one over the loader. Tensors
+            are found at any depth of a batch's lists, tuples, dicts; an object with a ``to`` of its own (a
+            PackedSequence) is sent by that. All else stays as it is. The bytes are read from the loader's own tensors,
+            which it must not change once it has yielded them.
+        device: where tensors go: a device of type "node", or a node's number. Default: the current node's.
+        depth: the number of batches that are sent ahead of the one that the consumer has.
 
-    The loader runs in the consumer's thread, ``depth`` batches early: what it raises comes after the batches before it.
-    One that computes much should have workers (``num_workers=``). Once more than ``depth`` batches have not left, the
-    consumer waits. Raises ValueError for a depth below 1, RuntimeError for a node that does not exist.
+    The loader runs in the consumer's thread, ``depth`` batches early: an error of the loader is raised after the
+    batches before it. A loader that computes much should have workers (``num_workers=``). Once more than ``depth``
+    batches have not left, the consumer waits. Raises TypeError for a depth that is no whole number, ValueError for one
+    below 1, RuntimeError for a node that does not exist.
+
+        for batch in dt.data.prefetch(loader, "node:1"):
+            loss = step(batch["x"])         # a tensor on node 1; the next two batches are on their way
     """
 
     def __init__(self, loader: Iterable[T], device: torch.device | str | int = "node", depth: int = 2) -> None:
@@ -38,7 +45,7 @@ class prefetch(Generic[T]):
         self.depth = whole_number("depth", depth, 1)
 
     def __len__(self) -> int:
-        """The loader's. Raises TypeError if that has none."""
+        """Returns the loader's length. Raises TypeError if the loader has none."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
@@ -52,11 +59,11 @@ class prefetch(Generic[T]):
                         ahead.append(_Sent(next(batches), self.device))
                     except StopIteration:
                         more = False
-                    except Exception as e:  # it is due when the consumer gets there
+                    except Exception as e:  # raised when the consumer gets there
                         ahead.append(e)
                         more = False
                 if ahead:
-                    yield _due(ahead.popleft())  # no name holds on to it
+                    yield _due(ahead.popleft())  # no name here keeps the batch alive
         finally:
             ahead.clear()
             if hasattr(batches, "close"):
@@ -82,7 +89,8 @@ def _has_to(x: Any) -> bool:
 
 
 def _due(sent: _Sent | Exception) -> Any:
-    """The batch, once its bytes have left: so the script doesn't run ahead of the node by more than was asked for."""
+    """Returns the batch once its bytes have left, so that the script gets no further ahead of the node than
+    ``depth``."""
     if isinstance(sent, Exception):
         raise sent
     if sent.transfers and (session := current.current()) is not None:

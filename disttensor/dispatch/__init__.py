@@ -1,1 +1,1 @@
-"""From an operation on proxies to a command in a node's queue."""
+"""Turns an operation on proxies into a command in a node's queue."""

@@ -1,13 +1,13 @@
-"""An operation on proxies becomes a command. `dispatch` is what torch calls below autograd; its precedence:
+"""Turns an operation on proxies into a command. Torch calls `dispatch` below autograd; its precedence:
 
- 1. a handler (`@handler(aten.x.default)` in handlers.py): copies, values, what has its own way
+ 1. a custom handler (`@handler(aten.x.default)` in handlers.py): copies, Python values, ...
  2. a local tensor among the operands: 0-dim ones are sent along as values, others are an error at the user's line
  3. a cached plan for (operator, operands' metadata, static arguments): mint a ref, append a Call, return the proxy
- 4. no plan yet: compose what CPUs lack and CUDA has (`@instead`, composites/wider_dtypes.py), or infer the outputs on
-    the meta device; where that can't be done, ask the node, once per signature
+ 4. no plan yet: compose operations that CPUs lack and CUDA has (`@instead`, composites/wider_dtypes.py), or infer the
+    outputs on the meta device; where that can't be done, ask the node, once per signature
  5. outputs that depend on the data: ask the node each time
 
-Nothing here blocks but 4 and 5's questions and a full window.
+Only the questions of 4 and 5, and a full window, block.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_map
 
 from ..proxy.meta import Handle, Meta, new_ref
 from ..proxy.proxy import DistributedTensor, operand_name
+from ..runtime.master.node import exact
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session import current
-from ..session.places import Place, exact
+from ..session.places import Place
 from . import rng_states
 from .call_site import here, users
 from .copies import upload
@@ -38,18 +39,19 @@ _EMPTY: dict[str, Any] = {}
 _NOTHING = type(None)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-#: Calls torch as it called dispatch. Without, in inference mode views would forget whether what they are of requires a
-#: gradient, which decides how matmul computes.
+#: Restores the dispatch state in which torch called dispatch. Without it, in inference mode views would forget whether
+#: their base requires a gradient, which decides how matmul computes.
 as_torch_came: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 
 
 def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """``DistributedTensor.__torch_dispatch__``, a static method: torch would have a bound one made for each call."""
+    """Issues an operation. It is ``DistributedTensor.__torch_dispatch__``, a static method because torch would have a
+    bound method made for each call."""
     entry = entries.get(id(func)) or enter(func)
     if entry.handler is not None:
         return entry.handler(entry, args, kwargs or _EMPTY)
     if not kwargs and type(args[0]) is DistributedTensor:
-        # the commonest shapes of a call, by the shortest way: one or two proxies, or a proxy and a number
+        # the fast path, for the commonest calls: one or two proxies, or a proxy and a number
         if len(args) == 1:
             h = args[0]._h
             plan = entry.quick.get((h.meta, _NOTHING))
@@ -63,8 +65,12 @@ def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: A
     return run(entry, args, kwargs or _EMPTY, None)
 
 
+#: Invariant 2: the command that writes a ref is appended before anyone can see the ref.
 def issue(plan: Plan, h: Handle, b: Any) -> Any:
-    """Mints, appends and makes the proxy for one of `remember`'s signatures. Called straight from torch or the user."""
+    """Issues a call with one of `remember`'s signatures: mints the ref, appends the command, makes the proxy.
+
+    The caller of its caller is torch's or the user's code.
+    """
     meta: Meta = plan.shapes
     out = new_ref()
     first = out - (h.ref or materialise(h))
@@ -92,7 +98,7 @@ def issue(plan: Plan, h: Handle, b: Any) -> Any:
 
 @ordinary
 def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
-    """Steps 2 to 5 of the precedence. ``place`` is for factories, whose arguments name none."""
+    """Runs steps 2 to 5 of the precedence. ``place`` is for factories, whose arguments name none."""
     key: list[Any] = [place]
     call: list[Any] = []
     out = new_ref()
@@ -118,7 +124,7 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
                 return _mixed(entry, args, kwargs, place)
     plan = entry.plans.get(tuple(key))
     if plan is None:
-        if entry.instead is not None and (composed := entry.instead(entry, args, kwargs)) is not NotImplemented:
+        if entry.fallback is not None and (composed := entry.fallback(entry, args, kwargs)) is not NotImplemented:
             return composed
         if entry.asks:
             return ask(entry, args, kwargs, place_of(entry, args, kwargs, place), call, out)[0]
@@ -141,16 +147,16 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
         result = args[0]
     else:
         return rare(entry, plan, args, kwargs, call, out)
-    box = plan.state.outbox
+    box = plan.place.outbox
     commands = box.commands
     commands += (c.Call(plan.template, out, tuple(call)), here())
     if len(commands) >= box.limit:
-        plan.state.session.flush(box)
+        plan.place.session.flush(box)
     return result
 
 
 def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Notes a plan for the shortest way, if its signature is one of those that it serves."""
+    """Notes a plan for the fast path, if its signature is one that the fast path serves."""
     if plan.kind != ONE or kwargs or len(args) > 2 or type(args[0]) is not DistributedTensor:
         return
     b: Any = args[1] if len(args) == 2 else None
@@ -202,17 +208,18 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
 
 @handles("composite")
 def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """In inference mode nothing above takes these apart. Their parts are what a node is sent in any mode."""
-    op = entry.op._op_dk  # not .decompose(): it prefers Python's, with other numbers
+    """Runs a composite's parts. Torch takes composites apart above dispatch, but not in inference mode; a node is sent
+    the parts in any mode."""
+    op = entry.op._op_dk  # not .decompose(): it prefers Python decompositions, which give other numbers
     if torch._C._dispatch_has_kernel_for_dispatch_key(entry.name, "ADInplaceOrView"):
-        return op(_COMPOSITE, *args, **kwargs)  # torch will make views of what it gets from here
+        return op(_COMPOSITE, *args, **kwargs)  # torch will make views of the result
     with as_torch_came():
         return op(_COMPOSITE, *args, **kwargs)
 
 
 @handles("python")
 def _python(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """An operator of some library, for any device: on the node if it is allowed there, else its parts are."""
+    """Runs a library's operator for any device: on the node if ``allow_ops`` names it, else part by part."""
     if current.session().allow.allows(entry.name):
         return run(entry, args, kwargs, None)
     return entry.op._op_dk(_EXPLICIT, *args, **kwargs)
@@ -220,15 +227,15 @@ def _python(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 @handles("value")
 def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """An operation that gives a Python value: one round trip."""
+    """Runs an operation that returns a Python value. Waits for one round trip."""
     a: Any = args[0] if len(args) == 1 and not kwargs else None
-    if type(a) is DistributedTensor:  # .item(), mostly
+    if type(a) is DistributedTensor:  # mostly .item()
         h, out = a._h, new_ref()
         plan = entry.quick.get((h.meta, None))
         if plan is None:
             specs = entry.specs(args, kwargs, DistributedTensor, "")
             make_room(h.meta.place)
-            plan = Plan(ONE, h.meta.place.state, (entry.name, *specs), None, 0, here(3))
+            plan = Plan(ONE, h.meta.place, (entry.name, *specs), None, 0, here(3))
             entry.store(entry.quick, (h.meta, None), plan)
         call_one = c.Call(plan.template, out, (out - (h.ref or materialise(h)),))
         place = h.meta.place
@@ -245,14 +252,14 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
     site = here(3)
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     make_room(place)
-    template = place.state.define(entry.name, *specs, 0, site)
+    template = place.define(entry.name, *specs, 0, site)
     reply = place.session.ask(place, c.Answer, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
     return codec.from_value(reply.value)
 
 
 def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
-    """Local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the user's mistake. A
-    generator of the user's draws in the place of the node's."""
+    """Runs an operation with local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the
+    user's mistake. A generator of the user's draws in place of the node's."""
     if any(isinstance(value, torch._C.Generator) for value in (*args, *kwargs.values())):
         return rng_states.drawn(run, entry, args, kwargs, place)
     for where in entry.writes:
@@ -271,7 +278,7 @@ def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
         if value.device.type == "cpu" and value.dim() == 0 and value.layout is torch.strided:
             return scalar(value, place)
         mask = index and value.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
-        if value.device.type == "cpu" and (mask or place.device.type == "cpu"):  # a twin meets what torch made for it
+        if value.device.type == "cpu" and (mask or place.device.type == "cpu"):  # torch made it beside a CPU twin
             return upload(value, place)
         raise RuntimeError(
             f"{entry.name}: expected all tensors to be on the same device, but found {operand_name(value)} and "
@@ -285,7 +292,7 @@ def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
 
 
 def scalar(value: torch.Tensor, place: Place) -> DistributedTensor:
-    """A local 0-dim tensor on a node's CPU, without a transfer."""
+    """Returns a local 0-dim tensor as one on a node's CPU, without a transfer."""
     home = place.session.places.at(place.node, "cpu")
     number = value.detach().item()
     kwargs = {"dtype": value.dtype, "device": home.device}

@@ -1,4 +1,4 @@
-"""A signature's first call: where it runs, what it gives, and what has to be asked of the node."""
+"""The first call with a signature: finds its place, infers its outputs, and asks the node where that can't be done."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ONE_DTYPE = frozenset(
         "convolution",
     )
 )
-#: Operators that write where masks say; the meta kernels take any mask.
+#: Operators that write at masked places; the meta kernels take any mask.
 _MASKED = frozenset(
     f"aten::{name}" for name in ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")
 )
@@ -81,9 +81,9 @@ _OVERLAPS = frozenset(
 
 
 def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place:
-    """The place where the operands are. 0-dim CPU operands may stand beside others of their node.
+    """Returns the place of the operands. 0-dim CPU operands may be beside operands on other devices of their node.
 
-    Raises RuntimeError naming both operands when they are on two places.
+    Raises RuntimeError that names both operands when they are on two places, DisttensorError if none is on a node.
     """
     first: DistributedTensor | None = None
     scalar: DistributedTensor | None = None
@@ -119,8 +119,8 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
 
 
 def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
-    """A new plan; or (plan, result) when the node had to be asked, for the asking ran the operation. The plan is None
-    where it has to be asked each time."""
+    """Returns a new plan; or (plan, result) when the node had to be asked, because asking runs the operation. The plan
+    is None where the node has to be asked each time."""
     place = place_of(entry, args, kwargs, place)
     make_room(place)
     layout = _LAYOUTS.get(entry.name.partition(".")[0])
@@ -149,12 +149,12 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         result = meta_inference.infer(entry.op, args_in, kwargs_in)
     except NotImplementedError:
         if in_place:
-            result = None  # written in place; the node will say if it can't be
+            result = None  # written in place; the node raises an error if it can't be
         else:
             return _asked(entry, args, kwargs, place, call, out, site)
     except (RuntimeError, IndexError, TypeError, ValueError):
-        # some kernels take what their meta kernel refuses; and what other libraries' meta kernels raise may only say
-        # that nothing but the data tells the shape
+        # some kernels take operands that their meta kernel refuses; and an error of another library's meta kernel may
+        # only mean that the shape depends on the data
         if lie is None and (entry.torchs or in_place):
             raise
         return _asked(entry, args, kwargs, place, call, out, site)
@@ -169,11 +169,12 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
             else:
                 _check_overlap(entry, before)
         kind = RESHAPED if reshaped else WRITTEN
-        return Plan(kind, place.state, (entry.name, *specs), tuple(reshaped), 0, site)
+        return Plan(kind, place, (entry.name, *specs), tuple(reshaped), 0, site)
     for t in tree_leaves(result):
         if isinstance(t, torch.Tensor) and layout_of(t) is not torch.strided:
             refuse_layout(entry.name, layout_of(t))
-    metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)  # attention has sizes
+    # not all results are tensors: attention returns sizes, too
+    metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)
     if lie is not None and entry.right.get(lie) is not True:
         plan, result = _asked(entry, args, kwargs, place, call, out, site)
         if lie not in entry.right:
@@ -183,11 +184,12 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
 
 
 def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
-    """What is to be known of an operator's meta kernel before it is believed: a key of ``entry.right``, or None.
+    """Returns the layout of non-contiguous operands, as a key of ``entry.right``, which says whether the meta kernel
+    was right for it; None where it needs no check.
 
     Many meta kernels choose other strides than the device's kernel where operands are not contiguous, each in its own
     way: some for permuted operands, most for dimensions of one element whose step is odd, or without elements. So the
-    node is asked once per way in which the operands lie; for an operator that was wrong, once per signature.
+    node is asked once per layout of the operands; for an operator that was wrong, once per signature.
     """
     if not entry.single:
         return None
@@ -200,20 +202,20 @@ def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
                 odd = odd or 0 in meta.shape or meta.stride != contiguous(meta.shape)
                 lie += (meta.dtype, meta.bits, _order(meta))
             elif type(v) is int:
-                lie.append(max(-_SIZE, min(v, _SIZE)))  # a dimension; sizes are all the same
+                lie.append(max(-_SIZE, min(v, _SIZE)))  # tells dimensions apart; all sizes count as one
             else:
                 lie.append(v if type(v) in (bool, str) else type(v))
         lie.append(None)
     return (place.device.type, place.is_cuda(), *lie) if odd else None
 
 
-#: Integers from here on are sizes, and no dimensions.
+#: Integers from this one on are taken for sizes, not for dimensions.
 _SIZE = 8
 
 
 def _order(meta: Meta) -> tuple[Any, ...]:
-    """How a tensor lies: per dimension whether there is nothing, one element or more, the rank of its step, and whether
-    it is that of a contiguous tensor."""
+    """Returns a tensor's layout: whether it is dense, and per dimension whether it has no element, one or more, whether
+    its step is 0, the rank of the step, and whether it is that of a contiguous tensor."""
     ranks = {step: i for i, step in enumerate(sorted(set(meta.stride)))}
     dense = bool(torch._prims_common.is_non_overlapping_and_dense_or_false(meta.stand_in))
     steps = zip(meta.shape, meta.stride, contiguous(meta.shape), strict=True)
@@ -223,25 +225,27 @@ def _order(meta: Meta) -> tuple[Any, ...]:
 def _asked(
     entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
 ) -> tuple[Plan | None, Any]:
-    """The result, and the plan for the next call; None for an operator whose shapes may depend on the data."""
+    """Asks the node, and returns the plan for the next call (None for an operator whose shapes may depend on the data)
+    and the result."""
     result, metas = ask(entry, args, kwargs, place, call, out)
     return _finish(entry, args, kwargs, place, metas, site) if entry.torchs else None, result
 
 
 def make_room(place: Place) -> None:
-    """Bounds the templates of a node. To be called before each definition of one whose arguments may vary."""
-    if place.state.full:
+    """Bounds the templates of a node. Callers define a template whose arguments may vary only after this."""
+    if place.home.generation_full:
         drop_plans()
-        place.state.turn()
+        place.home.start_generation()
 
 
 def layout_of(tensor: torch.Tensor) -> object:
-    """``torch.strided`` for what shape and strides describe, else what an error calls it."""
+    """Returns ``torch.strided`` for a tensor that shape and strides describe, else its layout's name for errors."""
     return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
 
 
 def refuse_layout(name: str, layout: object) -> NoReturn:
-    """Raises NotImplementedError: a proxy's metadata are shape and strides, and other layouts have more."""
+    """Raises NotImplementedError for a layout other than strided: a proxy's metadata are shape and strides, and other
+    layouts have more."""
     dense = {"quantized": "x.dequantize()", "nested": "x.to_padded_tensor(0.0)"}.get(str(layout), "x.to_dense()")
     raise NotImplementedError(
         f"{name}: a tensor of layout {layout} can't be on a node, only strided ones can, and gradients of embeddings: "
@@ -261,7 +265,7 @@ def _check_dtypes(entry: Entry, args: Any) -> None:
 
 
 def check_masks(source: torch.Tensor, indices: Any) -> None:
-    """Raises the IndexError of local torch for a mask whose shape is not that of what it selects from."""
+    """Raises the IndexError of local torch for a mask whose shape is not that of the dimensions that it indexes."""
     at = 0
     for index in indices:
         if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
@@ -279,7 +283,7 @@ def check_masks(source: torch.Tensor, indices: Any) -> None:
 
 
 def _check_overlap(entry: Entry, meta: Meta) -> None:
-    """What local torch says of writing to an expanded tensor; the meta kernels don't."""
+    """Raises local torch's RuntimeError for writing to an expanded tensor, which meta kernels don't raise."""
     if entry.name.partition(".")[0] in _OVERLAPS or torch.Tag.inplace_view in entry.op.tags:
         return
     if 0 not in meta.shape and any(s == 0 and n > 1 for n, s in zip(meta.shape, meta.stride, strict=True)):
@@ -293,11 +297,11 @@ def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     outs = sum(isinstance(m, Meta) for m in tree_leaves(metas))
     single = isinstance(metas, Meta)
-    return Plan(ONE if single else MANY, place.state, (entry.name, *specs), metas, outs, site)
+    return Plan(ONE if single else MANY, place, (entry.name, *specs), metas, outs, site)
 
 
 def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int) -> tuple[Any, Any]:
-    """Runs the operation on the node and waits for its outputs' geometry: (proxies, their metas)."""
+    """Runs the operation on the node, waits for its outputs' geometry, and returns (proxies, their metas)."""
     returns = entry.op._schema.returns
     listed = any(str(r.type) != "Tensor" for r in returns)
     refs = [
@@ -307,7 +311,7 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     site = here()
     make_room(place)
-    template = place.state.define(entry.name, *specs, len(refs), site)
+    template = place.define(entry.name, *specs, len(refs), site)
     call = [*call, *(out - r for r in refs[1:])]
     reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
     if len(reply.outs) != len(refs):

@@ -1,4 +1,5 @@
-"""Operations with a way of their own: copies between places, aliases, what reads or writes a tensor's identity."""
+"""Custom handlers of operations: copies between places, aliases, and operations that read or write tensors'
+identity."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _inference = torch.is_inference_mode_enabled
 
 @handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
-    """The same remote tensor: proxies share the handle, and nothing is sent."""
+    """Returns a proxy of the same remote tensor: proxies share the handle, and nothing is sent."""
     base, place = args[0], seen_at.target.place
     handle = base._h if place is None else seen_at.at(base._h, place)
     if _inference():
@@ -36,7 +37,8 @@ def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
 
 @handler(aten._to_copy.default)
 def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """To another device, dtype or memory format: converts where the fewest bytes have to move afterwards."""
+    """Copies to another device, dtype or memory format. A smaller dtype is converted to before the transfer, a larger
+    one after it, so that fewer bytes travel."""
     source: DistributedTensor = args[0]
     kwargs = dict(kwargs)
     device = kwargs.pop("device", None)
@@ -68,7 +70,7 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """What came contiguous, with the strides and the dtype that torch's own copy of ``source`` would have."""
+    """Gives a tensor that arrived contiguous the strides and the dtype of torch's own copy of ``source``."""
     wanted = copy_strides(source, kwargs.get("memory_format"))
     if wanted != moved.stride():
         empty = torch.empty_strided(moved.shape, wanted, dtype=moved.dtype, device=moved.device)
@@ -79,15 +81,15 @@ def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype:
 
 
 def place_of(tensor: Any) -> Place:
-    """Where a proxy lives."""
+    """Returns the place of a proxy."""
     return tensor._h.meta.place  # type: ignore[no-any-return]
 
 
 @handler(aten.copy_.default)
 def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Between any two places. A copy of a whole local tensor into one that is still empty is the transfer itself.
+    """Copies between any two places. A copy of a local tensor into a remote one that is still empty is just an upload.
 
-    To a local tensor it waits, ``non_blocking`` or not: nothing would tell when that may be read.
+    A copy to a local tensor waits, ``non_blocking`` or not: nothing would tell when the tensor may be read.
     """
     target: Any = args[0]
     source: Any = args[1]
@@ -108,7 +110,7 @@ def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 @handler(aten.empty.memory_format, aten.empty_strided.default)
 def _empty(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Memory that nothing has used costs no command."""
+    """Makes an empty tensor lazily: memory that nothing has used costs no command."""
     return lazy_factory(entry, args, kwargs)
 
 
@@ -121,7 +123,7 @@ def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
         meta = meta_like(meta_inference.infer(entry.op, args, kwargs), place)
         specs = entry.specs(args, kwargs, DistributedTensor, place.name)
         make_room(place)
-        plan = Plan(VIEW, place.state, (entry.name, *specs), meta, 1, None)
+        plan = Plan(VIEW, place, (entry.name, *specs), meta, 1, None)
         entry.store(entry.plans, key, plan)
     made = proxy(Lazy(0, plan.shapes, None, plan, ()))
     recorder = route.get().recorder
@@ -142,7 +144,7 @@ def _is_same_size(entry: Entry, args: Any, kwargs: Any) -> bool:
 
 @handler(aten.record_stream.default)
 def _record_stream(entry: Entry, args: Any, kwargs: Any) -> None:
-    """Memory is freed in the order of commands already."""
+    """Does nothing: memory is freed in the order of commands already."""
 
 
 _LIKE = (
@@ -153,7 +155,7 @@ _LIKE = (
 
 @handler(*_LIKE)
 def _like(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Factories that take their metadata from a tensor; ``device=`` may name any other place."""
+    """Runs a factory that takes its metadata from a tensor; ``device=`` may name any other place."""
     source: DistributedTensor = args[0]
     layout = kwargs.get("layout")
     if layout not in (None, torch.strided):
@@ -183,7 +185,8 @@ def _nothing(meta: Any) -> DistributedTensor:
 
 @handler(aten.index.Tensor)
 def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Masks select as many elements as are true: those are turned into indices by the node, with one round trip."""
+    """Indexes a tensor. The number of elements that a mask selects depends on the data, so the node turns masks into
+    indices first, with one round trip."""
     source, indices = args[0], args[1]
     if any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
         check_masks(source, indices)
@@ -201,12 +204,13 @@ def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 @handler(aten._pack_padded_sequence.default)
 def _pack(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Lengths, and the sizes of batches that torch computes of them and reads in C++, stay here as they do for CUDA."""
+    """Packs a padded sequence. Lengths, and the batch sizes that torch computes from them and reads in C++, stay local
+    tensors, as they do for CUDA."""
     return entry.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """On a CPU node with the very steps of local CPU's dropout, so that one seed gives one set of numbers."""
+    """Runs dropout, on a CPU node with exactly the steps of local dropout, so that one seed gives the same numbers."""
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
     if kernel_choice.dropout(source._place.record, p, train) == "fused":
         return run(entry, args, kwargs, None)

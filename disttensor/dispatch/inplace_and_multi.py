@@ -1,4 +1,4 @@
-"""Calls with several outputs, and calls that write their arguments."""
+"""Issues calls with several outputs, and calls that write their arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Make = Callable[[int, int, tuple[Any, ...]], c.Call]
 
 
 def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
-    """A new plan's first call, in which the node compares what it has then with what the plan says."""
+    """Issues a new plan's first call, in which the node compares the geometry of its results with the plan's."""
     written: list[Meta] = []
     after = dict(plan.shapes) if plan.kind == RESHAPED else {}
     for where in entry.writes:
@@ -29,17 +29,17 @@ def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     make = checked(made, written)
     if plan.kind != ONE:
         return rare(entry, plan, args, kwargs, call, out, make)
-    box = plan.state.outbox
+    box = plan.place.outbox
     result = proxy(Handle(out, plan.shapes))
     commands = box.commands
     commands += (make(plan.template, out, tuple(call)), here())
     if len(box.commands) >= box.limit:
-        plan.state.session.flush(box)
+        plan.place.session.flush(box)
     return result
 
 
 def checked(made: Sequence[Meta], written: Sequence[Meta] = ()) -> Make:
-    """Makes first calls: with what they make and leave written."""
+    """Returns a constructor of first calls, which carry the geometry of the tensors that they make and write."""
     kinds = {meta: i for i, meta in enumerate(dict.fromkeys([*made, *written]))}
     gives, keeps = tuple(kinds[m] for m in made), tuple(kinds[m] for m in written)
     described = tuple(expected(m.shape, m.stride, m.offset, m.dtype, m.bits) for m in kinds)
@@ -55,8 +55,8 @@ def rare(
     out: int,
     make: Make = c.Call,
 ) -> Any:
-    """A call of a kind that is none of `dispatch`'s two: it gives several tensors, or writes some."""
-    box, session = plan.state.outbox, plan.state.session
+    """Issues a call that returns several tensors, or writes some: the kinds that `dispatch` does not issue itself."""
+    box, session = plan.place.outbox, plan.place.session
     site = here()
     if plan.kind == MANY:
         handles: list[Handle] = []
@@ -72,7 +72,7 @@ def rare(
 
         shapes = plan.shapes
         if type(shapes) in (tuple, list) and not any(type(s) in (tuple, list) for s in shapes):
-            result = type(shapes)([one(meta) for meta in shapes])  # most are flat, and a pytree takes its time
+            result = type(shapes)([one(meta) for meta in shapes])  # most are flat, and tree_map is slow
         else:
             result = tree_map(one, shapes)
         commands = box.commands
@@ -100,9 +100,10 @@ def _reshape(
     site: Any,
     make: Make,
 ) -> None:
-    """Writes arguments whose geometry changes. Each gets a new ref first, an alias: a handle's geometry is fixed."""
-    box = plan.state.outbox
-    same = plan.state.define("aten::alias", (c.Hole(True),), (), 1, site)
+    """Issues a call that changes its arguments' geometry. Each of these gets a new ref (an alias) first, because a
+    handle's geometry is fixed."""
+    box = plan.place.outbox
+    same = plan.place.define("aten::alias", (c.Hole(True),), (), 1, site)
     changed: list[tuple[DistributedTensor, Handle]] = []
     for where, meta in plan.shapes:
         tensor = args[where] if isinstance(where, int) else kwargs[where]

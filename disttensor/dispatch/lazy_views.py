@@ -1,4 +1,5 @@
-"""Views and empty tensors cost no command until something uses them: most views in a training step never are."""
+"""Lazy views and empty tensors: they cost no command until something uses them, and most views of a training step are
+never used."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ from .op_table import handles, run_ordinary
 _inference = torch.is_inference_mode_enabled
 
 
+#: Invariant 2: the command that writes a ref is appended before anyone can see the ref.
 def materialise(handle: Handle) -> int:
-    """Makes a lazy tensor exist on its node; gives its ref."""
+    """Makes a lazy tensor exist on its node, and returns its ref."""
     if not isinstance(handle, Lazy):
         raise DisttensorError("this tensor was never made")
     plan: Plan = handle.plan
-    with plan.state.lock:
+    with plan.place.home.lock:
         if handle.ref:
             return handle.ref
         if type(handle.base) is Lazy and not handle.base.ref:
@@ -35,22 +37,22 @@ def materialise(handle: Handle) -> int:
         ref = new_ref()
         base = handle.base
         call = handle.values if base is None else (ref - base.ref, *handle.values)
-        commands = past(handle, plan.state.outbox)
-        site = here()  # the line that uses it: a view that can't be made was refused when it was written
-        template = plan.template if plan.generation == plan.state.generation else plan.define(site)
+        commands = past(handle, plan.place.outbox)
+        site = here()  # the line that uses the view: one that can't be made was refused when it was written
+        template = plan.template if plan.generation == plan.place.home.generation else plan.define(site)
         if plan.new:
             plan.new = False
             commands += (checked([plan.shapes])(template, ref, call), site)
         else:
             commands += (c.Call(template, ref, call), site)
-        handle.ref = ref  # only now: whoever sees it may use it
+        handle.ref = ref  # only now, as any thread that sees the ref may use it
         handle.base = None
         return ref
 
 
 def past(handle: Lazy, box: Outbox) -> Any:
-    """Where the command that makes ``handle`` goes: past a recording, unless what it is of, or the call that made an
-    empty one, was recorded. What a graph uses but doesn't make is there for all its replays."""
+    """Returns the queue for the command that makes ``handle``: the node's own, past a recording, unless the recording
+    made the view's base, or the empty tensor. Tensors that a graph uses but doesn't make exist for all its replays."""
     commands = box.commands
     if type(commands) is Tap:
         recorder = route.get().recorder
@@ -60,7 +62,7 @@ def past(handle: Lazy, box: Outbox) -> Any:
 
 
 def _materialise_bases(handle: Handle | None) -> None:
-    """Of a view of a view of a view, from the first one on: a recursion would end at a thousand."""
+    """Materialises a chain of lazy views iteratively, base first (recursion would end at a thousand)."""
     chain: list[Handle] = []
     while type(handle) is Lazy and not handle.ref:
         chain.append(handle)
@@ -71,9 +73,9 @@ def _materialise_bases(handle: Handle | None) -> None:
 
 @handles("view")
 def view(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """A view makes no command until it is used: most in a training step never are."""
+    """Makes a lazy view, which costs no command until it is used."""
     base = args[0]
-    if kwargs or type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as one
+    if kwargs or type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as a view
         return run_ordinary(entry, args, kwargs, None)
     h = base._h
     rest = args[1:]
@@ -104,7 +106,7 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any, ...]) -> Plan | None:
-    """None for what must take the ordinary way: views that give lists, operands that are local."""
+    """Returns the plan of a view; None for calls that `run` has to issue: views that give lists, local operands."""
     if any(isinstance(v, torch.Tensor) for v in rest):
         return None
     place = meta.place
@@ -113,7 +115,7 @@ def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any
         return None
     positional, named = entry.specs(args, kwargs, DistributedTensor, place.name)
     make_room(place)
-    plan = Plan(VIEW, place.state, (entry.name, positional, named), meta_like(result, place), 1, here(4))
+    plan = Plan(VIEW, place, (entry.name, positional, named), meta_like(result, place), 1, here(4))
     plan.values = tuple(rest[i] for i, spec in enumerate(positional[1:]) if isinstance(spec, c.Hole))
     entry.store(entry.plans, (meta, rest), plan)
     return plan

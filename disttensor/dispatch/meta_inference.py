@@ -1,7 +1,7 @@
-"""The metadata of an operation's outputs, without a round trip: torch's meta kernels, asked once per signature.
+"""Infers the metadata of an operation's outputs without a round trip, by torch's meta kernels, once per signature.
 
-Named in one place are the operations that need the node: data-dependent shapes (a round trip each time) and meta
-kernels that are missing or wrong (one per signature).
+This file also names the operations that need the node: data-dependent shapes (a round trip each time) and meta kernels
+that are missing or wrong (one per signature).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..runtime.process.gc_pause import no_collection
 
-#: Meta kernels whose shapes or strides differ from what the CPU kernel returns, for contiguous operands too: the node
-#: is asked once per signature. (What they do of others is found out: `lying` in first_call.py.)
+#: Operators whose meta kernels give other shapes or strides than the CPU kernel, for contiguous operands too: the node
+#: is asked once per signature. (For other operands `lying` in first_call.py finds out.)
 WRONG_META = frozenset(
     {
         "aten::max_unpool2d",
@@ -70,18 +70,19 @@ WRONG_META = frozenset(
     }
 )
 
-#: Tagged as data-dependent by torch; a shape that depends on the data has to be asked for each time.
+#: Torch's tags of data-dependent operators; a shape that depends on the data has to be asked for each time.
 _DYNAMIC = torch.Tag.dynamic_output_shape
 _VALUE = torch.Tag.data_dependent_output
-#: Operators that give nothing and raise if the data are bad: asked, or what follows would compute on garbage.
+#: Operators that return nothing and raise if the data are bad: the node is asked, or later operations would compute on
+#: garbage.
 _CHECKS = frozenset({"aten::_linalg_check_errors"})
-#: Elements of tensors that are made here to hear what local torch says of them.
+#: The elements, at most, of local tensors that are made to get local torch's error for an operation.
 _FEW = 1 << 22
 _PLAIN = frozenset({"bool", "int", "float", "number", "complex", "str"})
 
 
 def _native_attention(*args: Any, **kwargs: Any) -> Any:
-    """Torch's meta kernel gives weights that nobody wants, too."""
+    """Infers multi-head attention: torch's meta kernel returns weights even where none are wanted."""
     op = torch.ops.aten._native_multi_head_attention.default
     wanted = args[10] if len(args) > 10 else kwargs.get("need_weights", True)
     output, weights = op(*args, **kwargs)
@@ -89,7 +90,8 @@ def _native_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def _flash_attention(*args: Any, **kwargs: Any) -> Any:
-    """In torch 2.11 its meta kernel has the sums of exponentials in float32, for doubles as well."""
+    """Infers flash attention on a CPU: torch 2.11's meta kernel has the sums of exponentials in float32, for doubles as
+    well."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     output, sums = op(*args, **kwargs)
     return output, sums.to(torch.float64) if output.dtype is torch.float64 else sums
@@ -101,9 +103,9 @@ def _padded(nested: torch.Tensor, padding: float, size: Any = None) -> torch.Ten
     return nested.new_empty(size)
 
 
-#: Operators whose outputs are known here better than from their meta kernels. The first two are the ends of torch's way
-#: for padded batches (``nn.TransformerEncoder``), the third is on it: between them a node has a nested tensor, without
-#: the padding. To the script it is as large as with it, which only torch's own layers see.
+#: Operators whose outputs these functions know better than their meta kernels. The first two begin and end torch's fast
+#: path for padded batches (``nn.TransformerEncoder``), the third runs in between: there a node has a nested tensor,
+#: without the padding. To the script it has the size with padding, which only torch's own layers see.
 _KNOWN: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten._nested_tensor_from_mask.default: lambda x, *rest, **_: x.new_empty(x.shape),
     torch.ops.aten.to_padded_tensor.default: _padded,
@@ -114,14 +116,14 @@ _KNOWN: dict[OpOverload, Callable[..., Any]] = {
 
 
 def asks_always(op: OpOverload) -> bool:
-    """Whether the outputs' shapes depend on the data."""
+    """Returns whether an operator's output shapes depend on the data."""
     return _DYNAMIC in op.tags and op.name() not in {"aten::index.Tensor", "aten::index.Tensor_out"}
 
 
 def list_length(name: str, args: tuple[Any, ...]) -> int:
-    """How many tensors an operator that gives a list of them, and has to be asked for shapes, gives.
+    """Returns the number of tensors in the list that an operator returns whose shapes the node has to be asked for.
 
-    Raises NotImplementedError.
+    Raises NotImplementedError where it is not known.
     """
     if name == "aten::_histogramdd_bin_edges":
         return len(args[1])
@@ -132,7 +134,7 @@ def list_length(name: str, args: tuple[Any, ...]) -> int:
 
 
 def gives_value(op: OpOverload) -> bool:
-    """Whether the operation returns a Python value instead of tensors (``.item()``, ``equal``)."""
+    """Returns whether an operator returns a Python value instead of tensors (``.item()``, ``equal``)."""
     returns = op._schema.returns
     if op.name() in _CHECKS:
         return True
@@ -140,8 +142,8 @@ def gives_value(op: OpOverload) -> bool:
 
 
 def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs ``op`` on the meta device. Raises NotImplementedError where there is no meta kernel, and torch's own errors
-    (shapes, dtypes) at the user's line."""
+    """Runs ``op`` on the meta device, and returns its outputs there. Raises NotImplementedError where there is no meta
+    kernel (or a wrong one), and torch's own errors (shapes, dtypes) at the user's line."""
     if op.name() in WRONG_META:
         raise NotImplementedError
     if "device" in kwargs:
@@ -153,15 +155,16 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as e:
         if (local := _locally(op, args, kwargs)) is not None:
             raise local from None
-        if not isinstance(e, AssertionError):  # how some of torch's meta kernels refuse what real ones do otherwise
+        if not isinstance(e, AssertionError):  # some of torch's meta kernels refuse operands by an assertion
             raise
         raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
 
 
 def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-    """What local torch raises for tensors like these, where its meta kernels have other words. None for nothing."""
+    """Returns the error that local torch raises for tensors like these, as meta kernels may have other words for it;
+    None if it raises none."""
     if torch.Tag.nondeterministic_seeded in op.tags:
-        return None  # it would draw from the user's generator
+        return None  # a trial would draw from the user's generator
     metas = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     if sum(v.numel() for v in metas) > _FEW:
         return None
@@ -182,11 +185,11 @@ def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
 
 
 def warm(then: Callable[[], None]) -> None:
-    """Has torch import what its meta kernels need, over a second that the first operation would pay otherwise, and
-    calls ``then``; once. Raises what that has raised.
+    """Has torch import the modules that its meta kernels need (over a second, which the first operation would take
+    otherwise), and calls ``then``; once. Waits for it, and raises its errors.
 
-    In a thread of its own, where no Ctrl-C comes: what is broken off in the middle is spoilt for good. It is raised
-    when the thread has ended; a second one at once.
+    It runs in a thread of its own, where no Ctrl-C arrives: an import that is broken off in the middle is spoilt for
+    good. A Ctrl-C is raised when the thread has ended; a second one at once.
     """
     global _warming
     if _warming is None:
@@ -194,7 +197,7 @@ def warm(then: Callable[[], None]) -> None:
         thread.start()
         _warming = thread
     try:
-        _warmed.wait()  # not the thread's join: a Ctrl-C in that has Python 3.11 take the thread for ended
+        _warmed.wait()  # not the thread's join: after a Ctrl-C in join, Python 3.11 takes the thread for ended
     except BaseException:
         _warmed.wait()  # torch aborts when the interpreter ends meanwhile
         raise
@@ -207,11 +210,11 @@ _once, _warmed, _failed = threading.Lock(), threading.Event(), list[BaseExceptio
 
 
 def _warm(then: Callable[[], None]) -> None:
-    with _once:  # a Ctrl-C that met `start` lets the next call start another one
+    with _once:  # a Ctrl-C during `start` has the next call start a second thread
         if _warmed.is_set():
             return
         try:
-            with no_collection():  # nothing becomes garbage here; the imports take a third less
+            with no_collection():  # imports make no garbage, and take a third less time without collections
                 x = torch.empty(2, 2, device="meta")
                 torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
                 then()
@@ -222,5 +225,5 @@ def _warm(then: Callable[[], None]) -> None:
 
 
 def stand_ins(tree: Any, tensor_type: Any) -> Any:
-    """``tree`` with tensors on the meta device in place of proxies."""
+    """Returns ``tree`` with tensors on the meta device in place of proxies."""
     return tree_map(lambda v: v._h.meta.stand_in if isinstance(v, tensor_type) else v, tree)

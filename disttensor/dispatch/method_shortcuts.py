@@ -1,8 +1,8 @@
-"""The shortest way for everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``.
+"""The fast path of everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``.
 
-Torch's way from a method to `dispatch` costs more than all that dispatch does. Where nothing above dispatch has a say
-(no gradient to record, no mode, no autocast, no transform) a method here looks its plan up and issues at once. Anything
-else, and every signature's first call, goes torch's way.
+Torch's path from a method to `dispatch` costs more than dispatch itself. Where no mode is active above dispatch (no
+gradient to record, no mode, no autocast, no transform) a method here looks its plan up and issues at once. All other
+calls, and every signature's first one, take torch's path.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _inference = torch.is_inference_mode_enabled
 _autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._are_functorch_transforms_active
 
-#: Integers that go over the wire; torch says what is wrong with others.
+#: The bound of integers that can be sent; torch raises the error for larger ones.
 _WIDE = 1 << 63
 _NOTHING = type(None)
 
 
-# The six looks at what stands between a method and dispatch (gradients aside) are written out below. They cost a fifth
-# of the whole, and called as a function they would cost half as much again.
+# The six checks for active modes between a method and dispatch (gradients aside) are written out below. They cost a
+# fifth of the whole call, and as a function they would cost half as much again.
 
 
 def _unary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +108,7 @@ _UNARY: dict[str, tuple[str, ...]] = {
 
 
 def install() -> None:
-    """Gives DistributedTensor these methods. A second call does nothing."""
+    """Gives DistributedTensor the methods of this file. A second call does nothing."""
     if "add" in vars(DistributedTensor):
         return
     for table, make in ((_BINARY, _binary), (_UNARY, _unary)):

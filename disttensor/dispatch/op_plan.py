@@ -1,4 +1,5 @@
-"""Per operator: how its arguments are sorted. Per signature: a plan, computed once, of what it sends and gives."""
+"""Entries and plans. An entry says how an operator's arguments are sorted; a plan, computed once per signature, what a
+call sends and returns."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from ..proxy.meta import Meta
 from ..runtime.master.failures import Site
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
-from ..session.places import NodeState
+from ..session.places import Place
 from .meta_inference import asks_always, gives_value
 
-# How an argument takes part: in the key (what a plan depends on), in the call (what goes over the wire each time).
-TENSOR = 0  #: a proxy: its meta in the key, its ref in the call. A number here is a NUMBER
+# The kinds of arguments: parts of the key (on which a plan depends), or of the call (which is sent each time).
+TENSOR = 0  #: a proxy: its meta in the key, its ref in the call. A number in its place is a NUMBER
 NUMBER = 1  #: a Scalar or float: its type in the key, its value in the call
-INDEX = 2  #: an integer that both decides the shape and changes often: in both
-STATIC = 3  #: in the key, and in the template
+INDEX = 2  #: an integer that both decides the shape and changes often: in the key and in the call
+STATIC = 3  #: a static value: in the key, and in the template
 LIST = 4  #: a list of static values
-TENSORS = 5  #: a list of proxies, with None between them perhaps
+TENSORS = 5  #: a list of proxies, some of which may be None
 NUMBERS = 6  #: a list of numbers
 GENERATOR = 7  #: a generator of the user's, or None
 
@@ -54,13 +55,13 @@ _KINDS = {
 
 
 class Entry:
-    """What is known of an operator whatever its arguments."""
+    """The facts of an operator that do not depend on its arguments, its handler and its plans."""
 
     __slots__ = (
         "asks",
         "composite",
+        "fallback",
         "handler",
-        "instead",
         "kinds",
         "kwkinds",
         "lists",
@@ -85,7 +86,7 @@ class Entry:
         self.name = op.name()
         self.kinds = tuple(self._kind(a) for a in schema.arguments if not a.kwarg_only)
         self.kwkinds = {a.name: self._kind(a) for a in schema.arguments}
-        #: torch passes lists to it, and a list is no key
+        #: whether torch passes lists to it, which can't be part of a key
         self.lists = any(k in (LIST, NUMBERS) for k in self.kinds)
         self.mutable = schema.is_mutable
         #: positions (or names) of the arguments that are written
@@ -94,33 +95,33 @@ class Entry:
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         )
-        #: the operator returns arguments that it wrote: `add_` its first, `add.out` its out
+        #: the arguments that the operator writes and returns: of `add_` the first, of `add.out` its out
         self.returned = self._returned(schema)
         self.view = op.is_view and not self.mutable
-        #: made of other operators, into which torch's autograd takes it apart; without autograd it comes here whole
+        #: made of other operators, into which torch's autograd takes it apart; without autograd it arrives in one piece
         self.composite = self._composite()
-        self.torchs = self.name.startswith(("aten::", "prims::"))  #: and no other library's
+        self.torchs = self.name.startswith(("aten::", "prims::"))  #: torch's own, not another library's
         self.python = self._python()
         self.asks = asks_always(op)
         self.value = gives_value(op) and not self.mutable
         self.plans: dict[tuple[Any, ...], Plan] = {}
-        #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the shortest way of `dispatch`
+        #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the fast path of `dispatch`
         self.quick: dict[tuple[Any, Any], Plan] = {}
-        #: it gives tensors, each by itself
+        #: whether it returns tensors only, and no lists of them
         self.single = all(str(r.type) == "Tensor" for r in schema.returns)
-        #: whether its meta kernel was right, by how the operands lay (`lying` in first_call.py)
+        #: whether its meta kernel was right, by layout of the operands (`lying` in first_call.py)
         self.right: dict[Any, bool] = {}
         self.handler: Callable[..., Any] | None = None
-        self.instead: Callable[..., Any] | None = None
+        self.fallback: Callable[..., Any] | None = None
 
     def store(self, table: dict[Any, Any], key: Any, known: Plan | bool) -> None:
-        """Notes something in one of this entry's tables; a full one is emptied first, with the others."""
+        """Adds an entry to one of this operator's tables. A full table is emptied first, with the others."""
         if len(table) >= MAX_PLANS:
             self.forget()
         table[key] = known
 
     def forget(self) -> None:
-        """Drops all plans, and what is known of the meta kernel."""
+        """Drops all plans, and the findings about the meta kernel."""
         self.plans.clear()
         self.quick.clear()
         self.right.clear()
@@ -132,7 +133,7 @@ class Entry:
         return has("CompositeImplicitAutograd") and not has("PrivateUse1")
 
     def _python(self) -> bool:
-        """Whether it is a library's own, with one kernel for all devices (``torch.library.custom_op``)."""
+        """Returns whether it is a library's operator with one kernel for all devices (``torch.library.custom_op``)."""
         return not self.torchs and torch._C._dispatch_has_kernel_for_dispatch_key(
             self.name, "CompositeExplicitAutograd"
         )
@@ -148,7 +149,7 @@ class Entry:
 
     @staticmethod
     def _returned(schema: Any) -> tuple[int | str, ...]:
-        """The arguments that come back as results because they were written, by position or name."""
+        """Returns the arguments that are results because they were written, by position or name."""
         by_alias = {}
         for i, a in enumerate(schema.arguments):
             if a.alias_info is not None and a.alias_info.is_write:
@@ -163,7 +164,7 @@ class Entry:
     def specs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensor_type: type, device: str
     ) -> tuple[tuple[c.Spec, ...], tuple[tuple[str, c.Spec], ...]]:
-        """The template's arguments, with holes in the order in which ``dispatch`` fills them."""
+        """Returns the template's arguments, with holes in the order in which ``dispatch`` fills them."""
 
         def spec(kind: int, value: Any) -> c.Spec:
             if isinstance(value, tensor_type):
@@ -187,34 +188,35 @@ class Entry:
 
 
 class Plan:
-    """What one signature sends and gives. Belongs to one node."""
+    """The plan of one signature on one node: the template that a call sends, and the metadata of its results."""
 
-    __slots__ = ("generation", "kind", "meta", "new", "shapes", "specs", "state", "template", "values")
+    __slots__ = ("generation", "kind", "meta", "new", "place", "shapes", "specs", "template", "values")
 
     def __init__(
-        self, kind: int, state: NodeState, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
+        self, kind: int, place: Place, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
     ) -> None:
         self.kind = kind
-        #: of a VIEW: no node has compared its geometry yet
+        #: for a VIEW: no node has compared its geometry yet
         self.new = True
-        #: of a VIEW: the numbers among its arguments, which go into the call (its key has them all)
+        #: for a VIEW: the numbers among its arguments, which go into the call (its key has them all)
         self.values: tuple[Any, ...] = ()
-        self.state = state
+        self.place = place
         self.specs: tuple[Any, ...] = (*specs, outs)
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
         self.shapes = shapes
         self.meta: Meta | None = shapes if isinstance(shapes, Meta) else None
-        self.generation = state.generation
+        self.generation = place.home.generation
         self.template = self.define(site)
 
     def define(self, site: Site | None) -> int:
-        """The template's number now; ``template`` holds it as long as the node's generation is the plan's."""
+        """Defines the template if need be, and returns its number; ``template`` holds the number as long as the node's
+        generation is the plan's."""
         name, args, kwargs, outs = self.specs
-        return self.state.define(name, args, kwargs, outs, site)
+        return self.place.define(name, args, kwargs, outs, site)
 
 
 ONE = 0  #: one new tensor
-WRITTEN = 1  #: nothing new: an argument was written
+WRITTEN = 1  #: no new tensor: an argument was written
 MANY = 2  #: several new tensors
 RESHAPED = 3  #: an argument was written and has another geometry now
 VIEW = 4  #: one alias; costs no command until it is used

@@ -1,4 +1,4 @@
-"""The table of operators: what is known of each, and which have a handler of their own."""
+"""The table of operators: an entry for each, and the custom handlers of some."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Run = Callable[[Entry, Any, Any, Any], Any]
 entries: dict[int, Entry] = {}
 _handlers: dict[OpOverload, Handler] = {}
 _kinds: dict[str, Handler] = {}
-_instead: dict[str, Handler] = {}
+_fallbacks: dict[str, Handler] = {}
 _ordinary: list[Run] = []
 
 
 def handler(*ops: OpOverload) -> Callable[[Handler], Handler]:
-    """Registers ``fn(entry, args, kwargs)`` for operators that don't go the ordinary way."""
+    """Registers ``fn(entry, args, kwargs)`` as the custom handler of operators."""
 
     def register(fn: Handler) -> Handler:
         for op in ops:
@@ -46,37 +46,37 @@ def handles(kind: str) -> Callable[[Handler], Handler]:
 
 
 def ordinary(fn: Run) -> Run:
-    """Registers what runs an operator without its handler."""
+    """Registers the function that runs an operator without its handler."""
     _ordinary[:] = [fn]
     return fn
 
 
 def run_ordinary(entry: Entry, args: Any, kwargs: Any, place: Any) -> Any:
-    """Runs an operator the ordinary way, for a handler that leaves a case to it."""
+    """Runs an operator without its handler, for a handler that leaves a case to that."""
     return _ordinary[0](entry, args, kwargs, place)
 
 
-def instead(*names: str) -> Callable[[Handler], Handler]:
-    """Registers what the overloads of aten operators, in-place ones too, do for some signatures: asked at each call
-    that has no plan, it gives the result, or NotImplemented."""
+def fallback(*names: str) -> Callable[[Handler], Handler]:
+    """Registers a fallback for the overloads of aten operators, in-place ones too: at each call that has no plan it
+    returns the result, or NotImplemented for signatures that it does not handle."""
 
     def register(fn: Handler) -> Handler:
         for name in names:
-            _instead[name] = _instead[name + "_"] = fn
+            _fallbacks[name] = _fallbacks[name + "_"] = fn
         return fn
 
     return register
 
 
 def enter(op: OpOverload) -> Entry:
-    """The entry of an operator."""
+    """Returns the entry of an operator."""
     entry = entries.get(id(op))
     if entry is None:
         entry = Entry(op)
         kinds = ("python", entry.python), ("composite", entry.composite), ("view", entry.view), ("value", entry.value)
         kind = next((name for name, applies in kinds if applies), "")
         entry.handler = _handlers.get(op) or _kinds.get(kind)
-        entry.instead = _instead.get(entry.name.partition(".")[0].removeprefix("aten::"))
+        entry.fallback = _fallbacks.get(entry.name.partition(".")[0].removeprefix("aten::"))
         entries[id(op)] = entry
     return entry
 

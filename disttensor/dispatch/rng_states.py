@@ -1,7 +1,7 @@
 """Generators on nodes: states of the default ones, for checkpoints, and ``torch.Generator(device="node:1")``.
 
-A state stays on its node, and takes no round trip to be kept or set. So a generator of the user's is one: for a draw it
-takes the place of the state of the default generator, and gives it back.
+A state stays on its node, and takes no round trip to be kept or set. So a generator of the user's is just a state: for
+a draw it replaces the state of the default generator, which is put back afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CUDA = 16
 
 
 def keep(place: Place) -> DistributedTensor:
-    """The state of the place's generator now, on its node's CPU."""
+    """Returns the present state of the place's generator, a uint8 tensor on its node's CPU. Returns at once."""
     size = _CUDA if place.kernels == "cuda" else torch.get_rng_state().numel()
     home = place.session.places.at(place.node, "cpu")
     out = new_ref()
@@ -42,19 +42,22 @@ def keep(place: Place) -> DistributedTensor:
 
 
 def restore(place: Place, state: DistributedTensor) -> None:
-    """Sets the generator to what was kept on the same node. Raises DisttensorError for a state of another session."""
+    """Sets the place's generator to a state that was kept on the same node. Returns at once.
+
+    Raises DisttensorError for a state of another session.
+    """
     one_session(place, state._place)
     place.outbox.add(c.Keep(state._h.ref or materialise(state._h), place.name, True), here())
 
 
 class NodeGenerator(torch._C.Generator):
-    """A generator whose draws are made on a node. Below it is a local one, which knows seeds and their states.
+    """A generator whose draws are made on a node. To C++ it is a local generator, which turns seeds into states.
 
-    Given to an operation on local tensors, which torch would refuse, it draws as that local one.
+    In an operation on local tensors, where torch would refuse a generator of a node, it draws as that local generator.
     """
 
     _place: Place
-    _kept: DistributedTensor | None  #: the state after the last draw; None while the local one has it
+    _kept: DistributedTensor | None  #: the state after the last draw; None while the local generator has it
 
     def __new__(cls, place: Place) -> NodeGenerator:
         self: NodeGenerator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
@@ -79,10 +82,10 @@ class NodeGenerator(torch._C.Generator):
         return super().seed()
 
     def get_state(self) -> torch.Tensor:
-        """A local tensor. One round trip if it has drawn."""
+        """Returns the state as a local uint8 tensor. Waits for the node if the generator has drawn."""
         if self._kept is not None:
             return self._kept.cpu()
-        if self._place.kernels == "cuda":  # its seed, and how many numbers it has drawn
+        if self._place.kernels == "cuda":  # a state is the seed, and the count of numbers drawn
             seed = self.initial_seed()
             return torch.tensor([seed - (1 << 64) if seed >= 1 << 63 else seed, 0]).view(torch.uint8)
         return super().get_state()
@@ -107,7 +110,7 @@ class NodeGenerator(torch._C.Generator):
         return self._place.session.places.at(self._place.node, "cpu")
 
     def borrow(self) -> DistributedTensor:
-        """Makes its state that of the place's default generator. Gives what that was."""
+        """Makes this generator's state that of the place's default generator, and returns the state of before."""
         before = keep(self._place)
         restore(self._place, self._kept if self._kept is not None else upload(self.get_state(), self._home))
         return before
@@ -117,7 +120,7 @@ class NodeGenerator(torch._C.Generator):
         restore(self._place, before)
 
 
-#: By the address of what torch passes on of a generator: operators get another Python object than the user's.
+#: The user's generators by the address of the C++ one: torch passes operators another Python object than the user's.
 _ours: WeakValueDictionary[int, NodeGenerator] = WeakValueDictionary()
 
 
@@ -130,7 +133,11 @@ def _restored(device: str, state: torch.Tensor) -> torch._C.Generator:
 
 
 def drawn(run: Callable[..., Any], entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
-    """``run``, with a generator of the user's among the arguments. Raises RuntimeError for one of elsewhere."""
+    """Calls ``run`` with a generator of the user's among the arguments.
+
+    Raises RuntimeError for a generator of another place, NotImplementedError for a local one, GraphError while a graph
+    is recorded.
+    """
 
     def without(value: Any) -> Any:
         if not isinstance(value, torch._C.Generator):
@@ -162,10 +169,10 @@ def drawn(run: Callable[..., Any], entry: Entry, args: Any, kwargs: Any, place: 
 
 
 class _Class(type(torch._C.Generator)):  # type: ignore[misc]
-    """What ``torch.Generator`` is. Its instances are those of torch's own class, and on nodes NodeGenerators."""
+    """The metaclass of ``torch.Generator``, whose instances are those of torch's own class, and NodeGenerators."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not torch.Generator:  # somebody's subclass
+        if cls is not torch.Generator:  # a user's subclass
             return super().__call__(*args, **kwargs)
         device = args[0] if args else kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "node":
@@ -183,12 +190,12 @@ _original = torch._C.Generator
 
 
 def generator_class(original: type) -> type:
-    """``torch.Generator``, which makes generators on nodes, too."""
+    """Returns a ``torch.Generator`` that makes generators on nodes, too."""
     return _Class("Generator", (_original,), {"__doc__": _original.__doc__, "__module__": "torch"})
 
 
 def getting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Has checkpoints save the default generators of the places that their arguments are on, as they do for CUDA."""
+    """Returns the function by which checkpoints save the default generators of their arguments' places, as for CUDA."""
 
     @wraps(original)
     def get_device_states(*args: Any) -> Any:
@@ -199,7 +206,7 @@ def getting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def setting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """And set them again."""
+    """Returns the function by which checkpoints set the saved generators again."""
 
     @wraps(original)
     def set_device_states(devices: Any, states: Any, **kwargs: Any) -> None:

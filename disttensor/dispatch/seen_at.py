@@ -1,4 +1,4 @@
-"""Remote tensors seen at another place than their own: what ``detach`` gives while somebody says so."""
+"""Remote tensors that are seen at another place than their own: ``detach`` returns them while ``target`` names one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class _Target(threading.local):
     place: Place | None = None
 
 
-#: Where this thread's detach puts its result; None for where its operand is.
+#: The place of the results of this thread's ``detach``; None for the place of its operand.
 target = _Target()
 
 
 def at(handle: Handle, place: Place) -> Handle:
-    """The same remote tensor, seen at ``place``."""
+    """Returns a handle of the same remote tensor, seen at ``place``."""
     if handle.meta.place is place:
         return handle
     if type(handle) is Shared and handle.owner.meta.place is place:

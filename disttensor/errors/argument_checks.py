@@ -1,4 +1,4 @@
-"""The arguments of public functions: one that is wrong is named, with its value and what is meant instead."""
+"""Checks of public functions' arguments: their errors name the wrong one, its value, and what is meant instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def spelled(function: _F) -> _F:
-    """Has an unknown keyword raise TypeError with the nearest one that there is."""
+    """Returns the function with a check: an unknown keyword raises TypeError that names the nearest known one."""
     known = list(inspect.signature(function).parameters)
 
     @wraps(function)
@@ -40,7 +40,7 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:
-    """The whole number that ``value`` is. Raises TypeError for what is none, ValueError for one below ``least``."""
+    """Returns ``value`` as an int. Raises TypeError for what is no whole number, ValueError for one below ``least``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -53,7 +53,7 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
 
 
 def seconds(name: str, value: Any) -> None:
-    """Raises TypeError unless it is a number, ValueError unless it is above 0."""
+    """Raises TypeError unless ``value`` is a number of seconds, ValueError unless it is above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a number of seconds, not {value!r}")
     if not value > 0:
@@ -61,7 +61,7 @@ def seconds(name: str, value: Any) -> None:
 
 
 def span(name: str, value: Any) -> int | tuple[int, int]:
-    """How many nodes: a number, or the least and the most. Raises TypeError, ValueError."""
+    """Returns a number of nodes, or a pair of the least and the most, after a check. Raises TypeError, ValueError."""
     if not isinstance(value, tuple):
         try:
             return whole_number(name, value, 1)
@@ -82,13 +82,14 @@ def text(name: str, value: Any, example: str) -> None:
 
 
 def texts(name: str, value: Any, example: str) -> None:
-    """Raises TypeError for what is no list of texts: one text is none, as its letters would be taken for them."""
+    """Raises TypeError for what is no list of texts. A single text is none either: its letters would be taken for
+    texts."""
     if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(one, str) for one in value):
         raise TypeError(f"{name} is a list of texts such as [{example!r}], not {value!r}")
 
 
 def mapping(name: str, value: Any) -> None:
-    """Raises TypeError unless it is a mapping of texts to texts."""
+    """Raises TypeError unless ``value`` is a mapping whose keys are texts."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} is a dict, not {value!r}")
     for key in value:

@@ -1,4 +1,4 @@
-"""What a function lacks on a node: a value that can't be pickled, a module that the node does not find."""
+"""Explains what a function lacks on a node: a value that can't be pickled, a module that the node does not find."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 from ..runtime.protocol.bundle import Bundle
 
-#: What to do about a value that can't be pickled.
+#: The advice about a value that can't be pickled.
 REMEDY = "make it inside of the function, or pass what it is made of"
 
-#: How deep a value is looked for.
+#: The depth down to which a value's parts are searched.
 _DEPTH = 8
 
 _E = TypeVar("_E", bound=Exception)
 
 
 def culprit(value: Any, what: str, fails: Callable[[Any], bool], depth: int = 0) -> str | None:
-    """Of a value that ``fails``, the innermost part that does, in words. None if none of its parts does by itself."""
+    """Returns, in words, the innermost part of a value that ``fails``; None if none of its parts fails by itself."""
     for name, part in _parts(value, what):
         if depth < _DEPTH and fails(part):
             return (
@@ -34,7 +34,7 @@ def culprit(value: Any, what: str, fails: Callable[[Any], bool], depth: int = 0)
 
 
 def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
-    """What a value is pickled with: (in words, itself)."""
+    """Yields the parts that are pickled with a value: (in words, the part)."""
     if isinstance(value, FunctionType):
         name = f"{value.__qualname__.rpartition('<locals>.')[2]}()"
         try:
@@ -61,7 +61,7 @@ def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
 
 
 def advised(error: _E, plain: Bundle | None) -> _E:
-    """The error of a function that has met no module by some name, with what to do if there is one here."""
+    """Returns the error of a function that did not find a module, with a note on what to do if the script has it."""
     match = re.match(r"No module named '(\w+)", str(error)) if isinstance(error, ModuleNotFoundError) else None
     if match is None or plain is None:
         return error

@@ -1,4 +1,4 @@
-"""``dt.fetch(x)``: a tensor on its way here, as a ``Work`` that can be waited for, awaited, or looked at later."""
+"""``dt.fetch(x)``: a tensor on its way to the script, as a ``Work`` to wait for, to await, or to look at later."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ from ..session.transfers import when_done
 
 
 class Work:
-    """Something under way, as ``torch.distributed``'s Work and Future. Any thread may use it, any number of times.
+    """A transfer or collective under way, as ``torch.distributed``'s Work and Future.
 
-    One that is dropped goes on, and is freed at its end; if it fails then, ``dt.synchronize()`` or the end says so.
+    Any thread may use a Work, any number of times. A Work that is dropped goes on, and is freed at its end; if it fails
+    then, ``dt.synchronize()`` or the end of the session raises the error.
+
+        >>> work = dt.fetch(torch.arange(4.0, device="node:0"))     # returns at once
+        >>> work.result()                                           # waits
+        tensor([0., 1., 2., 3.])
     """
 
     def __init__(self, session: Session, source: DistributedTensor, transfer: Arrival) -> None:
@@ -41,25 +46,28 @@ class Work:
         self._transfer = transfer
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
         return self._transfer.is_completed()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Returns True when it has ended well.
+        """Waits for the end, and returns True if it was a success.
 
-        Raises TimeoutError after ``timeout`` seconds (it goes on), what made the tensor fail, NodeLost, DisttensorError
-        if the session was shut down before the end.
+        Raises TimeoutError after ``timeout`` seconds (the work goes on), the error that made the tensor fail, NodeLost,
+        DisttensorError if the session was shut down before the end.
         """
         self._session.transfers.end(self._transfer, self._node, seconds_of(timeout))
         return True
 
     def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
-        """Waits, and gives the tensor: the same object each time. Raises as ``wait``."""
+        """Waits, and returns the tensor: the same object each time. Raises as ``wait``."""
         self.wait(timeout)
         return self._transfer.tensor
 
     def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
-        """Waits, and gives what ``wait`` would raise, or None. Raises TimeoutError after ``timeout`` seconds."""
+        """Waits, and returns the error that ``wait`` would raise, or None.
+
+        Raises TimeoutError after ``timeout`` seconds.
+        """
         try:
             self._session.transfers.wait(self._transfer, self._node, seconds_of(timeout))
         except DisttensorError as e:  # the node, or the session, is gone
@@ -71,9 +79,9 @@ class Work:
         return None
 
     def add_done_callback(self, fn: Callable[[Work], object]) -> None:
-        """Has ``fn(self)`` called once it has ended, well or not; soon if it has ended already.
+        """Has ``fn(self)`` called once the work has ended, well or not; soon if it has ended already. Returns at once.
 
-        The callbacks of a session run one after the other, in a thread of their own. One that raises is logged.
+        The callbacks of a session run one after the other, in a thread of their own. An error of a callback is logged.
         """
         callbacks = self._session.callbacks
         callbacks.start()
@@ -100,7 +108,7 @@ class Work:
             await ended
         try:
             self._transfer.wait(0)
-        except ChannelError:  # why may take a round trip
+        except ChannelError:  # to find out why may take a round trip
             error = await asyncio.to_thread(self.exception)
             if error is not None:
                 raise error from None
@@ -113,10 +121,11 @@ class Work:
 
 @spelled
 def fetch(tensor: torch.Tensor) -> Work:
-    """Begins to copy a tensor from its node; returns at once. ``.result()`` of the Work is the local tensor.
+    """Begins to copy a tensor from its node, and returns a Work at once. Its ``result()`` is the local tensor.
 
-    It holds what ``tensor`` holds now, whatever is written to that later, and has no gradient. Any number may be under
-    way; those of one node come in order. Raises TypeError for a local tensor, NodeLost.
+    The local tensor has the shape and dtype of ``tensor``, its values at the time of this call whatever is written to
+    it later, and no gradient. Any number of fetches may be under way; those of one node arrive in order. Raises
+    TypeError for a local tensor, GraphError while a graph is recorded, NodeLost.
     """
     if not isinstance(tensor, DistributedTensor):
         raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
@@ -132,15 +141,19 @@ def fetch(tensor: torch.Tensor) -> Work:
 
 
 def seconds_of(timeout: float | timedelta | None) -> float | None:
-    """A timeout as torch.distributed takes it, in seconds."""
+    """Returns a timeout, as torch.distributed takes it, in seconds."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 @spelled
 def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None) -> Iterator[Work]:
-    """The works in the order in which they end, well or not: what comes first, from whichever node.
+    """Yields the works in the order in which they end, well or not, from whichever node. Waits for the next one.
 
     Raises TimeoutError when some have not ended ``timeout`` seconds after the first is asked for (they go on).
+
+        senders = {dt.fetch(x): k for k, x in enumerate(xs)}
+        for work in dt.futures.as_completed(senders):
+            use(senders[work], work.result())
     """
     seconds = seconds_of(timeout)
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -164,12 +177,12 @@ def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None
 
 
 def _wait_for_any(works: Iterable[Work], ended: deque[Work], waiting: list[Request], deadline: float | None) -> None:
-    """Until ``ended`` is not empty. ``waiting``: what is resolved when something is put there."""
+    """Waits until ``ended`` is not empty. ``waiting`` gets the request that is resolved when a work is put there."""
     for work in works:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         work._session.link.flush_all()
         waiting[:] = [Request(-1, work._node)]
-        with suppress(NodeLost):  # then another node's
+        with suppress(NodeLost):  # then wait by a work of another node
             work._session.link.wait(waiting[0], left, until=lambda: bool(ended))
             return
-    ended.extend(works)  # all nodes are lost, and with them what they had to send
+    ended.extend(works)  # all nodes are lost, and with them the tensors that they had to send

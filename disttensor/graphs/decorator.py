@@ -1,4 +1,4 @@
-"""``@dt.graphed``: a function of tensors that is recorded by itself, and replayed from its third call on."""
+"""``@dt.graphed``: records a function of tensors by itself, at its second call, and replays it from then on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.route import route
 from ..runtime.protocol.errors import GraphError
 from ..session import current
-from ..session.current_node import current_node
+from ..session.node_context import current_node
 from . import first_replay
-from .graph import Graph, graph
+from .graphs import Graph, graph
 from .traced_numbers import Changed, Number
 
 P = ParamSpec("P")
@@ -30,32 +30,32 @@ R = TypeVar("R")
 class _Made:
     """A result that each replay makes."""
 
-    place: int  #: among the results of its node
+    place: int  #: its index among the results of its node
     meta: Meta
 
 
 @dataclass
 class _Given:
-    """A result that is an argument."""
+    """A result that is one of the arguments."""
 
     leaf: int
 
 
 @dataclass
 class _Entry:
-    """One signature."""
+    """The recording for one signature."""
 
-    kept: list[Any]  #: arguments by identity, so that no other takes their ids
+    kept: list[Any]  #: the arguments that count by identity, kept alive so that no other object gets their ids
     graph: Graph | None = None
     numbers: list[float] = field(default_factory=list)  #: the floats of this call
-    tensors: list[int] = field(default_factory=list)  #: leaves that are inputs
+    tensors: list[int] = field(default_factory=list)  #: the indices of leaves that are inputs
     floats: list[int] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
     spec: TreeSpec | None = None
 
 
 class Graphed(Generic[P, R]):
-    """What ``graphed`` makes of a function. ``clear()`` drops its recordings."""
+    """A function that replays itself, returned by ``graphed``. ``clear()`` drops its recordings."""
 
     def __init__(self, function: Callable[P, R], engine: str, verify: bool, limit: int) -> None:
         update_wrapper(self, function)
@@ -183,7 +183,7 @@ class Graphed(Generic[P, R]):
         )
 
     def _recorded(self, entry: _Entry, leaves: list[Any]) -> tuple[Any, dict[int, int]]:
-        """The recorder, and for each stand-in's ref the one that this call gives."""
+        """Returns the recorder, and for each stand-in's ref the ref of this call's argument."""
         assert entry.graph is not None
         recorder = entry.graph.recorded
         refs = (leaves[i]._h.ref or materialise(leaves[i]._h) for i in entry.tensors)
@@ -195,7 +195,7 @@ def _is_input(leaf: Any) -> bool:
 
 
 def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
-    """What decides which recording a call can replay; and what it names by identity."""
+    """Returns the key of the recording that a call can replay, and the objects that the key names by identity."""
     key: list[Hashable] = [spec, id(current.session()), _modes()]
     kept: list[Any] = [current.session()]
     seen: dict[int, int] = {}
@@ -223,7 +223,7 @@ def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
 
 
 def _modes() -> Hashable:
-    """What of torch's state decides what operations do."""
+    """Returns the part of torch's state that changes the meaning of operations."""
     casts = torch.get_autocast_dtype("node") if torch.is_autocast_enabled("node") else None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return *modes, casts, torch.get_default_dtype(), current_node()
@@ -238,18 +238,29 @@ def graphed(
 def graphed(function: Any = None, *, engine: str = "interpreter", verify: bool = False, limit: int = 16) -> Any:
     """Makes a function of tensors replay itself: ``@dt.graphed`` or ``@dt.graphed(verify=True)``.
 
+        >>> @dt.graphed
+        ... def scaled(x, factor):
+        ...     return (x * factor).sum()
+        >>> x = torch.ones(3, device="node:0")
+        >>> [scaled(x, factor).item() for factor in (1.0, 2.0, 3.0)]    # in eager, recorded and replayed, replayed
+        [3.0, 6.0, 9.0]
+
+    Args:
+        function: a function of tensors on nodes, at any depth of its arguments, and other values.
+        engine: what replays its graphs on the nodes, as for ``graph``.
+        verify: compare the first replay of each recording with the function itself, which runs once more from the same
+            tensors and the same generators, and raise GraphError with a list of the differences.
+        limit: the number of recordings that are kept, the latest used ones.
+
     The first call with a signature runs the function as it is, the second records it into a graph, and that and all
-    later ones replay it with one small command per node. A signature is the metadata of the tensors among the
-    arguments, the values of integers, texts and the like, and the identity of everything else, parameters included (of
-    modules whether they are training, too), the current node, and torch's modes (gradients, casts); a change of shapes
-    records again. ``limit`` recordings are kept, the latest used. Floats are declared numbers: they
-    may change from call to call. Results are new tensors at each call, outside of autograd.
+    later calls replay it with one small command per node, and return at once. A signature is the metadata (shape,
+    strides, dtype, place) of the tensors among the arguments, the values of integers, texts and the like, the identity
+    of everything else, parameters included (for modules also whether they are training), the current node, and torch's
+    modes (gradients, casts); a change of shapes records again. Floats are declared numbers: they may change from call
+    to call. Results are new tensors at each call, outside of autograd.
 
-    ``verify=True`` compares the first replay of each recording with the function itself, which runs once more from the
-    same tensors and the same generators, and raises GraphError with a list of what differs.
-
-    Raises GraphError for what can't be recorded (see ``graph``), tensors of the master's among the arguments, and a
-    float that no operation got as it is.
+    Raises GraphError for operations that can't be recorded (see ``graph``), local tensors among the arguments, tensors
+    that were computed from ones that require a gradient, and a float that no operation got as it is.
     """
 
     def wrap(function: Callable[P, R]) -> Graphed[P, R]:

@@ -1,4 +1,4 @@
-"""The first replay of a graph beside the eager program: both from the same tensors, with the same random numbers."""
+"""Compares the first replay of a graph with the eager program, from the same tensors and random numbers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from ..runtime.master.failures import line_of
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
 from ..session.places import Place
+from ..session.session import Session
 from .recorder import Log, Recorder
 
-#: What engines other than the interpreter may differ by: more than torch.testing allows for one operation.
+#: The tolerance for engines other than the interpreter: more than torch.testing allows for one operation.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 
 
 def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Recorder, given: dict[int, int]) -> Any:
-    """The eager result, after a replay that gave the same. ``given``: ref of an input -> the tensor's of this call.
+    """Replays, runs the eager program from the same state, and returns the eager result.
 
-    Raises GraphError that lists what differs.
+    ``given``: ref of a recorded input -> ref of this call's argument. Raises GraphError with a list of the differences.
     """
     touched = [
         (log, at, given.get(ref, ref)) for log in recorder.logs.values() for ref, at in recorder.writers(log).items()
     ]
-    before = [_clone(log, ref) for log, _, ref in touched]
-    states = [(place, keep(place)) for log in recorder.logs.values() for place in _places(log)]
+    before = [_clone(recorder.session, log, ref) for log, _, ref in touched]
+    states = [(place, keep(place)) for log in recorder.logs.values() for place in _places(recorder.session, log)]
     replayed = [leaf for leaf in tree_leaves(replay()) if isinstance(leaf, DistributedTensor)]
-    # those that the program gives back as they are have the values of the end, so copies are compared
+    # arguments that the program returns as they are get their final values later, so copies are compared
     replayed = [leaf.detach().clone() for leaf in replayed]
-    after = [_clone(log, ref) for log, _, ref in touched]
+    after = [_clone(recorder.session, log, ref) for log, _, ref in touched]
     for (log, _, ref), value in zip(touched, before, strict=True):
         _set(log, ref, value)
     for place, value in states:
@@ -49,44 +50,39 @@ def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Reco
         if (text := _difference(a, b, exact))
     ]
     for (log, at, ref), value in zip(touched, after, strict=True):
-        if text := _difference(value, _clone(log, ref), exact):
+        if text := _difference(value, _clone(recorder.session, log, ref), exact):
             told.append(f"what {recorder.name(log, at)} writes at {line_of(log.sites[at])}: {text}")
     if told:
         raise GraphError("the first replay and eager differ:\n  " + "\n  ".join(told))
     return result
 
 
-def _places(log: Log) -> list[Place]:
-    session = log.state.session
-    names = session.link.hellos[log.state.rank].devices
-    return [session.places.at(log.state.rank, name) for name in names if name == "cpu" or not _simulated(log)]
+def _places(session: Session, log: Log) -> list[Place]:
+    node = log.node
+    return [session.places.at(node.rank, name) for name in node.devices if name == "cpu" or not node.hello.simulated]
 
 
-def _simulated(log: Log) -> bool:
-    return log.state.session.link.hellos[log.state.rank].simulated
-
-
-def _clone(log: Log, ref: int) -> DistributedTensor:
-    """A copy of what lies under a ref, whose metadata the node tells."""
-    node = log.state
+def _clone(session: Session, log: Log, ref: int) -> DistributedTensor:
+    """Returns a copy of the tensor under a ref, with metadata that the node is asked for. One round trip."""
+    node = log.node
     template = node.define("aten::clone", (c.Hole(True),), (), 1, None)
     out = new_ref()
-    place = node.session.places.at(node.rank, "cpu")
+    place = session.places.at(node.rank, "cpu")
     call = c.Call(template, out, (out - ref,))
-    g = node.session.ask(place, c.Shapes, lambda id: c.Ask(id, call), here()).outs[0]
+    g = session.ask(place, c.Shapes, lambda id: c.Ask(id, call), here()).outs[0]
     assert g is not None
     if g.device.startswith("cuda"):
-        place = node.session.places.at(node.rank, g.device)
+        place = session.places.at(node.rank, g.device)
     return proxy(Handle(out, meta_told(g, place)))
 
 
 def _set(log: Log, ref: int, value: DistributedTensor) -> None:
-    template = log.state.define("aten::copy_", (c.Hole(True), c.Hole(True)), (), 0, None)
-    log.state.outbox.add(c.Call(template, ref, (0, ref - value._h.ref)), here())
+    template = log.node.define("aten::copy_", (c.Hole(True), c.Hole(True)), (), 0, None)
+    log.node.outbox.add(c.Call(template, ref, (0, ref - value._h.ref)), here())
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, exact: bool) -> str:
-    """ "" for tensors that are equal, as far as their engine makes them so."""
+    """Returns a text on how two tensors differ; "" if they are equal (``exact``), or within tolerance."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{tuple(a.shape)} {a.dtype} in the replay, {tuple(b.shape)} {b.dtype} in eager"
     x, y = a.cpu(), b.cpu()

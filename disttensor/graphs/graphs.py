@@ -1,12 +1,13 @@
-"""Graphs: the commands of a whole step, recorded once, and replayed with one small command per node.
+"""Graphs: the commands of a whole step are recorded once, and replayed with one small command per node.
 
     g = dt.Graph()
-    with dt.graph(g):               # nothing runs: what would be sent is recorded
+    with dt.graph(g):               # nothing runs: commands are recorded instead of sent
         loss = step(x, y)
     g.replay()                      # runs all of it; loss has its value now
 
-As torch.cuda.CUDAGraph: run the step once before (what allocates, asks or is chosen at a first call is done then), new
-inputs are copied into the recorded ones, and outputs have new values in the same tensors after each replay.
+The API is that of torch.cuda.CUDAGraph: run the step once before (the allocations, questions and choices of first calls
+are done then), copy new inputs into the recorded ones, and read the new values of outputs in the same tensors after
+each replay.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..dispatch.call_site import here
 from ..runtime.master.failures import Replayed
 from ..runtime.master.route import Route, route
 from ..runtime.node.graphs.engines.registry import ENGINES
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
 from ..session import current
@@ -32,7 +33,21 @@ from .traced_numbers import Number
 
 
 class Graph:
-    """A recording of commands for any number of nodes. Empty until a ``with dt.graph(g)`` block has filled it."""
+    """A recording of commands for any number of nodes. It is empty until a ``with dt.graph(g)`` block has filled it.
+
+    >>> w, x = torch.ones(3, device="node:0"), torch.ones(3, device="node:0")
+    >>> loss = (w * x).sum()            # once before
+    >>> g = dt.Graph()
+    >>> with dt.graph(g):
+    ...     lr = g.number("lr", 0.5)
+    ...     loss = (w * x).sum() * lr
+    >>> g.replay()
+    >>> loss.item()
+    1.5
+    >>> g.replay(lr=2.0)
+    >>> loss.item()
+    6.0
+    """
 
     def __init__(self) -> None:
         self._recorded: Recorder | None = None
@@ -42,9 +57,10 @@ class Graph:
         self._numbers: Callable[[], tuple[float, ...]] | None = None
 
     def number(self, name: str, value: float) -> float:
-        """A number that each replay may give anew: ``g.replay(lr=0.05)``; ``value`` until one does.
+        """Declares a number that each replay may change, ``g.replay(lr=0.05)``, and returns it; ``value`` until then.
 
-        To be called in the ``with dt.graph(g)`` block, where arithmetic on it and operations with it are recorded.
+        Call this in the ``with dt.graph(g)`` block, where arithmetic on the number and operations with it are recorded.
+        Raises GraphError outside of the block.
         """
         if self._recording is None:
             raise GraphError(
@@ -56,14 +72,16 @@ class Graph:
         return number
 
     def unreached(self) -> list[str]:
-        """Declared numbers that no recorded operation and no branch depends on."""
+        """Returns the names of declared numbers that no recorded operation and no branch depends on."""
         return [name for name, number in self._marked if not number.tape.reached(number)]
 
     def replay(self, **numbers: float) -> None:
-        """Runs what was recorded. Returns at once, as operations do. ``numbers``: new values of declared ones.
+        """Runs the recorded commands on their nodes. Returns at once, as operations do.
 
-        Raises GraphError for an empty graph, a number that was not declared, and where a number would have made the
-        program go another way; NodeLost.
+        ``numbers`` are new values of declared numbers; each keeps its value until it is given another. Raises
+        GraphError for an empty graph, a number that was not declared, while a graph is recorded, and where a branch of
+        the program would go the other way with these numbers; NodeLost. An error of a recorded operation poisons the
+        outputs that depend on it, and names the line that recorded it.
         """
         for name, value in numbers.items():
             if name not in self._declared:
@@ -73,25 +91,28 @@ class Graph:
         self.play((), {})
 
     def engines(self) -> dict[int, list[tuple[str, str]]]:
-        """What runs the graph: per node, for each of its programs (what is between transfers), the engine that ran it
-        last, and why that is not the one that was asked for ("" while it is not known). Waits for the nodes.
+        """Returns the engines that run the graph: by node, a list of (engine, reason) with one pair per program.
 
-        Raises GraphError for an empty graph; NodeLost.
+        A program is a sequence of commands between two transfers. The engine is the one that ran it last; the reason
+        says why that is not the requested engine ("" while that is not known). Waits for the nodes. Raises GraphError
+        for an empty graph; NodeLost.
         """
         recorder = self.recorded
         session, found = recorder.session, {}
         for rank in recorder.logs:
-            reply = session.ask(session.places.at(rank), c.Answer, lambda id: c.Engines(id, recorder.id), here())
-            lines = str(reply.value).splitlines()
-            found[rank] = [(used, why) for used, _, why in (line.partition(": ") for line in lines)]
+            place = session.places.at(rank)
+            found[rank] = list(
+                session.ask(place, c.GraphEngines, lambda id: c.Engines(id, recorder.id), here()).programs
+            )
         return found
 
     def play(
         self, inputs: Sequence[tuple[int, int]], outputs: Mapping[int, tuple[int, ...]], advance: bool = True
     ) -> None:
-        """``inputs``: (node, ref) of each that stands for a recorded one; ``outputs``: per node, refs of results.
+        """Issues one replay. ``inputs``: (node, ref) of each tensor that replaces a recorded input; ``outputs``: per
+        node, the refs of its results.
 
-        Optimizers' counts of steps ``advance``, unless this replay is to be undone.
+        Optimizers' counts of steps advance with ``advance``: not for a replay that will be undone.
         """
         recorder, compute = self.recorded, self._numbers
         assert compute is not None
@@ -107,53 +128,60 @@ class Graph:
             command = c.Replay(self.id, transfer, tuple(values[i] for i in log.used), given, outputs.get(rank, ()))
             commands.append((rank, command, None if site is None else Replayed(site, log.sites)))
         for log in recorder.logs.values():
-            session.link.check(log.state.outbox)
+            session.link.check(log.node.outbox)
         if advance:
-            recorder.steps.advance()  # before, for a signal's handler may raise once the commands have left
+            recorder.steps.advance()  # first, because a signal's handler may raise once the commands have left
         session.link.together(commands)
 
     @property
     def recording(self) -> Recorder:
-        """The one under way."""
+        """The recorder of the block under way. Raises GraphError without one."""
         if self._recording is None:
             raise GraphError("the graph is not being recorded")
         return self._recording
 
     @property
     def recorded(self) -> Recorder:
+        """The recorder of the finished recording. Raises GraphError for an empty graph."""
         if self._recorded is None:
             raise GraphError("the graph is empty: record it first (with dt.graph(g): ...)")
         return self._recorded
 
     @property
     def id(self) -> int:
+        """The recording's number on its nodes; 0 for an empty graph."""
         return self._recorded.id if self._recorded is not None else 0
 
-    @whole
+    @uninterrupted
     def reset(self) -> None:
-        """Drops the recording and what it holds. The graph can be recorded again."""
+        """Drops the recording and the tensors that it holds. The graph can be recorded again. Returns at once."""
         recorder, self._recorded, self._numbers = self._recorded, None, None
         self._declared.clear()
         self._marked.clear()
         if recorder is not None:
             for log in recorder.logs.values():
-                box = log.state.outbox
+                box = log.node.outbox
                 box.queue += (c.Discard(recorder.id), None)
                 box.release_later(log.external)
 
-    @whole
+    @uninterrupted
     def __del__(self) -> None:
         self.reset()  # takes no lock
 
 
 class graph:
-    """Records into ``g`` what a ``with`` block would have done on the nodes. One block per graph (or ``g.reset()``).
+    """Records the commands of a ``with`` block into ``g`` instead of sending them. One block per graph, until
+    ``g.reset()``.
 
-    ``engine``: what runs it on the nodes; "interpreter" does to the bit what eager does.
+    ``engine`` runs the graph on the nodes: "interpreter" (the default; its results are eager's to the bit), "inductor",
+    "cudagraph" or "auto" (docs/GRAPHS.md).
 
-    What the block makes is there after the first replay. In the block nothing can be waited for: ``.item()``,
-    ``.cpu()``, shapes that depend on data, ``dt.run`` and the first call of an operation that has to ask its
-    node raise GraphError there. Tensors that are sent in the block are sent once, while it is recorded.
+    Tensors that the block makes have values after the first replay. Nothing in the block can wait: ``.item()``,
+    ``.cpu()``, shapes that depend on data, ``dt.run`` and the first call of an operation that has to ask its node raise
+    GraphError there. Local tensors that the block sends are sent once, while it is recorded.
+
+    Raises ValueError for an engine that does not exist; to enter the block raises GraphError while another graph is
+    recorded, or for a graph that has a recording; DisttensorError without a session.
     """
 
     def __init__(self, g: Graph, *, engine: str = "interpreter") -> None:
@@ -162,11 +190,11 @@ class graph:
         self._graph = g
         self._engine = engine
         self._token: Token[Route] | None = None
-        #: (node, ref) of what each replay names another for; and, per node, refs of results that it renames
+        #: ref -> node of each input that a replay replaces by another; node -> refs of the results that it renames
         self.inputs: dict[int, int] = {}
         self.returned: dict[int, tuple[int, ...]] = {}
 
-    @whole
+    @uninterrupted
     def __enter__(self) -> Graph:
         if route.get().recorder is not None:
             raise GraphError("a graph is being recorded already")
@@ -176,8 +204,9 @@ class graph:
         session.check_default_dtype()
         optimizer_steps.install()
         self._graph._recording = recorder = Recorder(session, session.allow, self.inputs)
-        for box in session.link.outboxes:
-            box.divert(+1)
+        self._routed = [node.outbox for node in session.nodes]  # there may be more nodes at the recording's end
+        for outbox in self._routed:
+            outbox.add_route(+1)
         self._token = route.set(replace(route.get(), recorder=recorder))
         return self._graph
 
@@ -194,16 +223,16 @@ class graph:
                 stacklevel=2,
             )
         for log in recorder.logs.values():
-            recorder.session.link.flush(log.state.outbox)
+            recorder.session.link.flush(log.node.outbox)
 
-    @whole
+    @uninterrupted
     def _end(self, error: BaseException | None) -> Recorder:
         recorder = self._graph.recording
         assert self._token is not None
         route.reset(self._token)
         self._graph._recording = None
-        for box in recorder.session.link.outboxes:
-            box.divert(-1)
+        for outbox in self._routed:
+            outbox.add_route(-1)
         if error is not None:
             recorder.drop()
         else:

@@ -1,8 +1,8 @@
 """Optimizers in a recording: their hyperparameters and counts of steps are numbers that each replay gives anew.
 
 A step's hyperparameters are read from ``param_groups`` at each replay, so that a schedule of learning rates works as it
-does in eager. The counts (``state["step"]``, tensors of the master's) are where they would be after an eager step. What
-an optimizer keeps on the master and changes in any other way would stand still in a replay: that is refused.
+does in eager. The counts (``state["step"]``, local tensors) advance as in eager steps. Other state that an optimizer
+keeps on the master and changes would stand still in a replay, so such an optimizer is refused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Steps:
         self._counters: dict[int, _Counter] = {}
         self._before: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._groups: list[dict[str, Any]] = []  #: those of all steps
-        #: (tensors, by how much a replay advances them)
+        self._groups: list[dict[str, Any]] = []  #: the parameter groups of all steps
+        #: (counts of steps, by how much a replay advances them)
         self.advances: list[tuple[list[torch.Tensor], float]] = []
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a step."""
+        """Begins a step: notes the optimizer's local state, and puts Numbers in place of its hyperparameters."""
         self._before = {(p, key): (value, _local(value)) for p, key, value in _kept(optimizer)}
         for group in optimizer.param_groups:
             originals = {k: v for k, v in group.items() if k != "params"}
@@ -62,7 +62,10 @@ class Steps:
         return value
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step."""
+        """Ends a step: puts the hyperparameters back, and finds the counts of steps.
+
+        Raises GraphError for local state that changed in a way that a replay would not repeat.
+        """
         self._put_back()
         name = type(optimizer).__name__
         for p, key, value in _kept(optimizer):
@@ -92,7 +95,7 @@ class Steps:
         return found
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """What an optimizer sees as the value of one of its counts."""
+        """Returns the value of one of its counts of steps to an optimizer: a Number."""
         known = self._counters.get(id(tensor))
         if known is None:
             before = next((b for kept, b in self._before.values() if kept is tensor), None)
@@ -107,7 +110,7 @@ class Steps:
             group.update(originals)
 
     def restore(self) -> None:
-        """At the end of a recording: everything on the master is as it was before."""
+        """Puts everything on the master back as it was before the recording. Called at its end."""
         self._put_back()
         for group in self._groups:
             for key, value in group.items():
@@ -117,7 +120,7 @@ class Steps:
                     group[key] = _plain(value)
         by: dict[int, list[torch.Tensor]] = {}
         with torch.no_grad():
-            for kept, before in self._before.values():  # of a step that failed in the middle, perhaps
+            for kept, before in self._before.values():  # in case a step failed in the middle
                 if isinstance(kept, torch.Tensor) and before is not None and not kept.dim():
                     kept.fill_(before)
             for counter in self._counters.values():
@@ -129,7 +132,7 @@ class Steps:
         self.advances = [(tensors, float(steps)) for steps, tensors in by.items()]
 
     def advance(self) -> None:
-        """After a replay."""
+        """Advances the counts of steps by a replay's steps."""
         for tensors, steps in self.advances:
             with torch.no_grad():
                 torch._foreach_add_(tensors, steps)
@@ -150,7 +153,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _local(value: Any) -> Any:
-    """A copy of a value that is on the master; None for others."""
+    """Returns a copy of a value that is on the master; None for other values."""
     if isinstance(value, DistributedTensor):
         return None
     if isinstance(value, torch.Tensor):
@@ -159,7 +162,7 @@ def _local(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without the mark of a number that the user declared and gave to an optimizer."""
+    """Returns the real value of a number that the user declared and gave to an optimizer; other values as they are."""
     return value.real_value if type(value) is Number else value
 
 
@@ -168,7 +171,7 @@ def _recording() -> Any:
 
 
 def install() -> None:
-    """Has optimizers ask here while a thread records. Called by the first recording."""
+    """Installs the hooks by which optimizers call this file while a thread records. Called by the first recording."""
     global _installed
     if _installed:
         return
@@ -179,7 +182,7 @@ def install() -> None:
 
 
 def get_value(original: object) -> Callable[[Any], Any]:
-    """What optimizers read their numbers by."""
+    """Returns the replacement for the function by which optimizers read their numbers."""
     return _get_value
 
 

@@ -1,7 +1,8 @@
-"""What a graph records: the commands of a ``with dt.graph(g)`` block, per node, and which tensors they use.
+"""Records the commands of a ``with dt.graph(g)`` block, per node, and the tensors that they use.
 
 A ref is the recording's own (made by a recorded command, and on the node after a replay only), one of its inputs (each
-replay names another in its place), or external: there before. Externals are held, so that no replay finds them freed.
+replay names another in its place), or external (it existed before). The recording holds externals, so that no replay
+finds them freed.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from msgspec.structs import replace
 from ..proxy.meta import Handle, new_ref
 from ..runtime.channel.base import MASTER
 from ..runtime.master.failures import Site
+from ..runtime.master.node import Node
 from ..runtime.node.graphs.program import line_of_call, program, writers
 from ..runtime.node.template import Template
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import AllowList
 from ..runtime.protocol.errors import GraphError
 from ..runtime.protocol.traits import TRAITS, kinds
-from ..session.places import NodeState
 from ..session.session import Session
 from .optimizer_steps import Steps
 from .traced_numbers import Tape
 
 _RECORDABLE = kinds("recordable")
-#: Arguments of the commands in one Part, at most: a tenth of what a message takes.
+#: The arguments of the commands in one Part, at most: a tenth of a message's limit.
 _PART = 16_384
 
 _ids = count(1)
@@ -39,21 +40,21 @@ _ids = count(1)
 class Log:
     """The recording of one node."""
 
-    state: NodeState
+    node: Node
     commands: list[Any] = field(default_factory=list)
     sites: list[Site | None] = field(default_factory=list)
-    numbers: list[dict[int, int]] = field(default_factory=list)  #: of each command: argument -> its number
+    numbers: list[dict[int, int]] = field(default_factory=list)  #: for each command: argument -> its number
     made: dict[int, None] = field(default_factory=dict)
     external: dict[int, None] = field(default_factory=dict)
-    constants: dict[int, int] = field(default_factory=dict)  #: what the recording means to be uploaded -> what was
-    used: list[int] = field(default_factory=list)  #: which numbers this node needs, by their place among all
+    constants: dict[int, int] = field(default_factory=dict)  #: ref of a recorded upload -> ref that it was sent under
+    used: list[int] = field(default_factory=list)  #: the numbers that this node needs, as indices among all numbers
 
 
 class Recorder:
-    """Takes a thread's commands (runtime/master/route.py)."""
+    """The recorder of one graph: it takes a thread's commands (runtime/master/route.py)."""
 
     def __init__(self, session: Session, allow: AllowList, inputs: dict[int, int]) -> None:
-        """``inputs``: refs for which each replay names others, with their nodes."""
+        """``inputs``: the refs that each replay replaces by others, with their nodes."""
         self.id = next(_ids)
         self.session = session
         self.tape = Tape()
@@ -82,7 +83,7 @@ class Recorder:
         log = self.logs.get(base.meta.place.node)
         return base.ref in self.inputs or (log is not None and (base.ref in log.made or base.ref in log.constants))
 
-    @whole
+    @uninterrupted
     def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
         log = self._log(rank)
         numbers: dict[int, int] = {}
@@ -111,59 +112,60 @@ class Recorder:
     def _log(self, rank: int) -> Log:
         log = self.logs.get(rank)
         if log is None:
-            log = self.logs[rank] = Log(self.session.states[rank])
+            log = self.logs[rank] = Log(self.session.nodes[rank])
         return log
 
     def _template(self, log: Log, number: int) -> Template:
-        key = (log.state.rank, number)
+        key = (log.node.rank, number)
         template = self._templates.get(key)
         if template is None:
-            template = self._templates[key] = Template(log.state.defined[number], self._allow, {}, str)  # type: ignore[arg-type]
+            template = self._templates[key] = Template(log.node.defined[number], self._allow, {}, str)  # type: ignore[arg-type]
         return template
 
     def _transfer(self, transfer: int) -> int:
-        """Transfers count from 0 in a recording."""
+        """Returns a transfer's number in the recording, where transfers count from 0."""
         return self.transfers.setdefault(transfer, len(self.transfers))
 
     def _use(self, log: Log, ref: int) -> None:
         if ref not in log.made and ref not in log.external and ref not in log.constants and ref not in self.inputs:
             log.external[ref] = None
-            log.state.outbox.hold(ref)
+            log.node.outbox.hold(ref)
 
     def _make(self, log: Log, ref: int) -> None:
         log.made[ref] = None
-        log.state.outbox.hold(ref)
+        log.node.outbox.hold(ref)
 
     def _constant(self, log: Log, command: c.Recv, site: Site | None) -> None:
-        """An upload happens now, once. Under another ref, for the program may write it."""
+        """Sends an upload now, once, under another ref because the program may write the recorded one."""
         hidden = new_ref()
         log.constants[command.out] = hidden
-        log.state.outbox.hold(command.out)
-        log.state.outbox.queue += (replace(command, out=hidden), site)
+        log.node.outbox.hold(command.out)
+        log.node.outbox.queue += (replace(command, out=hidden), site)
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Forgets everything: the recording has failed."""
+        """Forgets everything, after a recording that has failed."""
         self.steps.restore()
         self._empties.clear()
         for log in self.logs.values():
-            box = log.state.outbox
+            box = log.node.outbox
             box.release(log.external)
             box.release([*log.made, *log.constants], made=False)
             box.dead.extend(log.constants.values())
 
     def finish(self, returned: dict[int, tuple[int, ...]], engine: str) -> None:
-        """Sends what was recorded. ``returned``: per node, results for which each replay names other refs."""
+        """Sends the recorded commands to their nodes. ``returned``: per node, the results that each replay gives other
+        refs."""
         self.engine = engine
         self.steps.restore()
         self._empties.clear()
         for rank, log in self.logs.items():
-            box = log.state.outbox
+            box = log.node.outbox
             self._settle_constants(log)
             held = list(log.made)
             mine = returned.get(rank, ())
-            outputs = tuple(box.living(held))
+            outputs = tuple(box.still_referenced(held))
             log.used = sorted({n for numbers in log.numbers for n in numbers.values()})
             place = {n: i for i, n in enumerate(log.used)}
             for part in _parts(log.commands):
@@ -180,17 +182,18 @@ class Recorder:
         box.queue += (command, None)
 
     def _settle_constants(self, log: Log) -> None:
-        """An upload that the program writes is copied at the beginning of each replay; of others there is one."""
+        """Has an upload that the program writes copied at the beginning of each replay. Other uploads are used as they
+        are, by all replays."""
         if not log.constants:
             return
-        box = log.state.outbox
+        box = log.node.outbox
         touched = self.writers(log)
-        clone = log.state.define("aten::clone", (c.Hole(True),), (), 1, None)
-        alias = log.state.define("aten::alias", (c.Hole(True),), (), 1, None)
+        clone = log.node.define("aten::clone", (c.Hole(True),), (), 1, None)
+        alias = log.node.define("aten::alias", (c.Hole(True),), (), 1, None)
         for ref, hidden in log.constants.items():
             log.external[hidden] = None
             box.hold(hidden)
-            box.dead.append(hidden)  # nothing but the graph has it
+            box.dead.append(hidden)  # only the graph uses it
             if ref in touched:
                 log.commands.insert(0, c.Call(clone, ref, (ref - hidden,)))
                 log.sites.insert(0, None)
@@ -201,7 +204,8 @@ class Recorder:
                 log.external[ref] = None
 
     def writers(self, log: Log) -> dict[int, int]:
-        """The externals and inputs of a node whose memory is written, each with the last command that does."""
+        """Returns the externals and inputs of a node whose memory is written, each with the last command that writes
+        it."""
         calls = [(i, call) for i, call in enumerate(log.commands) if isinstance(call, c.Call)]
         lines = [line_of_call(self._template(log, call.template), call, {}) for _, call in calls]
         written = {ref: calls[k][0] for ref, k in writers(program(lines, (), 0)).items()}
@@ -211,17 +215,17 @@ class Recorder:
         return written
 
     def name(self, log: Log, at: int) -> str:
-        """What a recorded command is called."""
+        """Returns the name of a recorded command, for messages."""
         command = log.commands[at]
         return self._template(log, command.template).name if isinstance(command, c.Call) else type(command).__name__
 
     def makes(self, rank: int, ref: int) -> bool:
-        """Whether a tensor of this node's is made by what was recorded so far."""
+        """Returns whether a tensor of this node is made by a command that was recorded so far."""
         return rank in self.logs and ref in self.logs[rank].made
 
 
 def _parts(commands: list[Any]) -> Iterator[range]:
-    """The commands that go together into a message."""
+    """Yields the ranges of commands that go together into a message."""
     start, size = 0, 0
     for i, command in enumerate(commands):
         size += 4 + (len(command.args) if isinstance(command, c.Call) else 0)

@@ -1,8 +1,8 @@
 """Python numbers that each replay of a graph gives anew: a learning rate, an optimizer's count of its steps.
 
-While a graph is recorded such a number is a `Number`: a float that is a little off, so that an operation that it is
-given to can be told by the bits of the value that arrives. Arithmetic on it gives further Numbers. What they are made
-of is kept as lines of Python, which a replay runs on the numbers of that day: the very arithmetic of the eager program.
+While a graph is recorded such a number is a `Number`: a float with a slightly different value, so that an operation's
+argument can be recognised as this number by its bits. Arithmetic on it gives further Numbers. Their expressions are
+kept as lines of Python, which a replay runs on its own numbers: exactly the arithmetic of the eager program.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ _COMPARISONS = {
 
 
 class Tape:
-    """What a recording has computed of the numbers that replays give."""
+    """The arithmetic of a recording on the numbers that replays give."""
 
     def __init__(self) -> None:
         self._sources: list[Callable[[], Any]] = []
         self._lines: list[str] = []
         self._known: dict[str, str] = {}  #: an expression -> the variable that holds it
         self._marks: dict[float, str] = {}  #: the value that stands for a Number -> its variable
-        self._used: dict[str, int] = {}  #: variable -> its place in what ``compiled`` gives
+        self._used: dict[str, int] = {}  #: variable -> its index in the result of ``compiled()()``
         self._parents: dict[str, tuple[str, ...]] = {}
         self._reached: set[str] = set()
 
     def root(self, value: float, source: Callable[[], Any]) -> Number:
-        """A number that ``source`` gives before each replay; ``value`` now."""
+        """Returns a Number that ``source`` gives before each replay, and that is ``value`` now."""
         self._sources.append(source)
         name = f"x{len(self._sources) - 1}"
         return self._number(value, name, ())
 
     def derived(self, value: Any, text: str, parents: tuple[str, ...]) -> Number:
-        """The result of an expression over variables."""
+        """Returns the Number for an expression over variables."""
         name = self._known.get(text)
         if name is None:
             name = self._known[text] = f"v{len(self._lines)}"
@@ -64,7 +64,7 @@ class Tape:
         return self._number(value, name, parents)
 
     def check(self, text: str, parents: tuple[str, ...], value: Any) -> None:
-        """The program has taken a branch by this: a replay in which it is otherwise is refused."""
+        """Notes that the program took a branch because ``text`` is ``value``: a replay where it is not is refused."""
         key = f"check {text}"
         if key not in self._known:
             self._known[key] = ""
@@ -82,7 +82,8 @@ class Tape:
         return number
 
     def _mark(self, value: float) -> float:
-        """A value that nothing else has: near the real one, and on the side of zero, where ranges end less often."""
+        """Returns a value that stands for a Number and that no other has: near the real one, on the side of zero, where
+        operators' ranges end less often."""
         odd = 2 * len(self._marks) + 1
         mark = value - value * odd * 2.0**-40 if math.isfinite(value) else 0.0
         while mark in self._marks or mark in (value, 0.0):
@@ -91,7 +92,8 @@ class Tape:
         return mark
 
     def find(self, value: Any) -> int | None:
-        """If a value that an operation was given stands for a Number: its place in what ``compiled`` gives."""
+        """Returns the index, in the result of ``compiled()()``, of the Number that an operation's argument stands for;
+        None if it stands for none."""
         name = self._marks.get(value) if type(value) is float else None
         if name is None:
             return None
@@ -105,11 +107,12 @@ class Tape:
                 self._reach(self._parents[name])
 
     def reached(self, number: Number) -> bool:
-        """Whether an operation or a branch depends on it."""
+        """Returns whether an operation or a branch depends on a Number."""
         return number.name in self._reached
 
     def compiled(self) -> Callable[[], tuple[float, ...]]:
-        """What evaluates all used numbers. Raises GraphError where the program would take another way."""
+        """Returns a function that evaluates all used numbers. It raises GraphError where the program would take another
+        branch."""
         names: dict[str, Any] = {"changed": Changed, "inf": math.inf, "nan": math.nan, "sources": tuple(self._sources)}
         roots = "".join(f"x{i}, " for i in range(len(self._sources)))
         text = ["def numbers():", f"    [{roots}] = [source() for source in sources]"]
@@ -167,7 +170,7 @@ def _comparison(symbol: str) -> Callable[[Number, Any], Any]:
 
 
 class Number(float):
-    """A float of which a recording knows how each replay computes it anew."""
+    """A float of a recording, whose expression each replay computes anew."""
 
     real_value: Any
     tape: Tape
@@ -190,7 +193,7 @@ class Number(float):
         return self.tape.derived(abs(self.real_value), f"abs({self.name})", (self.name,))
 
     def _fixed(self, text: str, value: Any) -> Any:
-        """What becomes an ordinary value: a replay in which it is another is refused."""
+        """Returns ``value``, an ordinary number or boolean made of this one: a replay where it differs is refused."""
         self.tape.check(f"{text.format(self.name)}", (self.name,), value)
         return value
 

@@ -1,4 +1,4 @@
-"""Factories on the current node, and the legacy type names of PyTorch 0.x (``dt.FloatTensor(20, 20)``)."""
+"""Factories on the current node, and the legacy type names of PyTorch 0.x (``dt.factories.FloatTensor(20, 20)``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..session import current
-from ..session.current_node import current_node
+from ..session.node_context import current_node
 from ..session.places import Place
 from .proxy import DistributedTensor
 
@@ -29,7 +29,7 @@ _LEGACY = {
 
 
 def _place(device: Any) -> Place:
-    """Where a factory's tensor goes: a device of the current node; its CPU by default, as issue 241 has it."""
+    """Returns the place of a factory's tensor: a device of the current node; its CPU by default, as in issue 241."""
     places = current.session().places
     if isinstance(device, torch.device) and device.type == "node":
         return places.of(device)
@@ -46,8 +46,10 @@ def _factory(name: str) -> Callable[..., DistributedTensor]:
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (
-        f'As ``torch.{name}``, on the current node. ``device``: one of its devices ("cpu", the default; "cuda:1"; 1), '
-        f"or any ``torch.device`` of type node.\n\nRaises what torch.{name} raises, DisttensorError without a session."
+        f"Makes a tensor on the current node, from the arguments of ``torch.{name}``. Returns at once; ``tensor`` "
+        'waits as ``from_numpy`` does. ``device``: one of the node\'s devices ("cpu", the default; "cuda:1"; 1), or '
+        "any ``torch.device`` of type node.\n\n"
+        f"Raises the errors of torch.{name}, NodeLost, DisttensorError without a session."
     )
     return make
 
@@ -68,7 +70,13 @@ tensor = _factory("tensor")
 
 
 def from_numpy(array: Any, device: Any = None) -> DistributedTensor:
-    """A copy of a numpy array on the current node. Raises TypeError for dtypes that torch doesn't have."""
+    """Returns a copy of a numpy array on the current node, with the array's shape and dtype.
+
+    ``device`` is one of the node's devices ("cpu", the default; "cuda:1"; 1), or any ``torch.device`` of type node.
+    Returns when the array may be changed: at once, having copied it, unless 64 MiB of earlier uploads are on their way.
+    Raises TypeError for dtypes that torch doesn't have, RuntimeError for a device that the node doesn't have, NodeLost,
+    DisttensorError without a session.
+    """
     return torch.from_numpy(array).to(_place(device).device)  # type: ignore[return-value]
 
 
@@ -84,8 +92,9 @@ def _legacy(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (
-        f"``{name}(2, 3)``: an uninitialised tensor of {dtype} on the current node; ``{name}([1, 2])``: one with these "
-        'values. ``device``: -1 or "cpu" (default), k or "cuda:k".\n\nRaises TypeError for other arguments.'
+        f"Makes a tensor of {dtype} on the current node: ``{name}(2, 3)`` an uninitialised one of this shape, "
+        f'``{name}([1, 2])`` one with these values. ``device``: -1 or "cpu" (default), k or "cuda:k".\n\n'
+        "Raises TypeError for other arguments, NodeLost, DisttensorError without a session."
     )
     return make
 
@@ -94,9 +103,12 @@ LEGACY = {name: _legacy(name, dtype) for name, dtype in _LEGACY.items()}
 
 
 def device(node: int | str | torch.device, dev: str | int | torch.device | None = None) -> torch.device:
-    """Any device of any node as a ``torch.device``: ``device(1, "cuda:1")``, ``device(0, "cpu")``, ``device(0)``.
+    """Returns any device of any node as a ``torch.device``: ``device(1, "cuda:1")``, ``device(0, "cpu")``,
+    ``device(0)``.
 
-    Raises ValueError for a node that doesn't exist, RuntimeError for a device that it doesn't have.
+    ``dev`` defaults to the node's default device: its first GPU, else its CPU. Does not wait. Raises TypeError for a
+    ``node`` that is no integer, text or device, ValueError for a node that doesn't exist, RuntimeError for a device
+    that it doesn't have, DisttensorError without a session.
     """
     return current.session().places.at(node, dev).device
 
@@ -104,8 +116,13 @@ def device(node: int | str | torch.device, dev: str | int | torch.device | None 
 def dist_send(
     self: torch.Tensor, node: int | None = None, device: str | int | torch.device | None = None
 ) -> DistributedTensor:
-    """``Tensor.dist_send``: a local tensor's copy on a node (the current one by default), on the same kind of device:
-    a CPU tensor stays on a CPU unless ``device`` says else. Differentiable."""
+    """Returns a local tensor's copy on a node (the current one by default). Installed as ``Tensor.dist_send``.
+
+    The copy is on the same kind of device, so a CPU tensor stays on a CPU unless ``device`` names another. It is
+    differentiable. Returns when the tensor may be changed: at once, having copied it, unless 64 MiB of earlier uploads
+    are on their way. Raises ValueError for a node that doesn't exist, RuntimeError for a device that it doesn't have,
+    NodeLost, DisttensorError without a session.
+    """
     places = current.session().places
     kind = "cpu" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
     place = places.at(current_node() if node is None else node, kind if device is None else device)

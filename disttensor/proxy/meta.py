@@ -1,4 +1,5 @@
-"""What the master knows of a remote tensor without asking (shape, strides, dtype, place); the handle that owns it."""
+"""Metadata of remote tensors that the master knows without asking (shape, strides, dtype, place), and the handles that
+own remote tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from typing import Any
 import msgspec
 import torch
 
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session import caches
 from ..session.places import Place
 
-#: Mints refs. Never reused, in no session.
+#: Mints refs, which are never reused, in no session.
 new_ref = count(1).__next__
 
 #: Interned metadata; bounded: a cleared table only makes caches miss once.
@@ -27,8 +28,9 @@ _PLAIN = (False, False)
 _proxies: list[type] = []
 
 
+#: Invariant 6: shape, dtype, strides and device of a proxy are known without a round trip.
 class Meta:
-    """Immutable and interned: plans are cached by the identity of their operands' metas."""
+    """The metadata of a remote tensor, immutable and interned: plans are cached by the identity of operands' metas."""
 
     __slots__ = ("bits", "dead", "device", "dtype", "make", "offset", "place", "shape", "stand_in", "stride")
 
@@ -46,11 +48,11 @@ class Meta:
         self.offset = offset
         self.dtype = dtype
         self.place = place
-        #: whether it is a lazy conjugate, a lazy negative
+        #: whether the tensor is a lazy conjugate, and whether it is a lazy negative
         self.bits = bits
         self.device = place.device
         self.dead = place.dead
-        #: makes a bare proxy with this metadata; prebuilt, for it is most of what an operation costs
+        #: makes a bare proxy with this metadata; prebuilt, because it is most of an operation's cost
         self.make: Callable[[], Any] = partial(
             torch.Tensor._make_wrapper_subclass,
             _proxies[0],
@@ -73,19 +75,19 @@ class Meta:
 
 
 def make_proxies_of(cls: type) -> None:
-    """Declares the class whose tensors a Meta makes."""
+    """Declares the class of the proxies that a Meta makes."""
     _proxies[:] = [cls]
 
 
 def _described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[Any, Any]:
-    """Strides and offset as torch parses them fastest: None for what it would take by itself."""
+    """Returns strides and offset as torch parses them fastest: None for torch's own defaults."""
     if offset:
         return stride, offset
     return (None if stride == contiguous(shape) else stride), None
 
 
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the meta device with this geometry."""
+    """Returns a tensor on the meta device with this geometry."""
     if not offset:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n)
@@ -93,7 +95,7 @@ def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype
 
 
 def set_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
-    """Makes ``tensor`` a lazy conjugate, a lazy negative, or neither of what it is."""
+    """Sets whether ``tensor`` is a lazy conjugate and whether it is a lazy negative, and returns it."""
     torch._C._set_conj(tensor, bits[0])
     torch._C._set_neg(tensor, bits[1])
     return tensor
@@ -107,7 +109,7 @@ def meta_of(
     place: Place,
     bits: tuple[bool, bool] = _PLAIN,
 ) -> Meta:
-    """The one Meta with these values."""
+    """Returns the one Meta with these values."""
     key = (shape, stride, offset, dtype, place, bits)
     meta = _metas.get(key)
     if meta is None:
@@ -118,7 +120,7 @@ def meta_of(
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor of this shape."""
     stride = []
     step = 1
     for n in reversed(shape):
@@ -128,32 +130,34 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def meta_like(tensor: torch.Tensor, place: Place) -> Meta:
-    """The Meta of a tensor with ``tensor``'s geometry at ``place``."""
+    """Returns the Meta of a tensor with ``tensor``'s geometry at ``place``."""
     bits = (tensor.is_conj(), tensor.is_neg())
     return meta_of(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, place, bits)
 
 
 def meta_told(geometry: c.Geometry, place: Place) -> Meta:
-    """The Meta of a tensor at ``place`` of which a node has told this."""
+    """Returns the Meta of a tensor at ``place`` with a geometry that a node has reported."""
     g, bits = geometry, (bool(geometry.bits & 1), bool(geometry.bits & 2))
     return meta_of(g.shape, g.stride, g.offset, codec.dtype_of(g.dtype), place, bits)
 
 
+#: Invariant 7: a handle's geometry never changes.
 class Handle(msgspec.Struct, gc=False, eq=False):
-    """Owns one remote tensor: when the last proxy that shares it dies, the node is told to drop the ref.
+    """The owner of one remote tensor: when the last proxy that shares it dies, the node is told to drop the ref.
 
     A handle's geometry never changes: an operation that changes a tensor's geometry in place gives the proxy a new
-    handle. Proxies may share one (``detach``). A Struct, because that makes one in half the time of a class; it is in
-    no reference cycle, so the collector need not know it.
+    handle. Proxies may share a handle (``detach``). It is a Struct because a Struct is made in half the time of a
+    class's object; it is in no reference cycle, so the collector need not know it.
     """
 
-    ref: int  #: 0 while the tensor doesn't exist on the node yet (Lazy)
+    ref: int  #: the tensor's ref; 0 while the tensor doesn't exist on the node yet (Lazy)
     meta: Meta
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.ref or 'not made yet'} {self.meta!r}>"
 
-    @whole
+    #: Invariant 8: finalizers take no lock and do no I/O.
+    @uninterrupted
     def __del__(self) -> None:
         # no lock and no I/O: the collector can run this anywhere
         if self.ref:
@@ -161,7 +165,7 @@ class Handle(msgspec.Struct, gc=False, eq=False):
 
 
 class Lazy(Handle, gc=False, eq=False):
-    """A view or an empty tensor that costs no command until something uses it."""
+    """The handle of a view or an empty tensor that costs no command until an operation uses it."""
 
     base: Handle | None
     plan: Any
@@ -169,7 +173,7 @@ class Lazy(Handle, gc=False, eq=False):
 
 
 class Shared(Handle, gc=False, eq=False):
-    """Another's remote tensor with another Meta. Keeps that one alive, and owns nothing."""
+    """A handle of another handle's remote tensor, with another Meta. It keeps that handle alive, and owns nothing."""
 
     owner: Handle
 

@@ -1,6 +1,7 @@
-"""Arithmetic with numpy's arrays of no dimension: ``x + np.array(1.0)``, which torch leaves to numpy.
+"""Arithmetic of proxies with numpy's arrays of no dimension: ``x + np.array(1.0)``, which torch leaves to numpy.
 
-Numpy would compute it here, so a proxy takes it over: with the array as a number, and in the dtype that numpy gives.
+Numpy would compute it in the script, so a proxy takes it over: with the array as a number, and in the dtype that numpy
+gives.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-#: A tensor's methods for each: where it stands first, and second.
+#: A tensor's methods for each ufunc: as its first operand, and as its second.
 _METHODS: dict[Any, tuple[str, str]] = {
     np.add: ("__add__", "__radd__"),
     np.subtract: ("__sub__", "__rsub__"),
@@ -34,23 +35,23 @@ _METHODS: dict[Any, tuple[str, str]] = {
 
 
 def computed(tensor: torch.Tensor, ufunc: Any, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a ufunc gives of a proxy and a number; NotImplemented for arrays that are no numbers, and for all else."""
+    """Returns the result of a ufunc on a proxy and a number; NotImplemented for all other operands and ufuncs."""
     if ufunc not in _METHODS or method != "__call__" or kwargs:
         return NotImplemented
     second = inputs[1] is tensor
     other = inputs[0] if second else inputs[1]
     if isinstance(other, np.ndarray) and not other.ndim:
-        if second and ufunc is np.true_divide:  # torch's own way, with its roundings
+        if second and ufunc is np.true_divide:  # as torch computes it, with its roundings
             tensor, ufunc = tensor.reciprocal(), np.multiply
         tensor = tensor.to(_dtype(ufunc, tensor.dtype, other.dtype))
         other = other.item() if tensor.dtype == torch.bool else +other.item()
-    elif not isinstance(other, np.generic):  # of these torch makes numbers itself
+    elif not isinstance(other, np.generic):  # torch itself makes numbers of np.generic
         return NotImplemented
     return getattr(tensor, _METHODS[ufunc][second])(other)
 
 
 def _dtype(ufunc: Any, a: torch.dtype, b: np.dtype[Any]) -> torch.dtype:
-    """In what numpy computes. Raises TypeError for what numpy has not."""
+    """Returns the dtype in which numpy computes. Raises TypeError for a dtype that numpy has not."""
     found = np.result_type(torch.empty(0, dtype=a).numpy().dtype, b)
     if ufunc is np.true_divide and found.kind in "biu":
         found = np.dtype(np.float64)

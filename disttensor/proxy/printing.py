@@ -1,4 +1,4 @@
-"""``repr`` of a proxy: as torch's own, with the elements that it shows fetched and no others."""
+"""The ``repr`` of a proxy: torch's own text, for which only the elements that it shows are fetched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..runtime.protocol.errors import DisttensorError
 
 
 def text(tensor: torch.Tensor) -> str:
-    """Never raises: what can't be fetched is said instead."""
+    """Returns the text of a proxy. Never raises: where the elements can't be fetched, the text says why."""
     suffixes = [f"device='{tensor.device}'"]
     try:
         contents, named = _contents(tensor)
@@ -36,7 +36,7 @@ def text(tensor: torch.Tensor) -> str:
 
 
 def _contents(tensor: torch.Tensor) -> tuple[str, bool]:
-    """The numbers as text, and whether they tell the shape."""
+    """Returns the numbers as text, and whether they show the shape."""
     if tensor.numel() == 0:
         return "[]", tensor.dim() == 1
     options = _tensor_str.PRINT_OPTS
@@ -54,7 +54,7 @@ def _contents(tensor: torch.Tensor) -> tuple[str, bool]:
 
 
 def _edges(tensor: torch.Tensor, edge: int) -> torch.Tensor:
-    """The first and last ``edge`` entries along each dimension."""
+    """Returns the first and last ``edge`` entries along each dimension."""
     for d in range(tensor.dim()):
         n = tensor.shape[d]
         if n > 2 * edge:

@@ -1,8 +1,8 @@
-"""DistributedTensor: the proxy. A tensor of torch's with the remote one's metadata and no memory of its own.
+"""DistributedTensor, the proxy: a torch tensor with the metadata of a remote one and no memory of its own.
 
 A proxy's one attribute beyond torch's is its handle. Torch edits tensors behind a subclass's back (``p.data = q``,
-``swap_tensors``, deepcopy); whatever does so here leaves handle and tensor in step, or refuses. What has to do with the
-memory and the identity of a tensor is added by the files of storage/.
+``swap_tensors``, deepcopy); the code here that does so keeps handle and tensor in step, or refuses. The files of
+storage/ add the methods that concern a tensor's memory and identity.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from .printing import text
 
 T = TypeVar("T")
 
-#: The attributes that belong to a proxy, and not to the Python object that happens to be it.
+#: The attributes that belong to a proxy as a tensor, and not to its Python object.
 OWN = ("_h", "_is_param")
 
 
 class DistributedTensor(torch.Tensor):
-    """A tensor that lives on a node. Made by operations, factories and ``.to("node:k")``, never by this class itself.
+    """A tensor that lives on a node. Operations, factories and ``.to("node:k")`` make it; the class can't be called.
 
-    Everything that torch does with a tensor works on it; what follows is what a proxy has beyond that.
+    It has shape, dtype, strides and device, and all of torch's operations; they return at once. ``item``, ``cpu``,
+    ``tolist`` and printing wait for the node. The methods below are those that a proxy has beyond torch's, or that it
+    has to do in another way.
     """
 
     _h: Handle
@@ -36,7 +38,7 @@ class DistributedTensor(torch.Tensor):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            "a DistributedTensor is made by factories (disttensor.zeros(2, 3)), operations or .to('node:0')"
+            "a DistributedTensor is made by factories (disttensor.factories.zeros(2, 3)), operations or .to('node:0')"
         )
 
     # replaced by dispatch/dispatch.py; torch wants the method to be there when the class is made
@@ -51,15 +53,19 @@ class DistributedTensor(torch.Tensor):
         return self._h.meta.place
 
     def get_node(self) -> int:
-        """The node that holds this tensor."""
+        """Returns the number of the node that holds this tensor."""
         return self._h.meta.place.node
 
     def get_device(self) -> int:
-        """The index of its CUDA device on that node; -1 for the node's CPU."""
+        """Returns the index of the tensor's CUDA device on its node; -1 for the node's CPU."""
         return self._h.meta.place.index
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        """A local copy. Waits for the node. Raises what made the tensor fail, if it did, or NodeLost."""
+        """Returns a local copy with the same shape and dtype, and with a gradient. Waits for the node.
+
+        Raises the error that made the tensor fail, if it did; GraphError while a graph is recorded; NodeLost.
+        ``disttensor.fetch`` does not wait.
+        """
         return self.to("cpu", memory_format=memory_format)
 
     def cuda(
@@ -68,7 +74,11 @@ class DistributedTensor(torch.Tensor):
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> DistributedTensor:
-        """A copy on a CUDA device of the node that holds this tensor (its first by default); itself if it's there."""
+        """Returns a copy on a CUDA device of the node that holds this tensor; the tensor itself if it is there already.
+
+        ``device`` is an index or a name such as "cuda:1". Default: the tensor's own CUDA device, or the node's first.
+        Returns at once. Raises RuntimeError for a device that the node does not have, NodeLost.
+        """
         place = self._place
         if device is None:
             device = place.name if place.is_cuda() else "cuda"
@@ -76,7 +86,13 @@ class DistributedTensor(torch.Tensor):
         return self.to(target.device, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[return-value]
 
     def dist_send(self, node: int | None = None, device: int | str | torch.device | None = None) -> DistributedTensor:
-        """A copy on a node (the current one by default), on the same kind of device unless ``device`` says else."""
+        """Returns a copy on a node (the current one by default), on the same kind of device unless ``device`` names
+        one.
+
+        Returns at once; the bytes go directly between the two nodes. The copy is differentiable; a tensor that is there
+        already is returned itself. Raises ValueError for a node that does not exist, RuntimeError for a device that it
+        does not have, NodeLost.
+        """
         place = self._place
         target = place.session.places.at(
             current_node.get() if node is None else node,
@@ -85,7 +101,8 @@ class DistributedTensor(torch.Tensor):
         return self.to(target.device)  # type: ignore[return-value]
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """``torch.Tensor.new`` on this tensor's own device. (Torch would ask which device is the current one.)"""
+        """Makes a tensor as ``torch.Tensor.new``, on this tensor's own device. (Torch would take the current
+        device.)"""
         options: dict[str, Any] = {"dtype": self.dtype, "device": kwargs.get("device") or self.device}
         if kwargs.keys() <= {"device"}:
             if len(args) == 1 and isinstance(args[0], torch.Size):
@@ -99,11 +116,11 @@ class DistributedTensor(torch.Tensor):
     # ---- what has to keep handle and tensor in step ------------------------------------------------------------------
 
     def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: Any = None) -> torch.Tensor:
-        # a compiled backward was traced with ordinary tensors of our device; proxies are that
+        # a compiled backward was traced with ordinary tensors of type "node", and proxies can stand for these
         return self
 
     def record_stream(self, s: Any) -> None:
-        """Nothing: a node frees memory after every use of it, on whichever stream."""
+        """Does nothing: a node frees memory after every use of it, on whichever stream."""
 
     def __copy__(self) -> torch.Tensor:
         twin = self.detach()
@@ -111,7 +128,8 @@ class DistributedTensor(torch.Tensor):
         return twin.requires_grad_(self.requires_grad)
 
     def set_(self, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = ()) -> torch.Tensor:  # type: ignore[override]
-        """As torch's. Here, because torch would pass on the source's storage, and a proxy has none."""
+        """Sets this tensor to another's memory, as torch does. Torch's own method would pass on the source's storage,
+        and a proxy has none."""
         if source is None:
             return torch.ops.aten.set_(self)  # type: ignore[no-any-return]
         if size is None:
@@ -126,7 +144,8 @@ class DistributedTensor(torch.Tensor):
         return super().set_(source, storage_offset, size, stride)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Of a local copy with ``force=True``; else a TypeError, as for a CUDA tensor."""
+        """Returns a numpy array of a local copy with ``force=True``, and waits for it; else raises TypeError, as a CUDA
+        tensor does."""
         if not force:
             raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
         return self.detach().cpu().numpy(force=True)
@@ -139,7 +158,7 @@ class DistributedTensor(torch.Tensor):
         raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
 
     def tolist(self) -> Any:
-        """The values as nested lists. One transfer."""
+        """Returns the values as nested lists. Waits for one transfer. Raises as ``cpu``."""
         return self.detach().cpu().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -153,7 +172,7 @@ make_proxies_of(DistributedTensor)
 
 
 def method(name: str) -> Callable[[T], T]:
-    """Gives proxies a method, or a property, that is defined in a file above this one."""
+    """Returns a decorator that gives proxies a method, or a property, from a file above this one."""
 
     def give(value: T) -> T:
         setattr(DistributedTensor, name, value)
@@ -163,16 +182,16 @@ def method(name: str) -> Callable[[T], T]:
 
 
 def proxy(handle: Handle) -> DistributedTensor:
-    """A new proxy of a remote tensor."""
+    """Returns a new proxy of a remote tensor."""
     tensor = handle.meta.make()
     tensor._h = handle
     return tensor  # type: ignore[no-any-return]
 
 
 def alias(base: torch.Tensor, handle: Handle) -> DistributedTensor:
-    """A new proxy that torch is to see as a view of ``base``.
+    """Returns a new proxy that torch is to see as a view of ``base``.
 
-    In inference mode torch wants the view of a tensor from outside it to be an ordinary tensor, too.
+    In inference mode torch wants the view of an ordinary tensor (made outside of that mode) to be an ordinary one, too.
     """
     if not torch.is_inference_mode_enabled() or base.is_inference():
         return proxy(handle)
@@ -191,7 +210,7 @@ def set_geometry(tensor: DistributedTensor, handle: Handle) -> None:
 
 
 def operand_name(tensor: Any) -> str:
-    """How an error names an operand."""
+    """Returns an operand's name for error messages."""
     where = str(tensor._place) if isinstance(tensor, DistributedTensor) else f"the master's {tensor.device}"
     return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"
 

@@ -1,6 +1,6 @@
-"""Tables that depend on the session: which nodes and devices it has, its default dtype, its places.
+"""The registry of tables that depend on the session: on its nodes and devices, its default dtype, its places.
 
-Whoever keeps such a table says here how it is emptied.
+A file that keeps such a table registers here how it is emptied.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ _places: list[Callable[[], object]] = []
 
 
 def plans(empty: Callable[[], object]) -> None:
-    """Registers what empties a table of plans, or of choices made for a signature."""
+    """Registers the function that empties a table of plans, or of choices made for a signature."""
     _plans.append(empty)
 
 
 def places(empty: Callable[[], object]) -> None:
-    """Registers what empties a table that holds on to places, and so to its session."""
+    """Registers the function that empties a table that keeps places alive, and so its session."""
     _places.append(empty)
 
 
 def drop_plans() -> None:
-    """Has all plans and choices made anew: for a new session, other devices, a node's full table of templates."""
+    """Empties the tables of plans and choices: for a new session, other devices, a node's full table of templates."""
     for empty in _plans:
         empty()
 
 
 def forget_session() -> None:
-    """Lets go of a session that has ended."""
+    """Empties the tables that keep a session alive, after its end."""
     for empty in _places:
         empty()

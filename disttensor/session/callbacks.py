@@ -1,4 +1,5 @@
-"""Done callbacks of the user's: called one after the other in a thread of their own, for a channel's must not block."""
+"""Calls the user's done callbacks one after the other in a thread of their own, as a channel's thread must not
+block."""
 
 from __future__ import annotations
 
@@ -7,23 +8,24 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 
 _log = logging.getLogger("disttensor")
 
 
 class Callbacks:
-    """The thread, which is started when it is first needed."""
+    """The callbacks of one session and their thread, which is started when it is first needed."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # the collector may end a transfer, and so call `put`, while it is held
+        self._lock = threading.RLock()  # reentrant: the collector may end a transfer, and so call `put`, under it
         self._closed = False
 
-    @whole
+    @uninterrupted
     def start(self) -> None:
-        """Before the first ``put``. After ``close`` nothing happens: callbacks run in the caller's thread then."""
+        """Starts the thread, if it does not run; called before the first ``put``. After ``close`` it does nothing:
+        callbacks run in the caller's thread then."""
         with self._lock:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="disttensor-callbacks", daemon=True)
@@ -31,14 +33,14 @@ class Callbacks:
 
     def put(self, fn: Callable[[], object]) -> None:
         """Has ``fn`` called. Does not block, whichever thread calls it."""
-        with self._lock:  # or it could come behind the end of the queue
+        with self._lock:  # otherwise it could be put behind the end of the queue
             if not self._closed:
                 self._queue.put(fn)
                 return
         _call(fn)
 
     def close(self) -> None:
-        """Waits a short while for those that are due. Comes after the end of all transfers."""
+        """Waits at most two seconds for callbacks that are due. Called after the end of all transfers."""
         with self._lock:
             self._closed = True
             self._queue.put(None)
@@ -46,13 +48,13 @@ class Callbacks:
             self._thread.join(2.0)
 
     def forked(self) -> None:
-        """In a forked child, where the thread isn't: the lock may be held for ever."""
+        """Replaces the lock in a forked child: the thread does not exist there, and may have held the lock."""
         self._lock = threading.RLock()
 
     def _run(self) -> None:
         while (fn := self._queue.get()) is not None:
             _call(fn)
-            del fn  # it holds a tensor
+            del fn  # it keeps a tensor alive
 
 
 def _call(fn: Callable[[], object]) -> None:

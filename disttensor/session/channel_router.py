@@ -1,7 +1,8 @@
-"""Which data channel carries what: a session's channels, and the rules by which one of them is chosen.
+"""Routes copies and collectives over a session's data channels, by rules that choose one of them.
 
-The master chooses, as it knows both ends and the size, and names the number of the channel in the commands for both: so
-they can't disagree. Channel 0 is the session's own; another is opened, on all nodes, when it is needed first.
+The master chooses, because it knows both ends and the size, and names the number of the channel in the commands for
+both: so they can't disagree. Channel 0 is the session's own; another one is opened, on all nodes, when it is first
+needed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..runtime.channel import get_channel, name_for_nodes
@@ -21,28 +22,33 @@ from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
 from ..runtime.master.requests import Request
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.arguments import Addresses
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.protocol.keys import pair_key
-from .places import Place
+from .places import Place, R
 
 _log = logging.getLogger("disttensor")
 
-#: From master to node, back, and between nodes.
+#: The copies: from master to node, back, and between nodes.
 COPIES = ("upload", "download", "send")
 #: The collectives, as users call them.
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
     "sendreceive", "barrier",
 )  # fmt: skip
-#: What "auto" takes for collectives of GPUs, where it can be used.
+#: The channel that "auto" takes for collectives of GPUs, where it can be used.
 BEST = "nccl"
 OPS = (*COPIES, *COLLECTIVES)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What ``select`` has said. ``channel``: a number, None for whichever it would be. Bytes from ``least`` on, and
-    below ``most`` if that is not None. ``way``: of collectives that name no algorithm."""
+    """A rule that ``select`` has made: for which operations, devices and sizes it is, and what it selects for them.
+
+    ``device``: "cpu", "cuda", or None for both. ``least`` and ``most`` are bytes: from ``least`` on, and below ``most``
+    if that is not None. ``channel``: a number, None to leave the channel as it is; ``name`` is its name. ``way``: the
+    algorithm of collectives whose call names none.
+    """
 
     op: str
     device: str | None
@@ -53,6 +59,7 @@ class Rule:
     way: Way | None
 
     def fits(self, op: str, device: str, nbytes: int) -> bool:
+        """Returns whether the rule is about an operation of so many bytes on devices of this type."""
         return (
             self.op in ("*", op)
             and self.device in (None, device)
@@ -62,9 +69,10 @@ class Rule:
 
 
 class ChannelRouter:
-    """Routes each copy and collective of a session to one of its data channels, and opens those that are asked for.
+    """Routes each copy and collective of a session to one of its data channels, and opens channels on request.
 
-    ``threads``: nodes are threads of this process. ``failure`` gives the exception for what failed at a node's command.
+    ``name`` is that of channel 0. ``trusted``: the user has said that nobody else can use the network. ``threads``:
+    nodes are threads of this process. ``failure(rank, seq)`` returns the exception for a failed command of a node.
     """
 
     def __init__(
@@ -80,43 +88,44 @@ class ChannelRouter:
         failure: Callable[[int, int], Exception],
     ) -> None:
         self.rules: tuple[Rule, ...] = ()  #: the latest first
-        self.trusted = trusted  #: whether the user has said that of the network
+        self.trusted = trusted  #: whether the user has said that nobody else can use the network
         self.data: dict[int, DataChannel] = channels.data  #: by number
-        self.automatic = False  #: "auto" has a choice for collectives
+        self.automatic = False  #: whether "auto" has a choice for collectives
         self.numbers: dict[str, int] = {name: 0}
         self._link, self._channels, self._job, self._secret = link, channels, job, secret
         self._threads, self._failure = threads, failure
         self._attempts: dict[str, int] = {}
-        self._addresses: dict[int, dict[int, str]] = {}  #: of a channel, of everybody who has it
+        self._own: dict[int, Addresses] = {}  #: the master's addresses, by the channel's number
         self._lock = threading.RLock()
         self._unusable: dict[str, str] = {}
-        self._best: int | None = None  #: of the channel BEST, 0 if it can't be used
+        self._best: int | None = None  #: the number of the channel BEST, 0 if it can't be used
 
     # ---- choosing --------------------------------------------------------------------------------------------------
 
     def selected(self, op: str, device: str, nbytes: int) -> int | None:
-        """The number of the channel that was selected for an ``op`` (of OPS) of so many bytes between devices of a
-        type; None if none was."""
+        """Returns the number of the channel that was selected for an ``op`` (of OPS) of so many bytes between devices
+        of a type; None if none was."""
         for rule in self.rules:
             if rule.channel is not None and rule.fits(op, device, nbytes):
                 return rule.channel
         return None
 
     def choose(self, op: str, device: str, nbytes: int) -> int:
-        """The number of the channel for a copy."""
+        """Returns the number of the channel for a copy."""
         return self.selected(op, device, nbytes) or 0
 
     def way(self, op: str, device: str, nbytes: int) -> Way | None:
-        """The algorithm that was selected for a collective, if one was."""
+        """Returns the algorithm that was selected for a collective; None if none was."""
         for rule in self.rules:
             if rule.way is not None and rule.fits(op, device, nbytes):
                 return rule.way
         return None
 
     def best(self, places: Iterable[Place]) -> int:
-        """What "auto" takes for a collective between these places: NCCL where each is a GPU of its own."""
-        hellos, places = self._link.hellos, list(places)
-        gpus = {_gpu(hellos[place.node], place) for place in places if place.kernels == "cuda"}
+        """Returns the number of the channel that "auto" takes for a collective between these places: NCCL's where each
+        place is a GPU of its own, else 0. The first time it waits until all nodes have opened it."""
+        places = list(places)
+        gpus = {_gpu(place) for place in places if place.kernels == "cuda"}
         if len(gpus) < max(2, len(places)):
             return 0
         if self._best is None:
@@ -124,7 +133,7 @@ class ChannelRouter:
         return self._best
 
     def _try(self, name: str) -> int:
-        """Its number, or 0 if it can't be used."""
+        """Opens a channel and returns its number, or 0 if it can't be used."""
         if self.unusable(name):
             return 0
         try:
@@ -136,10 +145,10 @@ class ChannelRouter:
     # ---- opening ---------------------------------------------------------------------------------------------------
 
     def open(self, name: str, site: Site | None) -> int:
-        """The number of the channel ``name``, which all nodes have opened by now. Waits for them.
+        """Returns the number of the channel ``name`` once all nodes have opened it. Waits for them.
 
         Raises ValueError for an unknown name or a channel that these nodes must not use, ImportError without its
-        library, DisttensorError (or what a node raised) where it doesn't work. Nothing has changed then.
+        library, DisttensorError (or the error that a node raised) where it doesn't work. Nothing has changed then.
         """
         with self._lock:
             number = self.numbers.get(name)
@@ -152,48 +161,57 @@ class ChannelRouter:
             return number
 
     def begin(self) -> None:
-        """After all hellos. Raises as ``check``, for the session's own channel."""
+        """Checks the session's own channel, and whether "auto" has a choice for collectives. Called after all hellos.
+
+        Raises as ``check``.
+        """
         name = next(iter(self.numbers))
         self.check(name)
-        hellos = self._link.hellos.values()
-        self.automatic = name == "auto" and any(len(hello.devices) > 1 and not hello.simulated for hello in hellos)
+        self.automatic = name == "auto" and any(
+            len(node.devices) > 1 and not node.hello.simulated for node in self._link.nodes
+        )
 
-    def introduce(self, number: int, come: dict[int, str], master: str) -> None:
-        """Tells everybody who has a channel where it is with those who have ``come``, and them where it is with all."""
-        job, known = self._job, self._addresses.setdefault(number, {MASTER: master})
-        outboxes = self._link.outboxes
+    def exchange_addresses(self, number: int, come: Mapping[int, Addresses], master: Addresses) -> None:
+        """Tells everybody who has channel ``number`` the addresses of the nodes in ``come``, and these nodes
+        everybody's.
+
+        ``come``: addresses by rank. ``master``: the master's own address.
+        """
+        job, nodes = self._job, self._link.nodes
         for rank, address in come.items():
             self._channels.connect(number, rank, address, pair_key(self._secret, job, MASTER, rank))
-        known.update(come)
-        there = {rank: address for rank, address in known.items() if rank == MASTER or outboxes[rank].lost is None}
-        for one in there:
+            nodes[rank].addresses[number] = address
+        has_it = [node for node in nodes if node.lost is None and number in node.addresses]
+        there = {MASTER: self._own.setdefault(number, master)} | {node.rank: node.addresses[number] for node in has_it}
+        for one in has_it:
             for other, address in there.items():
-                if one not in (other, MASTER) and (one in come or other in come):
-                    outboxes[one].add(c.Peer(other, address, pair_key(self._secret, job, one, other), number))
+                if one.rank != other and (one.rank in come or other in come):
+                    one.outbox.add(c.Peer(other, address, pair_key(self._secret, job, one.rank, other), number))
 
-    def welcome(self, come: dict[int, str]) -> None:
-        """Nodes that have come later, with their addresses in the session's own channel, get all that there is.
+    def add_peers(self, come: Mapping[int, Addresses]) -> None:
+        """Connects nodes that have joined, and opens on them all channels of the session. Waits for them.
 
-        Raises ValueError for a channel that must not be used with them, and what opening one raises there.
+        ``come``: their addresses in the session's own channel, by rank. Raises ValueError for a channel that must not
+        be used with them, and the error that opening a channel raises there.
         """
         with self._lock:
-            self._unusable.clear()  # they may lack something
+            self._unusable.clear()  # the new nodes may lack something
             names = {number: name for name, number in self.numbers.items()}
             for name in names.values():
                 self.check(name)
-            self.introduce(0, come, "")
+            self.exchange_addresses(0, come, self._own[0])
             for number in [n for n in names if n]:
                 self._open(number, names[number], None, come)
 
     def check(self, name: str) -> None:
-        """Raises ValueError for a channel that must not be used between the nodes that there are."""
+        """Raises ValueError for a channel that must not be used between the session's nodes."""
         why = self.forbidden(get_channel(name).capabilities)
         if why:
             raise ValueError(f"the data channel {name!r} must not be used here: {why}")
 
     def forbidden(self, capabilities: Capabilities) -> str:
-        """Why such a channel must not be used between the nodes that there are; empty if it may."""
-        hellos = self._link.hellos.values()
+        """Returns the reason why such a channel must not be used between the session's nodes; empty if it may."""
+        hellos = [node.said_hello for node in self._link.nodes if node.said_hello is not None]
         hosts = sorted({socket.gethostname(), *(hello.host for hello in hellos)})
         if capabilities.same_process and not self._threads:
             return "it is for nodes that are threads of one process (launcher='inproc')"
@@ -210,41 +228,47 @@ class ChannelRouter:
         return ""
 
     def _open(self, number: int, name: str, site: Site | None, ranks: Collection[int] | None = None) -> None:
-        """On these nodes, or on all."""
-        replies = self._ask(lambda request: c.Open(request, number, name_for_nodes(name)), site, ranks)
+        """Opens a channel on these nodes (None: on all) and on the master, and exchanges their addresses."""
+        replies = self._ask(c.Opened, lambda request: c.Open(request, number, name_for_nodes(name)), site, ranks)
         mine = self._channels.open(number, name)
-        self.introduce(number, {rank: str(reply.value) for rank, reply in replies.items()}, mine)
-        # One that is busy before it has heard of its peers would refuse their calls, after some seconds for good.
-        self._ask(lambda request: c.Usable(request, ()), site)
+        self.exchange_addresses(number, {rank: reply.addresses for rank, reply in replies.items()}, mine)
+        # One more round trip: a node that is busy before it has its peers' addresses would refuse their connections,
+        # and after some seconds for good.
+        self._ask(c.Unusable, lambda request: c.Usable(request, ()), site)
 
     def _ask(
-        self, command: Callable[[int], c.Command], site: Site | None, ranks: Collection[int] | None = None
-    ) -> dict[int, c.Answer]:
-        """Asks these nodes, or all that there are; gives what they answer. Raises what the first has failed with."""
+        self,
+        kind: type[R],
+        command: Callable[[int], c.Command],
+        site: Site | None,
+        ranks: Collection[int] | None = None,
+    ) -> dict[int, R]:
+        """Asks these nodes (None: all) and returns their replies by rank. Raises the error of the first node that
+        failed."""
         link = self._link
         asked: dict[int, Request] = {}
-        for outbox in link.outboxes:
-            if outbox.lost is None and (ranks is None or outbox.rank in ranks):
-                request = asked[outbox.rank] = link.request(outbox.rank, c.Answer)
-                outbox.add(command(request.id), site)
+        for node in link.there():
+            if ranks is None or node.rank in ranks:
+                request = asked[node.rank] = link.request(node.rank, kind)
+                node.outbox.add(command(request.id), site)
         link.flush_all()
-        replies: dict[int, c.Answer] = {}
+        replies: dict[int, R] = {}
         errors: list[Exception] = []
         for rank, request in asked.items():
             try:
                 reply = link.wait(request)
-            except NodeLost:  # whoever uses it hears of it
+            except NodeLost:  # raised to the next user of that node
                 continue
             if isinstance(reply, c.Poisoned):
                 errors.append(self._failure(reply.rank, reply.seq))
-            elif isinstance(reply, c.Answer):
+            elif isinstance(reply, kind):
                 replies[rank] = reply
         if errors:
             raise errors[0]
         return replies
 
     def unusable(self, name: str) -> str:
-        """Why a channel can't be used here, or an empty text. Asks the nodes."""
+        """Returns the reason why a channel can't be used here; empty if it can. Asks the nodes, once for each name."""
         known = self._unusable.get(name)
         if known is None:
             self.look([name])
@@ -252,7 +276,7 @@ class ChannelRouter:
         return known
 
     def look(self, names: list[str]) -> None:
-        """Finds out ``unusable`` of many at once: one round trip, which waits for the nodes."""
+        """Finds out ``unusable`` for several channels at once: one round trip, which waits for the nodes."""
         wanted = [name for name in names if name not in self._unusable]
         texts: dict[str, str] = {}
         for name in wanted:
@@ -262,8 +286,8 @@ class ChannelRouter:
                 self._unusable[name] = str(error)
         if not texts:
             return
-        replies = self._ask(lambda request: c.Usable(request, tuple(texts.values())), None)
-        said = {rank: dict(zip(texts, str(reply.value).split("\n"), strict=False)) for rank, reply in replies.items()}
+        replies = self._ask(c.Unusable, lambda request: c.Usable(request, tuple(texts.values())), None)
+        said = {rank: dict(zip(texts, reply.reasons, strict=False)) for rank, reply in replies.items()}
         for name in texts:
             why = why_unusable(name, MASTER)
             if not why:
@@ -275,11 +299,11 @@ class ChannelRouter:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self, rank: int, why: str) -> None:
-        """A node is lost."""
+        """Tells all channels that a node is lost."""
         self._channels.forget(rank, why)
 
     def forked(self) -> None:
-        """In a forked child: a thread that isn't here may have held the lock."""
+        """Replaces the lock, in a forked child: a thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     def close(self) -> None:
@@ -287,6 +311,7 @@ class ChannelRouter:
         self._channels.close()
 
 
-def _gpu(hello: c.Hello, place: Place) -> tuple[str, str]:
-    """Which one it is. Each node has a cuda:0, and they may be one."""
+def _gpu(place: Place) -> tuple[str, str]:
+    """Returns a GPU's identity: its host, and its name there. Each node has a cuda:0, and these may be one GPU."""
+    hello = place.home.hello
     return hello.host, hello.gpus[place.index] if place.index < len(hello.gpus) else place.name

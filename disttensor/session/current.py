@@ -1,4 +1,4 @@
-"""The one session of this process. Everything else asks here for it."""
+"""The one session of this process. All other files ask here for it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _session: Session | None = None
 
 
 def session() -> Session:
-    """Raises DisttensorError when there is none."""
+    """Returns the session. Raises DisttensorError when there is none."""
     if _session is None:
         raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
     return _session
 
 
 def session_of(place: Place) -> Session:
-    """The session that a place belongs to, which may have ended."""
+    """Returns the session that a place belongs to, which may have ended."""
     return cast(Session, place.session)
 
 
 def current() -> Session | None:
-    """The session, or None."""
+    """Returns the session, or None."""
     return _session
 
 
@@ -33,3 +33,13 @@ def set_session(new: Session | None) -> None:
     global _session
     _session = new
     role.set_session(new)
+
+
+def is_initialized() -> bool:
+    """Returns whether a session is running in this process. Does not wait."""
+    return _session is not None
+
+
+def node_count() -> int:
+    """Returns how many nodes the session has, lost ones among them. Raises DisttensorError without a session."""
+    return len(session().nodes)

@@ -1,11 +1,11 @@
-"""Which kernel a composite picks: what the torch of the node would, as functions of that node's record and of facts.
+"""Chooses a composite's kernel as the node's own torch would, by functions of that node's record and the call's facts.
 
-A composite of torch's chooses among kernels by its operands' type of device and by what the machine can, which it asks
-of the process that it runs in. Here that is the script, and the kernels run elsewhere. So each node tells in its Hello
-what its torch would find (`Abilities`), and where a composite is overridden the choice is made here. Switches that a
-user sets (``torch.nn.attention.sdpa_kernel``, ``torch.backends.mkldnn.flags``) are the script's.
+A composite of torch's chooses among kernels by its operands' device type and by the machine's abilities, for which it
+asks its own process. Here that process is the script, and the kernels run elsewhere. So each node tells in its Hello
+what its torch would find (`Abilities`), and for an overridden composite the choice is made here. Switches that a user
+sets (``torch.nn.attention.sdpa_kernel``, ``torch.backends.mkldnn.flags``) are the script's.
 
-What is said of CUDA is read from torch's sources, and has never run on a GPU.
+The rules for CUDA are read from torch's sources, and have never run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Record(NamedTuple):
-    """What the torch of a place chooses kernels by, beside operands."""
+    """The facts by which the torch of a place chooses kernels, beside its operands."""
 
-    kind: str  #: of kernels: "cpu" or "cuda"; a simulated CUDA device computes as a CPU does
-    capability: tuple[int, int]  #: of the CUDA device
-    version: tuple[int, int]  #: torch's
+    kind: str  #: the kind of kernels: "cpu" or "cuda"; a simulated CUDA device computes as a CPU does
+    capability: tuple[int, int]  #: the CUDA device's compute capability
+    version: tuple[int, int]  #: torch's version
     node: Abilities
 
 
 class Operand(Protocol):
-    """The facts of a tensor: those of a `Meta`."""
+    """The facts of a tensor by which kernels are chosen: those of a `Meta`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -48,7 +48,8 @@ class Operand(Protocol):
 
 
 def record(hello: Hello, device: str) -> Record:
-    """The record of a node's device ("cpu", "cuda:1"). The node's torch is of the script's version (`init.meet`)."""
+    """Returns the record of a node's device ("cpu", "cuda:1"). The node's torch has the script's version (`meet` in
+    startup/start.py checks that)."""
     _, _, index = device.partition(":")
     kind = "cuda" if index and not hello.simulated else "cpu"
     capability = hello.abilities.capabilities[int(index)] if index else (0, 0)
@@ -57,7 +58,7 @@ def record(hello: Hello, device: str) -> Record:
 
 @cache
 def here() -> Record:
-    """The record of this process's CPU: by it torch's composites choose for operands that they take for local ones."""
+    """Returns the record of this process's CPU, by which composites choose for operands that they take for local."""
     return Record("cpu", (0, 0), _version(str(torch.__version__)), capabilities.cpu())
 
 
@@ -79,12 +80,12 @@ class Attention(NamedTuple):
     dropout: float = 0.0
     causal: bool = False
     gqa: bool = False
-    training: bool = False  #: query, key or value needs a gradient
-    learned: bool = False  #: the mask requires one
+    training: bool = False  #: whether query, key or value requires a gradient
+    learned: bool = False  #: whether the mask requires a gradient
 
 
 class Switches(NamedTuple):
-    """What a user may have switched, for attention."""
+    """The user's switches for attention."""
 
     flash: bool
     efficient: bool
@@ -95,7 +96,7 @@ class Switches(NamedTuple):
 
 
 def switches() -> Switches:
-    """The script's, as they are now."""
+    """Returns the script's switches, as they are now."""
     return Switches(
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
@@ -107,7 +108,8 @@ def switches() -> Switches:
 
 
 def attention(record: Record, asked: Attention) -> int:
-    """The backend that scaled_dot_product_attention takes. Raises RuntimeError, in torch's words, where none may."""
+    """Returns the backend that scaled_dot_product_attention takes. Raises torch's RuntimeError where none is
+    allowed."""
     if record.kind == "cpu":
         return _attention_on_cpu(asked)
     on = switches()
@@ -123,7 +125,8 @@ def attention(record: Record, asked: Attention) -> int:
 
 
 def _attention_on_cpu(asked: Attention) -> int:
-    """Torch itself is asked: the script's is of the node's version, and on CPUs only operands and switches decide."""
+    """Returns the choice of the script's torch, which has the node's version; on CPUs only operands and switches
+    decide."""
 
     def shown(x: Operand | None) -> Any:
         return None if x is None else torch.Tensor._make_wrapper_subclass(
@@ -138,7 +141,7 @@ def _attention_on_cpu(asked: Attention) -> int:
 
 
 class _Shown(torch.Tensor):
-    """Metadata only, of what torch is to take for a CPU tensor."""
+    """A tensor of metadata only, which torch takes for a CPU tensor."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -148,11 +151,11 @@ class _Shown(torch.Tensor):
 
 
 # Source: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and sdp_utils_cpp.h beside it, which is in
-# torch's package: of each function here the one that its comment names. Nested tensors are never on a node.
+# torch's package. Each function's docstring names its source there. Nested tensors are never on a node.
 
 
 def _order(record: Record, on: Switches) -> tuple[int, ...]:
-    """priority_order: cuDNN comes first on Hopper and Blackwell, unless the user has told another order."""
+    """priority_order: cuDNN comes first on Hopper and Blackwell, unless the user has set another order."""
     major, minor = record.capability
     new = record.node.cuda >= (13, 0) or minor in (0, 3)
     preferred = record.node.cudnn > 91500 and major in (9, 10) and new  # check_prefer_cudnn_attention
@@ -304,7 +307,7 @@ _CUDA = {
 
 
 def lstm(record: Record, input: Operand, projections: bool, graph: bool) -> str:
-    """What computes an LSTM's layers on a CPU: "onednn", or "parts", its decomposition. ``graph``: the grad mode.
+    """Returns how a CPU computes an LSTM's layers: "onednn", or "parts", its decomposition. ``graph``: the grad mode.
 
     Source: aten/src/ATen/native/RNN.cpp, lstm and use_mkldnn.
     """
@@ -320,8 +323,8 @@ def lstm(record: Record, input: Operand, projections: bool, graph: bool) -> str:
 
 
 def shown_a_cpu(record: Record) -> bool:
-    """Whether a recurrent layer or cell is run on what torch takes for CPU tensors. On CUDA it is not: cells are fused
-    there, as in torch, and layers made of them, where local torch has cuDNN's. Source: RNN.cpp."""
+    """Returns whether a recurrent layer or cell is run on proxies that torch takes for CPU tensors. On CUDA it is not:
+    cells are fused there, as in torch, and layers are made of cells, where local torch has cuDNN's. Source: RNN.cpp."""
     return record.kind == "cpu"
 
 
@@ -329,26 +332,29 @@ def shown_a_cpu(record: Record) -> bool:
 
 
 def dropout(record: Record, p: float, train: bool | None) -> str:
-    """What drops: "fused", one kernel that draws and masks, or "parts": bernoulli, div and mul.
+    """Returns how dropout is computed: "fused", one kernel that draws and masks, or "parts": bernoulli, div and mul.
 
     Source: aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable. Where nothing or all is dropped, torch takes
-    neither; who calls the operator itself gets the fused one.
+    neither; a direct call of the operator gets the fused kernel.
     """
     return "fused" if record.kind == "cuda" or train is False or not 0 < p < 1 else "parts"
 
 
 def foreach(record: Record, same: bool, dtype: torch.dtype) -> bool:
-    """Whether an optimizer takes all parameters at once: as torch's own default on CUDA; on CPUs, where torch's default
-    is one by one, only where that gives the ``same`` numbers (Adam does) in this dtype."""
+    """Returns whether an optimizer takes all parameters at once: on CUDA, as torch's own default; on CPUs, where
+    torch's default is one by one, only where that gives the ``same`` numbers (as for Adam) in this dtype."""
     return record.kind == "cuda" or (same and dtype in (torch.float32, torch.float64))
 
 
 def averages_at_once(record: Record) -> bool:
-    """Whether AveragedModel interpolates all parameters at once, with other roundings. Source: torch/optim/swa_utils.py
-    and torch/utils/_foreach_utils.py, _get_foreach_kernels_supported_devices."""
+    """Returns whether AveragedModel interpolates all parameters at once, with other roundings. Source:
+    torch/optim/swa_utils.py and torch/utils/_foreach_utils.py, _get_foreach_kernels_supported_devices."""
     return record.kind == "cuda"
 
 
 def casts(record: Record) -> str:
-    """Whose casts autocast makes: "cpu" or "cuda". Source: aten/src/ATen/autocast_mode.cpp, which registers by kind."""
+    """Returns the kind of device whose casts autocast makes: "cpu" or "cuda".
+
+    Source: aten/src/ATen/autocast_mode.cpp, which registers by kind.
+    """
     return record.kind

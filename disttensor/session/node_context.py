@@ -1,4 +1,4 @@
-"""The current node: what ``with dt.node(1):`` sets. One per thread and per asyncio task (a contextvar)."""
+"""The current node, which ``with dt.node(1):`` sets. Each thread and asyncio task has its own (a contextvar)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from .places import current_node as _current
 
 
 class node:
-    """Makes node ``k`` the current one inside of a ``with`` block: where factories put their tensors.
+    """Makes node ``k`` the current one inside of a ``with`` block: factories make their tensors there.
 
-    An operation runs where its operands live, whatever node is current. Blocks nest; the same object can be entered
-    again. Raises ValueError for a node that does not exist, TypeError for what is no integer.
+    An operation runs where its operands live, whatever node is current. ``k`` is a number, a text such as "node:1", or
+    a device. Blocks nest; the same object can be entered again. Raises ValueError or RuntimeError for a node that does
+    not exist, TypeError for another kind of ``k``, DisttensorError without a session.
     """
 
     def __init__(self, k: int | str | torch.device) -> None:
@@ -43,14 +44,14 @@ class node:
 
 
 def use(index: int) -> None:
-    """Makes a node that exists the current one, until something else does."""
+    """Makes a node that exists the current one, until another call changes it."""
     if index:
         _follow()
     _current.set(index)
 
 
 def current_node() -> int:
-    """The node that factories use now: 0 unless inside of a ``node(k)`` block."""
+    """Returns the number of the node that factories use now: 0 unless inside of a ``node(k)`` block."""
     return _current.get()
 
 
@@ -62,7 +63,7 @@ def _follow() -> None:
 def following(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # torch would ask the device guard for the index that "node" lacks, and a guard in Python can't be asked
+        # "node" has no index; torch would ask the device guard for one, and a guard in Python can't be asked
         if current_node():
             if args and _names_no_node(args[0]):
                 args = (torch.device("node", current_node()), *args[1:])
@@ -70,7 +71,7 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs["device"] = torch.device("node", current_node())
         return original(self, *args, **kwargs)
 
-    UninitializedTensorMixin._allowed_methods.append(to)  # what lazy modules may be asked, by identity
+    UninitializedTensorMixin._allowed_methods.append(to)  # the methods that uninitialized tensors allow, by identity
     return to
 
 

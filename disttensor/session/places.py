@@ -1,4 +1,4 @@
-"""Where tensors live: a place is one (node, device) pair; a slot is its index as ``torch.device("node", slot)``.
+"""Places of tensors: a place is one (node, device) pair; a slot is its index as ``torch.device("node", slot)``.
 
 Torch keeps a device's index in an int8 that wraps silently, so a proxy carries its place itself, and slots are only a
 small table of names for places: slot k < N is node k's default device, higher ones are given out on demand. N counts
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import count
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ import torch
 
 from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
+from ..runtime.master.node import Node
 from ..runtime.master.outbox import Outbox
 from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
@@ -25,113 +26,29 @@ from ..runtime.protocol.allow_list import BASE, AllowList
 from ..runtime.protocol.errors import DisttensorError
 from . import kernel_choice
 
-R = TypeVar("R", c.Answer, c.Shapes, c.Result, c.Done)
+#: The type of the reply to a request.
+R = TypeVar("R", bound=c.Message)
 
 #: The node that factories use now, by thread and asyncio task.
 current_node: ContextVar[int] = ContextVar("disttensor_node", default=0)
 
 #: Slots that torch.device can name.
 MAX_SLOTS = 128
-#: Templates between two clean-ups of a node's table.
-GENERATION = 32_768
 
 
 class Owner(Protocol):
-    """What places know of the session that they belong to."""
+    """The part of a session that its places use."""
 
     link: Link
-    allow: AllowList  #: operators that nodes run
-    states: list[NodeState]
+    allow: AllowList  #: the operators that nodes may run
     places: Places
+
+    @property
+    def nodes(self) -> list[Node]: ...
 
     def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R: ...
 
     def flush(self, outbox: Outbox) -> None: ...
-
-
-class NodeState:
-    """The master's account of one node's refs and templates."""
-
-    def __init__(self, session: Owner, rank: int, outbox: Outbox) -> None:
-        self.session = session
-        self.rank = rank
-        self.outbox = outbox
-        self.lock = threading.RLock()
-        self.templates: dict[object, int] = {}
-        self.defined: dict[int, c.Define] = {}  #: what nodes know of templates, for graphs
-        self._permitted: set[str] = set()  #: operators that the node has
-        self.generation = 0  #: of templates; raised by ``turn``
-        self._next = count()
-        self._generations = [0, 0]
-
-    def define(
-        self, op: str, args: tuple[c.Spec, ...], kwargs: tuple[tuple[str, c.Spec], ...], outs: int, site: Site | None
-    ) -> int:
-        """The number of a template, defined on the node at first use.
-
-        The table is bounded: after a generation of new templates older ones are dropped. Plans that name them were
-        dropped one generation before (``full`` says when), so no thread can still be about to use one.
-        """
-        if op not in self._permitted:
-            self._permit(op, site)
-        key = (op, exact(args), exact(kwargs), outs)
-        with self.lock:
-            number = self.templates.get(key)
-            if number is None:
-                number = next(self._next)
-                self.defined[number] = define = c.Define(number, op, args, kwargs, outs)
-                self.outbox.add(define, site)
-                self.templates[key] = number
-            return number
-
-    def _permit(self, op: str, site: Site | None) -> None:
-        """Raises NotImplementedError for what the node would refuse, which is told long after the call.
-
-        Which operators of other libraries a node has is asked once for each; one that is missing may come later.
-        """
-        library = op.partition("::")[0]
-        if not self.session.allow.allows(op):
-            if library == "aten":
-                raise NotImplementedError(f"{op}: nodes don't run what reaches beyond tensors")
-            raise NotImplementedError(
-                f"{op} is no operator of torch's, and nodes run others only where they are allowed: "
-                f"init_master_worker(allow_ops=['{library}::*']), and have the nodes import the library that has it: "
-                f"disttensor.run(exec, 'import {library}', node=[...])"
-            )
-        if f"{library}::*" not in BASE:  # what every node has, as it has torch
-            if route.get().recorder is not None:
-                return  # nothing answers while a graph is recorded
-            place = self.session.places.at(self.rank)
-            why_not = self.session.ask(place, c.Answer, lambda id: c.Usable(id, (op,), ops=True), site).value
-            if why_not:
-                raise NotImplementedError(f"node {self.rank}: {why_not}")
-        self._permitted.add(op)
-
-    @property
-    def full(self) -> bool:
-        return len(self.templates) >= GENERATION
-
-    def turn(self) -> None:
-        """Starts a generation; the one before the last is dropped. The caller has dropped all plans."""
-        with self.lock:
-            self.templates.clear()
-            self.generation += 1
-            self._generations = [self._generations[1], next(self._next)]
-            self.defined = {n: d for n, d in self.defined.items() if n >= self._generations[0]}
-            self.outbox.add(c.Forget(self._generations[0]))
-
-
-def exact(value: object) -> object:
-    """A dictionary key that tells 1, 1.0 and True, 0.0 and -0.0 apart, and NaN equal to itself."""
-    if isinstance(value, tuple):
-        return tuple(map(exact, value))
-    if isinstance(value, c.Items):
-        return ("items", *map(exact, value.items))
-    if isinstance(value, float):
-        return (float, value.hex())
-    if isinstance(value, (complex, c.Complex)):
-        return (type(value), value.real.hex(), value.imag.hex())
-    return (type(value), value)
 
 
 class Place:
@@ -140,6 +57,7 @@ class Place:
     __slots__ = (
         "dead",
         "device",
+        "home",
         "index",
         "kernels",
         "name",
@@ -148,7 +66,6 @@ class Place:
         "record",
         "session",
         "slot",
-        "state",
         "twin",
     )
 
@@ -156,18 +73,15 @@ class Place:
         self.session = session
         self.node = node
         self.name = name  #: "cpu" or "cuda:1", as the node calls it
-        self.index = -1 if name == "cpu" else int(name.partition(":")[2])  #: what get_device() says
-        #: which kernels run there: a simulated CUDA device computes as a CPU does
-        self.record = (
-            kernel_choice.record(session.link.hellos[node], name)
-            if node in session.link.hellos
-            else kernel_choice.here()
-        )
+        self.index = -1 if name == "cpu" else int(name.partition(":")[2])  #: the result of get_device(): -1 for the CPU
+        self.home = session.nodes[node]  #: the node that has it
+        hello = self.home.said_hello
+        self.record = kernel_choice.here() if hello is None else kernel_choice.record(hello, name)
+        #: the kind of kernels that run there: a simulated CUDA device computes as a CPU does
         self.kernels = self.record.kind
         self.slot = slot
         self.device = torch.device("node", slot)
-        self.state = session.states[node]
-        self.outbox = self.state.outbox
+        self.outbox = self.home.outbox
         # finalizers append to this list directly; it is the outbox's own for its whole life
         self.dead = self.outbox.dead
         #: the same place for tensors that torch is to take for local ones (composites/as_cpu.py)
@@ -180,42 +94,74 @@ class Place:
     def is_cuda(self) -> bool:
         return self.index >= 0
 
+    def define(
+        self, op: str, args: tuple[c.Spec, ...], kwargs: tuple[tuple[str, c.Spec], ...], outs: int, site: Site | None
+    ) -> int:
+        """Returns the number of a template, which is defined on the node at its first use.
+
+        Raises NotImplementedError for an operator that the node would refuse: the node itself could report that only
+        long after the call.
+        """
+        if op not in self.home.permitted:
+            self._permit(op, site)
+        return self.home.define(op, args, kwargs, outs, site)
+
+    def _permit(self, op: str, site: Site | None) -> None:
+        """Raises NotImplementedError unless the node may run ``op`` and has it.
+
+        A node is asked once for each operator of another library. One that is missing may come later, so the next call
+        asks again.
+        """
+        library = op.partition("::")[0]
+        if not self.session.allow.allows(op):
+            if library == "aten":
+                raise NotImplementedError(f"{op}: nodes don't run what reaches beyond tensors")
+            raise NotImplementedError(
+                f"{op} is no operator of torch's, and nodes run others only where they are allowed: "
+                f"init_master_worker(allow_ops=['{library}::*']), and have the nodes import the library that has it: "
+                f"disttensor.run(exec, 'import {library}', node=[...])"
+            )
+        if f"{library}::*" not in BASE:  # every node has the libraries of BASE, as it has torch
+            if route.get().recorder is not None:
+                return  # nothing answers while a graph is recorded
+            place = self.session.places.at(self.node)
+            unusable = self.session.ask(place, c.Unusable, lambda id: c.Usable(id, (op,), ops=True), site)
+            if why_not := "".join(unusable.reasons):
+                raise NotImplementedError(f"node {self.node}: {why_not}")
+        self.home.permitted.add(op)
+
 
 def one_session(*places: Place) -> None:
-    """Raises DisttensorError for places of two sessions, for a ref of one means nothing in the other."""
+    """Raises DisttensorError for places of two sessions: a ref of one session means nothing in the other."""
     if any(place.session is not places[0].session for place in places):
-        for place in places:  # all but the newest have been shut down
+        for place in places:  # all sessions but the newest have been shut down
             place.session.link.check(place.outbox)
 
 
 class Places:
-    """A session's slots."""
+    """A session's places, by slot and by (node, device name)."""
 
-    def __init__(self, session: Owner, devices: list[tuple[str, ...]], most: int = 0) -> None:
-        """``devices``: for each node the names of its devices, "cpu" first. ``most``: how many nodes there may be
-        later. Raises DisttensorError for too many."""
-        most = max(most, len(devices))
+    def __init__(self, session: Owner, nodes: Sequence[Node], most: int = 0) -> None:
+        """Makes the nodes' default places, and keeps slots for up to ``most`` nodes. Raises DisttensorError if that is
+        more than MAX_SLOTS."""
+        most = max(most, len(nodes))
         if most > MAX_SLOTS:
             raise DisttensorError(
                 f"{most} nodes are more than torch.device can name ({MAX_SLOTS}: its index is an int8)"
             )
         self._session = session
-        self._devices = devices
+        self._nodes: list[Node] = []
         self.lock = threading.RLock()
         self._by_pair: dict[tuple[int, str], Place] = {}
         self.by_slot: dict[int, Place] = {}
         self._free = count(most)  #: slots of devices that are no node's default
-        for node in range(len(devices)):
-            self._begin(node)
+        for node in nodes:
+            self.extend(node)
 
-    def extend(self, devices: tuple[str, ...]) -> None:
-        """One more node, with these devices. There were to be so many (``most``)."""
-        self._devices.append(devices)
-        self._begin(len(self._devices) - 1)
-
-    def _begin(self, node: int) -> None:
-        names = self._devices[node]
-        self._add(node, names[1] if len(names) > 1 else "cpu", node)
+    def extend(self, node: Node) -> None:
+        """Adds a node's default device, in the slot of its rank, which ``most`` has kept free."""
+        self._nodes.append(node)
+        self._add(node.rank, node.devices[1] if len(node.devices) > 1 else "cpu", node.rank)
 
     def _add(self, node: int, name: str, slot: int) -> Place:
         if slot >= MAX_SLOTS:
@@ -228,10 +174,11 @@ class Places:
         return place
 
     def at(self, node: int | str | torch.device, device: str | int | torch.device | None = None) -> Place:
-        """The place of a node's device: "cpu", "cuda", "cuda:1", 1 (cuda:1), -1 (cpu), None (its default, or the one
-        that ``node`` itself names: "node:1").
+        """Returns the place of a node's device.
 
-        Raises ValueError or RuntimeError naming what there is.
+        ``device`` is "cpu", "cuda", "cuda:1", 1 (cuda:1), -1 (cpu), or None: the node's default device, or the one that
+        ``node`` itself names ("node:1"). Raises TypeError for a ``node`` of another type, ValueError for a node that
+        does not exist, RuntimeError for a device that the node doesn't have; the message names what there is.
         """
         if isinstance(node, (str, torch.device)):
             named = self.named(node)
@@ -240,16 +187,16 @@ class Places:
             node = named.node
         if isinstance(node, bool) or not isinstance(node, int):
             raise TypeError(f"a node is an integer or a text such as 'node:1', not {node!r}")
-        if not 0 <= node < len(self._devices):
-            n = len(self._devices)
+        if not 0 <= node < len(self._nodes):
+            n = len(self._nodes)
             raise ValueError(
                 f"node {node} does not exist; there {f'are {n} nodes, 0 to {n - 1}' if n > 1 else 'is 1 node, 0'}"
             )
         if device is None:
             return self.by_slot[node]
         name = self._name(device)
-        if name not in self._devices[node]:
-            raise RuntimeError(f"node {node} has no device {name}; it has {', '.join(self._devices[node])}")
+        if name not in (names := self._nodes[node].devices):
+            raise RuntimeError(f"node {node} has no device {name}; it has {', '.join(names)}")
         place = self._by_pair.get((node, name))
         if place is None:
             with self.lock:
@@ -268,8 +215,10 @@ class Places:
         raise ValueError(f"a node's device is 'cpu' or 'cuda:k', not {str(device)!r}")
 
     def named(self, device: str | torch.device) -> Place:
-        """The place that "node:1" names. Raises RuntimeError as ``of`` does, TypeError for what is no device,
-        ValueError for a local one."""
+        """Returns the place that "node:1" names.
+
+        Raises RuntimeError as ``of`` does, TypeError for a text that names no device, ValueError for a local device.
+        """
         try:
             found = torch.device(device)
         except RuntimeError:
@@ -279,7 +228,10 @@ class Places:
         return self.of(found)
 
     def of(self, device: torch.device) -> Place:
-        """The place that a device of type "node" names. Raises RuntimeError for a slot that is no place's."""
+        """Returns the place of a device of type "node"; without an index that of the current node's default device.
+
+        Raises RuntimeError for a slot that no place has.
+        """
         slot = device.index
         if slot is None:
             return self.by_slot[current_node.get()]
@@ -292,5 +244,5 @@ class Places:
         return place
 
     def _there(self) -> str:
-        n = len(self._devices)
+        n = len(self._nodes)
         return f"the session has {n} nodes, node:0 to node:{n - 1}" if n > 1 else "the session has one node, node:0"

@@ -1,4 +1,4 @@
-"""A session: the nodes, the link to them, the data channel, and what it takes to start and end them."""
+"""A session: the nodes, the link to them, the data channels, and the steps that start and end them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ import torch
 
 from ..runtime.channel.opened import Channels
 from ..runtime.host.launcher import Launcher
-from ..runtime.master.failures import Failure, Site, in_short, line_of
+from ..runtime.master.failures import in_short, line_of
 from ..runtime.master.link import Link
+from ..runtime.master.node import Node
 from ..runtime.master.outbox import Outbox
 from ..runtime.master.requests import Request
-from ..runtime.master.route import waits
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import AllowList
+from ..runtime.protocol.arguments import Addresses
 from ..runtime.protocol.bundle import Bundle
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.transport.base import Hub
 from . import caches
 from .callbacks import Callbacks
 from .channel_router import ChannelRouter
-from .places import NodeState, Place, Places
+from .places import Places
+from .questions import Questions
 from .transfers import Transfers
 
-R = TypeVar("R", c.Answer, c.Shapes, c.Result, c.Done)
+T = TypeVar("T")
 
 _log = logging.getLogger("disttensor")
 
 
 def _left(deadline: float | None) -> float | None:
-    """Seconds until ``deadline`` (of time.monotonic), at least a moment: what is done already is never too late."""
+    """Returns the seconds until ``deadline`` (of time.monotonic), at least a moment, so that a wait for something that
+    is done already never times out."""
     return None if deadline is None else max(0.01, deadline - time.monotonic())
 
 
@@ -55,140 +58,135 @@ class Session:
         backend: str = "",
         trusted: bool = False,
     ) -> None:
-        """``backend`` names the channel that is open. ``trusted``: the user has said so of the network."""
+        """Begins with ``nodes`` nodes, which have not said hello yet.
+
+        ``backend`` names the session's own data channel, which is open in ``channels``. ``launcher`` is None where the
+        nodes are threads of this process. ``trusted``: the user has said that nobody else can use the network.
+        """
         self.job = job
         self.channel = channels.data[0]
         self.link = Link(hub, nodes, launcher, self._lost)
-        self.board = ChannelRouter(
-            self.link, channels, job, secret, backend, trusted=trusted, threads=launcher is None, failure=self.failure
+        #: the nodes, by rank. One that joins is here when it has been taken in, and in the link's from its key on
+        self.nodes: list[Node] = list(self.link.nodes)
+        self.questions = questions = Questions(self.link)
+        self.ask = questions.ask
+        self.router = ChannelRouter(
+            self.link,
+            channels,
+            job,
+            secret,
+            backend,
+            trusted=trusted,
+            threads=launcher is None,
+            failure=questions.failure,
         )
-        self.states = [NodeState(self, rank, self.link.outboxes[rank]) for rank in range(nodes)]
         self.places: Places
-        #: operators that nodes run
+        #: the operators that nodes may run
         self.allow = AllowList()
         self.launcher = launcher
-        self.most = nodes  #: how many nodes there can be, if more may join
-        self.plain: Bundle | None = None  #: what a node more starts with, but for its rank and keys
+        self.max_nodes = nodes  #: the largest number of nodes, with those that may still join
+        self.bundle: Bundle | None = None  #: the bundle of one more node, but for its rank and keys
         #: nodes that are threads of this process
         self.threads: list[threading.Thread] = []
-        self.changes = contextlib.ExitStack()  #: of this process, undone at the end
+        self.changes = contextlib.ExitStack()  #: changes of this process that are undone at the end
         self._default_dtype = torch.float32
-        self.transfers = Transfers(self.link, self.board, self.failure, self._sync)
+        self.transfers = Transfers(self.link, self.router, questions.failure, questions.sync)
         self.callbacks = Callbacks()
-        self.counted: dict[object, Any] = {}  #: what ``stats`` does not count any more
-        self.pieces = threading.RLock()  #: held while the pieces of a function are queued, one after another
+        self._parts: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
-        lost = [box.rank for box in self.link.outboxes if box.lost is not None]
-        return f"<Session {self.job} nodes={len(self.states)}{f' lost={lost}' if lost else ''} {self.link!r}>"
+        lost = [node.rank for node in self.nodes if node.lost is not None]
+        return f"<Session {self.job} nodes={len(self.nodes)}{f' lost={lost}' if lost else ''} {self.link!r}>"
 
-    def introduce(self) -> None:
-        """After all hellos: places, and everybody learns where everybody's data channel is."""
-        hellos = self.link.hellos
-        n = len(self.states)
-        self.board.begin()
-        self.places = Places(self, [hellos[r].devices for r in range(n)], self.most)
-        self.board.introduce(0, {r: hellos[r].channel for r in range(n)}, self.channel.address())
+    def exchange_addresses(self) -> None:
+        """Makes the places, and tells every peer the addresses of the others' data channels. Called after all hellos.
+
+        Raises ValueError when these nodes must not use the session's own channel, DisttensorError for too many nodes.
+        """
+        self.router.begin()
+        self.places = Places(self, self.nodes, self.max_nodes)
+        self.router.exchange_addresses(
+            0, {node.rank: node.hello.addresses for node in self.nodes}, Addresses(self.channel.address())
+        )
         self.check_default_dtype()
         self.link.flush_all()
 
-    def extend(self, outboxes: Sequence[Outbox]) -> None:
-        """After the hellos of nodes that have come later: as ``introduce``, for them. Waits while they open channels.
+    def extend(self, nodes: Sequence[Node]) -> None:
+        """Takes in nodes that have joined, after their hellos: the steps of ``exchange_addresses``, for them. Waits
+        while they open channels.
 
-        A node of which there is no hello is one that is lost. Raises ValueError when they must not use a channel that
-        is open, and what opening it raises there; they are lost then.
+        A node without a hello is lost already. Raises ValueError when these nodes must not use a channel that is open,
+        and the error that opening a channel raises there; the nodes are lost then.
         """
-        hellos = self.link.hellos
-        for outbox in outboxes:
-            rank = outbox.rank
-            self.states.append(NodeState(self, rank, outbox))
-            self.places.extend(hellos[rank].devices if rank in hellos else ("cpu",))
-        come = [outbox for outbox in outboxes if outbox.lost is None]
+        for node in nodes:
+            self.nodes.append(node)
+            self.places.extend(node)
+        come = [node for node in nodes if node.lost is None]
         try:
-            self.board.welcome({outbox.rank: hellos[outbox.rank].channel for outbox in come})
+            self.router.add_peers({node.rank: node.hello.addresses for node in come})
         except BaseException as e:
-            for outbox in come:
-                self.link.lose(outbox.rank, f"it could not be taken in: {e}")
+            for node in come:
+                self.link.lose(node.rank, f"it could not be taken in: {e}")
             raise
         if self._default_dtype is not torch.float32:
-            for outbox in come:
-                outbox.add(c.Default(codec.dtype_id(self._default_dtype)))
+            for node in come:
+                node.outbox.add(c.Default(codec.dtype_id(self._default_dtype)))
         caches.drop_plans()  # some choices depend on what devices there are
         self.link.flush_all()
 
     def _lost(self, error: NodeLost) -> None:
-        self.board.forget(error.rank, error.cause)
+        self.router.forget(error.rank, error.cause)
 
     def check_default_dtype(self) -> None:
-        """Tells the nodes when the default dtype is another than they know; every plan may depend on it."""
+        """Tells the nodes the default dtype if it has changed; every plan may depend on it."""
         default = torch.get_default_dtype()
         if default is not self._default_dtype:
             self._default_dtype = default
             caches.drop_plans()
-            for outbox in [] if self.shares_process else self.link.outboxes:
-                outbox.add(c.Default(codec.dtype_id(default)))
+            for node in [] if self.shares_process else self.nodes:
+                node.outbox.add(c.Default(codec.dtype_id(default)))
 
     @property
     def shares_process(self) -> bool:
-        """Whether the nodes are threads of this process (``launcher="inproc"``), and its settings theirs."""
+        """Returns whether the nodes are threads of this process (``launcher="inproc"``), so that its settings are
+        theirs."""
         return self.launcher is None
 
-    def finish(self) -> None:
-        """Waits until all nodes have done everything, and raises nothing."""
-        self.link.flush_all()
-        for rank in range(len(self.states)):
-            with suppress(DisttensorError):
-                self._sync(rank, None)
+    def part(self, make: Callable[[], T]) -> T:
+        """Returns the part that another folder of the front end keeps for this session; its first use makes it by
+        ``make()``.
+
+        A part ends with the session. Its method ``forked``, if it has one, is called in a forked child.
+        """
+        found = self._parts.get(make)
+        if found is None:
+            found = self._parts.setdefault(make, make())
+        return found  # type: ignore[no-any-return]
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
     def flush(self, outbox: Outbox) -> None:
-        """What an issuing thread calls when its node's queue is long enough."""
+        """Flushes or sweeps a node's queue; an issuing thread calls it when the queue is long enough.
+
+        With DISTTENSOR_LAUNCH_BLOCKING it also waits until the node has done everything, and raises its errors.
+        """
         self.link.tick(outbox)
         if outbox.blocking:
             self.synchronize(outbox.rank)
 
-    def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R:
-        """One round trip: sends everything that is queued anywhere, waits for the reply, which is of this ``kind``.
-
-        Raises what made an operand fail, NodeLost, GraphError while a graph is recorded.
-        """
-        waits("this operation")
-        link = self.link
-        request = link.request(place.node, kind)
-        commands = place.outbox.commands
-        commands += (command(request.id), site)
-        reply = link.exchange(place.outbox, request, None)
-        if isinstance(reply, c.Poisoned):
-            raise self.failure(reply.rank, reply.seq)
-        return reply  # type: ignore[return-value]  # the link has looked
-
-    def failure(self, rank: int, seq: int) -> Exception:
-        """The exception for what failed at command ``seq`` of node ``rank``."""
-        found = self.link.failures.get((rank, seq))
-        if found is None and 0 <= rank < len(self.states):
-            self._sync(rank, None)
-            found = self.link.failures.get((rank, seq))
-        if found is None:
-            return DisttensorError(f"command {seq} of node {rank} failed, and why is not known")
-        return found.exception()
-
-    def unobserved(self) -> list[Failure]:
-        return [f for f in list(self.link.failures.values()) if not f.observed]
-
     def synchronize(self, node: int | None = None, timeout: float | None = None) -> None:
-        """Waits until a node (all of them: None) has done everything and what is fetched from it has come; raises the
-        earliest error not raised yet.
+        """Waits until a node (None: all nodes) has done everything and its fetches have ended; then raises the earliest
+        error that was not raised yet.
 
         Raises NodeLost, TimeoutError after ``timeout`` seconds.
         """
         self.link.flush_all()
         deadline = None if timeout is None else time.monotonic() + timeout
-        ranks = range(len(self.states)) if node is None else [node]
+        ranks = range(len(self.nodes)) if node is None else [node]
         asked: list[Request] = []
         try:
-            for rank in ranks:  # all first: their round trips are one
-                asked.append(self._ask_sync(rank))
+            for rank in ranks:  # asks all nodes first, so that their round trips are one
+                asked.append(self.questions.ask_sync(rank))
             for request in asked:
                 self.link.wait(request, _left(deadline))
         except TimeoutError:
@@ -198,57 +196,40 @@ class Session:
                 self.link.drop(request)
         for rank in ranks:
             self.transfers.finish(rank, _left(deadline))
-        self.complain(node)
-
-    def complain(self, node: int | None = None) -> None:
-        """Raises the earliest error of a node (of all: None) that was not raised yet; later ones are its notes."""
-        left = [f for f in self.unobserved() if node is None or f.rank == node]
-        if left:
-            error = left[0].exception(others=left[1:])
-            for f in left:
-                f.observed = True
-            raise error
-
-    def _sync(self, rank: int, timeout: float | None) -> None:
-        self.link.wait(self._ask_sync(rank), timeout)
-
-    def _ask_sync(self, rank: int) -> Request:
-        request = self.link.request(rank)
-        outbox = self.link.outboxes[rank]
-        outbox.add(c.Sync(request.id))
-        self.link.flush(outbox, wait=False)  # what it waits for, for as long as it may, is the reply
-        return request
+        self.questions.raise_pending_error(node)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def drain_and_collect_errors(self, timeout: float | None = None) -> Exception | None:
-        """Waits until the nodes have done everything, ``timeout`` seconds at most; gives what nothing has raised yet.
+        """Waits until the nodes have done everything, ``timeout`` seconds at most; returns the error that nothing has
+        raised yet.
 
-        That is the earliest error of an operation, else the loss of a node; further losses are its notes. A node that
+        This is the earliest error of an operation, else the loss of a node; further losses are its notes. A node that
         is still busy after ``timeout`` is logged.
         """
         link = self.link
         link.patient = timeout is None
         deadline = None if timeout is None else time.monotonic() + timeout
-        said = frozenset(link.said)  # what is raised below is said to nobody
+        said = frozenset(link.reported_losses)  # losses that are raised below are reported to nobody
         errors: list[Exception] = []
 
         asked: dict[int, Request] = {}
 
         def send(outbox: Outbox) -> None:
-            asked[outbox.rank] = self._ask_sync(outbox.rank)
+            asked[outbox.rank] = self.questions.ask_sync(outbox.rank)
 
         def wait(outbox: Outbox) -> None:
-            link.wait(asked.get(outbox.rank) or self._ask_sync(outbox.rank), _left(deadline))
+            link.wait(asked.get(outbox.rank) or self.questions.ask_sync(outbox.rank), _left(deadline))
             self.transfers.finish(outbox.rank, _left(deadline))
 
         for act in (send, wait):  # to all first: nodes may wait for each other
-            for outbox in link.outboxes:
+            for node in self.nodes:
+                outbox = node.outbox
                 if outbox.lost is None:
                     try:
                         act(outbox)
                     except NodeLost:
-                        continue  # below
+                        continue  # reported below
                     except TimeoutError:
                         _log.warning(
                             "node %d was still busy at the end, with what was issued at %s; nothing waits for it",
@@ -257,7 +238,7 @@ class Session:
                         )
                     except DisttensorError as e:
                         errors.append(e)
-        left = self.unobserved()
+        left = self.questions.unobserved()
         if left:
             errors.insert(0, left[0].exception(others=left[1:]))
         errors += [lost.again() for lost in link.losses if lost.rank not in said]
@@ -266,35 +247,36 @@ class Session:
         return errors[0] if errors else None
 
     def forked(self) -> None:
-        """In a forked child: nothing works any more, and nothing waits for a thread that held a lock and isn't here."""
+        """Makes a forked child's copy unusable: nothing works any more, and nothing waits for a lock that a thread of
+        the parent held."""
         self.transfers.forked()
-        self.pieces = threading.RLock()
-        self.board.forked()
+        for part in self._parts.values():
+            if (forked := getattr(part, "forked", None)) is not None:
+                forked()
+        self.router.forked()
         self.callbacks.forked()
         self.places.lock = threading.RLock()
-        for node in self.states:
-            node.lock = threading.RLock()
         self.link.forked()
 
     def close(self, grace: float = 2.0) -> None:
-        """Ends the nodes and lets go of everything. Never raises for a node that is gone already."""
+        """Ends the nodes and releases all resources; waits up to ``grace`` seconds for nodes to end by themselves.
+
+        Never raises for a node that is gone already.
+        """
         link = self.link
         if not link.closed:
             link.closing = True
-            for outbox in link.outboxes:
-                if outbox.lost is None:
-                    outbox.add(c.Stop())
-                    try:
-                        link.flush(outbox)
-                    except DisttensorError:
-                        continue
+            for node in link.there():
+                node.outbox.add(c.Stop())
+                with suppress(DisttensorError):
+                    link.flush(node.outbox, wait=False)  # a node that is behind, or stopped, is not waited for
         link.close()
-        self.board.close()
+        self.router.close()
         self.callbacks.close()
         if self.launcher is not None:
             self.launcher.stop(grace)
         self.changes.close()
         for thread in self.threads:
-            thread.join(grace)  # one that the end of the process met inside of torch would abort it
+            thread.join(grace)  # a thread that is inside of torch when the process ends would abort it
         caches.forget_session()
         link.interrupts.restore()

@@ -19,33 +19,37 @@ from ..runtime.master.link import Link
 from ..runtime.master.outbox import Outbox
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import ChannelError, PoisonedError
 from .channel_router import ChannelRouter
 from .places import Place
 
-#: Uploads up to this many bytes are copied whatever is on its way.
+#: Uploads up to this many bytes are copied, however many bytes of copies are on their way.
 SMALL = 64 << 10
-#: Bytes of copies on their way at most; as a copy from pageable memory in CUDA, a larger upload waits.
+#: The most bytes of copies on their way. A larger upload waits, as a copy from pageable memory does in CUDA.
 STAGE = 64 << 20
 
-#: Takes the uploads that read the user's own memory, as they begin: whoever wants to know when they have left.
+#: A list that gets the uploads that read the user's own memory, as they begin: for a caller that has to know when their
+#: bytes have left.
 lent: ContextVar[list[tuple[int, Transfer]] | None] = ContextVar("disttensor_lent", default=None)
 
 T = TypeVar("T")
 
 
-@whole
+@uninterrupted
 def when_done(transfer: Transfer, fn: Callable[[], None]) -> None:
-    """Has ``fn`` called at the transfer's end. It may come to calling others' as well, none of which may get lost."""
+    """Has ``fn`` called at the transfer's end.
+
+    Uninterrupted, because this may call other callbacks, too, none of which may get lost.
+    """
     transfer.add_done_callback(fn)
 
 
-@whole
+@uninterrupted
 def keep_until_done(table: dict[int, T], number: int, value: T, transfer: Transfer) -> None:
-    """``table[number]`` is ``value`` until the transfer's end."""
+    """Keeps ``value`` as ``table[number]`` until the transfer's end."""
     table[number] = value
     transfer.add_done_callback(partial(_drop, table, number))
 
@@ -61,17 +65,18 @@ def _arrive(channel: DataChannel, tensor: torch.Tensor, node: int, transfer: int
 class Transfers:
     """The copies of one session, and the numbers of all its transfers.
 
-    ``failure`` gives the exception for what failed at a node's command; ``sync`` waits for a node.
+    ``failure(rank, seq)`` returns the exception for a failed command of a node; ``sync(rank, timeout)`` waits for a
+    node.
     """
 
     def __init__(
         self,
         link: Link,
-        board: ChannelRouter,
+        router: ChannelRouter,
         failure: Callable[[int, int], Exception],
         sync: Callable[[int, float | None], None],
     ) -> None:
-        self.link, self.board = link, board
+        self.link, self.router = link, router
         self._failure, self._sync = failure, sync
         self._numbers = count(1)
         self.staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
@@ -79,11 +84,11 @@ class Transfers:
         self._beginning = threading.RLock()  #: held while a transfer begins at both ends
 
     def new(self) -> int:
-        """The number of a transfer, never used before in this session."""
+        """Returns the number of a new transfer, never used before in this session."""
         return next(self._numbers)
 
     def new_row(self, n: int) -> int:
-        """The first of ``n`` in a row."""
+        """Returns the first of ``n`` new numbers in a row."""
         while True:
             ids = [next(self._numbers) for _ in range(n)]
             if ids[-1] - ids[0] == n - 1:  # no other thread took one between
@@ -95,17 +100,18 @@ class Transfers:
         """Sends a local tensor to ``ref`` at ``place``. Returns when the tensor may be changed: at once, having copied
         it, while no more than STAGE bytes of copies are on their way; else when its bytes have left.
 
-        ``non_blocking`` returns at once, without a copy: the tensor must not change before its bytes have left.
+        ``non_blocking`` returns at once, without a copy: the tensor must not change before its bytes have left. Raises
+        NodeLost.
         """
         self.link.check(place.outbox)
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
         size = tensor.numel() * tensor.element_size()
         tensor = tensor.resolve_conj().resolve_neg()
-        number = self._number("upload", place, size) if self.board.rules else 0
-        channel = self.board.data[number]
+        number = self._number("upload", place, size) if self.router.rules else 0
+        channel = self.router.data[number]
         staged = not non_blocking and (size <= SMALL or size + sum(list(self.staged.values())) <= STAGE)
-        if staged:  # the copy leaves by itself, and the caller goes on
+        if staged:  # the copy leaves in the background, and the caller goes on
             tensor = channel.staging(tuple(tensor.shape), tensor.dtype, place.node).copy_(tensor)
         tensor = tensor.contiguous()
         shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
@@ -125,15 +131,15 @@ class Transfers:
             taker.append((place.node, sending))
 
     def _number(self, op: str, place: Place, nbytes: int) -> int:
-        """Of the channel for a copy between the master and a place."""
-        return self.board.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes)
+        """Returns the number of the channel for a copy between the master and a place."""
+        return self.router.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes)
 
     def _begin(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
-        """Begins a transfer at both ends: neither without the other, which would wait for it, and in one order."""
+        """Begins a transfer at both ends, in one order: one end alone would wait for the other."""
         self.link.interrupts.look()
         return self._begin_both(here, outbox, there, site)
 
-    @whole
+    @uninterrupted
     def _begin_both(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
         with self._beginning:
             transfer = here()
@@ -141,7 +147,11 @@ class Transfers:
             return transfer
 
     def download(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> torch.Tensor:
-        """A local, contiguous copy of what is ``ref`` at ``place``, and has the shape and dtype of ``tensor``."""
+        """Returns a local, contiguous copy of the tensor ``ref`` at ``place``; ``tensor`` has its shape and dtype.
+        Waits.
+
+        Raises as ``end``.
+        """
         receiving, _ = self._receive(tensor, place, ref, None, site)
         self.link.flush_all()
         self.end(receiving, place.node)
@@ -151,13 +161,15 @@ class Transfers:
     def fetch(
         self, tensor: torch.Tensor, place: Place, ref: int, strides: tuple[int, ...] | None, site: Site | None
     ) -> Arrival:
-        """Begins such a copy, into a tensor with these strides (None: contiguous)."""
+        """Begins a copy like that of ``download``, into a tensor with these strides (None: contiguous); returns at
+        once."""
         receiving, transfer = self._receive(tensor, place, ref, strides, site)
         keep_until_done(self.arriving, transfer, (place.node, receiving), receiving)
         return receiving
 
     def may_begin(self, place: Place) -> None:
-        """Raises what keeps a copy from ``place`` from beginning: NodeLost, GraphError while a graph is recorded."""
+        """Raises the error that keeps a copy from ``place`` from beginning: NodeLost, GraphError while a graph is
+        recorded."""
         waits("a copy to the master")
         self.link.check(place.outbox)
 
@@ -166,8 +178,8 @@ class Transfers:
     ) -> tuple[Arrival, int]:
         transfer, shape = self.new(), tuple(tensor.shape)
         nbytes = math.prod(shape) * tensor.dtype.itemsize
-        number = self._number("download", place, nbytes) if self.board.rules else 0
-        channel = self.board.data[number]
+        number = self._number("download", place, nbytes) if self.router.rules else 0
+        channel = self.router.data[number]
         if strides is None:
             begin = partial(channel.iarrive, shape, tensor.dtype, place.node, transfer)
         else:
@@ -178,26 +190,29 @@ class Transfers:
         return receiving, transfer
 
     def finish(self, rank: int, timeout: float | None) -> None:
-        """Waits for the fetches from a node. What they failed with is for those who hold them."""
+        """Waits for the fetches from a node. Their errors are left to their holders."""
         for node, transfer in list(self.arriving.values()):
             if node == rank:
                 self.wait(transfer, node, timeout)
 
     def end(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
-        """Waits for it; raises what it failed with: what made the sender's tensor fail, NodeLost, a ChannelError."""
+        """Waits for a transfer; raises its error: the one that made the sender's tensor fail, NodeLost, a ChannelError.
+
+        Raises TimeoutError after ``timeout`` seconds.
+        """
         self.wait(transfer, node, timeout)
         try:
             transfer.wait(0)
         except PoisonedError as e:
             raise self._failure(e.rank, e.seq) from None
         except ChannelError:
-            # if the node's loss or the session's end broke it, that is said, else what the channel says
+            # a node's loss or the session's end is raised by ``_sync`` if that broke it, else the channel's error
             with contextlib.suppress(TimeoutError):
                 self._sync(node, 5.0)
             raise
 
     def wait(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
-        """Waits for its end as for a reply, so that a lost node and Ctrl-C end the waiting."""
+        """Waits for a transfer's end as for a reply, so that a lost node and Ctrl-C end the waiting."""
         if not transfer.is_completed():
             self.link.flush_all()
             request = Request(-1, node)
@@ -205,5 +220,5 @@ class Transfers:
             self.link.wait(request, timeout, until=transfer.is_completed)
 
     def forked(self) -> None:
-        """In a forked child: a thread that isn't here may have held the lock."""
+        """Replaces the lock, in a forked child: a thread of the parent may have held it."""
         self._beginning = threading.RLock()

@@ -1,4 +1,4 @@
-"""Nodes that join while the session runs: taken in when the script asks, and at no other time."""
+"""Takes in nodes that join while the session runs: when the script asks for them, and at no other time."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ import msgspec
 
 from ..errors.argument_checks import spelled, whole_number
 from ..runtime.master.route import waits
-from ..runtime.protocol.errors import DisttensorError
+from ..runtime.protocol.errors import DisttensorError, StartError
 from ..runtime.protocol.keys import curve_pair
 from ..session import current
 from ..session.session import Session
 from .start import meet
 
-#: Seconds for a node to start when its host is there.
+#: Seconds for a node to start, once its host has joined.
 START = 60.0
-#: Seconds between two looks for hosts that have come.
+#: Seconds between two looks for hosts that have joined.
 _PAUSE = 0.05
 
 
 @spelled
 def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> int:
-    """Waits until there are ``count`` nodes, taking in those that join; gives how many there are.
+    """Waits until there are ``count`` nodes, taking in those that join; returns the number of nodes.
 
-    None: takes in all that have come by now, and waits for no other. Nodes that are lost don't count, and don't come
-    back: one that comes in its place is a new node, with the next number.
+        dt.init_master_worker(nodes=(2, 4), init_method="tcp://0.0.0.0:29500")    # begins with 2
+        count = dt.wait_for_nodes(4, timeout=60)
 
-    Raises TimeoutError after ``timeout`` seconds, StartError when a node that has come does not start, ValueError for
-    more nodes than this session may have (``init_master_worker(nodes=(2, 4))``), GraphError while a graph is recorded.
+    With None it takes in all nodes that have joined by now, and waits for no other. Lost nodes don't count, and don't
+    come back: a node that joins in place of a lost one is a new node, with the next number. ``timeout`` counts seconds
+    from the call; a node that has joined by then has 60 s more to start.
+
+    Raises TimeoutError after ``timeout`` seconds, StartError when a node that has joined does not start, ValueError for
+    more nodes than this session may have (``init_master_worker(nodes=(2, 4))``), GraphError while a graph is recorded,
+    DisttensorError without a session.
     """
     waits("wait_for_nodes")
     count = None if count is None else whole_number("count", count)
@@ -40,12 +45,14 @@ def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> in
     while True:
         there, vacant = _alive(session), 0
         if session.launcher is not None and session.launcher.grows:
-            vacant = min(session.launcher.vacant, session.most - len(session.states))
+            vacant = min(session.launcher.vacant, session.max_nodes - len(session.nodes))
         wanted = vacant if count is None else min(vacant, count - there)
         if wanted > 0:
             _take_in(session, wanted)
         elif count is None or there >= count:
             return there
+        elif link.launcher_died:
+            raise StartError(f"{there} of {count} nodes are there, and no other can come: {link.launcher_died}")
         elif deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(f"{there} of {count} nodes are there after {timeout:g} s; no other has come")
         else:
@@ -53,31 +60,32 @@ def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> in
 
 
 def _alive(session: Session) -> int:
-    return sum(outbox.lost is None for outbox in session.link.outboxes)
+    return sum(node.lost is None for node in session.nodes)
 
 
 def _possible(session: Session) -> int:
-    """How many nodes there can be at once, now that some may have been lost."""
+    """Returns the largest number of nodes that there can be at once, now that some may have been lost."""
     grows = session.launcher is not None and session.launcher.grows
-    return _alive(session) + (session.most - len(session.states) if grows else 0)
+    return _alive(session) + (session.max_nodes - len(session.nodes) if grows else 0)
 
 
 def _take_in(session: Session, count: int) -> None:
-    link, launcher, plain = session.link, session.launcher, session.plain
-    if launcher is None or plain is None:
+    link, launcher, bundle = session.link, session.launcher, session.bundle
+    if launcher is None or bundle is None:
         raise DisttensorError("no node can join this session")
-    bundles, outboxes = [], []
+    bundles, nodes = [], []
     for _ in range(count):
-        public, secret = curve_pair() if plain.server_key else ("", "")
-        outboxes.append(link.extend(public))
-        rank = outboxes[-1].rank
-        bundles.append(msgspec.structs.replace(plain, rank=rank, nodes=1, public_key=public, secret_key=secret))
+        public, secret = curve_pair() if bundle.server_key else ("", "")
+        nodes.append(link.extend(public))
+        bundles.append(
+            msgspec.structs.replace(bundle, rank=nodes[-1].rank, nodes=1, public_key=public, secret_key=secret)
+        )
     try:
         launcher.start(bundles)
-        meet(session, [outbox.rank for outbox in outboxes], START)
+        meet(session, [node.rank for node in nodes], START)
     except BaseException as e:
-        for outbox in outboxes:
-            link.lose(outbox.rank, f"it did not start: {e}")
+        for node in nodes:
+            link.lose(node.rank, f"it did not start: {e}")
         raise
     finally:
-        session.extend(outboxes)
+        session.extend(nodes)

@@ -1,8 +1,8 @@
-"""In IPython and notebooks: what nodes print belongs to the cell that has made them print it.
+"""Shows the output of nodes in the cell of IPython or of a notebook that has caused it.
 
-It comes by another way than the cell's own output: node -> fork server -> the kernel's stdout, which ipykernel has made
-a pipe that one of its threads reads. So at the end of a cell, before the kernel says that it is done, somebody has to
-wait until all that has come so far is through.
+This output takes another path than the cell's own: node -> fork server -> the kernel's stdout, which ipykernel has made
+a pipe that one of its threads reads. So at the end of a cell, before the kernel reports that the cell is done, this
+process waits until all output so far has gone through that pipe.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from ..session import current
 
-#: Seconds that a cell waits at its end for nodes' output, at most.
+#: The most seconds that a cell waits at its end for the output of nodes.
 PATIENCE = 5.0
-#: Looks, a millisecond apart, after which nobody is reading what nobody has begun to read: it is the pipe of somebody
-#: else. Not seconds: this process may be kept from running, and its reader with it.
+#: The number of looks, a millisecond apart, that find as many unread bytes as before, after which the pipe is taken for
+#: one that another program reads. No seconds: this process may be kept from running, and its reader with it.
 STILL = 100
 
 
 def attach() -> None:
-    """Has each cell wait, if this is an IPython."""
+    """Has each cell wait for the output of nodes, if this process runs IPython."""
     if (ipython := sys.modules.get("IPython")) is not None and (shell := ipython.get_ipython()) is not None:
         shell.events.register("post_execute", _after_cell)
 
@@ -40,11 +40,11 @@ def _after_cell(*_: Any) -> None:
         looks, before = (looks - 1 if unread == before else STILL), unread
         time.sleep(0.001)
     if any(map(_is_pipe, (1, 2))):
-        time.sleep(0.002)  # the thread has read it, and needs the GIL to pass it on
+        time.sleep(0.002)  # the thread has read the output, and needs the GIL to pass it on
 
 
 def _unread(fd: int) -> int:
-    """How many bytes nobody has read yet of what was written here."""
+    """Returns the number of bytes in this pipe that nobody has read yet; 0 for a descriptor of another kind."""
     if not _is_pipe(fd):
         return 0
     return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0" * 4))[0])

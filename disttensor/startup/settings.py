@@ -1,100 +1,188 @@
-"""From the arguments of ``init_master_worker`` and what dtrun has said to a plan: where nodes are to come from."""
+"""The settings of a session: the arguments of ``init_master_worker``, the environment and dtrun's launch spec in one
+value.
+
+``Settings.of`` starts nothing and waits for nothing. It reads nothing but its arguments, the names of launchers and,
+for a relative ``log_dir``, the working directory. The order of precedence is a table, ``runtime/host/precedence.py``.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from ..runtime.host.launch_spec import Plan, plan_of_dtrun
-from ..runtime.launch import registry
+from ..errors import argument_checks
+from ..runtime.host import affinity
+from ..runtime.host.launch_spec import LaunchSpec
+from ..runtime.host.output_options import Output
+from ..runtime.host.precedence import setting
+from ..runtime.launch import launcher_names
 from ..runtime.launch.hosts import parse_hosts
-from ..runtime.launch.rendezvous.rendezvous import Rendezvous, meeting
+from ..runtime.launch.rendezvous.rendezvous import Rendezvous
 
 
-def _folder() -> str:
-    """Where the script's own modules are: what python has put first on its path, if that is a folder of the user's."""
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
-    by_name = getattr(main, "__spec__", None) is not None  # python -m
-    folder = os.getcwd() if by_name or file is None else os.path.dirname(os.path.realpath(file))
-    return folder if folder in map(os.path.abspath, sys.path) else ""
+@dataclass(frozen=True)
+class Settings:
+    """Everything that is decided before anything is started."""
+
+    spec: LaunchSpec  #: the hosts of nodes, and the launcher that starts them
+    nodes: int | tuple[int, int] | None  #: the number of nodes, or (to begin with, at most); None: as many as there are
+    channel: str  #: the name of the session's own data channel
+    simulate_cuda: int  #: simulated CUDA devices per node
+    threads: int  #: torch's intra-op threads per node; 0: the node counts its host's cores
+    bind: str  #: a kind of affinity; empty: the node's default
+    env: Mapping[str, str]  #: environment variables of the nodes
+    allow_ops: tuple[str, ...]
+    functions: str
+    security: str
+    trusted_network: bool
+    output: Output
+    blocking: bool  #: whether every command is flushed and waited for
+
+    @property
+    def launcher(self) -> str:
+        """The launcher's name."""
+        return self.spec.launcher
+
+    @classmethod
+    def of(
+        cls,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        said: LaunchSpec | None,
+        *,
+        where: Rendezvous | None = None,
+        automatic: str = "local",
+        folder: str = "",
+    ) -> Settings:
+        """Returns the settings that follow from the ``arguments`` of init_master_worker, the ``environment``, and the
+        LaunchSpec that the dtrun around this process has ``said``.
+
+        Args:
+            arguments: all of them, by name.
+            environment: the environment variables, such as os.environ.
+            said: dtrun's launch spec; None without dtrun.
+            where: the rendezvous of nodes that come by themselves, if an init_method names one.
+            automatic: the launcher that "auto" stands for without hosts and dtrun.
+            folder: the folder of the script's own modules; empty if that is no folder of the user's.
+
+        Raises TypeError or ValueError, which names the argument, its value and what is meant instead.
+        """
+        nodes = check(arguments)
+        given = dict(arguments)
+        spec = _spec(given, nodes, environment, said, where, automatic, folder)
+        if spec.launcher not in (known := ["inproc", "nearby", *launcher_names()]):
+            known.remove("nearby")
+            argument_checks.one_of("launcher", spec.launcher, known)
+        if given["interface"] is not None and spec.launcher in ("local", "inproc"):
+            raise ValueError(
+                f"interface={given['interface']!r} is where nodes of other hosts reach this one, and all nodes of "
+                f"launcher={spec.launcher!r} are here; leave it out, or name the hosts"
+            )
+        bind = setting("bind", given["bind"], environment)
+        if bind not in ("", *affinity.KINDS):
+            argument_checks.one_of("bind", bind, affinity.KINDS)
+        if spec.launcher == "inproc":
+            channel = "inproc" if given["backend"] == "auto" else given["backend"]
+        else:
+            channel = setting("backend", given["backend"], environment)
+        return cls(
+            spec=spec,
+            nodes=setting("nodes", nodes, environment),
+            channel=channel,
+            simulate_cuda=int(setting("simulate_cuda", given["simulate_cuda"], environment)),
+            threads=given["threads"] or 0,
+            bind=bind,
+            env={**spec.env, **(given["env"] or {})},
+            allow_ops=tuple(given["allow_ops"]),
+            functions=given["functions"],
+            security=given["security"],
+            trusted_network=bool(setting("trusted_network", given["trusted_network"], environment)),
+            output=_output(given, spec.launcher),
+            blocking=environment.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0"),
+        )
 
 
-def part_in(init_method: str | None, rank: int | None, world_size: int | None, timeout: float | None) -> Rendezvous | None:
-    """Where this process, the master, meets nodes that come by themselves; None when it starts them.
+def check(arguments: Mapping[str, Any]) -> int | tuple[int, int] | None:
+    """Raises TypeError or ValueError for arguments that are invalid by themselves; returns ``nodes``, which is a whole
+    number, a pair of them, or None."""
+    backend = arguments["backend"]
+    if not isinstance(backend, str):
+        meant = f"; did you mean nodes={backend!r}?" if isinstance(backend, (int, tuple)) else ""
+        raise TypeError(f"backend is the name of a data channel, such as 'tcp', not {backend!r}{meant}")
+    for name, least in (("simulate_cuda", 0), ("threads", 1)):
+        if arguments[name] is not None:
+            argument_checks.whole_number(name, arguments[name], least)
+    argument_checks.one_of("functions", arguments["functions"], ("any", "none"))
+    argument_checks.one_of("security", arguments["security"], ("curve", "none"))
+    argument_checks.texts("allow_ops", arguments["allow_ops"], "torchvision::*")
+    for name, example in (("hosts", "a:4"), ("interface", "eth0")):
+        if arguments[name] is not None and not isinstance(arguments[name], str):
+            argument_checks.texts(name, arguments[name], example)
+    for name in ("env", "launcher_options"):
+        if arguments[name] is not None:
+            argument_checks.mapping(name, arguments[name])
+    if arguments["timeout"] is not None:
+        argument_checks.seconds("timeout", arguments["timeout"])
+    return None if arguments["nodes"] is None else argument_checks.span("nodes", arguments["nodes"])
 
-    Does not return in a process that is a node by its rank. Raises ValueError for what says too little, StartError when
-    a node cannot find its master.
-    """
-    if init_method is None:
-        if rank is not None or world_size is not None:
-            raise ValueError("rank and world_size go with an init_method, which says where all processes meet")
-        return None
-    found = meeting(init_method, rank, world_size)
-    if found is not None and found.size == 1:
-        raise ValueError(f"init_method {init_method!r}: a master and a node are 2 processes, and world_size is 1")
-    if found is not None and found.rank:
-        from ..runtime.launch.rendezvous.worker_cli import TIMEOUT, become_node
 
-        become_node(found, TIMEOUT if timeout is None else timeout)
-    return found
+def _output(given: Mapping[str, Any], launcher: str) -> Output:
+    log_dir, tee, redirects = given["log_dir"], given["tee"], given["redirects"]
+    if (tee or redirects) and not log_dir:
+        raise ValueError("tee and redirects need a log_dir, where the files are to be")
+    if log_dir and launcher == "inproc":
+        raise ValueError("log_dir needs nodes that are processes: those of launcher='inproc' share this one's output")
+    return Output(log_dir=os.path.abspath(log_dir) if log_dir else "", tee=tee, redirects=redirects)
 
 
-def _plan_to_meet(where: Rendezvous, nodes: int | tuple[int, int] | None) -> Plan:
+def _spec(
+    given: Mapping[str, Any],
+    nodes: int | tuple[int, int] | None,
+    environment: Mapping[str, str],
+    said: LaunchSpec | None,
+    where: Rendezvous | None,
+    automatic: str,
+    folder: str,
+) -> LaunchSpec:
+    """Returns the launch spec: of a rendezvous, of the dtrun around this process, or of a launcher that the script
+    names."""
+    launcher, hosts, options = given["launcher"], given["hosts"], given["launcher_options"] or {}
+    if where is not None:
+        if launcher not in ("auto", "join") or hosts is not None:
+            raise ValueError(f"with init_method {str(where)!r} nodes come by themselves; leave launcher and hosts out")
+        spec, said = _spec_to_join(where, nodes, folder), None
+    elif launcher == "join" and (said is None or said.launcher != "join"):
+        raise ValueError("launcher='join' needs an init_method, which says where nodes come to: 'tcp://host:port', ...")
+    elif said is not None and hosts is None and launcher in ("auto", said.launcher):
+        spec = said
+    else:
+        if launcher == "auto":
+            launcher = automatic if hosts is None else "ssh"
+        most = nodes[1] if isinstance(nodes, tuple) else nodes or 0
+        spec, said = LaunchSpec(launcher, most=most if launcher in ("ray", "slurm") else 0, folder=folder), None
+    changes: dict[str, Any] = {"timeout": setting("timeout", given["timeout"], environment, said)}
+    if hosts is not None:
+        if spec.launcher in ("local", "mpi", "inproc"):
+            raise ValueError(f"hosts={hosts!r}: launcher={spec.launcher!r} starts nodes on this machine only")
+        changes["hosts"] = tuple(parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts)))
+    if (interface := given["interface"]) is not None:
+        names: Sequence[str] = interface.split(",") if isinstance(interface, str) else interface
+        changes["interface"] = tuple(name.strip() for name in names if name.strip())
+    if options:
+        changes["options"] = spec.options | {k: str(v) for k, v in options.items() if k != "python"}
+        changes["python"] = options.get("python", spec.python)
+    return msgspec.structs.replace(spec, **changes)
+
+
+def _spec_to_join(where: Rendezvous, nodes: int | tuple[int, int] | None, folder: str) -> LaunchSpec:
     least, most = nodes if isinstance(nodes, tuple) else (nodes, nodes)
     most = most or (where.size or 1) - 1
     if not most:
         raise ValueError(f"how many nodes are to come to {where}? Give nodes, or rank and world_size")
-    return Plan(
-        "join", least=least or most, most=most, interface=where.interface, options=where.options, folder=_folder()
+    return LaunchSpec(
+        "join", least=least or most, most=most, interface=where.interface, options=where.options, folder=folder
     )
-
-
-def plan_for(
-    launcher: str,
-    hosts: str | Sequence[str] | None,
-    interface: str | Sequence[str] | None,
-    options: Mapping[str, str],
-    timeout: float | None,
-    nodes: int | tuple[int, int] | None = None,
-    where: Rendezvous | None = None,
-) -> Plan:
-    """The plan that is meant. Arguments come before what dtrun has said.
-
-    Raises ValueError for hosts that are none, or that the launcher has no use for, and for too few words about nodes
-    that are to come to a meeting.
-    """
-    said = plan_of_dtrun()
-    if where is not None:
-        if launcher not in ("auto", "join") or hosts is not None:
-            raise ValueError(f"with init_method {str(where)!r} nodes come by themselves; leave launcher and hosts out")
-        plan = _plan_to_meet(where, nodes)
-    elif launcher == "join" and (said is None or said.launcher != "join"):
-        raise ValueError("launcher='join' needs an init_method, which says where nodes come to: 'tcp://host:port', ...")
-    elif said is not None and hosts is None and launcher in ("auto", said.launcher):
-        plan = said
-    else:
-        if launcher == "auto":
-            launcher = registry.automatic if hosts is None else "ssh"
-        most = nodes[1] if isinstance(nodes, tuple) else nodes or 0
-        plan = Plan(launcher, most=most if launcher == "ray" else 0, folder=_folder())
-        if launcher == "slurm":
-            from ..runtime.launch.starters.slurm import spec_of_allocation
-
-            plan = spec_of_allocation(plan, most)
-    changes: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if hosts is not None:
-        if plan.launcher in ("local", "mpi", "inproc"):
-            raise ValueError(f"hosts={hosts!r}: launcher={plan.launcher!r} starts nodes on this machine only")
-        changes["hosts"] = tuple(parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts)))
-    if interface is not None:
-        names = interface.split(",") if isinstance(interface, str) else interface
-        changes["interface"] = tuple(name.strip() for name in names if name.strip())
-    if options:
-        changes["options"] = plan.options | {k: str(v) for k, v in options.items() if k != "python"}
-        changes["python"] = options.get("python", plan.python)
-    return msgspec.structs.replace(plan, **changes) if changes else plan

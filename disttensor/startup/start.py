@@ -1,8 +1,9 @@
-"""Starting and ending a session."""
+"""Starts and ends a session."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -14,24 +15,21 @@ import msgspec
 import torch
 
 from ..dispatch import meta_inference
-from ..errors import argument_checks
 from ..errors.argument_checks import spelled
 from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
 from ..runtime.channel.opened import Channels, maker
 from ..runtime.channel.registry import usable_channel
-from ..runtime.host import affinity
 from ..runtime.host.addresses import LOOPBACK
+from ..runtime.host.launch_spec import spec_of_dtrun
 from ..runtime.host.launcher import Exited, Launcher
-from ..runtime.host.output_options import Output
-from ..runtime.launch import get_launcher, launcher_names
+from ..runtime.launch import get_launcher, registry
 from ..runtime.node.rng_lock import guarded
 from ..runtime.node.worker import Worker
 from ..runtime.protocol import bundle as b
 from ..runtime.protocol.allow_list import AllowList
 from ..runtime.protocol.errors import DisttensorError, NodeLost, StartError
 from ..runtime.protocol.keys import curve_pair, job_id, job_secret
-from ..runtime.transport.base import Hub
 from ..runtime.transport.inproc import InprocHub
 from ..runtime.transport.zmq import ZmqHub
 from ..session import caches, current
@@ -42,14 +40,19 @@ from ..torch_backend import autocast, tested_versions
 from ..torch_backend import register as device_backend
 from ..verify import selfcheck
 from . import notebook
-from .launch_plan import part_in, plan_for
+from .rendezvous import rendezvous_of, script_folder
+from .settings import Settings, check
 
-#: Seconds for which the end of a script waits for what its nodes still do.
+#: Seconds for which the end of a script waits for commands that its nodes still run.
 AT_EXIT = 2.0
 
 
 class SessionContext:
-    """What ``init_master_worker`` returns: shuts the session down at the end of a ``with`` block."""
+    """The result of ``init_master_worker``: a context manager that shuts the session down at the end of its ``with``
+    block.
+
+    After an error in the block it does not wait for commands under way, and raises none of their errors.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -66,7 +69,7 @@ class SessionContext:
             _end(report=False)
 
     def __repr__(self) -> str:
-        count = len(self._session.states)
+        count = len(self._session.nodes)
         over = "" if current.current() is self._session else ", shut down"
         return f"<disttensor session, {count} node{'s'[: count != 1]}{over}>"
 
@@ -98,41 +101,48 @@ def init_master_worker(
     exist_ok: bool = False,
     verify: float = 0,
 ) -> SessionContext:
-    """Makes this process the master and gives it nodes; starts local ones unless ``dtrun`` has.
+    """Makes this process the master and gives it nodes; starts local ones unless ``dtrun`` has. Waits until they
+    answer.
+
+        with dt.init_master_worker(nodes=2):
+            x = torch.ones(3, device="node:1")
 
     Args:
         backend: the data channel that carries tensors: "tcp", another name (docs/CHANNELS.md), or "auto", which takes
             shared memory between processes that share it and TCP between others.
-        nodes: how many nodes to start. Default: what dtrun says, else as many as the hosts have slots, else one per
-            GPU, at least 2; all of mpiexec's. (2, 4): begin with 2, and let up to 4 join (``wait_for_nodes``).
-        init_method: where nodes come to by themselves: "tcp://host:port", "env://", "file:///path" (docs/BOOTSTRAP.md).
-            None or "local://": this process has them started.
+        nodes: how many nodes to start. Default: the number that dtrun gives, else as many as the hosts have slots, else
+            one per GPU, at least 2; all of mpiexec's. (2, 4): begin with 2, and let up to 4 join (``wait_for_nodes``).
+        init_method: the rendezvous of nodes that come by themselves: "tcp://host:port", "env://", "file:///path"
+            (docs/BOOTSTRAP.md). None or "local://": this process has them started.
         rank, world_size: with an init_method, when all processes run one script: rank 0 is the master, and in each
-            other process this call makes it a node and does not return. Default: what the init_method says.
+            other process this call makes it a node and does not return. Default: the init_method's values.
         simulate_cuda: give each node this many simulated CUDA devices (CPU memory with a placement of its own).
         threads: torch's intra-op threads per node. Default: its host's cores divided by the nodes there, at least 1.
-        bind: what each node keeps to, by its place among those of its host: "gpu", its share of the GPUs; "core", of
-            the cores too; "numa", of one socket's; "none". Default: what dtrun says, else "gpu". docs/BINDING.md.
-        env: environment variables to set on the nodes. (They have imported torch by then: ``dtrun --env`` is before.)
+        bind: each node's affinity, by its place among the nodes of its host: "gpu", its share of the GPUs; "core", its
+            share of the cores as well; "numa", its share of the GPUs and one socket's cores; "none". Default: dtrun's,
+            else "gpu". docs/BINDING.md.
+        env: environment variables to set on the nodes. Nodes have imported torch by then; those of ``dtrun --env`` are
+            set before.
         allow_ops: operators beyond torch's own that nodes may run, such as "torchvision::*".
         functions: which user functions nodes run: "any" or "none".
         security: "curve" (encrypted and authenticated), or "none", on loopback only.
         launcher: "local" processes; "ssh": those of ``hosts``; "mpi": the processes of `mpiexec -n 5 dtrun script.py`;
-            "inproc": threads of this process, for tests; "auto": what dtrun says, else "ssh" if there are ``hosts``.
-        hosts: where nodes run and how many: "a:4,b:4" or ["a:4", "b:4"]. Nodes 0 to 3 are on the first.
+            "inproc": threads of this process, for tests; "auto": dtrun's launcher, else "ssh" if there are ``hosts``,
+            else "local".
+        hosts: the hosts of nodes, and how many run on each: "a:4,b:4" or ["a:4", "b:4"]. Nodes 0 to 3 are on the first.
         interface: the interfaces, addresses or names of this machine by which other hosts reach it, as "eth0" or
             ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.
-        launcher_options: what only one launcher knows; for "ssh" (docs/SSH.md) "python", "ssh" and "ssh_options".
-        timeout: seconds until nodes that have not answered are an error. Default: what dtrun says, else 60.
+        launcher_options: options of one launcher only; for "ssh" (docs/SSH.md) "python", "ssh" and "ssh_options".
+        timeout: seconds until nodes that have not answered are an error. Default: dtrun's, else 60.
         trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
-            nobody (gloo, mpi, nccl) may be used between them. Default: what dtrun says, else no.
-        log_dir: a directory in which node 1's output goes to `1/stdout.log` and `1/stderr.log`, behind what is there.
-            Default: what dtrun says, else none.
-        tee: what goes to these files and is shown too: "1" stdout, "2" stderr, "3" both, or node by node "0:3,1:2".
-            With `log_dir` alone everything.
-        redirects: what goes to these files only, in the same way.
-        exist_ok: where a session is running, take that one, as a notebook's cell does that is run again. The other
-            arguments then say nothing, but ``nodes`` has to be as many as there are.
+            nobody (gloo, mpi, nccl) may be used between them. Default: dtrun's, else no.
+        log_dir: a directory in which node 1's output goes to `1/stdout.log` and `1/stderr.log`, behind earlier output.
+            Default: dtrun's, else none.
+        tee: the output that goes to these files and is shown too: "1" stdout, "2" stderr, "3" both, or node by node
+            "0:3,1:2". With `log_dir` alone everything.
+        redirects: the output that goes to these files only, in the same form.
+        exist_ok: use a session that is running already, as for a notebook's cell that is run again. The other
+            arguments have no effect then, but ``nodes`` has to be the number of its nodes.
         verify: the share of operations, 0 to 1, that are computed here as well and compared (docs/VERIFYING.md); the
             first that differs raises VerifyError.
 
@@ -143,121 +153,31 @@ def init_master_worker(
     these nodes must not use, ImportError for one whose library is missing, DisttensorError for one that does not work
     here.
     """
-    nodes = _checked(
-        backend, nodes, simulate_cuda, threads, env, allow_ops, functions, security, hosts, interface, launcher_options,
-        timeout,
-    )  # fmt: skip
+    arguments = dict(locals())
+    nodes = check(arguments)
     if (running := current.current()) is not None:
         if not exist_ok:
             raise RuntimeError(
                 "init_master_worker was called already in this process; call disttensor.shutdown() first, "
                 "or take the session that is running with exist_ok=True"
             )
-        if isinstance(nodes, int) and nodes != len(running.states):
+        if isinstance(nodes, int) and nodes != len(running.nodes):
             raise ValueError(
-                f"nodes={nodes}: the session that is running has {len(running.states)}; "
-                "call disttensor.shutdown() first"
+                f"nodes={nodes}: the session that is running has {len(running.nodes)}; call disttensor.shutdown() first"
             )
         return SessionContext(running)
     share = selfcheck.share_of(verify)
-    where = part_in(init_method, rank, world_size, timeout)
-    plan = plan_for(launcher, hosts, interface, launcher_options or {}, timeout, nodes, where)
-    launcher = plan.launcher
-    if launcher not in (known := ["inproc", "nearby", *launcher_names()]):
-        known.remove("nearby")
-        argument_checks.one_of("launcher", launcher, known)
-    if interface is not None and launcher in ("local", "inproc"):
-        raise ValueError(
-            f"interface={interface!r} is where nodes of other hosts reach this one, and all nodes of "
-            f"launcher={launcher!r} are here; leave it out, or name the hosts"
-        )
-    output = Output(log_dir=os.path.abspath(log_dir) if log_dir else "", tee=tee, redirects=redirects)
-    if (tee or redirects) and not log_dir:
-        raise ValueError("tee and redirects need a log_dir, where the files are to be")
-    if log_dir and launcher == "inproc":
-        raise ValueError("log_dir needs nodes that are processes: those of launcher='inproc' share this one's output")
-    simulated = _number("DISTTENSOR_SIMULATE_CUDA", simulate_cuda, 0)
-    name = os.environ.get("DISTTENSOR_BACKEND", backend) if backend == "auto" else backend
-    channel_name = ("inproc" if backend == "auto" else backend) if launcher == "inproc" else name
-    usable_channel(channel_name, MASTER)
-    trusted = bool(_number("DISTTENSOR_TRUSTED_NETWORK", trusted_network, 0))
-    if (bound := os.environ.get("DISTTENSOR_BIND", "") if bind is None else bind) not in ("", *affinity.KINDS):
-        argument_checks.one_of("bind", bound, affinity.KINDS)
-
-    starter: Launcher | None = None if launcher == "inproc" else get_launcher(launcher).of(plan)
-    hub: Hub | None = None
-    session: Session | None = None
-    channels: Channels | None = None
-    try:
-        count = _count(nodes, starter, plan.least)
-        job, secret = job_id(), job_secret()
-        server = curve_pair() if security == "curve" and starter else ("", "")
-        keys = starter.key_pairs(count) if starter else []
-        if not server[0]:
-            keys = [("", "")] * count
-        if starter:
-            node_keys = {rank: key[0] for rank, key in enumerate(keys)}
-            hub = ZmqHub(starter.listen, server_keys=server if server[0] else None, node_keys=node_keys)
-        else:
-            hub = InprocHub(count)
-        plain = b.Bundle(
-            job=job,
-            rank=-1,
-            address=hub.address if isinstance(hub, ZmqHub) else "inproc",
-            addresses=hub.addresses[1:] if isinstance(hub, ZmqHub) else (),
-            server_key=server[0],
-            backend=name_for_nodes(channel_name),
-            nodes=count,
-            local_size=count,
-            simulate_cuda=simulated,
-            threads=threads or 0,
-            bind=bound,
-            env={**plan.env, **(env or {})},
-            allow_ops=tuple(allow_ops),
-            functions=functions,
-            sys_path=tuple(os.path.abspath(p) for p in sys.path),
-            cwd=os.getcwd(),
-        )
-        bundles = [
-            msgspec.structs.replace(plain, rank=rank, public_key=key[0], secret_key=key[1], local_rank=rank)
-            for rank, key in enumerate(keys)
-        ]
-        if starter:
-            if log_dir:
-                starter.show(output)
-            starter.start(bundles)
-        meta_inference.warm(device_backend.register)  # while the nodes start
-        listen = starter.listen if starter else (LOOPBACK,)
-        context = ChannelContext(rank=MASTER, job=job, host=listen[0], further=listen[1:])
-        channels = Channels(maker(context), channel_name, joint=False)
-        session = Session(job, secret, hub, count, channels, starter, channel_name, trusted)
-        session.allow = AllowList(allow_ops)
-        session.plain = plain
-        if starter is not None and starter.grows:
-            session.most = max(count, min(starter.capacity or 0, MAX_SLOTS))
-        if isinstance(hub, InprocHub):
-            session.changes.enter_context(guarded())
-            for bundle in bundles:
-                worker = Worker(bundle, hub.spoke(bundle.rank))
-                session.threads.append(threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True))
-                session.threads[-1].start()
-        meet(session, range(count), plan.timeout)
-        session.introduce()
-    except BaseException:
-        if session is not None:
-            session.close(0)
-        else:
-            if channels is not None:
-                channels.close()
-            if hub is not None:
-                hub.close()
-            if starter is not None:
-                starter.stop(0)
-        raise
-    if os.environ.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        for outbox in session.link.outboxes:
-            outbox.blocking = True
-            outbox.urge(2)
+    settings = Settings.of(
+        arguments,
+        os.environ,
+        spec_of_dtrun(),
+        where=rendezvous_of(init_method, rank, world_size, timeout),
+        automatic=registry.automatic,
+        folder=script_folder(),
+    )
+    with contextlib.ExitStack() as undo:
+        session = _start(settings, undo)
+        undo.pop_all()
     caches.drop_plans()
     current.set_session(session)
     autocast.choose_default(session.places)
@@ -266,47 +186,97 @@ def init_master_worker(
     return SessionContext(session)
 
 
-def _checked(
-    backend: str,
-    nodes: int | tuple[int, int] | None,
-    simulate_cuda: int | None,
-    threads: int | None,
-    env: Mapping[str, str] | None,
-    allow_ops: Sequence[str],
-    functions: str,
-    security: str,
-    hosts: str | Sequence[str] | None,
-    interface: str | Sequence[str] | None,
-    launcher_options: Mapping[str, str] | None,
-    timeout: float | None,
-) -> int | tuple[int, int] | None:
-    """``nodes``, a whole number if it is one. Raises TypeError, ValueError for arguments that nothing else looks at."""
-    if not isinstance(backend, str):
-        meant = f"; did you mean nodes={backend!r}?" if isinstance(backend, (int, tuple)) else ""
-        raise TypeError(f"backend is the name of a data channel, such as 'tcp', not {backend!r}{meant}")
-    for name, number, least in (("simulate_cuda", simulate_cuda, 0), ("threads", threads, 1)):
-        if number is not None:
-            argument_checks.whole_number(name, number, least)
-    argument_checks.one_of("functions", functions, ("any", "none"))
-    argument_checks.one_of("security", security, ("curve", "none"))
-    argument_checks.texts("allow_ops", allow_ops, "torchvision::*")
-    for name, some, example in (("hosts", hosts, "a:4"), ("interface", interface, "eth0")):
-        if some is not None and not isinstance(some, str):
-            argument_checks.texts(name, some, example)
-    for name, words in (("env", env), ("launcher_options", launcher_options)):
-        if words is not None:
-            argument_checks.mapping(name, words)
-    if timeout is not None:
-        argument_checks.seconds("timeout", timeout)
-    return None if nodes is None else argument_checks.span("nodes", nodes)
+def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
+    """Starts nodes and returns a session with them, which is not yet the process's. ``undo`` gets what has to be undone
+    if that fails."""
+    usable_channel(settings.channel, MASTER)
+    starter: Launcher | None = None
+    if settings.launcher != "inproc":
+        starter = get_launcher(settings.launcher).of(settings.spec)
+        undo.callback(starter.stop, 0)
+    count = _count(settings.nodes, starter, settings.spec.least)
+    job, secret = job_id(), job_secret()
+    hub, bundle, bundles = _hub(settings, starter, count, job, undo)
+    if starter is not None:
+        if settings.output.log_dir:
+            starter.show(settings.output)
+        starter.start(bundles)
+    meta_inference.warm(device_backend.register)  # while the nodes start
+    listen = starter.listen if starter is not None else (LOOPBACK,)
+    context = ChannelContext(rank=MASTER, job=job, host=listen[0], further=listen[1:])
+    channels = Channels(maker(context), settings.channel, collective=False)
+    undo.callback(channels.close)
+    session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.trusted_network)
+    undo.callback(session.close, 0)
+    session.allow = AllowList(settings.allow_ops)
+    session.bundle = bundle
+    if starter is not None and starter.grows:
+        session.max_nodes = max(count, min(starter.capacity or 0, MAX_SLOTS))
+    if isinstance(hub, InprocHub):
+        session.changes.enter_context(guarded())
+        for each in bundles:
+            worker = Worker(each, hub.spoke(each.rank))
+            session.threads.append(threading.Thread(target=worker.serve, name=f"node {each.rank}", daemon=True))
+            session.threads[-1].start()
+    meet(session, range(count), settings.spec.timeout)
+    session.exchange_addresses()
+    if settings.blocking:
+        for node in session.nodes:
+            node.outbox.blocking = True
+            node.outbox.set_flush_threshold(2)
+    return session
+
+
+def _hub(
+    settings: Settings, starter: Launcher | None, count: int, job: str, undo: contextlib.ExitStack
+) -> tuple[ZmqHub | InprocHub, b.Bundle, list[b.Bundle]]:
+    """Opens the master's end of the control connections.
+
+    Returns it with a bundle for any node (without rank and keys), and the bundle of each node to begin with.
+    """
+    server, keys, hub = ("", ""), [("", "")] * count, None
+    if starter is not None:
+        own = starter.key_pairs(count)
+        if settings.security == "curve":
+            server, keys = curve_pair(), own
+        node_keys = {rank: key[0] for rank, key in enumerate(keys)}
+        hub = ZmqHub(starter.listen, server_keys=server if server[0] else None, node_keys=node_keys)
+        undo.callback(hub.close)
+    bundle = b.Bundle(
+        job=job,
+        rank=-1,
+        address=hub.address if hub is not None else "inproc",
+        addresses=hub.addresses[1:] if hub is not None else (),
+        server_key=server[0],
+        backend=name_for_nodes(settings.channel),
+        nodes=count,
+        local_size=count,
+        simulate_cuda=settings.simulate_cuda,
+        threads=settings.threads,
+        bind=settings.bind,
+        env=dict(settings.env),
+        allow_ops=settings.allow_ops,
+        functions=settings.functions,
+        sys_path=tuple(os.path.abspath(p) for p in sys.path),
+        cwd=os.getcwd(),
+    )
+    bundles = [
+        msgspec.structs.replace(bundle, rank=rank, public_key=key[0], secret_key=key[1], local_rank=rank)
+        for rank, key in enumerate(keys)
+    ]
+    if hub is None:
+        inproc = InprocHub(count)
+        undo.callback(inproc.close)
+        return inproc, bundle, bundles
+    return hub, bundle, bundles
 
 
 def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least: int) -> int:
-    """How many nodes to begin with."""
+    """Returns the number of nodes to begin with. Raises ValueError for none, or more than the launcher has room for."""
     capacity = starter.capacity if starter else None
     if isinstance(nodes, tuple):  # none come later where none come by themselves
         nodes = nodes[0 if starter is not None and starter.grows else 1]
-    count = _number("DISTTENSOR_NODES", nodes, least or capacity or max(2, torch.cuda.device_count()))
+    count = least or capacity or max(2, torch.cuda.device_count()) if nodes is None else nodes
     if count < 1:
         raise ValueError(f"nodes={count}: at least one node is needed")
     if starter and capacity is not None and count > capacity:
@@ -314,20 +284,14 @@ def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least:
     return count
 
 
-def _number(variable: str, given: int | None, default: int) -> int:
-    if given is not None:
-        return int(given)
-    text = os.environ.get(variable, "")
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise ValueError(f"{variable}={text!r} is not a number") from None
-
-
 def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
-    """Waits for these nodes' hellos and checks that they speak as we do. Raises StartError."""
+    """Waits for these nodes' hellos, ``timeout`` seconds at most, and checks that protocol and torch have the master's
+    versions.
+
+    Raises StartError.
+    """
     link, deadline = session.link, time.monotonic() + timeout
-    while missing := [rank for rank in ranks if rank not in link.hellos]:
+    while missing := [rank for rank in ranks if link.nodes[rank].said_hello is None]:
         link.drain()
         if lost := next((found for found in link.losses if found.rank in ranks), None):
             where = f" on {lost.host}" if lost.host != "?" else ""
@@ -336,9 +300,9 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
             why = session.launcher.missing(missing) if session.launcher is not None else ""
             text = f"nodes {missing} of {len(ranks)} have not answered within {timeout} s"
             raise StartError(text + (why and f":\n{why}"))
-        link.pause(0.005)  # short: it may be another thread that takes in what wakes this one
+        link.pause(0.005)  # short: another thread may take in the message that ends this wait
     for rank in ranks:
-        hello = link.hellos[rank]
+        hello = link.nodes[rank].hello
         if hello.protocol != b.PROTOCOL or hello.job != session.job:
             raise StartError(
                 f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version"
@@ -357,7 +321,7 @@ def shutdown() -> None:
 
     Proxies that are left can't be used any more. Ctrl-C ends the waiting.
 
-    Raises what nothing has raised yet: the earliest error of an operation, else NodeLost for a node that was lost.
+    Raises the error that nothing has raised yet: the earliest one of an operation, else NodeLost for a lost node.
     """
     _end(report=True)
 
@@ -396,7 +360,10 @@ def _register_once() -> None:
 
 
 def _at_exit() -> None:
-    """At the end of the script: an error or a loss that nobody noticed is printed and makes the exit code non-zero."""
+    """Ends the session at the end of the script.
+
+    An error or a loss that nobody noticed is printed and makes the exit code non-zero.
+    """
     session = current.current()
     try:
         _end(report=True, timeout=AT_EXIT)
@@ -414,21 +381,14 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    """A forked child holds nothing of the session: its use raises, and its end ends nothing."""
+    """Cuts a forked child off from the session: its use raises there, and the child's end ends nothing."""
     session = current.current()
     if session is not None:
         session.forked()
     atexit.unregister(_at_exit)
 
 
-def is_initialized() -> bool:
-    """Whether a session is running in this process."""
-    return current.current() is not None
+#: The short name.
+init = init_master_worker
 
-
-def node_count() -> int:
-    """How many nodes the session has. Raises DisttensorError without one."""
-    return len(current.session().states)
-
-
-__all__ = ["DisttensorError", "Exited", "init_master_worker", "is_initialized", "node_count", "shutdown"]
+__all__ = ["DisttensorError", "Exited", "init", "init_master_worker", "shutdown"]

@@ -1,1 +1,1 @@
-"""Memory and identity of remote tensors: checkpoints, deep copies, ``.data =``, parameters of lazy modules."""
+"""The memory and identity of remote tensors: checkpoints, deep copies, ``.data =``, parameters of lazy modules."""

@@ -1,8 +1,8 @@
-"""A tensor that stays the same Python object when it goes to a node, or comes back: ``p.data = q``, ``Module.to``.
+"""Moves a tensor to a node, or back, as the same Python object: ``p.data = q``, ``Module.to``.
 
 Torch changes a tensor's device in place (``set_data``) for its own kinds of tensors only; between a proxy and a local
-tensor it refuses, and ``Module.to`` would make new parameters then: ties and optimizers would be lost. So here the C++
-tensors below two Python objects are exchanged, and everything else stays with its object.
+tensor it refuses, and ``Module.to`` would make new parameters then: ties and optimizers would be lost. So this file
+exchanges the C++ tensors below two Python objects, and everything else stays with its object.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import torch
 
 from ..proxy.meta import set_bits
 from ..proxy.proxy import OWN, DistributedTensor, method
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 from .uninitialized import class_of
 
 _data = torch.Tensor.data
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """``tensor.data = value`` where one is local and one on a node, or where one of them is of inference mode's. Its
-    gradient follows.
+    """Does ``tensor.data = value`` where one is local and one on a node, or where one is an inference tensor.
 
-    Raises RuntimeError for a result that autograd made.
+    The tensor's gradient follows it. Raises RuntimeError for a result that autograd made.
     """
     uninitialized = class_of(tensor, isinstance(value, DistributedTensor))
     if not tensor.is_leaf:
@@ -41,13 +40,13 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
         other.requires_grad_(needs_grad)
     if uninitialized is not None:
         other.__class__ = uninitialized
-    elif needs_grad and not tensor.is_inference():  # no graph has one of these, nor of those
+    elif needs_grad and not tensor.is_inference():  # no autograd graph has uninitialized or inference tensors
         with torch.inference_mode(False):
             torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved)
     _exchange(tensor, other)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         registered = getattr(tensor, hooks)
-        if registered is not None:  # C++ has its own list of them, which went with the other tensor
+        if registered is not None:  # C++ has its own list of the hooks, which went with the other tensor
             setattr(tensor, hooks, registered)
     if grad is not None and grad.shape == tensor.shape:
         moved = grad.detach().to(tensor.device, tensor.dtype)
@@ -57,9 +56,10 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.grad = moved
 
 
-@whole
+@uninterrupted
 def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
-    """What ``torch.utils.swap_tensors`` does, but attributes stay; and whoever holds ``a`` need not know."""
+    """Exchanges two tensors as ``torch.utils.swap_tensors``, but attributes stay, and other references to ``a`` are
+    allowed."""
     ours, theirs = ({k: v for k, v in t.__dict__.items() if k in OWN} for t in (a, b))
     rest = {k: v for k, v in a.__dict__.items() if k not in OWN}
     a.__class__, b.__class__ = b.__class__, a.__class__
@@ -75,14 +75,14 @@ def _moved(grads: Any) -> NoReturn:
 
 
 def _get(tensor: DistributedTensor) -> torch.Tensor:
-    """The same remote tensor, outside of autograd and with a version counter of its own."""
+    """Returns the same remote tensor, outside of autograd and with a version counter of its own."""
     return _data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
 def _set(tensor: DistributedTensor, other: Any) -> None:
     if isinstance(other, DistributedTensor) and tensor.is_inference() == other.is_inference():
         if (tensor.is_conj(), tensor.is_neg()) != (other.is_conj(), other.is_neg()):
-            set_bits(tensor, other._h.meta.bits)  # torch does it by itself for its own kinds of tensors
+            set_bits(tensor, other._h.meta.bits)  # torch does so by itself for its own kinds of tensors
         _data.__set__(tensor, other)  # type: ignore[attr-defined]
         tensor._h = other._h
     else:
@@ -93,7 +93,7 @@ method("data")(property(_get, _set))
 
 
 def settable(original: Any) -> property:
-    """``Tensor.data``, which can be set to remote tensors, too."""
+    """Returns the property ``Tensor.data`` that can be set to remote tensors, too."""
 
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(value, DistributedTensor):
@@ -105,12 +105,13 @@ def settable(original: Any) -> property:
 
 
 def compatible(original: Callable[[torch.Tensor, torch.Tensor], bool]) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """What modules ask: whether the data of one tensor can be set to another's."""
+    """Returns the function by which modules ask whether the data of one tensor can be set to another's, for proxies
+    too."""
 
     @wraps(original)
     def can_be_set(a: torch.Tensor, b: torch.Tensor) -> bool:
         if not isinstance(a, DistributedTensor) and not isinstance(b, DistributedTensor):
             return original(a, b)
-        return a.layout is b.layout is torch.strided  # in the place of a sparse gradient another comes
+        return a.layout is b.layout is torch.strided  # a sparse gradient is replaced by another tensor
 
     return can_be_set

@@ -1,8 +1,8 @@
-"""Storages of remote tensors, where a program asks for them: checkpoints, deep copies, ``set_``.
+"""Storages of remote tensors, for programs that ask for them: checkpoints, deep copies, ``set_``.
 
-A proxy needs no storage. Which tensors share memory is known to their node, so ``x.untyped_storage()`` is a question;
-the answer stands for that memory here, as one object for all tensors that share it. A checkpoint reads from it when it
-is written, one storage after the other, and says "cpu" of all: it loads where there are no nodes.
+A proxy needs no storage. Only the node knows which tensors share memory, so ``x.untyped_storage()`` is a question; the
+answer is an object that stands for that memory in the script, one for all tensors that share it. A checkpoint reads
+from it when it is written, one storage after the other, and says "cpu" of all: it loads where there are no nodes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ aten = torch.ops.aten
 
 
 class NodeStorage(torch.UntypedStorage):
-    """The memory of remote tensors. ``flat``: all of it, as one proxy of bytes."""
+    """The memory of remote tensors. ``flat`` is all of it as one proxy of bytes (uint8).
+
+    Methods that read bytes (``cpu``, ``tolist``, ``storage[i]``) wait for the node; the others return at once.
+    """
 
     flat: Any
 
     def __new__(cls, flat: Any, *_: Any, **__: Any) -> NodeStorage:
-        # below it's one of the meta device's, for there is no memory here
+        # to C++ it is a storage of the meta device, as there is no memory here
         self: NodeStorage = super().__new__(cls, flat.numel(), device="meta")  # type: ignore[call-arg]
         self.flat = flat
         return self
@@ -49,15 +52,18 @@ class NodeStorage(torch.UntypedStorage):
         return self.flat.device  # type: ignore[no-any-return]
 
     def data_ptr(self) -> int:
-        """Where the node has it: it says which tensors share memory, and can't be read from here. A round trip."""
-        return memory_of(self.flat)[1]
+        """Returns the address on the node. It shows which tensors share memory, and can't be read from the script.
+
+        Waits for one round trip.
+        """
+        return memory_of(self.flat).address
 
     def cpu(self) -> torch.UntypedStorage:
-        """A local copy. Waits for the node."""
+        """Returns a local copy. Waits for the node."""
         return fetch(self.flat).untyped_storage()
 
     def to(self, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
-        """A copy elsewhere; itself if it's there."""
+        """Returns a copy on another device; the storage itself if it is there already."""
         device = torch.device(device)
         if device == self.device:
             return self
@@ -98,66 +104,71 @@ class NodeStorage(torch.UntypedStorage):
         raise TypeError("a storage on a node can't be saved by itself; save a tensor, or storage.cpu()")
 
     def __repr__(self) -> str:
-        """As torch has it for the meta device: the bytes are elsewhere."""
+        """Returns torch's text for the meta device, as the bytes are on the node."""
         return f"...\n[torch.storage.UntypedStorage(device={self.device}) of size {len(self)}]"
 
 
-#: One object for each memory: (node's state, the storage's name there). What is in it is alive there.
+#: The one NodeStorage of each memory, by (node's state, the storage's name there). Its memory is alive on the node.
 _known: WeakValueDictionary[object, NodeStorage] = WeakValueDictionary()
 
 
-def memory_of(tensor: DistributedTensor) -> list[int]:
-    """Of the storage that a tensor has on its node: what it is known by, its address, its bytes; and the tensor's own
-    offset and strides in it, which a kernel may have chosen unlike what the proxy says."""
+def memory_of(tensor: DistributedTensor) -> c.StorageInfo:
+    """Asks the node for a tensor's storage, and for the tensor's offset and strides in it, which a kernel may have
+    chosen unlike those of the proxy. One round trip."""
     place = tensor._place
     ref = tensor._h.ref or materialise(tensor._h)
-    reply = place.session.ask(place, c.Answer, lambda id: c.Storage(id, ref), here())
-    return [int(number) for number in str(reply.value).split()]
+    return place.session.ask(place, c.StorageInfo, lambda id: c.Storage(id, ref), here())
 
 
 @method("data_ptr")
 def address(tensor: DistributedTensor) -> int:
-    """``x.data_ptr()``: where the node has it, good to see what shares memory and for nothing else. One round trip."""
+    """``x.data_ptr()``: returns the address on the node, which is of use only to see which tensors share memory.
+
+    Waits for one round trip. Raises the error that made the tensor fail, NodeLost.
+    """
     if not tensor.numel():
         return 0
-    _, start, _, offset, *_ = memory_of(tensor)
-    return start + offset * tensor.itemsize
+    found = memory_of(tensor)
+    return found.address + found.offset * tensor.itemsize
 
 
 @method("untyped_storage")
 def storage_of(tensor: DistributedTensor) -> NodeStorage:
-    """``x.untyped_storage()``: what stands for the node's memory, one object for all tensors that share it. One round
-    trip; raises what made the tensor fail, NodeLost."""
+    """``x.untyped_storage()``: returns the NodeStorage of the tensor's memory, one object for all tensors that share
+    it.
+
+    Waits for one round trip. Raises the error that made the tensor fail, NodeLost.
+    """
     return _held(tensor)[0]
 
 
 def _held(tensor: DistributedTensor) -> tuple[NodeStorage, int, tuple[int, ...]]:
-    """The same, and the offset and strides by which the tensor is found in it."""
-    name, _, size, offset, *strides = memory_of(tensor)
-    key = (tensor._place.state, name)
+    """Returns a tensor's NodeStorage, and the offset and strides of the tensor in it."""
+    found = memory_of(tensor)
+    key = (tensor._place.home, found.name)
     known = _known.get(key)
     if known is None:
-        known = _known[key] = NodeStorage(_flat(tensor, size))
-    return known, offset, tuple(strides)
+        known = _known[key] = NodeStorage(_flat(tensor, found.bytes))
+    return known, found.offset, found.stride
 
 
 def _flat(tensor: Any, size: int) -> DistributedTensor:
-    """All ``size`` bytes of a tensor's memory."""
+    """Returns all ``size`` bytes of a tensor's memory as one uint8 tensor."""
     tensor = _bare(tensor.detach())
     if not size:
         tensor = tensor.as_strided((0,), (1,), 0).view(torch.uint8)
-    else:  # what is left of its size after whole elements belongs to it too
+    else:  # the bytes behind the last whole element belong to the memory, too
         tensor = tensor.as_strided((1,), (1,), 0).view(torch.uint8).as_strided((size,), (1,), 0)
-    return proxy(tensor._h)  # no view of anything, to autograd
+    return proxy(tensor._h)  # to autograd a view of nothing
 
 
 def _bare(tensor: Any) -> Any:
-    """What it is a lazy conjugate or negative of: the same twice is neither."""
+    """Returns the tensor of which this one is a lazy conjugate or negative: the same operation twice gives neither."""
     return _with_bits_of(tensor, tensor)
 
 
 def _with_bits_of(like: torch.Tensor, bare: Any) -> Any:
-    """The lazy conjugate or negative of ``bare``, as ``like`` is one."""
+    """Returns the lazy conjugate or negative of ``bare`` if ``like`` is one."""
     bare = bare.conj() if like.is_conj() else bare
     return torch._neg_view(bare) if like.is_neg() else bare
 
@@ -167,14 +178,14 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _part(flat: Any, like: torch.Tensor, offset: int, strides: tuple[int, ...]) -> DistributedTensor:
-    """What ``like`` is in its memory, in another memory of that size."""
+    """Returns the part of ``flat`` that corresponds to ``like`` in its own memory, which has the same size."""
     view = flat.view(like.dtype).as_strided(like.shape, strides, offset)
     return proxy(view._h)
 
 
 @method("__deepcopy__")
 def _deepcopy(tensor: DistributedTensor, memo: dict[int, Any]) -> torch.Tensor:
-    """``x.__deepcopy__``: as torch's own, with the gradient and the attributes of parameters as torch has them."""
+    """``x.__deepcopy__``: copies a tensor as torch's own does, also with regard to gradients and attributes."""
     if id(tensor) in memo:
         return memo[id(tensor)]  # type: ignore[no-any-return]
     if isinstance(tensor, torch.nn.Parameter):  # torch's own copies neither gradient nor attributes
@@ -191,8 +202,8 @@ def _deepcopy(tensor: DistributedTensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
-    """A copy for ``copy.deepcopy``: copies of tensors that share memory share memory."""
-    if tensor.is_conj() or tensor.is_neg():  # torch computes these
+    """Returns a copy for ``copy.deepcopy``: copies of tensors that share memory share memory."""
+    if tensor.is_conj() or tensor.is_neg():  # torch resolves these
         return proxy(tensor.detach().resolve_conj().resolve_neg()._h)
     storage, offset, strides = _held(tensor)
     copies = memo.setdefault("disttensor", {})
@@ -212,8 +223,10 @@ def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
 
 @method("__reduce_ex__")
 def reduced(tensor: DistributedTensor, protocol: Any) -> tuple[Any, ...]:
-    """``x.__reduce_ex__``: by value, as the local tensor that has the same values, memory and attributes. What is
-    loaded is local, on any machine (``map_location="node:1"`` sends it to a node)."""
+    """``x.__reduce_ex__``: pickles by value, as the local tensor with the same values, memory and attributes.
+
+    A loaded tensor is local, on any machine (``map_location="node:1"`` sends it to a node).
+    """
     hooks: OrderedDict[Any, Any] = OrderedDict()  # torch doesn't save them either
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in OWN}
     if isinstance(tensor, torch.nn.Parameter):
@@ -245,7 +258,8 @@ def _tag(storage: Any) -> str | None:
 
 
 def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """``map_location="node:1"``, and every other way to say so."""
+    """Returns a loaded storage's copy on a node, for ``map_location="node:1"`` in all its forms; None for other
+    locations."""
     if not location.startswith("node"):
         return None
     device = torch.empty(0, device=location).device  # "node" is the current one
@@ -256,7 +270,7 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
 def set_bits_of_loaded(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @wraps(original)
     def set_tensor_metadata(tensor: Any, metadata: Any) -> None:
-        """Of a tensor that is being loaded: whether it is a lazy conjugate, a lazy negative."""
+        """Makes a tensor that is being loaded a lazy conjugate or negative."""
         original(tensor, metadata)
         if isinstance(tensor, DistributedTensor):
             tensor._h = _with_bits_of(tensor, proxy(tensor._h))._h
@@ -264,19 +278,19 @@ def set_bits_of_loaded(original: Callable[[Any, Any], None]) -> Callable[[Any, A
     return set_tensor_metadata
 
 
-#: For torch.load: of a storage, where it says to be; and to where one is sent.
+#: For torch.load: the location that a saved storage names, and the function that restores one to a location.
 LOADING = (_tag, _restore)
 
 
 def new_storage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.UntypedStorage(8, device="node:1")``."""
+    """Returns a ``torch.UntypedStorage.__new__`` that makes storages on nodes, too: ``device="node:1"``."""
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if device is None:
             return original(cls, *args, **kwargs)
         if torch.device(device).type != "node":
             return original(cls, *args, device=device, **kwargs)
-        # torch would look for an allocator and not find one: the end of the process
+        # torch would look for an allocator, find none, and end the process
         size = args[0] if args else 0
         make: Any = torch.empty if isinstance(size, int) else torch.tensor
         return NodeStorage(make(size, dtype=torch.uint8, device=device))
@@ -289,7 +303,7 @@ def new_storage(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @handler(aten.set_.source_Tensor)
 def _set(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """``x.set_(y)``: x is y's remote tensor from now on."""
+    """Does ``x.set_(y)``: from now on x is y's remote tensor."""
     target, source = args
     _one_place(target, source)
     set_geometry(target, _with_bits_of(target, _bare(source.detach()))._h)  # torch, too, leaves the target its bits

@@ -1,7 +1,7 @@
-"""Parameters and buffers of torch's lazy modules (``nn.LazyLinear``), on a node before their shape is known.
+"""Parameters and buffers of torch's lazy modules (``nn.LazyLinear``) on a node, before their shape is known.
 
-Torch tells them by their class, which refuses whatever needs a shape; with the shape they get another class. On a node
-such a tensor is a proxy without elements, whose class is the local one and DistributedTensor at once.
+Torch recognises them by their class, which refuses all operations that need a shape; with the shape they get another
+class. On a node such a tensor is a proxy without elements, whose class is the local one and DistributedTensor at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _proxies: Any = DistributedTensor
 
 
 class _OnNode:
-    """What such a class has of its own on a node, where it stands before the local one."""
+    """The methods of uninitialized tensors on a node: a base class before the local class."""
 
     at_home: type
     cls_to_become = DistributedTensor
@@ -47,7 +47,7 @@ class _OnNode:
         made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
         if not isinstance(made, torch.Tensor) or isinstance(made, cls) or issubclass(cls, UninitializedParameter):
             return made
-        return made.as_subclass(cls.at_home)  # what is made of a buffer is one, too, as torch has it
+        return made.as_subclass(cls.at_home)  # results of a buffer are buffers, as in torch
 
     @property
     def data(self) -> torch.Tensor:
@@ -55,27 +55,27 @@ class _OnNode:
 
     @data.setter
     def data(self, other: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # which would refuse the questions of this
+        with torch._C.DisableTorchFunctionSubclass():  # it would refuse the questions that this asks
             _proxies.data.__set__(self, other)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # as torch's, which keeps no device
+        # torch's own keeps no device either
         return self.at_home, (self.requires_grad,)  # type: ignore[attr-defined]
 
 
 def is_kind(kind: type) -> bool:
-    """Whether tensors of this class are uninitialized."""
+    """Returns whether tensors of this class are uninitialized."""
     return issubclass(kind, UninitializedTensorMixin)
 
 
 @functools.cache
 def on_node(kind: type) -> type:
-    """The class on nodes of what is of this class here."""
+    """Returns the class on nodes for a local class of uninitialized tensors."""
     return type(kind)(kind.__name__, (_OnNode, kind, DistributedTensor), {"at_home": kind})
 
 
 def class_of(tensor: torch.Tensor, remote: bool) -> type | None:
-    """The class that an uninitialized tensor has on a node, or here; None for a tensor that is not of these."""
+    """Returns the class of an uninitialized tensor on a node (``remote``) or in the script; None for other tensors."""
     kind = type(tensor)
     if not is_kind(kind):
         return None
@@ -84,7 +84,7 @@ def class_of(tensor: torch.Tensor, remote: bool) -> type | None:
 
 
 def new(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes uninitialized tensors on nodes, too (``nn.LazyLinear(5, device="node:1")``)."""
+    """Returns a constructor that makes uninitialized tensors on nodes, too (``nn.LazyLinear(5, device="node:1")``)."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -103,7 +103,7 @@ def new(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @method("as_subclass")
 def as_subclass(tensor: DistributedTensor, cls: Any) -> Any:
-    """``x.as_subclass``: torch's own, but for uninitialized tensors: a proxy's class is what makes it one."""
+    """``x.as_subclass``: calls torch's own, except for uninitialized tensors, which a proxy becomes by its class."""
     if is_kind(cls):
         made = tensor.detach()
         made.__class__ = on_node(cls)

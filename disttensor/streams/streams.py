@@ -1,7 +1,7 @@
-"""Streams and events, as in ``torch.cuda``: on the CPU of a node a stream is a thread that does its commands in order.
+"""Streams and events, as in ``torch.cuda``. On the CPU of a node a stream is a thread that does its commands in order.
 
 Operations on several streams of a node run side by side. An operation that uses a tensor which another stream makes
-waits for it by itself; in-place writes are ordered by events only, as in CUDA.
+waits for that tensor by itself; in-place writes are ordered by events only, as in CUDA.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from ..dispatch.call_site import here
 from ..errors.argument_checks import spelled
 from ..proxy.meta import new_ref
 from ..runtime.master.route import Route, route, waits
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..session import current
-from ..session import current_node as context
 from ..session.current import session_of
-from ..session.current_node import current_node
+from ..session.node_context import current_node
+from ..session.node_context import node as node_context
+from ..session.node_context import use as use_node
 from ..session.places import Place
 
 Device = torch.device | str | int | None
@@ -32,7 +33,7 @@ _entered: ContextVar[tuple[stream, ...]] = ContextVar("disttensor.streams", defa
 
 
 class _Owned:
-    """Owns what a node has under ``ref``: a stream or an event."""
+    """The owner of a stream or an event that a node has under ``ref``."""
 
     __slots__ = ("_dead", "ref")
 
@@ -45,16 +46,21 @@ class _Owned:
 
 
 class Stream:
-    """A queue of work on one device of one node. What is issued to it is done in that order.
+    """A queue of work on one device of one node. Operations on a stream are done in the order in which they are issued.
 
     Args:
-        node: a node's number, or a device of type "node", which names both. Default: the current node.
+        node: a node's number, or a device of type "node", which names node and device. Default: the current node.
         device: a device of that node as ``disttensor.device`` takes it ("cpu", "cuda:1", 1). Default: the node's
             default device.
         priority: as in ``torch.cuda.Stream``, lower numbers first; CPUs have no priorities.
 
-    Two streams of a CPU are two threads of the node's process, and share its cores. Raises ValueError or RuntimeError
-    for a node or a device that does not exist, NodeLost.
+    Two streams of a CPU are two threads of the node's process, and share its cores. To make a stream does not wait.
+    Raises ValueError or RuntimeError for a node or a device that does not exist, NodeLost.
+
+        side = dt.Stream(node=0)
+        with dt.stream(side):
+            y = x * 10          # on node 0, beside its default stream
+        z = y + 1               # on the default stream; waits there for `y`
     """
 
     def __init__(self, node: torch.device | str | int | None = None, device: Device = None, priority: int = 0) -> None:
@@ -71,47 +77,50 @@ class Stream:
 
     @property
     def stream_id(self) -> int:
-        """Unlike that of any other stream; 0 for default streams."""
+        """The stream's number, which no other stream has; 0 for default streams."""
         return 0 if self._owned is None else self._owned.ref
 
     def wait_stream(self, stream: Stream) -> None:
-        """What is issued to this stream from now on waits for all that was issued to ``stream``. Returns at once."""
+        """Has work that is issued to this stream from now on wait for all that was issued to ``stream`` before.
+
+        Returns at once. Raises NodeLost.
+        """
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Event) -> None:
-        """What is issued to this stream from now on waits for ``event``. Returns at once."""
+        """Has work that is issued to this stream from now on wait for ``event``. Returns at once. Raises NodeLost."""
         event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Records ``event``, by default a new one, on this stream, and gives it."""
+        """Records ``event``, by default a new one, on this stream, and returns it at once. Raises NodeLost."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Waits until all that was issued to this stream is done.
+        """Has the script wait until all that was issued to this stream is done.
 
         Raises the earliest error on its node that nothing has raised yet, NodeLost.
         """
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Whether all that was issued to this stream is done. One round trip."""
+        """Returns whether all that was issued to this stream is done. Waits for one round trip. Raises NodeLost."""
         return self.record_event().query()
 
     def is_capturing(self) -> bool:
-        """False: no CUDA graph is captured here. Optimizers ask a stream for that since torch 2.15."""
+        """Returns False: the script captures no CUDA graph. Optimizers ask a stream for that since torch 2.15."""
         return False
 
-    @whole
+    @uninterrupted
     def __enter__(self) -> Stream:
-        """As ``with disttensor.stream(self)``."""
+        """Enters ``disttensor.stream(self)``."""
         block = stream(self)
         block.__enter__()
         _entered.set((*_entered.get(), block))
         return self
 
-    @whole
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -133,7 +142,7 @@ class Stream:
 
 
 class _Default(Stream):
-    """The stream that a device has without being asked."""
+    """The default stream of a device, which is never made."""
 
     def __init__(self, place: Place) -> None:
         self._set(place)
@@ -142,13 +151,13 @@ class _Default(Stream):
 
 
 class Event:
-    """A point in the work of a stream, to wait for: from another stream, of any node, or here.
+    """A point in the work of a stream that other streams, of any node, or the script can wait for.
 
     Args:
         enable_timing: whether ``elapsed_time`` may be asked.
         blocking: as in ``torch.cuda.Event``; a wait for a node never spins, so it changes nothing.
 
-    It can be recorded again; what waits for it already waits for what it was then.
+    An event can be recorded again; streams that wait for it already wait for the point that it was then.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
@@ -158,7 +167,10 @@ class Event:
         self._reached = False
 
     def record(self, stream: Stream | None = None) -> None:
-        """Records it on ``stream``, by default the current node's current one. Returns at once. Raises NodeLost."""
+        """Records the event on ``stream``, by default the current node's current one. Returns at once.
+
+        Raises NodeLost.
+        """
         stream = current_stream() if stream is None else stream
         place = stream._place
         if route.get().recorder is not None:
@@ -170,9 +182,9 @@ class Event:
         self._place, self._owned, self._reached = place, owned, False
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What is issued to ``stream`` (by default the current one) from now on waits for the event.
+        """Has work that is issued to ``stream`` (by default the current one) from now on wait for the event.
 
-        Returns at once; between two nodes, too, it is they who tell each other. Nothing happens if the event was not
+        Returns at once, also for streams of two nodes: the nodes tell each other. Nothing happens if the event was not
         recorded. Raises NodeLost.
         """
         stream = current_stream() if stream is None else stream
@@ -193,7 +205,10 @@ class Event:
         )
 
     def query(self) -> bool:
-        """Whether the work before it is done; True for one that was not recorded. One round trip. Raises NodeLost."""
+        """Returns whether the work before the event is done; True for an event that was not recorded.
+
+        Waits for one round trip. Raises GraphError while a graph is recorded, NodeLost.
+        """
         waits("a question about an event")
         if self._owned is not None and not self._reached:
             place, ref = self._asked()
@@ -201,9 +216,10 @@ class Event:
         return self._owned is None or self._reached
 
     def synchronize(self) -> None:
-        """Waits until the work before it is done.
+        """Has the script wait until the work before the event is done. Returns at once if it was not recorded.
 
-        Raises the earliest error on its node that nothing has raised yet, NodeLost.
+        Raises the earliest error on its node that nothing has raised yet, GraphError while a graph is recorded,
+        NodeLost.
         """
         waits("Event.synchronize")
         if self._owned is None:
@@ -211,13 +227,13 @@ class Event:
         place, ref = self._asked()
         place.session.ask(place, c.Done, lambda id: c.Join(id, ref), here())
         self._reached = True
-        session_of(place).complain(place.node)
+        session_of(place).questions.raise_pending_error(place.node)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """The milliseconds between this event and a later one of the same node, by its clock. One round trip.
+        """Returns the milliseconds between this event and a later one of the same node, by the node's clock.
 
-        Raises RuntimeError unless both were recorded with ``enable_timing=True`` and are done, ValueError for events
-        of two nodes.
+        Waits for one round trip. Raises RuntimeError unless both were recorded with ``enable_timing=True`` and are
+        done, ValueError for events of two nodes.
         """
         if not (self._timing and end_event._timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
@@ -242,7 +258,7 @@ class Event:
 
 
 class _Streams(dict[int, int]):
-    """Of a Route: which stream is the current one of which node. Keeps them alive, for whoever inherits it."""
+    """A Route's current streams, by node. Keeps the streams alive for threads and tasks that inherit the Route."""
 
     held: dict[int, Stream]
 
@@ -252,48 +268,49 @@ def _on(stream: Stream, command: c.Record | c.Wait | c.Await) -> c.Command:
 
 
 def _issue(stream: Stream, command: c.Record | c.Wait | c.Await) -> None:
-    """For ``stream``, whichever is current."""
+    """Issues a command to ``stream``, whichever stream is current."""
     place = stream._place
     if place.outbox.add(_on(stream, command), here(3)):
         place.session.flush(place.outbox)
 
 
 class stream:
-    """Makes a stream the current one of its node inside of a ``with`` block, and that node the current one.
+    """Makes a stream the current one of its node inside of a ``with`` block, and that node the current node.
 
     Everything that the block issues to the node goes to the stream: operations, copies, backward passes,
-    ``disttensor.run``. None changes nothing. Blocks nest; threads and asyncio tasks have current streams of their own.
+    ``disttensor.run``. ``stream(None)`` changes nothing. Blocks nest; threads and asyncio tasks have current streams of
+    their own.
 
-    Entering raises NodeLost, DisttensorError for a stream of a session that was shut down.
+    Entering does not wait. It raises NodeLost, DisttensorError for a stream of a session that was shut down.
     """
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
-        self._entered: list[tuple[Any, Token[Route], context.node]] = []
+        self._entered: list[tuple[Any, Token[Route], node_context]] = []
 
-    @whole
+    @uninterrupted
     def __enter__(self) -> stream:
         if self.stream is not None:
             outbox, ref = self.stream._place.outbox, self.stream.stream_id
             self.stream._place.session.link.check(outbox)
-            node = context.node(self.stream.node)
+            node = node_context(self.stream.node)
             node.__enter__()
             now = route.get()
             streams = _Streams(now.streams)
             streams.held = {**getattr(now.streams, "held", {}), self.stream.node: self.stream}
             streams[self.stream.node] = ref
-            outbox.divert(1)
+            outbox.add_route(1)
             self._entered.append((outbox, route.set(Route(streams, now.recorder)), node))
         return self
 
-    @whole
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.stream is not None:
             outbox, token, node = self._entered.pop()
             route.reset(token)
-            outbox.divert(-1)
+            outbox.add_route(-1)
             node.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
@@ -304,38 +321,38 @@ StreamContext = stream
 
 
 def set_stream(stream: Stream) -> None:
-    """Makes a stream, and its node, the current ones of this thread or asyncio task, until something else does.
+    """Makes a stream, and its node, the current ones of this thread or asyncio task, until another call changes them.
 
-    ``with stream(s):`` is for a while, and a ``with`` block that this is called in ends as if it had not been. Raises
-    as entering does.
+    ``with stream(s):`` does so for a while; a ``with`` block in which this is called ends as if it had not been called.
+    Raises NodeLost, DisttensorError for a stream of a session that was shut down.
     """
     place = stream._place
     place.session.link.check(place.outbox)
-    context.use(stream.node)
+    use_node(stream.node)
     now = route.get()
     streams = _Streams(now.streams)
     streams.held = {**getattr(now.streams, "held", {}), stream.node: stream}
     streams[stream.node] = stream.stream_id
     if stream.stream_id:
-        place.outbox.divert(1)  # for good: nobody knows until when
+        place.outbox.add_route(1)  # for good, as no end is known
     route.set(Route(streams, now.recorder))
 
 
 def forget() -> None:
-    """Makes node 0 and default streams the current ones: at a session's end, for the next one."""
-    context.use(0)
+    """Makes node 0 and default streams the current ones. Called at a session's end, for the next session."""
+    use_node(0)
     route.set(Route())
 
 
 @spelled
 def default_stream(node: torch.device | str | int | None = None, device: Device = None) -> Stream:
-    """The stream that takes what is issued outside of ``with stream(s)``: of a node, by default the current one."""
+    """Returns the default stream of a node (by default the current one), which takes what no other stream is given."""
     return _Default(_place(node, device))
 
 
 @spelled
 def current_stream(node: torch.device | str | int | None = None, device: Device = None) -> Stream:
-    """The stream that takes what is issued now to a node, by default the current one."""
+    """Returns the stream that takes what is issued now to a node, by default the current one."""
     place = _place(node, device)
     current: Stream | None = getattr(route.get().streams, "held", {}).get(place.node)
     return current if current is not None and current.stream_id else _Default(place)
@@ -343,7 +360,7 @@ def current_stream(node: torch.device | str | int | None = None, device: Device 
 
 @spelled
 def synchronize(node: torch.device | str | int | None = None) -> None:
-    """Waits until a node (a number or a device; None: all of them) has done everything, on all its streams.
+    """Has the script wait until a node (a number or a device; None: all nodes) has done everything, on all its streams.
 
     Raises the earliest error that nothing has raised yet, NodeLost, ValueError for a node that does not exist.
     """

@@ -19,19 +19,20 @@ from ..collectives.groups import Group, new_group
 from ..dispatch.call_site import here
 from ..dispatch.copies import move, upload
 from ..dispatch.first_call import layout_of
+from ..dispatch.lazy_views import materialise
 from ..errors.missing import REMEDY, advised, culprit
 from ..proxy.meta import Handle, meta_told, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.failures import in_short
 from ..runtime.master.route import waits
 from ..runtime.node.user_functions import MAX_PICKLE, decode_result, key_of
-from ..runtime.process.signals import whole
+from ..runtime.process.signals import uninterrupted
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, PeerFailed
 from ..session import current
 from ..session.current import session_of
-from ..session.current_node import current_node
+from ..session.node_context import current_node
 from ..session.places import Place, one_session
 from ..session.session import Session
 from .process_groups import worlds_of
@@ -39,7 +40,7 @@ from .reloaded_modules import Modules
 
 _serial = count()
 
-#: Bytes per piece, well under a message's limit.
+#: Bytes of a pickled function or its arguments per Piece, well under a message's limit.
 PIECE = 512 << 10
 
 
@@ -50,22 +51,33 @@ def run(
     nodes: Iterable[int] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``fn(*args, **kwargs)`` on a node (the current one by default) and gives its result.
+    """Runs ``fn(*args, **kwargs)`` on a node (the current one by default), waits for it, and returns its result.
 
-    The function goes there with cloudpickle, once. Tensors among the arguments (at any depth) arrive as ordinary local
-    tensors: proxies of that node as they are, others are sent first. Tensors in the result come back as proxies;
-    everything else must be plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of it).
+        >>> def center(t):
+        ...     return t - t.mean(), t.shape[0]
+        >>> dt.run(center, torch.arange(4.0, device="node:0"), node=1)
+        (tensor([-1.5000, -0.5000,  0.5000,  1.5000], device='node:1'), 4)
 
-    ``node`` is a number or a text such as "node:1". It may be several, such as a ``Group``: the function runs on all of
-    them at once, and the results come in a list. An argument ``dt.Each(values)`` is another one for each of them.
+    Args:
+        fn: any function. It goes to the node with cloudpickle, once; pickled it has at most 64 MiB.
+        *args, **kwargs: its arguments, at most 64 MiB when pickled, without their tensors. Tensors among them (at any
+            depth, of any shape and dtype) arrive as ordinary local tensors: those of that node as they are, others are
+            sent first. An argument ``dt.tasks.Each(values)`` is another value for each of several nodes.
+        node: a number or a text such as "node:1". Or several, such as a ``Group``: the function runs on all of them at
+            once, and the results come in a list, in their order.
+        nodes: several nodes on which torch.distributed is initialized first: the first one is rank 0 of the default
+            process group, by gloo (NCCL for CUDA tensors, where each node has a GPU of its own). The process group
+            stays for the next call with the same nodes. A rank that fails ends the others' waiting for it
+            (docs/PROCESS_GROUPS.md). The results come in a list.
 
-    ``nodes`` is the same with torch.distributed initialized on them: the first is rank 0 of the default process group,
-    by gloo (NCCL for CUDA tensors, where each has a GPU of its own). It stays for the next call with the same nodes. A
-    rank that fails ends the others' waiting for it (docs/PROCESS_GROUPS.md).
+    Tensors in the result come back as proxies, without a transfer; everything else must be plain data (None, numbers,
+    text, bytes, lists, tuples, sets, dicts of it).
 
-    Raises what the function raised, with the node's traceback as a note, TypeError for other results, NodeLost. Of
-    several nodes all have ended then, and what else failed is in notes. For ``nodes`` ValueError, too, where gloo must
-    not be used between their hosts, and DisttensorError where they are threads (launcher="inproc").
+    Raises the error that the function raised, with the node's traceback as a note; TypeError for other results, and for
+    a function or arguments that can't be pickled; ValueError for what exceeds 64 MiB, and for nodes that do not exist;
+    GraphError while a graph is recorded; NodeLost. With several nodes all have ended then, and further errors are in
+    notes. With ``nodes`` also ValueError where gloo must not be used between their hosts, and DisttensorError where
+    nodes are threads (launcher="inproc").
     """
     session = current.session()
     site = here()
@@ -85,14 +97,14 @@ def run(
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
     except ModuleNotFoundError as error:
-        raise advised(error, session.plain) from None
+        raise advised(error, session.bundle) from None
     finally:
         call.end()
 
 
 def _check_call(fn: Any, kwargs: dict[str, Any]) -> None:
     """Raises TypeError for what is no function, and for a misspelt argument of ``run`` that the function does not take
-    either: it would be told on the node that the function has got it."""
+    either: the error from the node would say that the function got it."""
     if not callable(fn):
         raise TypeError(f"run takes a function and its arguments, and {fn!r:.60} can't be called")
     for name in kwargs:
@@ -101,7 +113,7 @@ def _check_call(fn: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _takes(fn: Callable[..., Any], keyword: str) -> bool:
-    """Whether a function has an argument of that name, for all that can be known."""
+    """Returns whether a function has an argument of that name, as far as can be known."""
     try:
         parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # written in C
@@ -110,14 +122,20 @@ def _takes(fn: Callable[..., Any], keyword: str) -> bool:
 
 
 def _name(fn: Any) -> str:
-    """A function in words: as it is called where it is defined."""
+    """Returns a function's name for messages: its name where it is defined."""
     while isinstance(fn, partial):
         fn = fn.func
     return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__).rpartition("<locals>.")[2][:100]
 
 
 class Each:
-    """An argument of ``run`` on several nodes: ``values[i]`` for the i-th of them."""
+    """An argument of ``run`` on several nodes that is ``values[i]`` on the i-th of them.
+
+    ``run`` raises ValueError unless there is one value per node.
+
+        >>> dt.run(lambda k: k * k, dt.tasks.Each([2, 3]), node=[0, 1])
+        [4, 9]
+    """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values
@@ -157,11 +175,11 @@ def _run_on_all(
             try:
                 reply: Any = link.wait(request)
                 if isinstance(reply, c.Poisoned):
-                    raise session.failure(reply.rank, reply.seq)
+                    raise session.questions.failure(reply.rank, reply.seq)
                 results.append(call.result(reply))
                 stays = stays and reply.kept
             except Exception as error:
-                failed.append(advised(error, session.plain))
+                failed.append(advised(error, session.bundle))
         kept = stays and not failed
     finally:
         for call in calls:
@@ -176,7 +194,8 @@ def _run_on_all(
 
 
 def _first_of(failed: list[Exception]) -> Exception:
-    """With the others as notes. Those that broke off because a rank had failed come last, in one line."""
+    """Returns the first error, with the others as notes. Nodes that broke off because a rank had failed come last, in
+    one line."""
     first, *others = sorted(failed, key=lambda error: isinstance(error, PeerFailed))
     broke_off = [other for other in others if isinstance(other, PeerFailed)]
     for other in others:
@@ -188,7 +207,7 @@ def _first_of(failed: list[Exception]) -> Exception:
 
 
 class _Call:
-    """A function that is to run on a node. It and its arguments are on their way."""
+    """A function that is to run on a node, and has been sent there with its arguments."""
 
     def __init__(
         self, session: Session, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, site: Any
@@ -201,7 +220,8 @@ class _Call:
         self._request, self._adopted = 0, False
         function = _pickled(fn, place, self._keep, f"{self._what}")
         self._holds_tensors = bool(self._keep)
-        # what is used once has a name of its own; the unpickler doesn't read so far
+        # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
+        # doesn't read that far
         once = next(_serial).to_bytes(8, "big")
         self._function = key_of(function := function + once if self._holds_tensors else function)
         arguments = _pickled((tuple(args), kwargs), place, self._keep, f"the arguments of {self._what}") + once
@@ -216,9 +236,9 @@ class _Call:
         return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, world)
 
     def result(self, reply: c.Result) -> Any:
-        """What the function has returned."""
-        # simulated devices are one memory, so the node can't tell which of them a result is on: where an argument is
-        simulated = self.place.session.link.hellos[self.place.node].simulated
+        """Returns the function's result, with tensors as proxies."""
+        # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
+        simulated = self.place.home.hello.simulated
         beside = next((t._place for t in self._keep), self.place) if simulated else self.place
         tensors = [_adopted(g, beside) for g in reply.tensors]
         if tensors:
@@ -227,27 +247,41 @@ class _Call:
         return decode_result(reply.data, tensors)
 
     def end(self) -> None:
-        """Whatever happened; Ctrl-C too."""
+        """Ends the call, whatever happened to it, Ctrl-C included: drops what the node and the script keep for it."""
         if not self._adopted:
-            self._sent.discard((self.place.node, self._function))  # it may not have got as far as being kept
+            self._sent.discard((self.place.node, self._function))  # the node may not have come to keep it
             if self._request and self.place.outbox.lost is None:
                 # nobody will adopt what it returns
                 self.place.outbox.add(c.Adopt(self._request, ()), self._site)
         self._keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
 
 
-def _known(session: Any) -> set[tuple[int, bytes]]:
-    """Which functions which nodes have. Bounded well below what a node keeps."""
-    known: set[tuple[int, bytes]] = session.__dict__.setdefault("functions", set())
+class SentFunctions:
+    """The functions that the nodes of a session have, and the order in which they get them."""
+
+    def __init__(self) -> None:
+        self.known: set[tuple[int, bytes]] = set()  #: (node, key)
+        self.lock = threading.RLock()  #: held while the pieces of a function are queued, one after another
+
+    def forked(self) -> None:
+        """Makes a new lock in a forked child: the thread that held the other one may not be there."""
+        self.lock = threading.RLock()
+
+
+def _known(session: Session) -> set[tuple[int, bytes]]:
+    """Returns the (node, key) pairs of functions that nodes have. Bounded well below what a node keeps."""
+    known = session.part(SentFunctions).known
     if len(known) > 512:
         known.clear()
     return known
 
 
 def _pickled(value: Any, place: Place, keep: list[DistributedTensor], what: str) -> bytes:
-    """Pickles with tensors replaced by refs; ``keep`` holds those that were sent for it. Raises TypeError for what
-    can't be pickled, which names it."""
-    buffer, modules = io.BytesIO(), _modules(place.session)
+    """Pickles a value with its tensors replaced by refs; ``keep`` gets the tensors behind them.
+
+    Raises TypeError that names the part that can't be pickled, ValueError for a pickle above MAX_PICKLE bytes.
+    """
+    buffer, modules = io.BytesIO(), _modules(session_of(place))
     pickler = _Pickler(buffer, place, keep, modules)
     try:
         with _by_value(stale) if (stale := modules.stale()) else contextlib.nullcontext():
@@ -264,10 +298,9 @@ def _pickled(value: Any, place: Place, keep: list[DistributedTensor], what: str)
     return data
 
 
-def _modules(session: Any) -> Modules:
-    """Which of the user's modules the nodes of this session have, or may have."""
-    modules: Modules = session.__dict__.setdefault("modules", Modules())
-    return modules
+def _modules(session: Session) -> Modules:
+    """Returns the user's modules that the nodes of this session have, or may have."""
+    return session.part(Modules)
 
 
 _registering = threading.RLock()
@@ -275,7 +308,8 @@ _registering = threading.RLock()
 
 @contextlib.contextmanager
 def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Has what these modules define pickled as what is in a script or a notebook itself: nodes have older ones."""
+    """Has the functions and classes of these modules pickled by value, as those of a script or a notebook, because
+    nodes have older versions."""
     with _registering:
         new = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
         for module in new:
@@ -294,7 +328,7 @@ def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
 
 
 def _fails(value: Any) -> bool:
-    """Whether a value can't be pickled."""
+    """Returns whether a value can't be pickled."""
     try:
         _Dry(io.BytesIO()).dump(value)
     except Exception:
@@ -303,7 +337,7 @@ def _fails(value: Any) -> bool:
 
 
 class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends no tensors."""
+    """A pickler that sends no tensors, to try values out."""
 
     def persistent_id(self, value: Any) -> int | None:
         return 0 if isinstance(value, torch.Tensor) else None
@@ -322,12 +356,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> int | None:
-        from ..dispatch.lazy_views import materialise
-
         if not isinstance(value, torch.Tensor):
             return None
         if not isinstance(value, DistributedTensor) and layout_of(value) is not torch.strided:
-            return None  # by value: there are no proxies of such
+            return None  # by value: there are no proxies of such layouts
         tensor: Any = value.detach()
         if not isinstance(tensor, DistributedTensor):
             tensor = upload(tensor, self._place)
@@ -339,7 +371,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return int(tensor._h.ref or materialise(tensor._h))
 
 
-@whole
+@uninterrupted
 def _send(
     place: Place,
     sent: set[tuple[int, bytes]] | None,
@@ -347,8 +379,8 @@ def _send(
     arguments: tuple[bytes, bytes],
     site: Any,
 ) -> None:
-    """Queues (key, data) of a function, unless it was ``sent``, and of its arguments; nobody else's pieces between."""
-    with session_of(place).pieces:
+    """Queues (key, data) of a function, unless it was ``sent``, and of its arguments, with no other pieces between."""
+    with session_of(place).part(SentFunctions).lock:
         if sent is None or (place.node, function[0]) not in sent:
             _pieces(place, *function, site)
             if sent is not None:
@@ -364,22 +396,25 @@ def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
 def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
     session = place.session
     name = geometry.device if geometry.device.startswith("cuda") else "cpu"
-    where = place if session.link.hellos[place.node].simulated else session.places.at(place.node, name)
+    where = place if place.home.hello.simulated else session.places.at(place.node, name)
     return proxy(Handle(new_ref(), meta_told(geometry, where)))
 
 
 def nodes_info() -> Sequence[dict[str, Any]]:
-    """The nodes: for each its rank, host, pid, devices, and whether it is alive."""
-    link = current.session().link
+    """Returns a dict for each node with its "rank", "host", "pid", "devices" (a list of names) and "alive" (a bool).
+
+    Does not wait: a loss that was not noticed yet is not shown. Raises DisttensorError without a session.
+    """
     return [
         {
-            "rank": rank,
-            "host": hello.host,
-            "pid": hello.pid,
-            "devices": list(hello.devices),
-            "alive": link.outboxes[rank].lost is None,
+            "rank": node.rank,
+            "host": node.hello.host,
+            "pid": node.hello.pid,
+            "devices": list(node.devices),
+            "alive": node.lost is None,
         }
-        for rank, hello in sorted(link.hellos.items())
+        for node in current.session().nodes
+        if node.said_hello is not None
     ]
 
 

@@ -1,4 +1,4 @@
-"""``dt.run(fn, nodes=...)``: nodes in process groups of torch.distributed. They stay between calls."""
+"""``dt.run(fn, nodes=...)``: nodes as ranks of process groups of torch.distributed, which stay between calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
 from ..session.session import Session
 
-#: The data channel by whose connections ranks find each other; gloo's own carry what they say.
+#: The data channel whose connections are the ranks' rendezvous; gloo's own connections carry their messages.
 _CHANNEL = "gloo"
 
 
 class Worlds:
-    """Of one session. A node is in one process group at a time."""
+    """The process groups of one session. A node is in one process group at a time."""
 
     def __init__(self) -> None:
         self._of: dict[int, c.World] = {}  #: by node
@@ -26,10 +26,12 @@ class Worlds:
 
     @contextmanager
     def turn(self, session: Session, nodes: tuple[int, ...], site: Site | None) -> Iterator[c.World]:
-        """The process group of these nodes, in the order of its ranks: that of the last call, if it is still there.
+        """Yields the process group of these nodes, in the order of its ranks: that of the last call, if it still
+        exists.
 
-        Its commands are to be issued inside: so groups that overlap take turns in one order on all of their nodes. A
-        node that came back to a group that another one has replaced there would wait for ranks that never left it.
+        The caller issues the group's commands inside of the block, so groups that overlap take turns in one order on
+        all of their nodes. A node that came back to a group that another one has replaced there would wait for ranks
+        that never left it.
 
         Raises DisttensorError for nodes that are threads, ValueError where gloo must not be used between the hosts.
         """
@@ -38,7 +40,7 @@ class Worlds:
                 "nodes= runs a function with torch.distributed, which has one process group per process, and the nodes "
                 "of launcher='inproc' are threads of one; node= runs it without"
             )
-        channel = session.board.open(_CHANNEL, site)
+        channel = session.router.open(_CHANNEL, site)
         with self._lock:
             world = self._of.get(nodes[0])
             if world is None or world.ranks != nodes or any(self._of.get(node) is not world for node in nodes):
@@ -47,20 +49,20 @@ class Worlds:
             yield world
 
     def end(self, world: c.World) -> None:
-        """It is not to be used again, as it may be gone on some of its nodes."""
+        """Has a process group not be used again, as it may be gone on some of its nodes."""
         with self._lock:
             for node in [node for node, its in self._of.items() if its is world]:
                 del self._of[node]
 
 
 def worlds_of(session: Session) -> Worlds:
-    found: Worlds = session.__dict__.setdefault("worlds", Worlds())
-    return found
+    return session.part(Worlds)
 
 
 def _backend(session: Session, nodes: tuple[int, ...]) -> str:
-    """gloo; for CUDA tensors NCCL, where every node has a GPU of its own for its cuda:0."""
-    hellos = [session.link.hellos[node] for node in nodes]
+    """Returns torch.distributed's backend: gloo; for CUDA tensors NCCL, where every node's cuda:0 is a GPU of its
+    own."""
+    hellos = [session.nodes[node].hello for node in nodes]
     gpus = {(hello.host, hello.gpus[0]) for hello in hellos if hello.gpus}
-    alone = len(gpus) == len(nodes) and not session.board.unusable("nccl")
+    alone = len(gpus) == len(nodes) and not session.router.unusable("nccl")
     return "cpu:gloo,cuda:nccl" if alone else "gloo"

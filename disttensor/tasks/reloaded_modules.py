@@ -1,9 +1,9 @@
-"""Which of the user's modules have changed since nodes imported them: by %autoreload, by importlib.reload.
+"""Finds the user's modules that have changed since nodes imported them: by %autoreload, by importlib.reload.
 
-A function of a module goes to a node by its name, and the node imports the module, once. When the master's own has been
-reloaded since, nodes would run the old one. This finds such modules out; what they define then goes by value, as what
-is defined in a notebook's cell or a script always does. Only what is reloaded here counts: that a file was edited while
-a script runs changes nothing for either side.
+A function of a module goes to a node by its name, and the node imports the module, once. When the master's module has
+been reloaded since, nodes would run the old one. This file finds such modules; their functions and classes then go by
+value, as those of a notebook's cell or a script always do. Only a reload in the script counts: a file that is edited
+while a script runs changes nothing for either side.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, NamedTuple
 
 
 class _Seen(NamedTuple):
-    """A module when nodes may first have imported it."""
+    """The state of a module when nodes may first have imported it."""
 
     spec: Any  #: another object after a reload (which equals this one)
     code: list[Any]
-    needs: frozenset[str]  #: the user's modules of which something is in it
+    needs: frozenset[str]  #: the user's modules from which it has imported something
 
     def is_still(self, module: ModuleType | None) -> bool:
         return module is not None and module.__spec__ is self.spec and _code(module) == self.code
 
 
 class Modules:
-    """Those of one session's nodes."""
+    """The user's modules that the nodes of one session have, or may have."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
     def note(self, value: FunctionType | type | ModuleType) -> None:
-        """This goes to a node now, so its module does as well, and what that uses."""
+        """Notes that ``value`` goes to a node now, and with it its module and the modules that this uses."""
         self._note(value.__name__ if isinstance(value, ModuleType) else value.__module__)
 
     def _note(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Modules:
             self._note(other)
 
     def stale(self) -> list[ModuleType]:
-        """Those that have changed since, and those that use one of these."""
+        """Returns the modules that have changed since, and those that use one of them."""
         names = {name for name, seen in self._seen.items() if not seen.is_still(sys.modules.get(name))}
         while more := {name for name, seen in self._seen.items() if name not in names and seen.needs & names}:
             names |= more
@@ -54,7 +54,7 @@ class Modules:
 
 
 def _users(name: str) -> ModuleType | None:
-    """The module of this name if it is one of the user's own, not of a library's."""
+    """Returns the module of this name if it is one of the user's own, not a library's; else None."""
     module = sys.modules.get(name)
     if module is None or name == "__main__" or name.partition(".")[0] == "disttensor":
         return None
@@ -70,14 +70,15 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _home(value: object) -> str:
-    """The name of the module that something in a module's namespace comes from, or is."""
+    """Returns the name of the module that a value in a module's namespace comes from, or is."""
     if isinstance(value, ModuleType):
         return value.__name__
     return value.__module__ if isinstance(value, (FunctionType, type)) else ""
 
 
 def _code(module: ModuleType) -> list[Any]:
-    """Of its functions and methods. IPython's %autoreload gives them new code where it can, without a reload."""
+    """Returns the code objects of a module's functions and methods: IPython's %autoreload replaces these where it can,
+    without a reload. An empty list without IPython."""
     if "IPython" not in sys.modules:
         return []
     codes: list[Any] = []

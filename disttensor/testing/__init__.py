@@ -1,4 +1,4 @@
-"""For tests of programs that use disttensor: what crosses the wire, what is under way, and what breaks.
+"""Tools for tests of programs that use disttensor: they show messages and work under way, and break connections.
 
     from disttensor import testing
 
@@ -6,7 +6,7 @@
         step()
     assert log.questions == []              # the step waits for nothing
 
-Import it by itself; ``import disttensor`` does not. Nothing here costs a program anything that does not use it.
+Import this module by itself; ``import disttensor`` does not. It costs nothing to a program that does not use it.
 docs/TESTING.md shows how to use it.
 """
 
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``check_launcher``, whose modules nothing else here needs."""
+    """Imports ``check_launcher`` when it is first used, as nothing else here needs its modules."""
     if name == "check_launcher":
         from ..runtime.contracts.launcher import check_launcher
 
@@ -67,25 +67,25 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Queued:
-    """What waits or is under way, as the script knows it."""
+    """The counts of work that waits or is under way, as the script knows it. Returned by ``queued``."""
 
-    commands: int  #: issued, and not sent yet
+    commands: int  #: commands that were issued and not sent yet
     in_flight: int  #: commands sent that a node has not reported as done; the last that it answered is among them
     dead: int  #: tensors that the script has dropped and the nodes have not been told of
-    held: int  #: tensors that graphs hold on to
-    full: bool  #: a node is so far behind that what is issued for it waits (``limit("window")``)
+    held: int  #: tensors that graphs keep alive
+    full: bool  #: whether a node is so far behind that issuing a command to it waits (``limit("window")``)
     questions: int  #: answers that threads wait for
-    fetches: int  #: ``dt.fetch`` that have not come yet
-    uploads: int  #: bytes of copies of tensors that have not left yet; of all nodes, whichever was asked about
+    fetches: int  #: fetches (``dt.fetch``) that have not arrived yet
+    uploads: int  #: bytes of staged copies of uploads that have not left yet; of all nodes, whichever was asked about
 
 
 def queued(node: int | None = None) -> Queued:
-    """Counts what waits or is under way for one node, or for all of them together. Sends nothing, waits for nothing.
+    """Counts the work that waits or is under way for one node, or for all nodes together. Sends and awaits nothing.
 
-    Raises ValueError for a node that there is not, DisttensorError without a session.
+    Raises ValueError for a node that does not exist, DisttensorError without a session.
     """
     session = current.session()
-    boxes = session.link.outboxes if node is None else [session.places.at(node).outbox]
+    boxes = [n.outbox for n in session.nodes] if node is None else [session.places.at(node).outbox]
     with session.link._lock:
         return Queued(
             commands=sum(len(box.queue) // 2 for box in boxes),
@@ -100,32 +100,33 @@ def queued(node: int | None = None) -> Queued:
 
 
 class Usage(NamedTuple):
-    """What the tensors of a node come to, on all its devices."""
+    """The number and memory of a node's tensors, on all its devices. Returned by ``usage``."""
 
-    tensors: int  #: how many there are
-    bytes: int  #: of their memory, counted once where tensors share it
+    tensors: int  #: the number of live tensors
+    bytes: int  #: the bytes of their memory, counted once where tensors share it
 
 
 def usage(where: torch.Tensor | torch.device | str | int) -> Usage:
-    """Asks a node for its live tensors, once it has done what was issued: what was dropped before is not among them.
+    """Asks a node for its live tensors, after all that was issued to it: tensors dropped before are not among them.
 
-    ``where`` is a node's number, a device ("node:1") or a tensor there. Raises ValueError or RuntimeError for what
-    there is not, NodeLost, DisttensorError without a session.
+    ``where`` is a node's number, a device ("node:1") or a tensor there. Waits for one round trip. Raises ValueError or
+    RuntimeError for a node or device that does not exist, NodeLost, DisttensorError without a session.
     """
     return Usage(*device_module.usage(_place(where)))
 
 
 def plans() -> dict[str, int]:
-    """How many plans are cached, by operator ("aten::mul.Tensor"), for those that have any.
+    """Returns the number of cached plans by operator ("aten::mul.Tensor"), for operators that have any.
 
-    An operator has one for each kind of call that it has seen: shapes, dtypes, devices, options; not for each number.
+    An operator has one plan for each kind of call that it has seen: shapes, dtypes, devices, options; not one for each
+    number. A loop that makes new plans is slower than one that does not.
     """
     return {entry.name: len(entry.plans) for entry in list(entries.values()) if entry.plans}
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
-#: Where each limit is.
+#: The module and attribute of each limit.
 _LIMITS = {
     "window": ("runtime.master.outbox", "MAX_COMMANDS"),
     "message": ("runtime.master.outbox", "MAX_BATCH"),
@@ -138,22 +139,22 @@ _LIMITS = {
     "part": ("graphs.recorder", "_PART"),
     "error": ("runtime.node.failures", "MAX_TEXT"),
     "lately": ("runtime.node.streams.scheduler", "LATELY"),
-    "templates": ("session.places", "GENERATION"),
+    "templates": ("runtime.master.node", "GENERATION"),
     "pickle": ("tasks.functions", "MAX_PICKLE"),
 }
 
 
 def limit(name: str) -> float:
-    """Gives one of the limits by which this process decides what to do:
+    """Returns one of the limits by which this process decides what to do:
 
-    "window"  commands in flight to a node, from which on what is issued for it waits
+    "window"  commands in flight to a node, from which on issuing another one waits
     "message" commands in one message, at most
     "sweep"   commands after which a node is told of tensors that were dropped, at most
     "idle"    seconds after which commands leave that nothing else sends
-    "tick"    seconds after which who waits looks at the nodes by itself
-    "slow"    seconds of waiting at a full window, after which that is logged
+    "tick"    seconds after which a waiting thread looks at the nodes by itself
+    "slow"    seconds of waiting at a full window, after which the wait is logged
     "staged"  bytes of copies of uploads under way, from which on an upload waits
-    "room"    bytes that a shared-memory channel keeps for tensors that leave before they are asked for
+    "room"    bytes that a shared-memory channel keeps for tensors that leave before their receiver asks for them
     "part"    bytes of recorded commands in one message, about
     "error"   characters of an error's message, and of its traceback, that a node sends
     "lately"  commands for the default stream alone, after which a node's receiving thread runs them by itself again
@@ -168,11 +169,11 @@ def limit(name: str) -> float:
 
 @contextlib.contextmanager
 def limits(**values: float) -> Iterator[None]:
-    """Has limits of this process be others inside of a block, as ``with limits(window=100):``.
+    """Changes limits of this process inside of a ``with`` block, as in ``with limits(window=2000):``.
 
-    Nodes of ``launcher="inproc"`` are in this process; those that are processes keep their own. A node reports every
-    1024 commands, so a window has to be larger, or it may stay full. Raises ValueError for a name that ``limit`` does
-    not know.
+    Nodes of ``launcher="inproc"`` are in this process; nodes that are processes keep their own limits. A node reports
+    every 1024 commands, so a window has to be larger, or it may stay full. Raises ValueError for a name that ``limit``
+    does not know.
     """
     found = [(*_limit(name), value) for name, value in values.items()]
     with contextlib.ExitStack() as undo:
@@ -189,39 +190,43 @@ def _limit(name: str) -> tuple[Any, str]:
     return import_module(f"disttensor.{module}"), attribute
 
 
+def _outboxes(session: Any) -> list[object]:
+    return [node.outbox for node in session.nodes]
+
+
 # ---- moments ---------------------------------------------------------------------------------------------------------
 
-#: What a thread comes to, as (what has the method: one or several, its name).
+#: The points that a thread comes to, as a function of the session: (the objects that have the method, its name).
 _POINTS: dict[str, Callable[[Any], tuple[list[object], str]]] = {
     "window": lambda session: ([session.link], "_wait_window"),
     "wait": lambda session: ([session.link], "wait"),
     "ask": lambda session: ([session], "ask"),
-    "pack": lambda session: (session.link.outboxes, "pack"),
-    "bury": lambda session: (session.link.outboxes, "_queue_frees"),
+    "pack": lambda session: (_outboxes(session), "pack"),
+    "bury": lambda session: (_outboxes(session), "_queue_frees"),
     "send": lambda session: ([session.link.hub], "send"),
     "receive": lambda session: ([session.link.hub], "drain"),
-    "acknowledge": lambda session: (session.link.outboxes, "acknowledge"),
+    "acknowledge": lambda session: (_outboxes(session), "acknowledge"),
     "upload": lambda session: ([session.channel], "isend"),
 }
 
 
 @contextlib.contextmanager
 def at(point: str, fn: Callable[[], object], *, after: bool = False) -> Iterator[None]:
-    """Has ``fn()`` called each time that a thread of the script comes to a point, inside of the block:
+    """Has ``fn()`` called each time that a thread of the script comes to a point, inside of a ``with`` block:
 
-    "window"      it is about to wait, as a node is too many commands behind
-    "wait"        it is about to wait for a node, for whatever reason
-    "ask"         it is about to ask a node something (``x.item()``)
-    "pack"        a message is about to be made of what is queued for a node
+    "window"      the thread is about to wait, as a node is too many commands behind
+    "wait"        the thread is about to wait for a node, for whatever reason
+    "ask"         the thread is about to ask a node something (``x.item()``)
+    "pack"        a message is about to be made of the commands that are queued for a node
     "bury"        a node is about to be told of tensors that were dropped, if there are any
     "send"        a message is about to be sent
-    "receive"     it is about to look for messages
-    "acknowledge" a node has reported what it has done, and that is about to be noted
+    "receive"     the thread is about to look for messages
+    "acknowledge" a node's report of its progress is about to be noted
     "upload"      a tensor of the script's is about to leave by the data channel
 
-    With ``after``, each time that it has done it. ``fn`` is called in that thread, which may hold locks: it may set an
-    event, wait for one, raise a signal; not use tensors. What it raises is raised there. Raises ValueError for other
-    points, DisttensorError without a session.
+    With ``after``, ``fn`` is called each time that the thread has passed the point. ``fn`` is called in that thread,
+    which may hold locks: ``fn`` may set an event, wait for one, raise a signal; it must not use tensors. Its errors are
+    raised there. Raises ValueError for other points, DisttensorError without a session.
     """
     if point not in _POINTS:
         raise ValueError(f"there is no point {point!r}; there are {', '.join(_POINTS)}")
@@ -249,11 +254,11 @@ def at(point: str, fn: Callable[[], object], *, after: bool = False) -> Iterator
 
 @contextlib.contextmanager
 def as_cuda(where: torch.Tensor | torch.device | str | int, capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
-    """Has the script take a simulated CUDA device, or a node's CPU, for a real CUDA device inside of the block.
+    """Has the script take a simulated CUDA device, or a node's CPU, for a real CUDA device inside of a ``with`` block.
 
-    It then chooses what it would choose for one of this capability: dtypes of autocast, kernels, optimizers over all
-    parameters. The node computes as before, so it fails where a kernel is CUDA's only. ``where`` is as for ``usage``,
-    and so is what it raises.
+    The script then makes its choices for a device of this capability: dtypes of autocast, kernels, optimizers over all
+    parameters. The node computes as before, so it fails where only CUDA has a kernel. ``where`` is as for ``usage``,
+    and so are the errors.
     """
     place = _place(where)
     node = msgspec.structs.replace(place.record.node, cudnn=91900, cuda=(13, 0), flash=True)
@@ -263,7 +268,7 @@ def as_cuda(where: torch.Tensor | torch.device | str | int, capability: tuple[in
 
 @contextlib.contextmanager
 def taken_for(place: Place, record: kernel_choice.Record) -> Iterator[None]:
-    """Has the script choose for a place, inside of the block, what torch would choose with another record."""
+    """Has the script make its choices for a place by another record, inside of a ``with`` block."""
     before = place.record
     _give(place, record)
     try:
@@ -275,7 +280,7 @@ def taken_for(place: Place, record: kernel_choice.Record) -> Iterator[None]:
 def _give(place: Place, record: kernel_choice.Record) -> None:
     for seen in (place, place.twin):
         seen.record, seen.kernels = record, record.kind
-    caches.drop_plans()  # what was chosen was chosen for the other
+    caches.drop_plans()  # their choices were made by the other record
 
 
 def _place(where: torch.Tensor | torch.device | str | int) -> Place:

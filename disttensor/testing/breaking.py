@@ -1,4 +1,4 @@
-"""Breaking what tests have to see broken: a node's connections, its process. Part of ``disttensor.testing``."""
+"""Breaks a node's connections or its process, for tests of failures. Part of ``disttensor.testing``."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _WHY = "its connection was cut by disttensor.testing.cut"
 
 
 def cut(node: int, *, control: bool = True, data: bool = False) -> None:
-    """Breaks a node's connections with the script as a network does that fails. Returns at once.
+    """Breaks a node's connections with the script, as a failing network does. Returns at once.
 
-    ``control`` is what carries commands and replies. The node is lost with it: its process (or thread) ends, what the
-    script waits for of it and later uses of its tensors raise NodeLost, other nodes go on. ``data`` is what carries
-    tensors between the node and the script, in both directions. Without ``control`` only these copies are lost, those
-    under way and all later ones: they raise a ChannelError, and the node goes on.
+    ``control`` is the connection that carries commands and replies. The node is lost with it: its process (or thread)
+    ends, waiting for it and later uses of its tensors raise NodeLost, other nodes go on. ``data`` is the connection
+    that carries tensors between the node and the script, in both directions. Without ``control`` only these copies are
+    lost, those under way and all later ones: they raise a ChannelError, and the node goes on.
 
-    Works for nodes of every kind, in-process ones too. Raises ValueError for a node that there is not, NodeLost for one
-    that is lost already, DisttensorError without a session.
+    Works for nodes of every kind, in-process ones too. Raises ValueError for a node that does not exist, NodeLost for
+    one that is lost already, DisttensorError without a session.
     """
     session = current.session()
     outbox = session.places.at(node).outbox
     session.link.check(outbox)
     if data:
-        session.board.forget(node, _WHY)  # first: the node's end, seen from here, would be the reason otherwise
+        session.router.forget(node, _WHY)  # first, or errors would name the node's end as the reason
         outbox.add(c.Lost(MASTER, _WHY))
         session.link.flush(outbox, wait=False)
     if control:
@@ -39,21 +39,24 @@ def cut(node: int, *, control: bool = True, data: bool = False) -> None:
 
 
 def stop(node: int) -> None:
-    """Stops a node's process (SIGSTOP): it does and says nothing, as a machine that hangs. ``resume`` has it go on.
+    """Stops a node's process (SIGSTOP): it computes and answers nothing, as a machine that hangs. ``resume`` ends that.
 
-    Raises ValueError for a node that there is not, NodeLost for one that is lost, DisttensorError for one that is a
-    thread of this process (``launcher="inproc"``) or runs on another host, and without a session. So do the next two.
+    Raises ValueError for a node that does not exist, NodeLost for one that is lost, DisttensorError for one that is a
+    thread of this process (``launcher="inproc"``) or runs on another host, and without a session.
     """
     os.kill(_pid(node), signal.SIGSTOP)
 
 
 def resume(node: int) -> None:
-    """Has a node go on that was stopped; one that was not goes on as before."""
+    """Has a stopped node's process go on (SIGCONT); one that was not stopped goes on as before. Raises as ``stop``."""
     os.kill(_pid(node), signal.SIGCONT)
 
 
 def kill(node: int) -> None:
-    """Ends a node's process by SIGKILL, a stopped one too. Returns when it has ended; the script may hear later."""
+    """Ends a node's process by SIGKILL, a stopped one too. Waits for its end; the script may notice the loss later.
+
+    Raises as ``stop``.
+    """
     pid = _pid(node)
     process = os.pidfd_open(pid)
     try:
@@ -66,7 +69,7 @@ def kill(node: int) -> None:
 def _pid(node: int) -> int:
     session = current.session()
     session.link.check(session.places.at(node).outbox)
-    hello = session.link.hellos[node]
+    hello = session.nodes[node].hello
     if session.shares_process:
         raise DisttensorError(f"node {node} is a thread of this process (launcher='inproc'), which must not be stopped")
     if hello.host != socket.gethostname():

@@ -1,4 +1,4 @@
-"""What crosses the control connections, by node: ``disttensor.testing.MessageLog``."""
+"""A log of the messages on the control connections, by node: ``disttensor.testing.MessageLog``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..session import current
 
 @contextlib.contextmanager
 def wrapped(owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Has an object's method replaced by ``wrap(method)``, and puts back what was there."""
+    """Replaces an object's method by ``wrap(method)`` inside of a ``with`` block."""
     own = owner.__dict__
     before = own.get(name)
     setattr(owner, name, wrap(getattr(owner, name)))
@@ -29,50 +29,50 @@ def wrapped(owner: object, name: str, wrap: Callable[[Callable[..., Any]], Calla
 
 
 class NodeLog:
-    """What was seen of one node, or of all. Everything here can be read inside of the block and after it."""
+    """The messages of one node, or of all nodes. All properties can be read inside of the block and after it."""
 
     def __init__(self, log: MessageLog | None, node: int | None) -> None:
         self._log, self._node = log, node
 
     @property
     def commands(self) -> list[str]:
-        """Names of the commands that were issued, in order (of several nodes, node by node).
+        """The names of the commands that were issued, in order (for several nodes, node by node).
 
-        Those that still wait to be sent are among them. A name is the kind of command and what it is about: "Call
+        Commands that still wait to be sent are among them. A name is the kind of command and its subject: "Call
         aten::add.Tensor" runs an operator, "Ask aten::item" one that is answered, "Collective all_reduce ring" takes
-        part in a collective, "On ..." is one for a stream; "Send", "Recv", "Free", "Replay", "Sync" and the like stand
-        for themselves.
+        part in a collective, "On ..." is a command for a stream; "Send", "Recv", "Free", "Replay", "Sync" and the like
+        stand for themselves.
         """
         return [name for name, _ in self._named()]
 
     @property
     def questions(self) -> list[str]:
-        """Names of those commands that the nodes answer."""
+        """The names of the commands that the nodes answer."""
         return [name for name, command in self._named() if _is_question(command)]
 
     @property
     def replies(self) -> list[str]:
-        """Names of what the nodes have said, as far as this process has taken it in: "Answer", "Done", "Failed"."""
+        """The names of the nodes' replies, as far as this process has received them: "Answer", "Done", "Failed"."""
         return [type(reply).__name__ for _, data in self._received() for reply in codec.decode_report(data).replies]
 
     @property
     def messages(self) -> int:
-        """How many messages were sent. One takes many commands."""
+        """The number of messages that were sent. One message takes many commands."""
         return len(self._sent())
 
     @property
     def reports(self) -> int:
-        """How many messages have come from nodes. One without replies says how far the node is."""
+        """The number of messages that have arrived from nodes. One without replies says how far the node is."""
         return len(self._received())
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes of the messages that were sent. (Tensors go by data channels: ``dt.stats()``.)"""
+        """The bytes of the messages that were sent. (``dt.channels.stats()`` counts those of tensors.)"""
         return sum(len(data) for _, data in self._sent())
 
     @property
     def bytes_received(self) -> int:
-        """The bytes of the messages that have come from nodes."""
+        """The bytes of the messages that have arrived from nodes."""
         return sum(len(data) for _, data in self._received())
 
     def _sent(self) -> list[tuple[int, bytes]]:
@@ -92,19 +92,20 @@ class NodeLog:
 
 
 class MessageLog(NodeLog):
-    """Records what crosses the control connections between the script and its nodes, as a context manager:
+    """Records the messages on the control connections between the script and its nodes, as a context manager:
 
         with MessageLog() as log:
             y = x + 1
         assert log[1].commands == ["Call aten::add.Tensor"]
         assert log.replies == []
 
-    ``log[k]`` is what was seen of node ``k``, ``log`` itself that of all nodes together. Logs may be nested.
+    ``log[k]`` is the log of node ``k``, ``log`` itself that of all nodes together. Logs may be nested.
 
-    What was issued before the block is done when it begins, so that none of it is counted. (A failure among it is
-    raised where it would be without the log.) ``settle=False`` sends it only, where nodes are kept busy. Python's
-    collector of cycles does not run by itself inside of the block: what it frees of earlier code would be among what is
-    issued. Raises DisttensorError without a session, IndexError for a node that there is not.
+    To enter the block waits until the nodes have done everything that was issued before, so that none of it is counted.
+    (A failure among it is raised where it would be without the log.) ``settle=False`` only sends it, where nodes are
+    kept busy. Python's collector of cycles does not run by itself inside of the block: the tensors of earlier code that
+    it frees would be among the commands. Raises DisttensorError without a session, IndexError for a node that does not
+    exist.
     """
 
     def __init__(self, *, settle: bool = True) -> None:
@@ -112,21 +113,21 @@ class MessageLog(NodeLog):
         self._log = self
         self._settle = settle
         self._session = current.session()
-        self._ended: dict[int, list[c.Command]] | None = None  #: what waited to be sent when the block ended
+        self._ended: dict[int, list[c.Command]] | None = None  #: commands that waited to be sent when the block ended
         self.sent: list[tuple[int, bytes]] = []  #: (node, message)
         self.received: list[tuple[int, bytes]] = []
 
     def __getitem__(self, node: int) -> NodeLog:
-        if not 0 <= node < len(self._session.states):
-            raise IndexError(f"node {node} does not exist; there are {len(self._session.states)} nodes")
+        if not 0 <= node < len(self._session.nodes):
+            raise IndexError(f"node {node} does not exist; there are {len(self._session.nodes)} nodes")
         return NodeLog(self, node)
 
     def __enter__(self) -> MessageLog:
         session = self._session
         with contextlib.ExitStack() as undo:
-            undo.enter_context(no_collection())  # before all: what nodes that are threads collect is sent, too
+            undo.enter_context(no_collection())  # first, as a collection in nodes that are threads sends commands, too
             if self._settle:
-                session.finish()
+                session.questions.sync_all()
             session.link.flush_all()
             with session.link._lock:
                 hub = session.link.hub
@@ -140,10 +141,10 @@ class MessageLog(NodeLog):
     ) -> None:
         with self._session.link._lock:
             self._ended = self._waiting()
-            self._undo.close()  # and what is collected then is in no log
+            self._undo.close()  # the commands of a collection from here on are in no log
 
     def issued(self) -> dict[int, list[c.Command]]:
-        """By node, what was sent and what waits to be."""
+        """Returns the commands that were sent or wait to be sent, by node."""
         with self._session.link._lock:
             waiting = self._waiting() if self._ended is None else self._ended
             sent = list(self.sent)
@@ -155,11 +156,11 @@ class MessageLog(NodeLog):
         return out
 
     def name(self, node: int, command: c.Command) -> str:
-        """What a command is called here."""
+        """Returns the name of a command in the log."""
         kind = "Call" if isinstance(command, c.Call) else type(command).__name__
         match command:
             case c.Call(template=template) | c.Ask(call=c.Call(template=template)):
-                define = self._session.states[node].defined.get(template)
+                define = self._session.nodes[node].defined.get(template)
                 return kind if define is None else f"{kind} {define.op}"
             case c.On(command=inner):
                 return f"{kind} {self.name(node, inner)}"
@@ -170,7 +171,7 @@ class MessageLog(NodeLog):
         return kind
 
     def _waiting(self) -> dict[int, list[c.Command]]:
-        boxes = self._session.link.outboxes
+        boxes = [node.outbox for node in self._session.nodes]
         return {box.rank: cast("list[c.Command]", box.queue[: len(box.queue) // 2 * 2 : 2]) for box in boxes}
 
     def _note_sent(self, send: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:

@@ -1,1 +1,1 @@
-"""What makes "node" a device of torch's: registration, backward passes, autocast, generators, compilation."""
+"""Makes "node" a device of torch: registration, backward passes, autocast, generators, compilation."""

@@ -1,7 +1,7 @@
 """``torch.autocast("node", dtype=...)``: the casts that torch makes on the node's own kind of device.
 
-Which operators take part is read from torch's registrations for CPU and CUDA. Only how they are cast is told here; what
-isn't told is computed in float32. Casts happen above autograd, as torch's do.
+The operators that take part are read from torch's registrations for CPU and CUDA. This file names only how they are
+cast; an operator that it does not name is computed in float32. Casts happen above autograd, as torch's do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ..session import current
-from ..session import kernel_choice as kernels
+from ..session import current, kernel_choice
 from ..session.places import Places
 
-#: Computed in the dtype of the ``with`` statement.
+#: Operators that are computed in the dtype of the ``with`` statement.
 _LOWER = {
     "cpu": """_addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d
         conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d conv_transpose2d.input
@@ -28,14 +27,14 @@ _LOWER = {
         cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu
         rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention""",
 }
-#: Computed in the widest of that dtype and the operands' own.
+#: Operators that are computed in the widest of that dtype and the operands' own.
 _PROMOTE = {
     "cpu": "cat index_copy stack",
     "cuda": "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot",
 }
-#: Overloads that can't name the result's dtype, and those that can, which are called instead.
+#: Overloads without an argument for the result's dtype -> those with one, which are called instead.
 _NAMING = {"aten::norm.Scalar": "ScalarOpt_dtype", "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-#: What raises, in torch's words, instead of being computed badly.
+#: Operators that raise an error, in torch's words, because their results would be bad.
 _BANNED = {"cpu": "", "cuda": "binary_cross_entropy"}
 
 _KEY = "AutocastPrivateUse1"
@@ -43,12 +42,12 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _BELOW = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
 
 Rule = Callable[[OpOverload, Any, Any], Any]
-#: Parameters in the lower dtype, for as long as torch's own cache has them: to the end of the outermost ``with``.
+#: Parameters cast to the lower dtype, kept as long as in torch's own cache: to the end of the outermost ``with``.
 _casts: dict[tuple[int, torch.dtype, bool], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def register() -> tuple[torch.library.Library, ...]:
-    """Gives our device its rules. What is returned has to be kept, or they are gone."""
+    """Registers the rules of device type "node". They last as long as the libraries that this returns."""
     others, kernels = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _KEY)
     for name, kinds in operators().items():
@@ -60,8 +59,8 @@ def register() -> tuple[torch.library.Library, ...]:
 
 
 def operators() -> dict[str, list[str]]:
-    """Whom torch casts for: operators by name, and for which kinds of device. Not what other libraries have registered
-    by now: what they cast to is in kernels of their own, and those that are imported later would be missing."""
+    """Returns torch's own operators with casts: name -> kinds of device. Operators of other libraries are left out:
+    their casts are in kernels of their own, and libraries that are imported later would be missing."""
     found: dict[str, list[str]] = {}
     for kind, key in _KEYS.items():
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
@@ -71,8 +70,8 @@ def operators() -> dict[str, list[str]]:
 
 
 def choose_default(places: Places) -> None:
-    """What ``torch.autocast("node")`` means without a dtype, in this thread: what it means on node 0's own device."""
-    kind = kernels.casts(places.by_slot[0].record)
+    """Sets the default dtype of ``torch.autocast("node")`` in this thread to that of node 0's own kind of device."""
+    kind = kernel_choice.casts(places.by_slot[0].record)
     torch.set_autocast_dtype("node", torch.get_autocast_dtype(kind))
 
 
@@ -101,10 +100,10 @@ def _rule(op: OpOverload, kind: str) -> Rule:
 
 
 def _kernel(op: OpOverload, rules: dict[str, Rule], keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch calls for an operator in an autocast region."""
+    """Runs an operator in an autocast region. Torch calls this."""
     device = next(t.device for t in _tensors((*args, *kwargs.values())) if t.device.type == "node")
-    rule = rules.get(kernels.casts(current.session().places.of(device).record))
-    if rule is None:  # there it falls through, and what it is made of is cast
+    rule = rules.get(kernel_choice.casts(current.session().places.of(device).record))
+    if rule is None:  # on that kind of device it falls through, and its parts are cast
         return op.redispatch(keys & _BELOW, *args, **kwargs)
     with torch._C._DisableAutocast():
         return rule(op, args, kwargs)
@@ -127,7 +126,7 @@ def _promote(op: OpOverload, args: Any, kwargs: Any) -> Any:
 
 
 def _set_dtype(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Those that sum in what the result is told to be."""
+    """Runs an operator that sums in the dtype of its result, which is float32 unless the caller names one."""
     at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
     if _eligible(args[0]) and len(args) <= at and kwargs.get("dtype") is None:
         kwargs = {**kwargs, "dtype": torch.float32}
@@ -158,7 +157,7 @@ def _cast(op: OpOverload, args: Any, kwargs: Any, to: torch.dtype) -> Any:
 
 
 def cached(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-    """A parameter is cast once, so that its gradient is summed in the lower dtype, as torch does it."""
+    """Casts a tensor; a parameter only once, so that its gradient is summed in the lower dtype, as in torch."""
     keep = (
         to == torch.get_autocast_dtype("node")
         and tensor.dtype == torch.float32

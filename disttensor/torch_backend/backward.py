@@ -5,11 +5,11 @@ Two traps of torch's Python backends (seen on torch 2.11 to 2.13) are handled he
 - the autograd engine has one device thread for such a backend and asserts on index > 0, so multithreading is switched
   off in the calling thread for the length of a backward that meets proxies;
 - an exception that passes through C++ in a backward unwinds through the device guard, a noexcept function that asks
-  for the guard's ``type_`` while the error is pending, and that kills the process. Whoever looks ``type_`` up has the
-  pending error taken away and kept; the wrapper of the engine's entry raises it once C++ has unwound.
+  for the guard's ``type_`` while the error is pending, and that kills the process. The lookup of ``type_`` takes the
+  pending error away and keeps it; the wrapper of the engine's entry raises it once C++ has unwound.
 
-And what a signal's handler raises while C++ asks (in a forward too, for each output that needs a gradient) would end in
-such a noexcept function: between the lookup and the answer no handler runs.
+An exception of a signal's handler while C++ asks (in a forward too, for each output that needs a gradient) would also
+end in such a noexcept function, so no handler runs between the lookup and the answer.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ import torch
 import torch.autograd.graph
 
 from ..proxy.proxy import DistributedTensor
-from ..runtime.process.signals import held, whole
+from ..runtime.process.signals import held, uninterrupted
 
 _kept = threading.local()
 _poke = [None]
 
 
 class Answer:
-    """A method that gives a constant to C++, which looks it up and then calls it."""
+    """A method that returns a constant to C++, which looks it up and then calls it."""
 
     def __init__(self, value: Any) -> None:
-        @whole
+        @uninterrupted
         def answer(index: int = 0) -> Any:
             held[0] = False
             return value
 
         self._answer = answer
 
-    @whole
+    @uninterrupted
     def __get__(self, asked: Any, kind: Any = None) -> Any:
         try:
-            # -1 is also how C says "failed": list's subscript looks whether an error is set, finds the pending one and
-            # takes it for its own. Nothing may be called before this while an error is set
+            # -1 is also how C says "failed", so list's subscript checks PyErr_Occurred(); with an error pending it
+            # raises that one, which is caught here. Nothing may be called before this while an error is set
             _poke[-1]
         except BaseException as error:
             _keep(error)
-        held[0] = True  # pybind11 looks for signals before it calls, where the frame is the user's
+        held[0] = True  # pybind11 checks for signals before it calls, in the user's frame
         return self._answer
 
 
 class Guard(torch._C._acc.DeviceGuard):
-    """The device guard that torch asks, while an exception unwinds as well."""
+    """The device guard, which torch asks also while an exception unwinds."""
 
     type_ = Answer(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 class Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What C++ asks of the device type."""
+    """The answers to C++'s questions about the device type."""
 
     is_available = Answer(True)
     has_primary_context = Answer(True)
@@ -66,7 +66,7 @@ class Hooks(torch._C._acc.PrivateUse1Hooks):
 
 
 def _keep(error: BaseException) -> None:
-    """Notes an error of this thread's backward."""
+    """Keeps an error of this thread's backward."""
     trace = error.__traceback__
     errors = getattr(_kept, "errors", None)
     if errors is None:
@@ -76,8 +76,8 @@ def _keep(error: BaseException) -> None:
 
 
 def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The entry of every backward and grad."""
-    local_threads = torch.accelerator.device_count() > 0  # without these the switch makes no difference to others
+    """Returns the wrapper of the engine's entry, through which every backward and grad goes."""
+    local_threads = torch.accelerator.device_count() > 0  # without local devices the switch affects no other backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if local_threads and not reaches_a_node(args[0]):
@@ -101,7 +101,7 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reaches_a_node(roots: Any) -> bool:
-    """Whether a backward from these tensors (or edges of the graph) meets a proxy."""
+    """Returns whether a backward from these tensors (or edges of the graph) meets a proxy."""
     if any(type(root) is DistributedTensor for root in roots):
         return True
     found = {root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn for root in roots}

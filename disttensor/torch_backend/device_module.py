@@ -1,4 +1,8 @@
-"""``torch.node``: the device module. Mirrors ``torch.cuda`` where the words mean something for nodes."""
+"""``torch.node``, the device module. It has the functions of ``torch.cuda`` that mean something for nodes.
+
+``device`` arguments are a device ("node:1"), or a node's number. Functions that take one raise ValueError or
+RuntimeError for a node or device that does not exist, and DisttensorError without a session.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,56 @@ from ..dispatch import rng_states
 from ..dispatch.call_site import here
 from ..runtime.protocol import commands as c
 from ..session import current
-from ..session import current_node as context
-from ..session.current_node import current_node
+from ..session.node_context import current_node
+from ..session.node_context import node as node_context
+from ..session.node_context import use as use_node
 from ..session.places import Place
 from ..streams.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
 from ..tasks import functions
 
-__all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "set_stream", "stream"]
+#: What ``torch.node`` has of torch.cuda's. (What begins with an underscore torch itself asks for.)
+__all__ = [
+    "Event",
+    "Stream",
+    "StreamContext",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "empty_cache",
+    "get_amp_supported_dtype",
+    "get_rng_state",
+    "is_available",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "memory_allocated",
+    "memory_stats_as_nested_dict",
+    "set_device",
+    "set_rng_state",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def is_available() -> bool:
-    """Whether a session is running."""
+    """Returns whether a session is running."""
     return current.current() is not None
 
 
 def is_initialized() -> bool:
-    """Whether a session is running."""
+    """Returns whether a session is running."""
     return current.current() is not None
 
 
 def _lazy_init() -> None:
-    """torch asks for it before the first tensor on a node. Raises DisttensorError without a session."""
+    """Raises DisttensorError without a session. Torch calls it before the first tensor on a node."""
     current.session()
 
 
@@ -41,26 +74,26 @@ def __getattr__(name: str) -> bool:
 
 
 def device_count() -> int:
-    """The number of nodes; ``"node:0"`` to ``"node:N-1"`` are their default devices."""
+    """Returns the number of nodes, 0 without a session; ``"node:0"`` to ``"node:N-1"`` are their default devices."""
     session = current.current()
-    return 0 if session is None else len(session.states)
+    return 0 if session is None else len(session.nodes)
 
 
 def current_device() -> int:
-    """The current node, as ``disttensor.current_node()``."""
+    """Returns the number of the current node, as ``disttensor.session.current_node()``."""
     return current_node()
 
 
 def set_device(device: torch.device | str | int) -> None:
-    """Makes a node the current one of this thread or asyncio task; ``with torch.node.device(1):`` is for a while.
+    """Makes a node the current one of this thread or asyncio task; ``with torch.node.device(1):`` does so for a while.
 
-    A ``with`` block that it is called in ends as if it had not been. Raises as ``torch.node.device``.
+    A ``with`` block in which it is called ends as if it had not been called. Raises as ``torch.node.device``.
     """
-    context.use(_place(device).node)
+    use_node(_place(device).node)
 
 
 def _exchange_device(index: int) -> int:
-    """Sets the current node, and gives the one of before. Nothing is set for a negative index."""
+    """Sets the current node, and returns the previous one. A negative index sets nothing."""
     before = current_node()
     if index >= 0:
         set_device(index)
@@ -70,8 +103,11 @@ def _exchange_device(index: int) -> int:
 _maybe_exchange_device = _exchange_device
 
 
-class device(context.node):
-    """``with torch.node.device(1):`` makes a node the current one, as ``disttensor.node(1)``. Takes devices as well."""
+class device(node_context):
+    """A context manager that makes a node the current one, as ``disttensor.node(1)``: ``with torch.node.device(1):``.
+
+    It takes devices as well; None leaves the current node as it is.
+    """
 
     def __init__(self, device: torch.device | str | int | None) -> None:
         super().__init__(current_node() if device is None else _place(device).node)
@@ -82,41 +118,49 @@ def _is_in_bad_fork() -> bool:
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Waits for one node (a device, or its number), or for all. Raises the earliest error not raised yet."""
+    """Waits until one node (a device, or its number), or all nodes (None), have done everything.
+
+    Raises the earliest error that nothing has raised yet, NodeLost.
+    """
     session = current.session()
     session.synchronize(None if device is None else _place(device).node)
 
 
 def empty_cache() -> None:
-    """Has the current node's torch give memory back that no tensor has. For CPUs there is nothing to do."""
+    """Has the current node's torch give unused CUDA memory back, and waits for it. For a CPU it does nothing."""
     place = _place("node")
     if place.kernels != "cpu":
         functions.run(torch.cuda.empty_cache, node=place.node)
 
 
 def _empty_host_cache() -> None:
-    """Nothing: no memory is pinned for nodes."""
+    """Does nothing, as no memory is pinned for nodes."""
 
 
 def memory_stats_as_nested_dict(device: torch.device | str | int = "node") -> NoReturn:
-    """``torch.accelerator.memory_stats`` and what reads it (peaks, reserved). Raises NotImplementedError."""
+    """Raises NotImplementedError, for ``torch.accelerator.memory_stats`` and its like (peaks, reserved)."""
     raise NotImplementedError(
         "a node keeps no statistics of its memory: torch.node.memory_allocated(device) says what its tensors hold"
     )
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds every node; ``torch.manual_seed`` calls it."""
+    """Seeds the generators of every node; ``torch.manual_seed`` calls it. Returns at once; does nothing without a
+    session.
+
+    Raises RuntimeError for a seed of more than 64 bits.
+    """
     session = current.current()
     if session is None:
         return
-    for node in session.states:
+    for node in session.nodes:
         if node.outbox.lost is None:
             node.outbox.add(c.Seed(_signed(seed)), here())
 
 
 def _signed(seed: int) -> int:
-    """A seed as torch takes it, from -2**63 to 2**64 - 1, in 64 bits with a sign. Raises RuntimeError for others."""
+    """Returns a seed of torch's range, -2**63 to 2**64 - 1, as a signed 64-bit number. Raises RuntimeError for
+    others."""
     seed = int(seed)
     if not -(1 << 63) <= seed < 1 << 64:
         raise RuntimeError(f"Overflow when unpacking long long: a seed has 64 bits, and {seed} doesn't fit")
@@ -124,24 +168,32 @@ def _signed(seed: int) -> int:
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the current node."""
-    current.session().states[current_node()].outbox.add(c.Seed(_signed(seed)), here())
+    """Seeds the generators of the current node. Returns at once.
+
+    Raises RuntimeError for a seed of more than 64 bits, DisttensorError without a session.
+    """
+    current.session().nodes[current_node()].outbox.add(c.Seed(_signed(seed)), here())
 
 
 def get_rng_state(device: torch.device | str | int | Place = "node") -> torch.Tensor:
-    """The state of a node's default generator, as a local uint8 tensor. One round trip.
+    """Returns the state of a device's default generator as a local uint8 tensor. Waits for one round trip.
 
-    Of a Place (what ``torch.utils.checkpoint`` passes), a tensor that stays on the node, and no round trip.
+    For a Place (which ``torch.utils.checkpoint`` passes) it returns a uint8 tensor that stays on the node, without a
+    round trip. Raises NodeLost.
     """
     if isinstance(device, Place):
         return rng_states.keep(device)
     place = _place(device)
-    reply = place.session.ask(place, c.Answer, lambda id: c.Random(id, place.name, b""), here())
-    return torch.frombuffer(bytearray.fromhex(str(reply.value)), dtype=torch.uint8)
+    reply = place.session.ask(place, c.RngState, lambda id: c.Random(id, place.name, b""), here())
+    return torch.frombuffer(bytearray(reply.state), dtype=torch.uint8)
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int | Place = "node") -> None:
-    """Sets it. Raises ValueError for what is no uint8 tensor."""
+    """Sets the state of a device's default generator: a uint8 tensor of ``get_rng_state``. Waits for one round trip.
+
+    For a Place, and a tensor on its node, it returns at once. Raises ValueError for a tensor of another dtype,
+    NodeLost.
+    """
     if isinstance(device, Place):
         return rng_states.restore(device, new_state)  # type: ignore[arg-type]
     if new_state.dtype != torch.uint8:
@@ -152,16 +204,18 @@ def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int | Pl
 
 
 def memory_allocated(device: torch.device | str | int = "node") -> int:
-    """Bytes that a node's tensors hold (all its devices). One round trip."""
+    """Returns the bytes that the tensors of a node hold, on all its devices together, whichever ``device`` names.
+
+    Memory that tensors share is counted once. Waits for one round trip, after all that was issued. Raises NodeLost.
+    """
     return usage(_place(device))[1]
 
 
 def usage(place: Place) -> tuple[int, int]:
-    """(live tensors, bytes of their storages) on the place's node."""
+    """Asks the place's node for (its live tensors, bytes of their storages). One round trip."""
     place.session.link.flush(place.outbox)  # frees ride at the end of a message: those of before come first
-    reply = place.session.ask(place, c.Answer, lambda id: c.Memory(id, ""), None)
-    count, held = str(reply.value).split()
-    return int(count), int(held)
+    reply = place.session.ask(place, c.MemoryUsage, lambda id: c.Memory(id, ""), None)
+    return reply.tensors, reply.bytes
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

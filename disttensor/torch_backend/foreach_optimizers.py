@@ -1,7 +1,7 @@
 """Torch's optimizers over proxies: one command for all parameters of a group (``foreach``), not several for each.
 
-Torch does so by default on devices that gain by it, for its own kinds of tensors only. The node of a proxy gains by it
-too, for a command costs more than what it does; so it is the default here wherever the numbers are the same.
+Torch does so by default on devices that gain by it, for its own kinds of tensors only. A node gains by it too, because
+a command costs more than its computation; so it is the default for proxies wherever the numbers are the same.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Choose = Callable[..., tuple[bool, bool]]
 
 
 def same_both_ways(original: Choose) -> Choose:
-    """The choice of an optimizer whose two ways over the parameters take the same steps, to the last bit, in float32
-    and float64. In half precision the ways round differently."""
+    """Returns the choice of an optimizer whose two implementations take the same steps, to the last bit, in float32 and
+    float64. In half precision the two round differently."""
     return _default(original, True)
 
 
 def other_roundings(original: Choose) -> Choose:
-    """The choice of an optimizer that reorders a product or a sum."""
+    """Returns the choice of an optimizer that reorders a product or a sum in its foreach implementation."""
     return _default(original, False)
 
 

@@ -1,10 +1,10 @@
-"""Which accelerator torch speaks of: this machine's as before, though "node" is registered; nodes where it has none.
+"""Keeps this machine's accelerator as torch's, though "node" is registered; without one, nodes are the accelerator.
 
-To torch the one out-of-tree backend is *the* accelerator, before CUDA even: who asks for an accelerator (DataLoader,
-``pin_memory``, checkpoints) would be told "node". What is told instead is what this machine had before. Where that is
-none, ``torch.accelerator`` stands for the nodes as long as a session runs: programs that pick their device by it run
-there as they are. So do ``torch.Event`` and ``torch.Stream``, whose own do nothing for a backend that is Python: a wait
-for such an event returned at once, while memory that it was to guard was still read.
+To torch the one out-of-tree backend is *the* accelerator, before CUDA even: code that asks for an accelerator
+(DataLoader, ``pin_memory``, checkpoints) would get "node". It gets the accelerator that this machine had before
+instead. Where there is none, ``torch.accelerator`` stands for the nodes as long as a session runs: programs that pick
+their device by it run there as they are. So do ``torch.Event`` and ``torch.Stream``, because torch's own do nothing for
+a backend in Python: a wait for such an event returned at once, while memory that it was to guard was still read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import DefaultDeviceType
 
 from ..runtime.process import role
 
-#: What torch's Python asks of the accelerator in C++ -> what the module of a device calls it.
+#: The C++ function that torch's Python calls for the accelerator -> its name in a device's module.
 _CALLS = {
     "_accelerator_getDeviceIndex": "current_device",
     "_accelerator_setDeviceIndex": "set_device",
@@ -38,25 +38,25 @@ _CALLS = {
 }
 
 
-#: What this machine has.
+#: The accelerator of this machine, if it has one.
 _accelerator: list[torch.device] = []
 
 
 def remember(accelerator: torch.device | None) -> None:
-    """Says which accelerator this machine had before "node" was named."""
+    """Notes the accelerator that this machine had before "node" was named."""
     _accelerator[:] = [] if accelerator is None else [accelerator]
 
 
 @cache
 def there() -> torch.device | None:
-    """That, if it can be used. A torch that is built for one has it on a machine without, too: it is asked when it is
-    needed, as a question to CUDA is felt by processes that are forked later."""
+    """Returns this machine's accelerator if it can be used. A torch that is built for one names it on machines without,
+    too, so this asks; and only when needed, as a question to CUDA affects processes that are forked later."""
     found = bool(_accelerator) and torch.get_device_module(_accelerator[0]).is_available()
     return _accelerator[0] if found else None
 
 
 def current() -> torch.device | None:
-    """The accelerator that torch is to speak of."""
+    """Returns the accelerator that torch is to name: this machine's, or nodes, or None."""
     if role.has_session():
         return there() or torch.device("node")
     return _accelerator[0] if _accelerator else None
@@ -80,7 +80,7 @@ def stream(original: type) -> type:
 
 def default_device_type(original: object) -> staticmethod[[], str]:
     def default_type() -> str:
-        """Torch's own would ask once, and keep the answer beyond a session."""
+        """Returns the device type of checkpoints. Torch's own asks once, and keeps the answer beyond a session."""
         return DefaultDeviceType._default_device_type or (there() or torch.device("cpu")).type
 
     return staticmethod(default_type)
@@ -93,7 +93,7 @@ def accelerator_call(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         device = _there()
         function = getattr(torch.get_device_module(device), name, None)
-        if function is None and name == "_empty_host_cache":  # CUDA's is the one that pins for all of this process
+        if function is None and name == "_empty_host_cache":  # CUDA's host allocator pins for the whole process
             return getattr(torch._C, "_host_emptyCache", lambda: None)()
         if function is None:
             said = original.__name__.removeprefix("_accelerator_")
@@ -104,7 +104,8 @@ def accelerator_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def default_backend(original: Callable[..., None]) -> Callable[..., None]:
-    """What process groups take that name no backend: torch 2.15 asks for the accelerator; they are of this process."""
+    """Returns a BackendConfig.__init__ whose default backend is gloo: torch 2.15 would ask for the accelerator, but a
+    process group is one of this process."""
 
     @wraps(original)
     def init(self: Any, backend: Any) -> None:
@@ -119,7 +120,7 @@ def pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def pinned(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         device = torch.device(device) if device else _there()
-        if device.type == "node":  # what is sent to a node is read as it is: memory of any kind will do
+        if device.type == "node":  # uploads read memory of any kind, so nothing has to be pinned
             return self
         return original(self, device)  # type: ignore[no-any-return]
 
@@ -127,14 +128,14 @@ def pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_nodes(original: type, current: Callable[[], torch.device | None], make: Callable[..., Any]) -> type:
-    """A class that is called as ``original`` is: for a device that is a node it gives what ``make`` does."""
+    """Returns a class that is called as ``original``: for a device of type "node" it makes objects by ``make``."""
 
     def ours() -> type:
         return getattr(torch.get_device_module("node"), original.__name__)  # type: ignore[no-any-return]
 
     class Kind(type(original)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if cls is not named:  # a class of somebody's that is derived from it
+            if cls is not named:  # a user's subclass
                 return super().__call__(*args, **kwargs)
             device, of_number = args[0] if args else kwargs.get("device"), kwargs.get("device_type")
             if of_number == torch._C._autograd.DeviceType.PrivateUse1.value:
@@ -161,7 +162,7 @@ def _event(
 ) -> Any:
     if interprocess:
         raise NotImplementedError("an event of nodes can't be given to other processes: leave interprocess=True out")
-    return kind(enable_timing, blocking)  # of whatever node it is recorded on, as a local one is
+    return kind(enable_timing, blocking)  # it belongs to the node on which it is recorded, as a local event does
 
 
 def _stream(kind: type, device: torch.device, *, priority: int = 0) -> Any:

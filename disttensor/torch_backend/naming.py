@@ -1,7 +1,7 @@
-"""The name of the device "node", its module ``torch.node``, and ``Tensor.dist_send``: what torch has of us before init.
+"""The name of the device "node", its module ``torch.node``, and ``Tensor.dist_send``, which torch has before init.
 
-This imports torch and nothing else of the front end, for it may run in the middle of an import of that. The module is
-loaded when something is asked of it.
+This module imports torch and nothing else of the front end, because it may run in the middle of the front end's import.
+``torch.node``'s own module is loaded at the first use of an attribute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..runtime.process import role
 from ..runtime.protocol.errors import DisttensorError
 from . import keep_local_accelerator
 
-#: Why two libraries that each have a device of their own can't be used in one process.
+#: The reason why two libraries that each have a device of their own can't be used in one process.
 _ONE = "torch has one device of this kind in a process (torch.utils.rename_privateuse1_backend); use two processes"
 _named: list[str] = []
 
@@ -42,16 +42,16 @@ def name_device() -> None:
 
 
 def at_import() -> None:
-    """The same, unless this process has no use for the name: as a node, or with another backend."""
+    """Calls ``name_device``, unless this process has no use for the name: as a node, or with another backend."""
     if not role.is_node() and torch._C._get_privateuse1_backend_name() == "privateuseone":
         name_device()
 
 
 class _Later(ModuleType):
-    """Stands for ``torch.node`` until something is asked of it, which takes the imports of a second."""
+    """A stand-in for ``torch.node`` until the first use of an attribute, which takes a second for imports."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked of every module, by whoever looks through them all
+        if name.startswith("__"):  # asked of every module, by code that looks through all of them
             raise AttributeError(name)
         return getattr(_there(), name)
 
@@ -68,20 +68,25 @@ def _there() -> ModuleType:
 
 
 def _dist_send(self: torch.Tensor, node: int | None = None, device: int | str | torch.device | None = None) -> Any:
-    """A local tensor's copy on a node (the current one by default), on the same kind of device: a CPU tensor stays on a
-    CPU unless ``device`` says else. Differentiable."""
+    """Returns a local tensor's copy on a node (the current one by default), with the tensor's shape and dtype.
+
+    The copy is on the same kind of device: a CPU tensor stays on a CPU unless ``device`` says else. It is
+    differentiable. Returns when the tensor may be changed: at once, having copied it, unless 64 MiB of earlier uploads
+    are on their way. Raises ValueError for a node that doesn't exist, RuntimeError for a device that it doesn't have,
+    NodeLost, DisttensorError without a session.
+    """
     from ..proxy.factories import dist_send
 
     return dist_send(self, node, device)
 
 
 def dist_send(original: object) -> Callable[..., Any]:
-    """``Tensor.dist_send``, which torch has not."""
+    """Returns ``Tensor.dist_send``, which torch does not have."""
     return _dist_send
 
 
 def refuse_another(original: object) -> Callable[[str], NoReturn]:
-    """What a second library gets that names its device."""
+    """Returns the function that a second library calls to name its device: it raises RuntimeError."""
 
     def refuse(name: str) -> NoReturn:
         raise RuntimeError(f"there can't be a device {name!r} beside disttensor's 'node': {_ONE}")

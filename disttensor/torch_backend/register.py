@@ -1,8 +1,8 @@
 """Makes "node" a device of torch's: its factories, its guard, its kernels.
 
-This is done at the first init and not at import, because it changes what local torch answers to a few questions. The
-name has been there since torch was (naming.py), so that what uses a node before is told what is missing
-(``device_module._lazy_init``).
+This is done at the first init and not at import, because it changes some answers of local torch. The device's name is
+there as soon as torch is imported (naming.py), so that a use of a node before init raises an error that says what is
+missing (``device_module._lazy_init``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
-from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend
 
@@ -24,7 +23,7 @@ from ..dispatch.first_call import layout_of, refuse_layout
 from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..session import current
-from ..session.current_node import current_node
+from ..session.node_context import current_node
 from ..storage import set_data, storages, uninitialized
 from . import (
     autocast,
@@ -35,8 +34,8 @@ from . import (
 from .composites import linear, overrides, sdpa, wider_dtypes
 from .naming import name_device
 
-#: Composites that have a kernel of their own on the CPU, or call one directly: torch would take them apart otherwise.
-#: And the one that ``torch.tensor([x, y])`` calls where neither subclasses nor the fallback have a say.
+#: Composites that have a kernel of their own on the CPU, or call one directly: torch would decompose them otherwise.
+#: And the operator that ``torch.tensor([x, y])`` calls, for which torch asks neither subclasses nor the fallback.
 _OWN_KERNELS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.kaiser_window.default,
@@ -74,26 +73,15 @@ def register() -> None:
     torch_compile.install()
     torch.serialization.register_package(9, *storages.LOADING)  # type: ignore[arg-type]  # 9: before torch's own
     torch_patches.install(torch_patches.SESSION)
-    # C++ asks this for each operation on a subclass, and has held on to the function since the first
-    rule_of = simple_registry.find_torch_dispatch_rule
-    rule_of.__code__, rule_of.__defaults__ = _rule_of.__code__, _rule_of.__defaults__
-
-
-def _rule_of(
-    op: Any, torch_dispatch_class: type, get: Callable[[str], Any] = simple_registry.singleton._data.get
-) -> Callable[..., Any] | None:
-    """As torch's (``torch.library.register_torch_dispatch``), but no entry is made to find that it has no rule."""
-    entry = get(op.__qualname__)
-    return None if entry is None else entry.torch_dispatch_rules.find(torch_dispatch_class)
 
 
 def set_default(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @wraps(original)
     def set_and_tell(value: Any) -> None:
-        """Torch's, and the nodes and all plans follow at once."""
+        """Sets torch's default; the nodes and all plans follow at once."""
         session = current.current()
         if session is not None and session.shares_process and not threading.current_thread().name.startswith("node "):
-            session.finish()  # what was issued under the old default is computed under it
+            session.questions.sync_all()  # commands that were issued under the old default are computed under it
         original(value)
         if session is not None:
             session.check_default_dtype()
@@ -102,7 +90,7 @@ def set_default(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Operators that reach the device without a proxy among their arguments: factories."""
+    """Runs an operator that reaches the device without a proxy among its arguments: a factory."""
     entry = enter(op)
     device = kwargs.get("device")
     if device is None:
@@ -133,12 +121,12 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
-    """Local to node (``x.to("node:1")``), converted on the side where fewer bytes have to move."""
+    """Copies a local tensor to a node (``x.to("node:1")``), converted on the side where fewer bytes have to move."""
     if isinstance(source, DistributedTensor):
         options = {"dtype": dtype, "device": device, "memory_format": memory_format}
         given = {k: v for k, v in options.items() if v is not None}
         return dispatch(torch.ops.aten._to_copy.default, (), (source,), given)
-    source = source.detach()  # of a subclass no more, which may refuse what follows
+    source = source.detach()  # no subclass any more: that may refuse the next steps
     place = current.session().places.of(device or torch.device("node"))
     dtype = dtype or source.dtype
     first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
@@ -147,7 +135,10 @@ def _to_copy(
 
 
 def _refuse_copy(source: torch.Tensor, **options: Any) -> NoReturn:
-    """In the place of torch's own, which would take the parts to a node and call that a tensor there."""
+    """Raises NotImplementedError for a layout that nodes don't have.
+
+    Torch's own kernel would take the parts to a node and call that a tensor there.
+    """
     refuse_layout("aten::_to_copy", layout_of(source))
 
 

@@ -1,8 +1,8 @@
-"""Sparse gradients: what ``nn.Embedding(sparse=True)`` gives, and what optimizers, clipping and the user do with it.
+"""Sparse gradients of ``nn.Embedding(sparse=True)``, and the operations of optimizers, clipping and users on them.
 
-A COO tensor on a node is two proxies here, its indices and its values; a node itself has dense tensors only. Source of
-each operation: the kernels of torch for such tensors on CPUs (aten/src/ATen/native/sparse), whose order of summing it
-keeps. What is not here is refused, as other sparse layouts are.
+In the script a COO tensor on a node is two proxies, its indices and its values; a node itself has dense tensors only.
+Source of each operation: the kernels of torch for such tensors on CPUs (aten/src/ATen/native/sparse), whose order of
+summing it keeps. Other operations are refused, as are other sparse layouts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _kernels: dict[OpOverload, Callable[..., Any]] = {}
 
 
 class SparseGradient(DistributedTensor):
-    """A COO tensor on a node: ``indices`` of shape (sparse dimensions, n), and n ``values``. Not made by users."""
+    """A COO tensor on a node: ``indices`` of shape (sparse dimensions, n), and n ``values``. Users don't make it."""
 
     _indices_: DistributedTensor
     _values_: DistributedTensor
@@ -55,7 +55,7 @@ class SparseGradient(DistributedTensor):
 
     @property
     def _h(self) -> NoReturn:  # type: ignore[override]
-        """It has none: whoever asks takes it for a dense one."""
+        """Raises NotImplementedError: it has no handle, and code that asks for one takes it for a dense tensor."""
         _refuse("this")
 
     @property
@@ -69,13 +69,13 @@ class SparseGradient(DistributedTensor):
         return self._values_.get_device()
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """``torch.Tensor.new``: ``new(indices, values, size)``, as torch's optimizers call it."""
+        """Makes a tensor as ``torch.Tensor.new``: ``new(indices, values, size)``, as torch's optimizers call it."""
         if len(args) == 3 and not kwargs:
             return SparseGradient(*args)
         _refuse("new")
 
     def tolist(self) -> Any:
-        """A TypeError of torch's, as for a local one."""
+        """Raises torch's TypeError, as a local COO tensor does."""
         return self.cpu().tolist()
 
     def __copy__(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class SparseGradient(DistributedTensor):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """By value, as a local one."""
+        """Pickles by value, as a local tensor."""
         return self.detach().cpu().__reduce_ex__(protocol)  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -124,7 +124,7 @@ def _alike(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _one_by_one(method: str, tensors: list[torch.Tensor], *rest: Any, **kwargs: Any) -> list[torch.Tensor] | None:
-    """What optimizers do to many tensors at once, as torch does it where some of them are sparse."""
+    """Runs a ``_foreach`` operation one tensor at a time, as torch does where some of the tensors are sparse."""
     apply = getattr(torch.Tensor, method)
     results = [
         apply(x, *(value[i] if isinstance(value, (list, tuple)) else value for value in rest), **kwargs)
@@ -138,7 +138,7 @@ def _one_by_one(method: str, tensors: list[torch.Tensor], *rest: Any, **kwargs: 
 
 @handler(aten._sparse_coo_tensor_with_dims_and_tensors.default)
 def _make(entry: Entry, args: Any, kwargs: Any) -> SparseGradient:
-    """What ``torch.sparse_coo_tensor`` and the gradient of an embedding come down to."""
+    """Makes a sparse gradient: the operator below ``torch.sparse_coo_tensor`` and the gradient of an embedding."""
     sparse_dim, dense_dim, size, indices, values = args
     if not (isinstance(indices, DistributedTensor) and isinstance(values, DistributedTensor)):
         refuse_layout(entry.name, torch.sparse_coo)
@@ -157,7 +157,7 @@ def _bag(entry: Entry, args: Any, kwargs: Any) -> Any:
     grad, indices, offsets, bag_of, sizes, _, rows, by_frequency, mode, sparse, weights, *padding = args
     if not sparse:
         return run(entry, args, kwargs, None)
-    if not bag_of.shape[0]:  # a bag of each index, which the sum on a CPU needs none of
+    if not bag_of.shape[0]:  # the bag of each index, which the forward sum on a CPU leaves out
         starts = indices.new_zeros(indices.shape[0] + 1).index_add_(0, offsets, torch.ones_like(offsets))
         bag_of = starts.cumsum(0)[:-1] - 1
     return aten._embedding_bag_sparse_backward.default(
@@ -190,7 +190,7 @@ def _say_coalesced(x: SparseGradient, coalesced: bool) -> SparseGradient:
 
 @_kernel(aten._coalesce.default, aten.coalesce.default)
 def _coalesce(x: SparseGradient) -> SparseGradient:
-    """Sums the values of equal indices, in their order. Asks the node how many differ, once."""
+    """Sums the values of equal indices, in their order. Waits for one round trip: the number of distinct indices."""
     if x._coalesced_now:
         return x
     rows, values = x._indices_, x._values_
@@ -267,7 +267,7 @@ def _zero(x: SparseGradient) -> SparseGradient:
 
 
 def _mapped(op: OpOverload, written: OpOverload, linear: bool) -> None:
-    """Registers an operator that computes value by value and keeps zeros, and the one that does it in place."""
+    """Registers an operator that computes value by value and keeps zeros, and its in-place form."""
 
     def kernel(x: SparseGradient, *rest: Any, **kwargs: Any) -> SparseGradient:
         if any(isinstance(value, torch.Tensor) and value.dim() for value in (*rest, *kwargs.values())):

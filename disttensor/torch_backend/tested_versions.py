@@ -1,4 +1,4 @@
-"""The versions of torch that all tests of operators have run on: the complete ones of docs/COMPATIBILITY.md."""
+"""The versions of torch on which all tests of operators have run: the complete ones of docs/COMPATIBILITY.md."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 import torch
 
-#: A release counts with all its patches: "2.13" for 2.13.1.
+#: The tested releases. A release stands for all its patches: "2.13" for 2.13.1.
 TORCH = ("2.11", "2.13", "2.15")
 
 
 def untested(version: str) -> str:
-    """What is to be said of a version of torch: nothing of a tested one."""
+    """Returns the message for an untested version of torch; "" for a tested one."""
     if ".".join(version.split(".")[:2]) in TORCH:
         return ""
     return (
@@ -22,7 +22,7 @@ def untested(version: str) -> str:
 
 
 def say() -> None:
-    """One line on stderr for an untested torch. No warning, as programs make errors of those."""
+    """Prints one line to stderr for an untested torch. It is no warning, as programs turn warnings into errors."""
     told = untested(str(torch.__version__))
     if told and os.environ.get("DISTTENSOR_UNTESTED", "0") in ("", "0"):
         print(told, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""``torch.compile`` of what computes on nodes.
+"""``torch.compile`` of programs that compute on nodes.
 
-Dynamo takes proxies for ordinary tensors of the device "node", and the backends ``eager`` and
-``aot_eager`` run what it found operator by operator. Inductor, the default, would make machine code for the master:
-what meets nodes is run as ``eager`` does.
+Dynamo takes proxies for ordinary tensors of the device "node", and the backends ``eager`` and ``aot_eager`` run the
+graphs that it finds operator by operator. Inductor, the default, would make machine code for the master: a graph that
+involves nodes is run as ``eager`` runs it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,29 @@ from typing import Any
 
 import torch
 
+from .. import torch_patches
 from ..proxy.proxy import DistributedTensor
 from ..session import current
+from . import at_import
+
+#: The module that each use of dynamo imports before it traces, and that nothing else imports. ``torch._dynamo`` itself
+#: is no sign: torch imports that for the first meta kernel of a pointwise operator, and for the first step of an
+#: optimizer.
+_FIRST = "torch._dynamo.repro.after_dynamo"
 
 
 def install() -> None:
-    """Tells torch's tracers what proxies are. They are loaded by now: meta kernels need them (`infer.warm`)."""
+    """Has dynamo learn about proxies when a program first compiles something; at once if it has done so already."""
+    at_import.after(_FIRST, _tell)
+
+
+def _tell() -> None:
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import builder
 
-    trace_rules.add("disttensor")  # what runs below an operation is nothing to trace
-    # a subclass with a dispatch of its own is an opaque object to dynamo otherwise, and each use breaks the graph,
+    torch_patches.install(torch_patches.COMPILING)
+    trace_rules.add("disttensor")  # dynamo is not to trace the code below an operation
+    # without this a subclass with a custom __torch_dispatch__ is an opaque object to dynamo: each use breaks the graph
     builder.VariableBuilder._type_dispatch()[DistributedTensor] = builder.VariableBuilder.wrap_tensor
 
 
@@ -33,7 +45,7 @@ def handled_types(original: tuple[type, ...]) -> tuple[type, ...]:
 
 
 def avoid_device_init(original: property) -> property:
-    """A literal of our device is traced as a local one and its copy there, as torch does for CUDA where there is no
+    """Has a literal of our device traced as a local one and its copy there, as torch does for CUDA where there is no
     GPU."""
     return property(lambda mode: current.current() is not None or original.fget(mode))  # type: ignore[misc]
 
@@ -41,7 +53,7 @@ def avoid_device_init(original: property) -> property:
 def infer_subclass_type(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(original)
     def plain(value: Any) -> Any:
-        """None for what dynamo is to trace without regard of its class."""
+        """Returns None for a proxy, which dynamo is to trace without regard to its class."""
         return None if isinstance(value, DistributedTensor) else original(value)
 
     return plain
@@ -50,7 +62,7 @@ def infer_subclass_type(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def __call__(self: Any, model: Any, inputs: Any) -> Any:
-        """What torch calls to have inductor compile a graph."""
+        """Has inductor compile a graph; one that involves nodes is run as ``eager`` runs it."""
         values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
         if not any(isinstance(v, torch.Tensor) and v.device.type == "node" for v in values):
             return original(self, model, inputs)

@@ -1,8 +1,8 @@
-"""What is replaced in torch: one list, with the reason of each, and the loop that does it.
+"""The replacements in torch: one list, with the reason for each, and the loop that installs them.
 
-A row names its target and a function ``make(original)`` that gives the replacement. On the day of a new torch this
-table is the list of what to look at: a target that is gone is named by the error of `install`, and ``uninstall`` puts
-everything back, which the tests do. Documented hooks (``torch.library``, ``register_package``, optimizers' step hooks,
+A row names its target and a function ``make(original)`` that returns the replacement. For a new version of torch this
+table lists the places to check: the error of `install` names a target that is gone, and ``uninstall`` puts everything
+back, which the tests do. Documented hooks (``torch.library``, ``register_package``, optimizers' step hooks,
 ``rename_privateuse1_backend``) are no patches.
 """
 
@@ -16,22 +16,23 @@ from typing import Any
 
 from ..runtime.protocol.errors import DisttensorError
 
-#: When a row is installed: when torch gets the device's name, at the first session, when a program needs it first.
-IMPORT, SESSION, ELSEWHERE, RECORDING = "import", "session", "elsewhere", "recording"
+#: The moments at which rows are installed: when torch gets the device's name, at the first session, and when a program
+#: first uses torch.compile, ``with dt.node(1)`` or a recording.
+IMPORT, SESSION, COMPILING, ELSEWHERE, RECORDING = "import", "session", "compiling", "elsewhere", "recording"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One row."""
+    """A row of the table: one replacement."""
 
     target: str  #: dotted; ``torch.optim.*.x`` stands for x in every module of torch.optim that has one
     make: str  #: "module:function" below disttensor: of the original, the replacement
     when: str
     why: str
-    #: what torch would have to do to make it needless
+    #: the change in torch that would make the row needless
     wanted: str
-    optional: bool = False  #: some of the versions of torch that are supported lack it
-    adds: bool = False  #: torch has no such thing
+    optional: bool = False  #: some of the supported versions of torch lack the target
+    adds: bool = False  #: torch has no such attribute: the row adds it
 
 
 _ONE_ACCELERATOR = "more than one accelerator in a process, or an out-of-tree backend that is not the accelerator"
@@ -165,17 +166,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.optim.swa_utils._get_foreach_kernels_supported_devices", "torch_backend.composites.overrides:averaging",
-        SESSION, "AveragedModel takes the way of the node's own kind of device, and its rounding",
+        SESSION, "AveragedModel rounds as the node's own kind of device does; for CPUs torch's choice would wait, too",
         "asking the device module",
-    ),
-    Patch(
-        "torch._TorchCompileInductorWrapper.__call__", "torch_backend.torch_compile:running", SESSION,
-        "inductor can't compile for nodes: a message that says what can", "asking the backend of the tensors' device",
-    ),
-    Patch(
-        "torch._dynamo.variables.builder.infer_subclass_type", "torch_backend.torch_compile:infer_subclass_type",
-        SESSION, "a subclass with a dispatch of its own is an opaque object to dynamo, and each use breaks the graph",
-        "a way for a subclass to say that it is an ordinary tensor",
     ),
     Patch(
         "torch.fx.experimental.proxy_tensor.HANDLED_TYPES", "torch_backend.torch_compile:handled_types", SESSION,
@@ -188,9 +180,19 @@ PATCHES: tuple[Patch, ...] = (
         "a literal of our device would be made at once while a function is traced, and kept beyond its session",
         "asking the device module",
     ),
-    # ---- with the first `with dt.node(1)` (session/current_node.py)
+    # ---- with the first torch.compile (torch_backend/torch_compile.py)
     Patch(
-        "torch.Tensor.to", "session.current_node:following", ELSEWHERE,
+        "torch._TorchCompileInductorWrapper.__call__", "torch_backend.torch_compile:running", COMPILING,
+        "inductor can't compile for nodes: a message that says what can", "asking the backend of the tensors' device",
+    ),
+    Patch(
+        "torch._dynamo.variables.builder.infer_subclass_type", "torch_backend.torch_compile:infer_subclass_type",
+        COMPILING, "a subclass with a dispatch of its own is an opaque object to dynamo, and each use breaks the graph",
+        "a way for a subclass to say that it is an ordinary tensor",
+    ),
+    # ---- with the first `with dt.node(1)` (session/node_context.py)
+    Patch(
+        "torch.Tensor.to", "session.node_context:following", ELSEWHERE,
         "local.to('node') follows the current node; a guard in Python can't be asked for the index",
         "device guards in Python that are asked",
     ),
@@ -202,13 +204,14 @@ PATCHES: tuple[Patch, ...] = (
 )  # fmt: skip
 
 _NOTHING = object()
-#: What is installed: (owner, attribute, what was there of its own), in order; and which rows.
+#: The installed replacements, in order: (owner, attribute, the owner's own value before). And the moments whose rows
+#: are installed.
 _undo: list[tuple[Any, str, Any]] = []
 _installed: set[str] = set()
 
 
 def install(when: str) -> None:
-    """Installs the rows of a moment; a second time does nothing. Raises as ``check``, and has replaced nothing then."""
+    """Installs the rows of a moment; a second call does nothing. Raises as ``check``, and has replaced nothing then."""
     if when in _installed:
         return
     check(when)
@@ -224,7 +227,7 @@ def install(when: str) -> None:
 
 
 def check(when: str) -> None:
-    """Raises DisttensorError, which names the target, if torch has not what the rows of a moment replace."""
+    """Raises DisttensorError, which names the target, if torch lacks a target of a moment's rows."""
     for patch in PATCHES:
         if patch.when == when and not patch.optional and not _owners(patch):
             import torch
@@ -247,7 +250,7 @@ def uninstall() -> None:
 
 
 def _owners(patch: Patch) -> list[tuple[Any, str]]:
-    """What has the target as an attribute, and the attribute's name."""
+    """Returns the objects that have the target as an attribute, each with the attribute's name."""
     path, _, name = patch.target.rpartition(".")
     if path.endswith(".*"):
         owners = [m for n, m in sorted(sys.modules.items()) if n.startswith(path[:-1]) and hasattr(m, name)]
@@ -258,7 +261,7 @@ def _owners(patch: Patch) -> list[tuple[Any, str]]:
 
 
 def _found(path: str) -> Any:
-    """The module or class of this name, or None."""
+    """Returns the module or class of this name, or None."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""Whether a node's result is that of local torch: how far values of a dtype may be apart, and what is said of more."""
+"""Compares a node's result with local torch's: tolerances by dtype, and the texts about differences beyond them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-#: What values may differ by, as (a share of themselves, an amount): where a CPU has computed both, what torch.testing
-#: allows for the roundings of one operation, which more or fewer threads sum in another order.
+#: The tolerance of values, as (a share of the value, an amount), where a CPU has computed both: torch.testing's for the
+#: roundings of one operation, which more or fewer threads sum in another order.
 _CPU = {
     torch.float64: (1e-7, 1e-7),
     torch.float32: (1.3e-6, 1e-5),
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
 }
-#: Where a GPU has computed one of them: TF32 has 10 bits, and its kernels sum in an order of their own.
+#: The tolerance where a GPU has computed one of them: TF32 has 10 bits, and a GPU's kernels sum in their own order.
 _CUDA = {
     torch.float64: (1e-6, 1e-6),
     torch.float32: (2e-3, 1e-4),
     torch.float16: (1e-2, 1e-3),
     torch.bfloat16: (4e-2, 1e-2),
 }
-#: Of the largest value of all, in units of the last place: what is left of large terms that cancel each other.
+#: The tolerance for what is left of large terms that cancel, in units in the last place of the largest value of all.
 _CANCELLED = {"cpu": 4.0, "cuda": 16.0}
 
 
 def allowed(expected: torch.Tensor, kernels: str, size: float = 0.0, carry: torch.dtype | None = None) -> torch.Tensor:
-    """What each element may be off by. ``size``: of the largest term of the sums that they are; ``carry``: the dtype in
-    which terms have travelled."""
+    """Returns the tolerance of each element. ``size``: the largest term where elements are sums; ``carry``: the dtype
+    in which terms have travelled."""
     dtype = carry or expected.dtype
-    share, amount = (_CPU if kernels == "cpu" else _CUDA).get(dtype, (0.25, 0.0))  # floats of 8 bits: 2 of them count
+    share, amount = (_CPU if kernels == "cpu" else _CUDA).get(dtype, (0.25, 0.0))  # floats of 8 bits have 2 that count
     magnitude = expected.double().abs()
     finite = magnitude[magnitude.isfinite()]
     largest = max(float(finite.max()) if finite.numel() else 0.0, size)
@@ -40,7 +40,7 @@ def allowed(expected: torch.Tensor, kernels: str, size: float = 0.0, carry: torc
 def values_differ(
     actual: torch.Tensor, expected: torch.Tensor, kernels: str, size: float = 0.0, carry: torch.dtype | None = None
 ) -> str:
-    """ "" for two local tensors that agree, else where and how far they are apart. NaN agrees with NaN."""
+    """Returns "" for two local tensors that agree, else where and how far they differ. NaN agrees with NaN."""
     actual, expected = actual.detach().resolve_conj().resolve_neg(), expected.detach().resolve_conj().resolve_neg()
     if actual.is_complex():
         actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
@@ -67,7 +67,10 @@ def _largest(x: torch.Tensor) -> float:
 
 
 def memory_differs(actual: torch.UntypedStorage, expected: torch.UntypedStorage, dtype: torch.dtype, on: str) -> str:
-    """The same of two memories, as elements of ``dtype``. ``on``: whose kernels have written the first."""
+    """Returns "" for two memories that agree as elements of ``dtype``, else where and how far they differ.
+
+    ``on``: the kind of kernels that have written the first.
+    """
     if actual.nbytes() != expected.nbytes():
         return f"its memory has {actual.nbytes()} bytes, and with local torch {expected.nbytes()}"
     whole = actual.nbytes() // dtype.itemsize
@@ -78,7 +81,8 @@ def memory_differs(actual: torch.UntypedStorage, expected: torch.UntypedStorage,
 
 
 def geometry_differs(actual: torch.Tensor, expected: torch.Tensor, strides: bool = True) -> str:
-    """ "" for two tensors of one dtype and shape, and with ``strides`` also of one layout."""
+    """Returns "" for two tensors of one dtype and shape, and with ``strides`` also of one layout; else the
+    difference."""
     told = [
         (a.dtype, tuple(a.shape), *((a.stride(), int(a.storage_offset())) if strides else ()))
         for a in (actual, expected)
@@ -90,7 +94,7 @@ def geometry_differs(actual: torch.Tensor, expected: torch.Tensor, strides: bool
 
 
 def leaves(value: Any, path: str = "the result") -> Iterator[tuple[str, Any]]:
-    """What a result is made of, each with its name."""
+    """Yields the parts of a result, each with its name."""
     if isinstance(value, (tuple, list)):
         for i, one in enumerate(value):
             yield from leaves(one, f"{path}[{i}]")

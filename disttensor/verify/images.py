@@ -1,4 +1,4 @@
-"""Local images of tensors on nodes: with the node's own geometry, in copies of the memory that it has them in."""
+"""Local images of tensors on nodes: they have the node's geometry, and lie in copies of the node's memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..dispatch.call_site import here
 from ..dispatch.copies import fetch
 from ..dispatch.dispatch import dispatch
 from ..dispatch.first_call import make_room
+from ..dispatch.lazy_views import materialise
 from ..proxy.meta import Handle, Lazy, Shared, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.protocol import codec
@@ -20,41 +21,46 @@ from ..storage.storages import memory_of
 
 aten = torch.ops.aten
 
-#: What names a memory: a node's state, or None for this process, and what the node calls it.
+#: The name of a memory: a node's state, or None for this process, and the node's number for it.
 Name: TypeAlias = tuple[object, int]
 
 
 @dataclass
 class Memory:
-    """A copy of what a storage held. Local operations may write it."""
+    """A copy of a storage's content. Local operations may write it."""
 
     storage: torch.UntypedStorage
-    tensor: torch.Tensor  #: one that lies there, by which it is read again
+    tensor: torch.Tensor  #: a tensor in the original storage, by which it is read again
     dtype: torch.dtype
 
 
 @dataclass
 class Images:
-    """Of the tensors of one operation at one moment: what shares memory on a node shares it here."""
+    """The images of the tensors of one operation at one moment. Tensors that share memory on a node have images that
+    share memory."""
 
-    #: what the operation overwrites: if nothing uses it yet it stays so, for a copy to it may be the transfer itself
+    #: the tensor that the operation overwrites: one that nothing uses yet stays so, as a copy to it may be an upload
     target: torch.Tensor | None = None
     memories: dict[Name, Memory] = field(default_factory=dict)
     _seen: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = field(default_factory=dict)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The image of a proxy, or of a local tensor. Raises what made a proxy's tensor fail, NodeLost."""
+        """Returns the image of a proxy, or of a local tensor. Waits for the node.
+
+        Raises the error that made a proxy's tensor fail, NodeLost.
+        """
         if id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor, *self._take(tensor)
         return self._seen[id(tensor)][1]
 
     def name_of(self, tensor: torch.Tensor) -> Name:
-        """Of the memory that a tensor lies in."""
+        """Returns the name of the memory that a tensor lies in."""
         self.of(tensor)
         return self._seen[id(tensor)][2]
 
     def owner(self, image: torch.Tensor) -> Name | None:
-        """Of the memory that a local tensor lies in, if it is one of these."""
+        """Returns the name of the memory that a local tensor lies in, if it is one of the images' memories; else
+        None."""
         if not image.untyped_storage().nbytes():
             return None
         address = image.untyped_storage().data_ptr()
@@ -79,37 +85,37 @@ class Images:
             self.memories.setdefault(name, Memory(empty.untyped_storage(), home, meta.dtype))
             return _in(self.memories[name].storage, meta.dtype, meta.shape, meta.stride, 0, bits), name
         place = home._place
-        number, _, size, offset, *steps = memory_of(home)
+        told = memory_of(home)
         shape, dtype = _said(home)
-        name = (place.state, number)
+        name = (place.home, told.name)
         if name not in self.memories:
-            content = fetch(_bytes(home, size)) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
+            content = fetch(_bytes(home, told.bytes)) if told.bytes else torch.empty(0, dtype=torch.uint8, device="cpu")
             self.memories[name] = Memory(content.clone().untyped_storage(), home, dtype)
-        return _in(self.memories[name].storage, dtype, shape, tuple(steps), offset, bits), name
+        return _in(self.memories[name].storage, dtype, shape, told.stride, told.offset, bits), name
 
 
 def at_home(tensor: DistributedTensor) -> DistributedTensor:
-    """The same at the place itself, if it is seen at its twin (composites/as_cpu.py), and without a graph."""
+    """Returns a proxy of the same tensor without a graph, at the place itself if it is seen at the twin
+    (composites/as_cpu.py)."""
     h = tensor._h
     place = h.meta.place.session.places.at(h.meta.place.node, h.meta.place.name)
     if h.meta.place is not place:
         m = h.meta
         if not h.ref:
-            from ..dispatch.lazy_views import materialise
-
             materialise(h)
         h = Shared(h.ref, meta_of(m.shape, m.stride, m.offset, m.dtype, place, m.bits), h)
     return proxy(h)
 
 
 def under(ref: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, place: Place) -> Any:
-    """A proxy of what lies under a ref that another owns."""
+    """Returns a proxy of the tensor under a ref that another handle owns."""
     meta = meta_of(shape, strides, 0, dtype, place)
     return proxy(Shared(ref, meta, Handle(0, meta)))
 
 
 def sum_of(tensor: DistributedTensor) -> int:
-    """A checksum of a tensor's elements in order, which the node computes and tells by its control connection."""
+    """Returns a checksum of a tensor's elements in order, which the node computes and sends by its control
+    connection."""
     flat: Any = dispatch(aten.clone.default, (), (tensor,), {"memory_format": torch.contiguous_format})
     flat = dispatch(aten.view.default, (), (flat, [-1]))
     for op, *args in _CHECKSUM:
@@ -118,14 +124,15 @@ def sum_of(tensor: DistributedTensor) -> int:
 
 
 def local_sum(tensor: torch.Tensor) -> int:
-    """The same of a local one."""
+    """Returns the same checksum of a local tensor."""
     flat: Any = tensor.detach().contiguous().view(-1)
     for op, *args in _CHECKSUM:
         flat = op(flat, *args)
     return int(flat)
 
 
-#: The sum of the sums of the first n bytes: other bytes have another, and the same ones in another order.
+#: The steps of the checksum, the sum of the sums of the first n bytes. Other bytes have another checksum, and so do the
+#: same bytes in another order.
 _CHECKSUM: tuple[tuple[Any, ...], ...] = (
     (aten.view.dtype, torch.uint8),
     (aten.cumsum.default, 0),
@@ -149,22 +156,20 @@ def _in(
 
 
 def _is_unused(h: Handle) -> bool:
-    """Whether it is a whole empty tensor that is not there yet."""
+    """Returns whether it is the handle of a contiguous empty tensor that does not exist on the node yet."""
     return isinstance(h, Lazy) and not h.ref and h.base is None and h.meta.stride == contiguous(h.meta.shape)
 
 
 def _ref(tensor: DistributedTensor) -> int:
-    from ..dispatch.lazy_views import materialise
-
     return tensor._h.ref or materialise(tensor._h)
 
 
 def _said(tensor: DistributedTensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and the dtype that the node has it with."""
+    """Asks the node for the shape and the dtype that it has for a tensor."""
     place, ref, out = tensor._place, _ref(tensor), new_ref()
-    alias = Handle(out, tensor._h.meta)  # whose end frees it
+    alias = Handle(out, tensor._h.meta)  # frees the alias at its end
     make_room(place)
-    template = place.state.define("aten::alias", (c.Hole(True),), (), 1, here())
+    template = place.define("aten::alias", (c.Hole(True),), (), 1, here())
     call = c.Call(template, alias.ref, (out - ref,))
     g = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, call), here()).outs[0]
     assert g is not None
@@ -172,7 +177,7 @@ def _said(tensor: DistributedTensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _bytes(tensor: DistributedTensor, size: int) -> DistributedTensor:
-    """All of a tensor's memory."""
+    """Returns all of a tensor's memory as one uint8 tensor."""
     bare: Any = tensor
     for is_lazy, undo in zip(tensor._h.meta.bits, (aten._conj.default, aten._neg_view.default), strict=True):
         bare = dispatch(undo, (), (bare,)) if is_lazy else bare

@@ -1,4 +1,4 @@
-"""What local torch makes of an operation's operands; and by which rules operations are not compared, or not in full."""
+"""Runs operations by local torch; and the rules by which operations are not compared, or not in full."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..session.places import Place
 aten = torch.ops.aten
 _SEEDED = torch.Tag.nondeterministic_seeded
 
-#: Operators that give memory as they find it, or some.
+#: Operators that return unwritten memory, at least in part.
 _UNSET = frozenset(
     f"aten::{name}"
     for name in (
@@ -40,8 +40,8 @@ _UNSET = frozenset(
         "_resize_output_",
     )
 )
-#: Operators with several right answers, of which a GPU's libraries may give another than a CPU's; and which kernel is
-#: the best one.
+#: Operators with several right answers, of which a GPU's libraries may give another than a CPU's; and the choice of the
+#: best kernel.
 _MANY_ANSWERS = frozenset(
     f"aten::{name}"
     for name in (
@@ -62,7 +62,7 @@ _MANY_ANSWERS = frozenset(
         "topk",
     )
 )
-#: Operators that put out what only their own derivative can read, and where it stands among their results.
+#: Operators with results that only their own derivative can read -> the index of the first such result.
 _PRIVATE = {"aten::mkldnn_rnn_layer": 3, "aten::_cudnn_rnn": 4, "aten::miopen_rnn": 4}
 
 Reference = Callable[..., Any]
@@ -70,16 +70,16 @@ _references: dict[OpOverload, Reference] = {}
 
 
 def draws(op: OpOverload) -> bool:
-    """Whether the operator uses a generator."""
+    """Returns whether the operator uses a generator."""
     return _SEEDED in op.tags
 
 
-#: Why what a sparse gradient takes part in is not compared.
+#: The reason why operations on sparse gradients are not compared.
 SPARSE = "a sparse gradient; its parts are compared"
 
 
 def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
-    """Why an operation is not compared: a rule, or ""."""
+    """Returns the reason why an operation is not compared, or ""."""
     if route.get().recorder is not None:
         return "nothing runs while a graph is recorded"
     if seen_at.target.place is not None:
@@ -106,7 +106,7 @@ def skipped(op: OpOverload, args: Any, kwargs: Any, composite: bool) -> str:
 
 
 def without_values(op: OpOverload, kernels: str) -> str:
-    """Why of an operation's results only dtypes and shapes are compared, or ""."""
+    """Returns the reason why only dtypes and shapes of an operation's results are compared, or ""."""
     name = op.name().partition(".")[0]
     if name in _UNSET:
         return "memory that nothing has written"
@@ -118,13 +118,13 @@ def without_values(op: OpOverload, kernels: str) -> str:
 
 
 def private_from(op: OpOverload) -> int | None:
-    """The place of the first result that only a derivative can read."""
+    """Returns the index of the first result that only a derivative can read; None if there is none."""
     return _PRIVATE.get(op.name().partition(".")[0])
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Nothing that stands around the user's operation has a say in what runs here."""
+    """Runs a ``with`` block without the modes, autocast, gradients and warnings of the user's operation."""
     with (
         torch.no_grad(),
         torch._C.DisableTorchFunction(),
@@ -137,7 +137,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def compute(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Runs ``op`` on local tensors in the place of proxies. Raises what torch raises."""
+    """Runs ``op`` on local tensors in the place of proxies. Raises torch's own errors."""
 
     def here(value: Any) -> Any:
         return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -157,7 +157,8 @@ def _reference(op: OpOverload) -> Callable[[Reference], Reference]:
 
 @_reference(aten.native_dropout.default)
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Local torch never asks a CPU for this; what it does there has a mask of floats, that of ones."""
+    """Computes native_dropout on a CPU. Local torch never calls it there; its dropout has a mask of floats, which is
+    the dropout of ones."""
     if train is False or not 0 < p < 1:
         return aten.native_dropout.default(x, p, train)
     before = torch.default_generator.get_state()
@@ -173,7 +174,7 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> A
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
-#: Not that of runtime/collective/reduction.py, which is what is compared with this.
+#: The kernels of reductions. Not those of runtime/collective/reduction.py, which are compared with these.
 _REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
@@ -189,7 +190,7 @@ Rows = Sequence[Sequence[torch.Tensor]]
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """One after another, and floats as float64."""
+    """Reduces local tensors one after another, floats as float64, and returns the result in their dtype."""
     dtype = tensors[0].dtype
     wide = dtype if not dtype.is_floating_point else torch.float64
     total = tensors[0].to(wide)
@@ -200,37 +201,39 @@ def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     return total.to(dtype)
 
 
-def collected(joint: CollectiveCall, inputs: Rows) -> list[list[torch.Tensor]]:
-    """What a collective writes, for each node the values of its ``outs`` in order, from local ``inputs`` of each."""
+def collected(collective: CollectiveCall, inputs: Rows) -> list[list[torch.Tensor]]:
+    """Returns the tensors that a collective writes, for each node the values of its ``outs`` in order, computed from
+    local ``inputs`` of each node."""
     every = [x for row in inputs for x in row]
-    counts = [len(part.outs) for part in joint.parts]
+    counts = [len(part.outs) for part in collective.parts]
     ranks = range(len(inputs))
-    match joint.kind:
+    match collective.kind:
         case "all_reduce" | "reduce":
-            total = reduced(every, joint.op)
+            total = reduced(every, collective.op)
             return [[total] * n for n in counts]
         case "broadcast":
-            return [[inputs[joint.root][0]] * n for n in counts]
-        case "all_gather" if joint.shares and len(every) > 1 and set(counts) == {1}:
+            return [[inputs[collective.root][0]] * n for n in counts]
+        case "all_gather" if collective.shares and len(every) > 1 and set(counts) == {1}:
             return [[torch.cat([x.reshape(-1) for x in every])]] * len(inputs)
         case "all_gather":
             return [[every[k % len(every)] for k in range(n)] for n in counts]
         case "gather":
             return [every[:n] for n in counts]
         case "scatter":
-            return [[inputs[joint.root][i]] for i in ranks]
+            return [[inputs[collective.root][i]] for i in ranks]
         case "reduce_scatter":
-            return [[reduced([row[i] for row in inputs], joint.op)] for i in ranks]
+            return [[reduced([row[i] for row in inputs], collective.op)] for i in ranks]
         case "all_to_all":
             return [[row[i] for row in inputs] for i in ranks]
         case "shift":
-            return [[inputs[(i - joint.root) % len(inputs)][0]] for i in ranks]
+            return [[inputs[(i - collective.root) % len(inputs)][0]] for i in ranks]
         case _:
-            raise NotImplementedError(joint.kind)
+            raise NotImplementedError(collective.kind)
 
 
 def place_of(args: Any, kwargs: Any, place: Place | None) -> Place | None:
-    """Where an operation is computed: at ``place``, at its first operand that is no number, at that of any."""
+    """Returns the place where an operation is computed: ``place``, else that of its first operand with dimensions, else
+    that of any operand; None without operands on nodes."""
     if place is not None:
         return place
     proxies = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DistributedTensor)]

@@ -1,8 +1,8 @@
-"""``init_master_worker(verify=0.01)``: that share of operations is computed here as well, and the values compared.
+"""``init_master_worker(verify=0.01)``: computes that share of operations by local torch as well, and compares values.
 
-Wrappers stand in all ways that an operation can take to a node while such a session runs, and at no other time. One
-takes an operation's operands before it runs (with the node's own strides, and what shares memory sharing it), has local
-torch do the same, and compares results, and all memory that the operands lie in. What differs raises VerifyError.
+Wrappers are on all paths of an operation to a node while such a session runs, and at no other time. A wrapper fetches
+an operation's operands before it runs (with the node's own strides, and with memory shared as there), has local torch
+do the same, and compares results, and all memory that the operands lie in. A difference raises VerifyError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .agreement import geometry_differs, leaves, memory_differs, values_differ
 from .images import Images, Name, local_sum, sum_of, under
 from .references import SPARSE, collected, compute, draws, place_of, plain_torch, private_from, skipped, without_values
 
-#: What no reading of tensors raises by itself.
+#: Errors that reading tensors never raises by itself.
 _DEFECTS = (TypeError, AttributeError, NameError, LookupError, AssertionError)
 T = TypeVar("T")
 _NOTHING: Any = object()
@@ -51,16 +51,16 @@ _NOTHING: Any = object()
 
 @dataclass(frozen=True)
 class Counts:
-    """What has been compared in a session, and what was not."""
+    """The numbers of operations that a session has compared, and has not."""
 
-    operations: int  #: those that could have been chosen
-    compared: dict[str, int]  #: by operator
-    partly: dict[str, int]  #: of these, with dtypes and shapes only: by reason
-    skipped: dict[str, int]  #: chosen, but not compared: by reason
+    operations: int  #: operations that could have been chosen
+    compared: dict[str, int]  #: operations that were compared, by operator
+    partly: dict[str, int]  #: those among them with dtypes and shapes compared only, by reason
+    skipped: dict[str, int]  #: operations that were chosen, but not compared, by reason
 
 
 class SelfCheck:
-    """Of one session."""
+    """The comparison of one session's operations with local torch."""
 
     def __init__(self, session: Session, share: float) -> None:
         self.session = session
@@ -81,20 +81,24 @@ class SelfCheck:
     # ---- where it stands ---------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Puts the wrappers in the ways that an operation can take."""
+        """Puts the wrappers on the paths that an operation can take."""
         self._put(DistributedTensor, "__torch_dispatch__", staticmethod(self.dispatch))
         self._put(method_shortcuts, "issue", self.issue)
         for module in (linear, register):
             self._put(module, "dispatch", self.dispatch)
         self._put(register, "run", self.run)
         self._put(functions, "move", self.move)
-        self._put(CollectiveCall, "issue", lambda joint, session, async_op: self.collective(joint, session, async_op))
+        self._put(
+            CollectiveCall,
+            "issue",
+            lambda collective, session, async_op: self.collective(collective, session, async_op),
+        )
         for name in ("upload", "download", "fetch"):
             setattr(self.transfers, name, partial(getattr(self, name), getattr(self.transfers, name)))
         overrides.surround(self.composite)
 
     def remove(self) -> None:
-        """Everything is as it was."""
+        """Removes the wrappers."""
         while self._doors:
             setattr(*self._doors.pop())
         for name in ("upload", "download", "fetch"):
@@ -108,11 +112,11 @@ class SelfCheck:
     # ---- the ways ----------------------------------------------------------------------------------------------------
 
     def dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """In the place of ``dispatch.dispatch``."""
+        """Replaces ``dispatch.dispatch``."""
         return self.operation(func, args, kwargs or {}, partial(dispatch, func, types, args, kwargs))
 
     def issue(self, plan: Plan, h: Handle, b: Any) -> Any:
-        """In the place of ``dispatch.issue``, where the shortest way calls it."""
+        """Replaces ``dispatch.issue``, where the fast path calls it."""
         name = plan.specs[0]
         if name not in self._ops:
             self._ops = {entry.name: entry.op for entry in list(entries.values())}
@@ -120,11 +124,11 @@ class SelfCheck:
         return self.operation(self._ops[name], args, {}, partial(issue, plan, h, b))
 
     def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
-        """In the place of ``dispatch.run``, where factories call it."""
+        """Replaces ``dispatch.run``, where factories call it."""
         return self.operation(entry.op, args, kwargs, partial(run, entry, args, kwargs, place), place)
 
     def composite(self, op: OpOverload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps what stands in the place of a composite of torch's. Its parts are operations as well."""
+        """Wraps the override of a composite of torch's. Its parts are operations as well."""
         return self.operation(op, args, kwargs, partial(function, *args, **kwargs), composite=True)
 
     def operation(
@@ -136,9 +140,9 @@ class SelfCheck:
         place: Place | None = None,
         composite: bool = False,
     ) -> T:
-        """Gives what ``call`` gives, having compared it with what ``op`` gives here if it is chosen.
+        """Returns the result of ``call``, after a comparison with local ``op`` if the operation is chosen.
 
-        Raises what ``call`` raises, VerifyError.
+        Raises the errors of ``call``, VerifyError.
         """
         if not self._chosen():
             return call()
@@ -164,7 +168,7 @@ class SelfCheck:
         return result
 
     def move(self, tensor: DistributedTensor, place: Place) -> DistributedTensor:
-        """In the place of ``transfer.move``, where functions of the user's are given tensors."""
+        """Replaces ``copies.move``, where users' functions are given tensors."""
         return self._copied("a copy between nodes", partial(move, tensor, place), tensor, place)
 
     def upload(
@@ -220,7 +224,7 @@ class SelfCheck:
         strides: tuple[int, ...] | None,
         site: Site | None,
     ) -> Any:
-        """Wraps ``Transfers.fetch``: one that is chosen has come when it returns."""
+        """Wraps ``Transfers.fetch``: a fetch that is chosen has arrived when it returns."""
         expected = self._sum(tensor)
         arrival = original(tensor, place, ref, strides, site)
         if expected is not _NOTHING:
@@ -247,32 +251,32 @@ class SelfCheck:
         told = "" if same else "what has come: its bytes are not those that the node has, by the checksums of both"
         self._tell(told, what, source._place, [("", source)])
 
-    def collective(self, joint: CollectiveCall, session: Session, async_op: bool) -> Any:
-        """Wraps ``CollectiveCall.issue``: an asynchronous one that is chosen is done when it returns."""
-        call = partial(_issue_collective, joint, session, async_op)
+    def collective(self, collective: CollectiveCall, session: Session, async_op: bool) -> Any:
+        """Wraps ``CollectiveCall.issue``: an asynchronous collective that is chosen is done when it returns."""
+        call = partial(_issue_collective, collective, session, async_op)
         if not self._chosen():
             return call()
-        why = _unrun() or ("a barrier has no values" if joint.kind == "barrier" else "")
+        why = _unrun() or ("a barrier has no values" if collective.kind == "barrier" else "")
         if why:
             self._skipped[why] += 1
             return call()
-        rows = self._quiet(lambda: [[Images().of(x) for x in part.inputs] for part in joint.parts])
+        rows = self._quiet(lambda: [[Images().of(x) for x in part.inputs] for part in collective.parts])
         work = call()
         if rows is _NOTHING:
             return work
-        outs = self._quiet(lambda: _outs(joint, work))
+        outs = self._quiet(lambda: _outs(collective, work))
         if outs is _NOTHING:
             return work
-        self._compared[joint.kind] += 1
+        self._compared[collective.kind] += 1
         with plain_torch():
-            expected = collected(joint, rows)
+            expected = collected(collective, rows)
             terms = [x.double().abs().max() for row in rows for x in row if x.numel() and not x.is_complex()]
-        size = float(torch.stack(terms).nan_to_num().sum()) if terms and joint.kind.find("reduce") >= 0 else 0.0
-        for node, part, got, wanted in zip(joint.group.nodes, joint.parts, outs, expected, strict=True):
+        size = float(torch.stack(terms).nan_to_num().sum()) if terms and collective.kind.find("reduce") >= 0 else 0.0
+        for node, part, got, wanted in zip(collective.group.nodes, collective.parts, outs, expected, strict=True):
             place = session.places.at(node)
             for i, (actual, right) in enumerate(zip(got, wanted, strict=True)):
-                told = values_differ(actual, right.reshape(actual.shape), place.kernels, size, joint.transport)
-                self._tell(told and f"tensor {i} of node {node}: {told}", joint.kind, place, [("", part.outs[i])])
+                told = values_differ(actual, right.reshape(actual.shape), place.kernels, size, collective.transport)
+                self._tell(told and f"tensor {i} of node {node}: {told}", collective.kind, place, [("", part.outs[i])])
         return work
 
     # ---- comparing ---------------------------------------------------------------------------------------------------
@@ -292,7 +296,8 @@ class SelfCheck:
             self._inside.on = False
 
     def _quiet(self, read: Callable[[], T]) -> T:
-        """What ``read`` gives; _NOTHING if it raises: what has failed is raised where it would be without a check."""
+        """Returns the result of ``read``; _NOTHING if it raises, so that errors are raised where they would be without
+        a check."""
         failures = self.session.link.failures
         seen = {key for key, failure in list(failures.items()) if failure.observed}
         with self._own(), plain_torch():
@@ -300,7 +305,7 @@ class SelfCheck:
                 return read()
             except Exception as e:
                 if not failures and isinstance(e, _DEFECTS):
-                    raise  # of the check itself: nothing on a node has failed
+                    raise  # an error of the check itself: nothing on a node has failed
                 why = f"something that has failed ({type(e).__name__})"
                 for key, failure in list(failures.items()):
                     ours = failure.told.op == "Storage" and key not in seen
@@ -311,18 +316,19 @@ class SelfCheck:
 
     def _generator(self, place: Place) -> torch.Tensor:
         if self.session.shares_process:
-            self.session.finish()  # nodes draw from one generator, this process's: none shall do so meanwhile
-        reply = self.session.ask(place, c.Answer, lambda id: c.Random(id, place.name, b""), here())
-        return torch.frombuffer(bytearray.fromhex(str(reply.value)), dtype=torch.uint8)
+            self.session.questions.sync_all()  # nodes share this process's generator: none may draw from it meanwhile
+        reply = self.session.ask(place, c.RngState, lambda id: c.Random(id, place.name, b""), here())
+        return torch.frombuffer(bytearray(reply.state), dtype=torch.uint8)
 
     def _compare(
         self, op: OpOverload, before: Images, given: Any, result: Any, place: Place, state: torch.Tensor | None
     ) -> str:
-        """How the node's result and what it has written differ from local torch's, "" if they don't."""
+        """Returns how the node's result and the memory that it has written differ from local torch's; "" if they
+        don't."""
         unset = without_values(op, place.kernels)
         after = Images()
         parts = list(leaves(result))
-        for _, x in parts if not unset else ():  # first: what has failed needs no comparison
+        for _, x in parts if not unset else ():  # first, as a failed result needs no comparison
             if isinstance(x, torch.Tensor):
                 after.of(x)
         drawn = None if state is None else self._generator(place)
@@ -365,11 +371,11 @@ class SelfCheck:
         return ""
 
     def _tell(self, told: str, name: str, place: Place, operands: list[tuple[str, Any]]) -> None:
-        """Raises VerifyError for what differs."""
+        """Raises VerifyError with the text of a difference, if there is one."""
         if not told:
             return
         line = line_of(here())
-        hello = self.session.link.hellos[place.node]
+        hello = place.home.hello
         tensors = [operand_name(x) for _, x in operands if isinstance(x, torch.Tensor)]
         raise VerifyError(
             f"{name}: a node's result is not that of local torch: {told}\n"
@@ -385,7 +391,7 @@ class SelfCheck:
 
 
 def _mixed(number: int) -> int:
-    """64 bits that look as if they were drawn (SplitMix64): no generator is used up, and runs choose alike."""
+    """Returns 64 bits that look random (SplitMix64), so that no generator is advanced, and all runs choose alike."""
     z = (number + 1) * 0x9E3779B97F4A7C15 & _BITS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _BITS
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _BITS
@@ -400,14 +406,14 @@ def _unrun() -> str:
     return "nothing runs while a graph is recorded" if route.get().recorder is not None else ""
 
 
-def _outs(joint: CollectiveCall, work: Any) -> list[list[torch.Tensor]]:
+def _outs(collective: CollectiveCall, work: Any) -> list[list[torch.Tensor]]:
     if work is not None:
         work.wait()
-    return [[Images().of(x) for x in part.outs] for part in joint.parts]
+    return [[Images().of(x) for x in part.outs] for part in collective.parts]
 
 
 def _plain_differ(x: Any, y: Any) -> str:
-    """Of results that are no tensors."""
+    """Returns how two results that are no tensors differ, "" if they don't."""
     if type(x) is type(y) and (x == y or (x != x and y != y)):
         return ""
     if type(x) is float and type(y) is float:
@@ -447,7 +453,7 @@ _newest = Counts(0, {}, {}, {})
 
 
 def begin(session: Session, share: float) -> None:
-    """Has that share of the session's operations compared."""
+    """Has a share (0 to 1) of the session's operations compared."""
     global _now
     if share:
         _now = SelfCheck(session, share)
@@ -455,16 +461,16 @@ def begin(session: Session, share: float) -> None:
 
 
 def end() -> None:
-    """After this nothing is compared any more."""
+    """Ends all comparisons."""
     global _now, _newest
     if _now is not None:
         _newest = _now.counts()
         _now.remove()
-        _now = None  # which holds the session
+        _now = None  # it keeps the session alive
 
 
 def share_of(verify: Any) -> float:
-    """Raises TypeError or ValueError for what is no share."""
+    """Returns ``verify`` as a float. Raises TypeError or ValueError for what is no share."""
     if isinstance(verify, bool) or not isinstance(verify, (int, float)):
         raise TypeError(f"verify={verify!r} is no number: 0 compares nothing, 0.01 one operation of 100, 1 all")
     if not 0 <= verify <= 1:
@@ -473,7 +479,8 @@ def share_of(verify: Any) -> float:
 
 
 def counts() -> Counts:
-    """What was compared in the newest session with ``verify``, which may have ended."""
+    """Returns the numbers of compared operations in the newest session with ``verify``, which may have ended. Does not
+    wait."""
     return _newest if _now is None else _now.counts()
 
 

@@ -13,7 +13,7 @@ import argparse
 import torch
 
 import disttensor as dt
-from disttensor import functional as F
+from disttensor.collectives import functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--backend", default="auto")

@@ -24,5 +24,5 @@ with dt.init_master_worker(options.backend, nodes=4):
     for rank, piece in enumerate(pieces):
         print(f"Rank {rank}, sendbuf: {piece.tolist()}")
     whole = torch.zeros(40, dtype=torch.int64, device="node:0")
-    dt.gather(pieces, whole.chunk(4), dst=0)  # the chunks are views: what arrives in them is in the whole
+    dt.collectives.gather(pieces, whole.chunk(4), dst=0)  # the chunks are views: what arrives in them is in the whole
     print("Rank 0, recvbuf received:", whole.tolist())

@@ -22,7 +22,7 @@ parser.add_argument("--backend", default="auto")
 options = parser.parse_args()
 
 with dt.init_master_worker(options.backend, nodes=4):
-    hosts = dt.new_group().split(lambda node: node // 2)  # .by_host(), where there are several
+    hosts = dt.collectives.new_group().split(lambda node: node // 2)  # .by_host(), where there are several
     print("groups:", ", ".join(str(list(host)) for host in hosts.values()), end="; ")
     print("their first nodes:", list(hosts.leaders))
 

@@ -34,5 +34,5 @@ with dt.init_master_worker(options.backend, nodes=2):
 
     tensor = torch.arange(3.0, device="node:0")
     received = torch.empty(3, device="node:1")
-    dt.send(tensor, received)  # into one that is there already; tensor.to("node:1") makes a new one
+    dt.collectives.send(tensor, received)  # into one that is there already; tensor.to("node:1") makes a new one
     print(f"Process {received.get_node()}: received {received.tolist()} of process {tensor.get_node()}")

@@ -24,7 +24,7 @@ with dt.init_master_worker(options.backend, nodes=4):
     values = [torch.tensor(float(rank), device=f"node:{rank}") for rank in range(4)]
     for rank, value in enumerate(values):
         print(f"Rank {rank}, value = {value.item()}")
-    for name, op in (("sum", dt.ReduceOp.SUM), ("max", dt.ReduceOp.MAX)):
+    for name, op in (("sum", dt.collectives.ReduceOp.SUM), ("max", dt.collectives.ReduceOp.MAX)):
         results = [value.clone() for value in values]  # it is in place
-        dt.reduce(results, dst=0, op=op)
+        dt.collectives.reduce(results, dst=0, op=op)
         print(f"Rank 0: value_{name} = {results[0].item()}")

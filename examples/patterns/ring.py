@@ -26,7 +26,7 @@ with dt.init_master_worker(options.backend, nodes=4):
     sums = [value.clone() for value in values]
     print(f"start: passing {[x.item() for x in passing]}, sums {[x.item() for x in sums]}")
     for turn in range(1, 4):
-        dt.sendreceive(passing)
+        dt.collectives.sendreceive(passing)
         for total, got in zip(sums, passing, strict=True):
             total += got
         print(f"turn {turn}: passing {[x.item() for x in passing]}, sums {[x.item() for x in sums]}")

@@ -21,6 +21,6 @@ options = parser.parse_args()
 with dt.init_master_worker(options.backend, nodes=4):
     whole = torch.arange(1, 41, device="node:0")
     pieces = [torch.empty(10, dtype=whole.dtype, device=f"node:{rank}") for rank in range(4)]
-    dt.scatter(pieces, whole.chunk(4), src=0)
+    dt.collectives.scatter(pieces, whole.chunk(4), src=0)
     for rank, piece in enumerate(pieces):
         print(f"Rank {rank}, recvbuf received: {piece.tolist()}")

@@ -9,7 +9,7 @@ import torch
 import disttensor as dt
 
 with dt.init_master_worker():
-    world = dt.new_group()
+    world = dt.collectives.new_group()
     hosts = world.by_host()
     for host, group in hosts.items():
         print(f"{host}: nodes {', '.join(map(str, group))}")
@@ -19,7 +19,7 @@ with dt.init_master_worker():
 
     leaders = [group.nodes[0] for group in hosts.values()]
     for group, leader in zip(hosts.values(), leaders, strict=True):
-        dt.reduce([steps[node] for node in group], leader)
+        dt.collectives.reduce([steps[node] for node in group], leader)
     dt.all_reduce([steps[node] for node in leaders])
     for group, leader in zip(hosts.values(), leaders, strict=True):
         dt.broadcast([steps[node] for node in group], leader)

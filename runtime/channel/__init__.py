@@ -1,4 +1,4 @@
-"""Data channels, which carry tensor bytes between peers. ``base`` says what a channel is."""
+"""Data channels, which carry tensor bytes between peers. ``base`` defines their interface."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The DataChannel: how tensor bytes move between two peers. What is best differs between users: it is swappable.
+"""The DataChannel: how tensor bytes move between two peers. It is swappable, as the best way differs between users.
 
 A *peer* is a node (its rank, from 0) or the master (``MASTER``, -1). A *transfer* is one tensor on its way from one
 peer to another, named by an integer that the master mints and tells both ends; an id is never used twice. For each
 ordered pair of peers, sends and receives are issued in the same order at both ends.
 
-To write a channel: subclass :class:`DataChannel` in one file, fill in what is abstract, register it
+To write a channel: subclass :class:`DataChannel` in one file, implement the abstract methods, register it
 (``register_channel`` or the entry point ``disttensor.channels``), and run ``check_data_channel`` on it.
 """
 
@@ -24,13 +24,13 @@ MASTER = -1
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a channel can do; the session refuses what it can't before any byte moves."""
+    """The abilities of a channel; the session refuses any other use before any byte moves."""
 
-    #: device types whose memory it sends from and receives into directly (others are staged through the CPU)
+    #: device types whose memory the channel sends from and receives into directly (others are staged through the CPU)
     devices: frozenset[str] = frozenset({"cpu"})
-    #: collectives that it has by itself, named as in torch.distributed
+    #: collectives that the channel does by itself, named as in torch.distributed
     collectives: frozenset[str] = frozenset()
-    #: it authenticates its peers; one that doesn't is used between hosts on a trusted network only
+    #: it authenticates its peers; a channel that doesn't is used between hosts on a trusted network only
     authenticated: bool = False
     #: the payload is encrypted
     encrypted: bool = False
@@ -44,17 +44,17 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class ChannelContext:
-    """What a channel is made with, on every peer."""
+    """The arguments that a channel is made with, on every peer."""
 
     rank: int  #: this peer's rank, or MASTER
     job: str  #: the job's id, a random text
     host: str  #: the address of the interface to listen on ("127.0.0.1" unless the user named one)
-    further: tuple[str, ...] = ()  #: those of more interfaces, by which some peers reach this one
+    further: tuple[str, ...] = ()  #: addresses of more interfaces, by which some peers reach this one
 
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """How to reach a peer: what its channel's ``address()`` said, and the 32-byte key that only the two peers have."""
+    """The way to reach a peer: its channel's ``address()``, and the 32-byte key that only the two peers have."""
 
     rank: int
     address: str
@@ -66,21 +66,21 @@ class Transfer(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the tensor may be used again (send) or holds the data (receive).
+        """Waits until the tensor may be used again (send) or holds the data (receive).
 
-        Raises TimeoutError after ``timeout`` seconds, BrokenError or ClosedError when it failed.
+        Raises TimeoutError after ``timeout`` seconds, BrokenError or ClosedError when the transfer failed.
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return or raise at once."""
+        """Returns whether ``wait`` would return or raise at once."""
 
     @abstractmethod
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` once when the transfer ended (in any thread; it must not block), or now if it has."""
+        """Calls ``fn`` once when the transfer has ended (in any thread; it must not block), or now if it has."""
 
     def note(self, fn: Callable[[], None]) -> None:
-        """As ``add_done_callback``, for who is not waiting: a channel need not hurry for it."""
+        """Does what ``add_done_callback`` does, for a caller that is not waiting: a channel need not hurry for it."""
         self.add_done_callback(fn)
 
 
@@ -92,7 +92,7 @@ class Arrival(Transfer):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What arrived. Raises as ``wait`` does."""
+        """The tensor that arrived; waits for it. Raises as ``wait`` does."""
         self._transfer.wait()
         tensor = self._tensor()
         if tensor is None:
@@ -115,19 +115,26 @@ class Arrival(Transfer):
 class DataChannel(ABC):
     """Moves tensors between this peer and others. All methods are thread-safe.
 
-    ``isend`` and ``irecv`` return at once and keep a reference to the tensor until the transfer ended. A tensor may
-    have any dtype, any strides and zero elements. The memory of one that is being sent must not change, and that of
-    one that is being received into must not be used, until the transfer ended.
+    Every peer makes its channel from a ChannelContext, and learns the other peers by ``connect``. ``send``, ``recv``,
+    ``collective`` and ``close`` wait; all other methods return at once.
+
+    ``isend`` and ``irecv`` return at once and keep a reference to the tensor until the transfer has ended. A tensor may
+    have any dtype, any strides and zero elements. The memory of a tensor that is being sent must not change, and that
+    of a tensor that is being received into must not be used, until its transfer has ended.
 
     The receiver's tensor must have the sender's dtype and number of elements, else its transfer fails with
     BrokenError, naming both sides' values. So does the sender's, unless it has ended by then: a send ends when its
     bytes were handed over (to the kernel, say), which does not mean that they have arrived. Other transfers go on.
 
-    Data that comes before its ``irecv`` waits, and what the same peer sent after it waits behind it; so every isend
+    Data that arrives before its ``irecv`` waits, and later data of the same peer waits behind it; so every isend
     needs its irecv at the other end, or the pair stalls and, after a limit of the channel's, breaks.
 
     After a peer was lost (it closed, died or was forgotten) transfers with it fail with BrokenError, including those
     started later: ``isend`` and ``irecv`` return them, failed.
+
+    Attributes:
+        name: the name that users give.
+        capabilities: the abilities of the channel.
     """
 
     name: ClassVar[str]
@@ -135,8 +142,11 @@ class DataChannel(ABC):
 
     @classmethod
     def unavailable(cls, rank: int) -> str:
-        """Why it can't be used in this process, by ``rank`` (or MASTER): an empty text if it can. To be asked before a
-        channel is made; it imports nothing large and makes no connection."""
+        """Returns the reason why the channel can't be used in this process; an empty text if it can.
+
+        ``rank`` is this process's, or MASTER. To be called before a channel is made; it imports nothing large and makes
+        no connection.
+        """
         return ""
 
     @abstractmethod
@@ -144,7 +154,10 @@ class DataChannel(ABC):
 
     @abstractmethod
     def address(self) -> str:
-        """Where this peer can be reached: told to the others by the master over the control channel."""
+        """Returns the address at which this peer can be reached.
+
+        The master tells it to the others over the control channel.
+        """
 
     @abstractmethod
     def connect(self, peers: Mapping[int, PeerInfo]) -> None:
@@ -152,56 +165,71 @@ class DataChannel(ABC):
 
     @abstractmethod
     def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
-        """Starts sending ``tensor`` to ``peer``.
+        """Starts sending ``tensor`` to ``peer``; returns at once.
 
-        Raises ValueError for an unknown peer, ClosedError after close, TypeError for what cannot travel as one piece
-        of memory (sparse and quantized tensors).
+        Raises ValueError for an unknown peer, ClosedError after close, TypeError for a tensor that cannot travel as one
+        piece of memory (sparse and quantized tensors).
         """
 
     @abstractmethod
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
-        """Starts receiving into ``tensor`` from ``peer``.
+        """Starts receiving into ``tensor`` from ``peer``; returns at once.
 
         Raises as ``isend``, and BusyError if ``transfer`` is being received from that peer already.
         """
 
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
-        """As ``irecv``, into a CPU tensor that the channel makes: it may choose memory in which the data is already."""
+        """Starts receiving into a CPU tensor that the channel makes; returns at once. Raises as ``irecv``.
+
+        The channel may choose memory in which the data is already.
+        """
         tensor = self.empty(shape, dtype)
         return Arrival(self.irecv(tensor, peer, transfer), lambda: tensor)
 
     @abstractmethod
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
-        """Takes the place of ``isend`` when there is no tensor to send: command ``seq`` of node ``rank`` failed.
+        """Tells the receiver, in place of ``isend``, that there is no tensor: command ``seq`` of node ``rank`` failed.
 
         The receiver's transfer fails with PoisonedError(rank, seq). Raises as ``isend`` does.
         """
 
     def send(self, tensor: torch.Tensor, peer: int, transfer: int) -> None:
-        """Sends and waits."""
+        """Sends ``tensor`` to ``peer``, and waits until its memory may change.
+
+        Raises as ``isend`` and ``Transfer.wait``.
+        """
         self.isend(tensor, peer, transfer).wait()
 
     def recv(self, tensor: torch.Tensor, peer: int, transfer: int) -> None:
-        """Receives and waits."""
+        """Receives into ``tensor`` from ``peer``, and waits for the data. Raises as ``irecv`` and ``Transfer.wait``."""
         self.irecv(tensor, peer, transfer).wait()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU tensor to receive into. A channel that reuses warm buffers hands out one of those; its
-        storage has a fixed size then, so that ``resize_`` to more elements raises RuntimeError."""
+        """Makes an uninitialised CPU tensor of this shape and dtype to receive into.
+
+        A channel that reuses warm buffers hands out one of those; its storage has a fixed size then, so that
+        ``resize_`` to more elements raises RuntimeError.
+        """
         return torch.empty(shape, dtype=dtype)
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> torch.Tensor:
-        """An uninitialised CPU tensor to fill and then ``isend`` to ``peer``, once: a channel may choose memory from
-        which it need not be copied again."""
+        """Makes an uninitialised CPU tensor to fill and then ``isend`` to ``peer``, once.
+
+        A channel may choose memory from which the data need not be copied again.
+        """
         return self.empty(shape, dtype)
 
     def has_collective(
         self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
     ) -> bool:
-        """Whether ``collective`` does it. ``kind`` is the function's name in torch.distributed, ``op`` that of the
-        ReduceOp, ``device`` the type of the tensors' devices. Not ``even``: some are of other lengths than others.
+        """Returns whether ``collective`` does a collective of this kind. All peers have to answer the same.
 
-        All peers have to answer the same.
+        Args:
+            kind: the function's name in torch.distributed, such as "all_reduce".
+            dtype: the tensors' dtype.
+            op: the name of the ReduceOp.
+            device: the type of the tensors' devices.
+            even: False if some tensors have other lengths than others.
         """
         return kind in self.capabilities.collectives
 
@@ -216,41 +244,57 @@ class DataChannel(ABC):
         root: int,
         number: int,
     ) -> None:
-        """Our part of a collective of ``ranks``, of which we are ``ranks[me]`` and ``ranks[root]`` is whom it is about.
+        """Does this peer's part of a collective of ``ranks``; returns when the tensors may be used.
 
         All tensors are one-dimensional, contiguous, of one dtype, and on a device of ``capabilities.devices``, or on
-        the CPU where the tensor that should be there could not be made. ``inputs`` stay as they are; one may be one of
-        ``outs``, which are written. So many there are, at the root where the kind has one / at the others:
+        the CPU where the tensor that should be there could not be made. The number of ``inputs`` -> ``outs``, at the
+        root where the kind has one / at the others:
 
             all_reduce 1 -> 1    reduce 1 -> 1 / 1 -> 0    broadcast 1 -> 0 / 0 -> 1    all_gather 1 -> n    barrier
             gather 1 -> n / 1 -> 0    scatter n -> 1 / 0 -> 1    reduce_scatter n -> 1    all_to_all n -> n
 
-        Called for what ``has_collective`` allows, by one thread at a time, on all ``ranks`` in the same order; several
-        sets of ranks overlap in any way. ``number`` is the same on all of them and not used again. Returns when the
-        tensors may be used. When a rank is lost (``forget`` tells of it at last) or fails in it, it raises ChannelError
-        on all that would wait for it (BrokenError(text, rank) if one is known to be lost) and may then be called
-        again; ``outs`` hold anything.
+        Called for collectives that ``has_collective`` allows, by one thread at a time, on all ``ranks`` in the same
+        order; several sets of ranks overlap in any way.
+
+        Args:
+            kind: the function's name in torch.distributed, such as "all_reduce".
+            ranks: the peers that take part, in the collective's order.
+            me: this peer's place in ``ranks``.
+            inputs: tensors that are read and stay as they are; one may be one of ``outs``.
+            outs: tensors that are written.
+            op: the name of the ReduceOp.
+            root: the place in ``ranks`` of the root, where the kind has one.
+            number: an id that is the same on all ranks, and not used again.
+
+        When a rank is lost (``forget`` tells of it at last) or fails in it, it raises ChannelError on all ranks that
+        would wait for that one (BrokenError(text, rank) if one is known to be lost) and may then be called again;
+        ``outs`` have arbitrary contents.
         """
         raise NotImplementedError(f"the channel {self.name} has no collectives")
 
     def regroup(self, ranks: Sequence[int]) -> None:  # noqa: B027 - most keep nothing
-        """Called on all ``ranks`` after a collective in which one of them was in trouble, before their next one: what
-        is kept for this group may be out of step."""
+        """Drops state that is kept for the group ``ranks``, which may be out of step.
+
+        Called on all ``ranks`` after a collective in which one of them was in trouble, before their next one.
+        """
 
     def forget(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do
-        """``peer`` is lost: transfers with it fail with BrokenError(why), now and later."""
+        """Marks ``peer`` as lost: transfers with it fail with BrokenError(why), now and later."""
 
     def failure(self, peer: int) -> str:
-        """Why ``peer`` is lost, or an empty text."""
+        """Returns the reason why ``peer`` is lost, or an empty text."""
         return ""
 
     def tally(self, sent: int, received: int, start: float) -> None:  # noqa: B027 - for those that count
-        """A collective moved so many bytes without transfers of this channel, since ``start`` (perf_counter)."""
+        """Counts bytes that a collective moved without transfers of this channel, since ``start`` (perf_counter)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends orderly: waits a short, bounded time for sends under way, then as ``abort``. Closing twice is fine."""
+        """Ends in order: waits a short, bounded time for sends under way, then does as ``abort``.
+
+        Closing twice is fine.
+        """
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends now; transfers under way fail with ClosedError. Safe in finalizers, never blocks for long."""
+        """Ends now: transfers under way fail with ClosedError. Safe in finalizers, never blocks for long."""

@@ -1,7 +1,7 @@
-"""A data channel that carries what another one does, and counts it: calls, bytes and seconds, by peer and direction.
+"""A data channel that wraps another one and counts its transfers: calls, bytes and seconds, by peer and direction.
 
-Counting is for everybody and always on, so it costs well under a microsecond a transfer: no callback for what has ended
-when it has begun (small sends), one otherwise.
+Counting is for everybody and always on, so it costs well under a microsecond a transfer: no callback for a transfer
+that has ended when it has begun (small sends), one otherwise.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import torch
 
 from .base import Arrival, DataChannel, PeerInfo, Transfer
 
-#: Stands for a peer: collectives that the channel does itself.
+#: The number, in place of a peer's, of collectives that the channel does itself.
 GROUP = -2
 
 #: Calls, bytes, seconds.
 Figures: TypeAlias = tuple[int, int, float]
-#: Name of the channel, what it is used for, peer, sent, received.
+#: Name of the channel, its use, peer, sent, received.
 Row: TypeAlias = tuple[str, str, int, Figures, Figures]
 
 
 class Tally:
-    """Transfers with one peer in one direction. Its seconds are those during which at least one was under way.
+    """The counts of transfers with one peer in one direction.
 
-    It has been tuned: ``with`` would take twice as long as the lock, and ``max`` as long as all the rest.
+    Its seconds are those in which at least one was under way. It has been tuned: ``with`` would take twice as long as
+    the lock, and ``max`` as long as all the rest.
     """
 
     __slots__ = ("_lock", "_running", "_since", "_until", "bytes", "calls", "seconds")
@@ -37,11 +38,11 @@ class Tally:
         # Re-entrant: a signal's handler that uses tensors may come in the middle of one of these steps.
         self._lock = threading.RLock()
         self._running = 0
-        self._since = self._until = 0.0  #: when the first of those under way began; when the last one ended
+        self._since = self._until = 0.0  #: when the first transfer under way began; when the last one ended
         self.calls, self.bytes, self.seconds = 0, 0, 0.0
 
     def add(self, nbytes: int, start: float) -> None:
-        """One that began at ``start`` (perf_counter) and has ended."""
+        """Counts a transfer that began at ``start`` (perf_counter) and has ended."""
         now = perf_counter()
         self._lock.acquire()
         try:
@@ -54,7 +55,7 @@ class Tally:
             self._lock.release()
 
     def begin(self, nbytes: int, start: float) -> None:
-        """One that began at ``start`` and is under way until ``end``."""
+        """Counts a transfer that began at ``start`` and is under way until ``end``."""
         self._lock.acquire()
         try:
             self.calls += 1
@@ -77,21 +78,24 @@ class Tally:
             self._lock.release()
 
     def figures(self) -> Figures:
-        """Calls, bytes, seconds: until now, for what is under way."""
+        """Returns calls, bytes, seconds; for transfers under way, the seconds until now."""
         with self._lock:
             running = perf_counter() - self._since if self._running else 0.0
             return self.calls, self.bytes, self.seconds + running
 
 
 class _Tallies(dict[int, Tally]):
-    """By peer, made at first use."""
+    """The tallies by peer, made at first use."""
 
     def __missing__(self, peer: int) -> Tally:
         return self.setdefault(peer, Tally())
 
 
 class CountedChannel(DataChannel):
-    """Goes between a channel and who uses it. ``use`` says what for. What is begun is counted, refusals are not."""
+    """Wraps a channel and counts its transfers. ``use`` names their purpose.
+
+    Transfers are counted as they begin, refusals not.
+    """
 
     name = "counted"
 
@@ -119,7 +123,7 @@ class CountedChannel(DataChannel):
         receiving = self.inner.irecv(tensor, peer, transfer)
         tally = self._received[peer]
         tally.begin(tensor.nbytes, start)
-        receiving.note(tally.end)  # and not ``is_completed``: the channel would take that for somebody who waits
+        receiving.note(tally.end)  # not ``is_completed``: the channel would take that for a caller that waits
         return receiving
 
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
@@ -141,7 +145,7 @@ class CountedChannel(DataChannel):
         root: int,
         number: int,
     ) -> None:
-        """How often its bytes travel is the channel's secret: what we give and get is counted once, as of GROUP."""
+        """Counts the bytes of the inputs and outputs once, for GROUP: how often they travel is the channel's secret."""
         start = perf_counter()
         self.inner.collective(kind, ranks, me, inputs, outs, op, root, number)
         self._sent[GROUP].add(sum(x.nbytes for x in inputs), start)
@@ -155,7 +159,7 @@ class CountedChannel(DataChannel):
         self.inner.regroup(ranks)
 
     def rows(self) -> list[Row]:
-        """One for each peer that something was sent to or received from."""
+        """Returns a row for each peer that something was sent to or received from."""
         sent, received = dict(self._sent), dict(self._received)
         none = Tally()
         return [
@@ -199,5 +203,5 @@ class CountedChannel(DataChannel):
 
 
 def count(channels: Iterable[DataChannel]) -> tuple[Row, ...]:
-    """The rows of those that count."""
+    """Returns the rows of those channels that count."""
     return tuple(row for channel in channels if isinstance(channel, CountedChannel) for row in channel.rows())

@@ -1,6 +1,7 @@
-"""The data channel "inproc": peers are threads of one process. A transfer is one copy, made by whoever comes second.
+"""The data channel "inproc": peers are threads of one process.
 
-Peers find each other by the job's id in ``_rooms``. It is a real channel, which the tests use most.
+A transfer is one copy, made by the end that comes second. Peers find each other by the job's id in ``_rooms``. It is a
+real channel, which the tests use most.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ _Key = tuple[int, int, int]
 
 @dataclass(eq=False)
 class _Half:
-    """One side of a transfer that waits for the other."""
+    """One end of a transfer, which waits for the other."""
 
-    tensor: torch.Tensor | None  #: None: there is none to send, for command ``seq`` of node ``dtype`` failed
+    tensor: torch.Tensor | None  #: None: there is no tensor to send, for command ``seq`` of node ``dtype`` failed
     dtype: int
     ticket: Ticket
     seq: int = 0
 
 
 class _Room:
-    """What the channels of one job share. ``lock`` guards it all; copies are made outside of it."""
+    """The state that the channels of one job share. ``lock`` guards it all; copies are made outside of it."""
 
     def __init__(self) -> None:
         # Re-entrant: the collector may run a finalizer that aborts a channel while the lock is held.
@@ -49,7 +50,10 @@ _serial = itertools.count(1)
 
 
 class InprocChannel(DataChannel):
-    """See above. A rank that ends stays broken for those who were there, even if a new channel takes the rank."""
+    """Copies tensors between threads of one process.
+
+    A rank that ends stays broken for the peers that existed then, even if a new channel takes the rank.
+    """
 
     name: ClassVar[str] = "inproc"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -60,7 +64,7 @@ class InprocChannel(DataChannel):
         self._rank, self._job = context.rank, context.job
         self._address = f"inproc:{context.job}/{context.rank}#{next(_serial)}"
         self._known: set[int] = set()
-        self._broken: dict[int, str] = {}  #: rank -> why
+        self._broken: dict[int, str] = {}  #: rank -> the reason
         self._closed = ""
         with _rooms_lock:
             room = _rooms.get(context.job) or _Room()
@@ -76,11 +80,11 @@ class InprocChannel(DataChannel):
         return f"<InprocChannel rank={self._rank} {self._closed or f'peers={sorted(self._known)}'}>"
 
     def address(self) -> str:
-        """A name that says who it is; peers of one process need none."""
+        """Returns a name that identifies this peer; peers of one process need no address."""
         return self._address
 
     def connect(self, peers: Mapping[int, PeerInfo]) -> None:
-        """Learns ``peers``; our own rank among them is passed over."""
+        """Learns ``peers``; this peer's own rank among them is passed over."""
         with self._room.lock:
             self._check_open()
             self._known |= peers.keys() - {self._rank}
@@ -95,7 +99,7 @@ class InprocChannel(DataChannel):
         self._meet((self._rank, peer, transfer), _Half(None, rank, Ticket(), seq), sends=True)
 
     def _meet(self, key: _Key, half: _Half, sends: bool) -> Transfer:
-        """Copies if the other half is there, else leaves ours for it. Raises as ``isend`` does."""
+        """Copies if the other half is there, else leaves this half for it. Raises as ``isend`` does."""
         room = self._room
         mine, theirs = (room.sends, room.receives) if sends else (room.receives, room.sends)
         source, destination, transfer = key
@@ -137,7 +141,7 @@ class InprocChannel(DataChannel):
             room.members.pop(self._rank, None)
             for member in room.members.values():
                 member._broken.setdefault(self._rank, f"{gone}; rank {member._rank} cannot reach it any more")
-            # Taken out under the lock, ended outside of it: callbacks may call us.
+            # Taken out under the lock, ended outside of it: callbacks may call this channel.
             mine = self._take(None)
             if not room.members and _rooms.get(self._job) is room:
                 del _rooms[self._job]
@@ -148,7 +152,7 @@ class InprocChannel(DataChannel):
                 half.ticket.fail(BrokenError, f"{gone} before its transfer with rank {owner}")
 
     def _take(self, peer: int | None) -> list[tuple[int, _Half]]:
-        """Takes the waiting halves of our own with ``peer``, as (their owner, half); None: all, the peers' too."""
+        """Takes the waiting halves of this rank with ``peer``, as (their owner, half); None: all, the peers' too."""
         found = []
         for side, table in enumerate((self._room.sends, self._room.receives)):
             for key in [key for key in table if self._rank in key[:2]]:
@@ -162,7 +166,7 @@ class InprocChannel(DataChannel):
             raise ClosedError(f"the inproc channel of rank {self._rank} {self._closed}")
 
     def _check(self, peer: int) -> str:
-        """Why ``peer`` is broken, or an empty text. Raises ClosedError, ValueError."""
+        """Returns the reason why ``peer`` is broken, or an empty text. Raises ClosedError, ValueError."""
         self._check_open()
         if peer not in self._known:
             known = ", ".join(map(str, sorted(self._known))) or "none"
@@ -171,7 +175,7 @@ class InprocChannel(DataChannel):
 
 
 def _copy(key: _Key, source: _Half, destination: _Half) -> None:
-    """Ends a transfer both sides of which are there."""
+    """Ends a transfer of which both halves are there."""
     if source.tensor is None or destination.tensor is None:
         destination.ticket.fail(poisoned(source.dtype, source.seq), "")
         source.ticket.finish()

@@ -1,8 +1,8 @@
-"""What channels have in common that leave collectives to a library: a group of the library's for each set of ranks.
+"""The base of channels that leave collectives to a library: one group of the library's for each set of ranks.
 
 Groups are made at their first collective, and thrown away after one in which a rank was in trouble. Their members find
-each other by what is told over the authenticated connections, which also tell of a peer's end: then the groups that it
-is in are cut, and whoever waits in them comes out.
+each other by messages over the authenticated connections, which also tell of a peer's end: then the groups that the
+peer is in are cut, and every thread that waits in them comes out.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from ..protocol.errors import BrokenError
 from .base import ChannelContext
 from .tcp.channel import TcpChannel
 
-#: Seconds after a failure for news of who it was.
+#: Seconds to wait, after a failure, for news of which rank it was.
 _NEWS = 5.0
 
 Tensors = Sequence[torch.Tensor]
 
 
 class Group(Protocol):
-    """One of the library's."""
+    """A process group of the library's."""
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
-        """As ``DataChannel.collective``."""
+        """Does this rank's part of a collective: see ``DataChannel.collective``."""
 
     def cut(self) -> None:
-        """Everybody who waits in it comes out with an error. In any thread, any number of times."""
+        """Has every thread that waits in the group come out with an error. In any thread, any number of times."""
 
     def close(self) -> None:
-        """Gives back what the library has for it. Does not block. In any thread, any number of times."""
+        """Releases the library's resources of the group. Does not block. In any thread, any number of times."""
 
     def join(self, seconds: float) -> None:
-        """Waits until what ``close`` gives back is given back."""
+        """Waits until the resources that ``close`` releases are released."""
 
 
 @runtime_checkable
 class MailboxCarrier(Protocol):
-    """A carrier that can put something on the peer's board."""
+    """A carrier that can put a value into the peer's mailbox."""
 
     def tell(self, key: str, value: bytes) -> None: ...
 
 
-class Board:
-    """What a channel's peers have told it, by key."""
+class Mailbox:
+    """The values that a channel's peers have sent it, by key."""
 
     def __init__(self) -> None:
         # Re-entrant: the collector may run a finalizer that aborts the channel, which calls ``wake``.
@@ -63,7 +63,10 @@ class Board:
             self._changed.notify_all()
 
     def get(self, key: str, over: Callable[[], Exception | None]) -> bytes:
-        """Waits for it. Raises what ``over`` gives, which is asked again after each ``wake``."""
+        """Waits for the value of a key.
+
+        Raises the error that ``over`` returns; ``over`` is asked again after each ``wake``.
+        """
         with self._changed:
             while key not in self._values:
                 error = over()
@@ -76,7 +79,7 @@ class Board:
         return key in self._values
 
     def wake(self) -> None:
-        """Has those who wait ask whether it is over."""
+        """Has waiting threads ask whether it is over."""
         with self._changed:
             self._changed.notify_all()
 
@@ -87,21 +90,24 @@ class Board:
 
 
 class GroupedChannel(TcpChannel):
-    """See above. Its carriers have to be Tellers."""
+    """A channel whose collectives are a library's. Its carriers have to be MailboxCarriers."""
 
     library: ClassVar[str]
 
     def __init__(self, context: ChannelContext) -> None:
-        self.board = Board()
+        self.mailbox = Mailbox()
         self.rank = context.rank
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._thrown = weakref.WeakSet[Group]()  #: in which a rank was in trouble; their end may be under way
-        self._broke = ""  #: what others say if they give up the collective that we are in
+        self._thrown = weakref.WeakSet[Group]()  #: groups in which a rank was in trouble; their end may be under way
+        self._broke = ""  #: the key by which other ranks give up the current collective
         super().__init__(context)
 
     @abstractmethod
     def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """A new one; ``name`` is the same for all, and not used again. Raises anything, also what ``lost`` gives."""
+        """Makes a group; ``name`` is the same for all ranks, and not used again.
+
+        Raises anything, also ``lost``'s error.
+        """
 
     def collective(
         self,
@@ -121,10 +127,10 @@ class GroupedChannel(TcpChannel):
         try:
             group = self._groups.get(ranks)
             if group is None:
-                if (lost := self.lost(ranks)) is not None:  # what was issued behind it is over at once
+                if (lost := self.lost(ranks)) is not None:  # collectives issued behind it are over at once
                     raise lost
                 group = self._groups[ranks] = self._group(f"ranks {ranks} {number}", ranks)
-            if (lost := self.lost(ranks)) is not None:  # perhaps before there was a group to cut
+            if (lost := self.lost(ranks)) is not None:  # perhaps lost before there was a group to cut
                 raise lost
             group.run(kind, inputs, outs, op, root)
         except Exception as error:
@@ -132,13 +138,13 @@ class GroupedChannel(TcpChannel):
             self.teller(ranks)(self._broke, b"")  # a library may not see that a connection ends
             deadline = time.monotonic() + _NEWS
             while (lost := self.lost(ranks)) is None and time.monotonic() < deadline:
-                time.sleep(0.01)  # the library may know before the connection that somebody is gone, but not who
+                time.sleep(0.01)  # the library may know earlier that a rank is gone, but not which
             raise lost or BrokenError(f"{kind} of ranks {list(ranks)} by {self.library} broke off: {error}") from error
         finally:
-            self.board.clear(self._broke)
+            self.mailbox.clear(self._broke)
 
     def regroup(self, ranks: Sequence[int]) -> None:
-        """Whoever waits for us in the old group comes out, as our connections end."""
+        """Drops the old group: every thread that waits for this rank in it comes out, as the connections end."""
         group = self._groups.pop(tuple(ranks), None)
         if group is not None:
             group.cut()
@@ -146,7 +152,7 @@ class GroupedChannel(TcpChannel):
             self._thrown.add(group)
 
     def teller(self, ranks: Sequence[int]) -> Callable[[str, bytes], None]:
-        """Puts something on the boards of all others of ``ranks``."""
+        """Returns a function that puts a value into the mailboxes of all others of ``ranks``."""
         peers = [self._peer(rank, 0) for rank in ranks if rank != self.rank]
         others = [peer.carrier for peer in peers]
 
@@ -158,7 +164,7 @@ class GroupedChannel(TcpChannel):
         return tell
 
     def lost(self, ranks: Sequence[int]) -> BrokenError | None:
-        """For a rank with which the connection is over."""
+        """Returns the error for a rank with which the connection is over, or None."""
         for rank in ranks:
             peer = self._peers.get(rank)
             if peer is not None and peer.failure is not None:
@@ -166,14 +172,14 @@ class GroupedChannel(TcpChannel):
         return None
 
     def given_up(self, ranks: Sequence[int]) -> BrokenError | None:
-        """As ``lost``; or one of the others has said that it gives up the collective that we are in."""
-        if (lost := self.lost(ranks)) is None and self.board.has(self._broke):
+        """Returns the error of ``lost``, or one if another rank has given up the current collective."""
+        if (lost := self.lost(ranks)) is None and self.mailbox.has(self._broke):
             return BrokenError("another rank gave it up")
         return lost
 
     def over(self, rank: int) -> None:
-        """The connection with a peer is."""
-        self.board.wake()
+        """Cuts the groups of a peer, with which the connection is over."""
+        self.mailbox.wake()
         for ranks, group in list(self._groups.items()):
             if rank in ranks:
                 group.cut()

@@ -1,6 +1,7 @@
-"""The data channel "null", for measuring: all that "tcp" does but move payloads. What is received into stays as it is.
+"""The data channel "null", for measuring: does all that "tcp" does but move payloads.
 
-With it, a script takes as long as it would if bytes cost nothing; its numbers mean nothing.
+The tensor that is received into stays as it is. With this channel a script takes as long as it would if bytes cost
+nothing; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from .ticket import Ticket, failed
 
 
 class NullChannel(TcpChannel):
-    """See above."""
+    """TCP without payloads, for measuring."""
 
     name: ClassVar[str] = "null"
     capabilities: ClassVar[Capabilities] = Capabilities(devices=frozenset({"cpu", "cuda"}), authenticated=True)
 
     def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
-        """Sends the header, which says that the carrier brings the rest."""
+        """Sends the header only, which says that the carrier brings the rest."""
         frame = Frame(CARRIED, transfer, dtype_id(tensor), tensor.numel(), tensor.numel() * tensor.element_size())
         there, out = self._peer(peer, transfer), Out(frame, None, Ticket())
         with there.lock:
@@ -44,7 +45,7 @@ class NullChannel(TcpChannel):
 
 
 class NullCarrier(Carrier):
-    """Brings nothing."""
+    """A carrier that brings nothing."""
 
     def stage(self, tensor: torch.Tensor) -> bytes:
         return b""

@@ -1,7 +1,7 @@
-"""The data channels that one peer has in a session, by number: 0 is the session's own, others come as they are needed.
+"""The data channels that one peer has in a session, by number: 0 is the session's own, others are opened when needed.
 
 The master numbers them and has all nodes open the same. A node has each twice: for transfers, and for collectives,
-which are in no common order with them. The master is in no collective and has each once.
+which are in no common order with them. The master takes part in no collective and has each once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
+from ..protocol.arguments import Addresses
 from .base import ChannelContext, DataChannel, PeerInfo
 from .counted import CountedChannel
 from .registry import usable_channel
@@ -20,63 +21,66 @@ Make: TypeAlias = Callable[[str, int, bool], DataChannel]
 
 
 def maker(context: ChannelContext) -> Make:
-    """Makes channels out of their classes: what all sessions use."""
+    """Returns a function that makes channels out of their classes; all sessions use it."""
     return partial(_make, context)
 
 
-def _make(context: ChannelContext, name: str, number: int, joint: bool) -> DataChannel:
-    job = context.job + (f"/{number}" if number else "") + ("/collectives" if joint else "")
+def _make(context: ChannelContext, name: str, number: int, collective: bool) -> DataChannel:
+    job = context.job + (f"/{number}" if number else "") + ("/collectives" if collective else "")
     channel = usable_channel(name, context.rank)(replace(context, job=job))
-    return CountedChannel(channel, "collectives" if joint else "transfers")
+    return CountedChannel(channel, "collectives" if collective else "transfers")
 
 
 class Channels:
-    """See above. ``open``, ``connect``, ``forget`` and ``close`` are for one thread at a time; any may use the rest."""
+    """A peer's open data channels, by number.
 
-    def __init__(self, make: Make, name: str, joint: bool = True) -> None:
+    ``open``, ``connect``, ``forget`` and ``close`` are for one thread at a time; any thread may use the rest.
+    """
+
+    def __init__(self, make: Make, name: str, collective: bool = True) -> None:
         """Opens number 0, the channel ``name``. Raises what ``open`` does."""
         self.data: dict[int, DataChannel] = {}
-        self.joint: dict[int, DataChannel] = {}
-        self._make, self._twice = make, joint
+        self.collective: dict[int, DataChannel] = {}
+        self._make, self._twice = make, collective
         self._lost: dict[int, str] = {}
         self.open(0, name)
 
-    def open(self, number: int, name: str) -> str:
-        """Opens a channel, unless it is open; gives its addresses, one a line: for transfers, for collectives.
+    def open(self, number: int, name: str) -> Addresses:
+        """Opens a channel, unless it is open; returns its addresses.
 
-        Raises ValueError for an unknown name, ImportError without its library, DisttensorError where it can't work,
-        and what the channel itself does.
+        Raises ValueError for an unknown name, ImportError without its library, DisttensorError where it can't work, and
+        the errors of the channel itself.
         """
         if number not in self.data:
             data = self._make(name, number, False)
             if self._twice:
                 try:
-                    self.joint[number] = self._make(name, number, True)
+                    self.collective[number] = self._make(name, number, True)
                 except BaseException:
                     data.abort()
                     raise
             self.data[number] = data
-        both = [self.data[number], *([self.joint[number]] if self._twice else [])]
-        return "\n".join(channel.address() for channel in both)
+        return Addresses(self.data[number].address(), self.collective[number].address() if self._twice else "")
 
-    def connect(self, number: int, rank: int, addresses: str, key: bytes) -> None:
-        """Tells a channel where a peer is: ``addresses`` as from its ``open``, the master's without the second line."""
+    def connect(self, number: int, rank: int, addresses: Addresses, key: bytes) -> None:
+        """Tells a channel the addresses of a peer, as the peer's ``open`` has returned them. Does nothing for a lost
+        peer."""
         if rank in self._lost:
             return
-        for channels, address in zip((self.data, self.joint), addresses.split("\n"), strict=False):
-            if number in channels:
+        for channels, address in ((self.data, addresses.transfers), (self.collective, addresses.collectives)):
+            if address and number in channels:
                 channels[number].connect({rank: PeerInfo(rank, address, key)})
 
     def forget(self, rank: int, why: str) -> None:
-        """A peer is lost: to all channels, and to those that are opened later."""
+        """Tells all channels that a peer is lost; those that are opened later don't connect to it."""
         self._lost[rank] = why
         for channel in self:
             channel.forget(rank, why)
 
     def __iter__(self) -> Iterator[DataChannel]:
-        return iter([*self.data.values(), *self.joint.values()])
+        return iter([*self.data.values(), *self.collective.values()])
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all channels."""
         for channel in self:
             channel.close()

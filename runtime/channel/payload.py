@@ -1,4 +1,4 @@
-"""A tensor as the bytes that travel: its elements in row-major order, conjugation and negation carried out.
+"""Payloads: a tensor as bytes, its elements in row-major order, conjugation and negation carried out.
 
 Where a tensor lies in CPU memory just so, its own memory is sent from and received into; others are staged.
 """
@@ -13,7 +13,7 @@ from ..protocol.dtypes import IDS, NAMES, QUANTIZED
 
 _IDS = {dtype: number for dtype, number in IDS.items() if dtype not in QUANTIZED}
 
-#: every dtype that can travel
+#: all dtypes that can travel
 DTYPES: tuple[torch.dtype, ...] = tuple(_IDS)
 
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}
@@ -24,7 +24,10 @@ _from_memory.restype = ctypes.py_object
 
 
 def dtype_id(tensor: torch.Tensor) -> int:
-    """The wire id of ``tensor``'s dtype. Raises TypeError for what cannot travel (sparse, quantized, sub-byte)."""
+    """Returns the wire id of ``tensor``'s dtype.
+
+    Raises TypeError for one that cannot travel (sparse, quantized, sub-byte).
+    """
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel as one; send its dense parts")
     try:
@@ -34,13 +37,13 @@ def dtype_id(tensor: torch.Tensor) -> int:
 
 
 def describe(dtype: int, numel: int) -> str:
-    """Words for an error: ``float32 x 12`` from a wire id and a number of elements."""
+    """Returns words for an error: ``float32 x 12`` from a wire id and a number of elements."""
     name = NAMES[dtype] if dtype < len(NAMES) else f"dtype #{dtype} (of a newer version)"
     return f"{name} x {numel}"
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``'s own memory holds the bytes that travel."""
+    """Returns whether ``tensor``'s own memory holds the bytes that travel."""
     return (
         tensor.is_contiguous()
         and tensor.device.type == "cpu"
@@ -49,7 +52,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself if it is plain, else a plain copy of its elements."""
+    """Returns ``tensor`` itself if it is plain, else a plain copy of its elements."""
     if is_plain(tensor):
         return tensor
     if tensor._is_zerotensor():  # autograd's zeros without memory
@@ -58,7 +61,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a plain tensor, writable. It does not keep the tensor alive: the caller has to.
+    """Returns the memory of a plain tensor, writable. It does not keep the tensor alive: the caller has to.
 
     Raises TypeError for a tensor without memory.
     """
@@ -72,19 +75,19 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def store(destination: torch.Tensor, plain_copy: torch.Tensor) -> None:
-    """Copies what arrived in ``plain_copy`` (same dtype, number of elements) into ``destination``."""
+    """Copies ``plain_copy``, which has arrived (same dtype and number of elements), into ``destination``."""
     # Inference mode, so that a destination that is an inference tensor may be written too.
     with torch.inference_mode():
         _movable(destination.detach()).copy_(_movable(plain_copy.detach()).reshape(destination.shape))
 
 
 def scratch(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain, uninitialised CPU tensor of ``tensor``'s dtype and number of elements."""
+    """Makes a plain, uninitialised CPU tensor of ``tensor``'s dtype and number of elements."""
     nbytes = tensor.numel() * tensor.element_size()
     # Through bytes: torch.empty warns of complex32.
     return torch.empty(nbytes, dtype=torch.uint8).view(tensor.dtype)
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a dtype that torch can copy: packed 4-bit floats are bytes to it."""
+    """Returns ``tensor`` as a dtype that torch can copy: packed 4-bit floats are bytes to it."""
     return tensor.view(torch.uint8) if tensor.dtype in _PACKED else tensor

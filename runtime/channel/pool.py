@@ -1,10 +1,12 @@
-"""Warm buffers to receive into. A page that was never touched costs the kernel a fault and a zeroing: receiving a large
-tensor into fresh memory is half as fast as into memory that was used before.
+"""A pool of warm buffers to receive into.
 
-A block is anonymous memory of our own. A tensor over it holds a *lease* (an array, whose only purpose is to die with
-the tensor's storage); the lease's weak reference puts the block back. That callback may run inside of a collection in
-any thread, so it takes no lock and does nothing but append (or let go, when enough blocks are idle). The pool holds the
-blocks that are in use, too: a weak reference that only garbage refers to is never called.
+A page that was never touched costs the kernel a fault and a zeroing: receiving a large tensor into fresh memory is half
+as fast as into memory that was used before.
+
+A block is the pool's own anonymous memory. A tensor over it holds a *lease* (an array, whose only purpose is to die
+with the tensor's storage); the lease's weak reference puts the block back. That callback may run inside of a collection
+in any thread, so it takes no lock and does nothing but append (or let go, when enough blocks are idle). The pool holds
+the blocks that are in use, too: a weak reference that only garbage refers to is never called.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class _Block:
 
 
 class WarmPool:
-    """Keeps at most ``most_blocks`` idle blocks of ``most_bytes`` together; what is in use is not counted."""
+    """Keeps at most ``most_blocks`` idle blocks of ``most_bytes`` together; blocks in use are not counted."""
 
     def __init__(self, most_bytes: int = 512 << 20, most_blocks: int = 8) -> None:
         self._most_bytes, self._most_blocks = most_bytes, most_blocks
@@ -43,17 +45,20 @@ class WarmPool:
         self._lock = threading.Lock()  #: held by take only, never by the callback
 
     def idle_bytes(self) -> int:
-        """Bytes that are kept for later."""
+        """Returns the number of bytes that are kept for later."""
         return sum(block.nbytes for block in self._idle.copy())
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU tensor. The storage of a large one has a fixed size: ``resize_`` cannot enlarge it."""
+        """Makes an uninitialised CPU tensor.
+
+        The storage of a large one has a fixed size: ``resize_`` cannot enlarge it.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST:
             return torch.empty(shape, dtype=dtype)
         block = self._take(nbytes)
         lease = np.frombuffer(block.memory, dtype=np.uint8, count=nbytes)
-        pool = weakref.ref(self)  # no cycle: what is idle goes with the pool at once
+        pool = weakref.ref(self)  # no cycle: idle blocks go with the pool at once
         block.lease = weakref.ref(lease, lambda _: _give(pool(), block))
         self._used.add(block)
         return torch.frombuffer(lease, dtype=torch.uint8).view(dtype).view(shape)
@@ -70,7 +75,7 @@ class WarmPool:
         return _Block(-(-nbytes // step) * step)
 
     def give(self, block: _Block) -> None:
-        """Its tensor is gone."""
+        """Takes a block back, whose tensor is gone."""
         self._used.discard(block)
         if len(self._idle) < self._most_blocks and self.idle_bytes() + block.nbytes <= self._most_bytes:
             self._idle.append(block)

@@ -1,4 +1,4 @@
-"""Which data channels there are, by name.
+"""The registry of data channels, by name.
 
 Three sources, the first that knows a name wins: ``register_channel``, the channels that come with disttensor (one line
 each in protocol/channel_names.py), and the entry points ``disttensor.channels`` of installed packages. A channel's
@@ -16,16 +16,17 @@ from ..protocol.channel_names import ENTRY_POINTS, names
 from ..protocol.errors import DisttensorError
 from .base import DataChannel
 
-#: What a package whose import failed comes with: `pip install 'disttensor[NAME]'`.
+#: The extra that a package whose import failed comes with: `pip install 'disttensor[NAME]'`.
 _EXTRAS = {"mpi4py": "mpi"}
 
 _registered: dict[str, type[DataChannel]] = {}
 
 
 def register_channel(name: str, cls: type[DataChannel]) -> None:
-    """Makes ``cls`` known as ``name`` in this process.
+    """Registers ``cls`` as the data channel ``name`` in this process, for ``init_master_worker(backend=name)``.
 
-    Raises TypeError for something that isn't a DataChannel, ValueError for a name that is taken by another class.
+    Nodes import the class by its module and name. Raises TypeError for something that isn't a DataChannel, ValueError
+    for a name that is taken by another class.
     """
     if not (isinstance(cls, type) and issubclass(cls, DataChannel)):
         raise TypeError(f"channel {name!r} has to be a subclass of DataChannel, not {cls!r}")
@@ -35,10 +36,10 @@ def register_channel(name: str, cls: type[DataChannel]) -> None:
 
 
 def name_for_nodes(name: str) -> str:
-    """What makes ``get_channel`` find the same class in another process: for one that this process has registered,
-    "module:class".
+    """Returns the name by which ``get_channel`` finds the same class in another process.
 
-    Raises ValueError for a class that nodes can't import, because it is defined in the script itself.
+    For a class that this process has registered, that is "module:class". Raises ValueError for a class that nodes can't
+    import, because it is defined in the script itself.
     """
     cls = _registered.get(name)
     if cls is None:
@@ -52,7 +53,7 @@ def name_for_nodes(name: str) -> str:
 
 
 def get_channel(name: str) -> type[DataChannel]:
-    """The class of the channel ``name``, or "module:class".
+    """Returns the class of the channel ``name``, which may also be "module:class".
 
     Raises ValueError for an unknown name (it lists the known ones), TypeError for an entry point that isn't a
     DataChannel, ImportError when the channel's library is missing (it says which).
@@ -68,7 +69,10 @@ def get_channel(name: str) -> type[DataChannel]:
 
 
 def usable_channel(name: str, rank: int) -> type[DataChannel]:
-    """The same, for one that can be used in this process. Raises DisttensorError too, which says why it can't."""
+    """Returns the class of a channel that can be used in this process.
+
+    Raises as ``get_channel``, and DisttensorError, which says why the channel can't be used.
+    """
     cls = get_channel(name)
     if why := cls.unavailable(rank):
         raise DisttensorError(f"the data channel {cls.name!r} can't be used here: {why}")
@@ -76,7 +80,7 @@ def usable_channel(name: str, rank: int) -> type[DataChannel]:
 
 
 def why_unusable(name: str, rank: int) -> str:
-    """Why a channel can't be used in this process, by ``rank``; one line, empty if it can."""
+    """Returns the reason why a channel can't be used in this process, by ``rank``; one line, empty if it can."""
     try:
         return " ".join(get_channel(name).unavailable(rank).split())
     except Exception as error:
@@ -107,5 +111,5 @@ def _load(name: str) -> type[DataChannel]:
 
 
 def channel_names() -> list[str]:
-    """The known names, sorted; nothing is imported."""
+    """Returns the known names, sorted; nothing is imported."""
     return sorted({*_registered, *names()})

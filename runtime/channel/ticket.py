@@ -1,6 +1,6 @@
-"""The Transfer that the built-in channels hand out: a one-shot result without a lock that a finalizer could block on.
+"""Tickets, the Transfers of the built-in channels: one-shot results without a lock that a finalizer could block on.
 
-Whoever ends a transfer may be any thread, even a finalizer that the collector runs inside of another call of ours.
+A transfer may be ended by any thread, even by a finalizer that the collector runs inside of another call of a ticket.
 So there is no mutex: ``_claim`` is only ever tried, and ``_then`` relies on append and popleft being atomic.
 """
 
@@ -18,20 +18,20 @@ _log = logging.getLogger("disttensor.channel")
 
 
 class Ticket(Transfer):
-    """Ends once, by ``finish`` or by ``fail``; later calls of either change nothing."""
+    """A transfer that ends once, by ``finish`` or by ``fail``; later calls of either change nothing."""
 
     def __init__(self) -> None:
-        self._claim = allocate_lock()  #: taken by whoever ends it
+        self._claim = allocate_lock()  #: taken by the thread that ends the transfer
         self._done = False
         self._failure: tuple[Callable[[str], ChannelError], str] | None = None
         self._then: deque[Callable[[], None]] = deque()  #: each is popped, and so called, exactly once
 
     def finish(self) -> None:
-        """Ends it well."""
+        """Ends the transfer well."""
         self._end(None)
 
     def fail(self, kind: Callable[[str], ChannelError], why: str) -> None:
-        """Ends it: ``wait`` raises ``kind(why)``."""
+        """Ends the transfer with an error: ``wait`` raises ``kind(why)``."""
         self._end((kind, why))
 
     def _end(self, failure: tuple[Callable[[str], ChannelError], str] | None) -> None:
@@ -83,19 +83,19 @@ class Ticket(Transfer):
 
 
 def done() -> Ticket:
-    """A transfer that has ended well already."""
+    """Returns a transfer that has ended well already."""
     ticket = Ticket()
     ticket.finish()
     return ticket
 
 
 def poisoned(rank: int, seq: int) -> Callable[[str], ChannelError]:
-    """A ``kind`` for ``Ticket.fail``: the sender has nothing to send, for command ``seq`` of node ``rank`` failed."""
+    """Returns a ``kind`` for ``Ticket.fail``: the sender has no tensor, for command ``seq`` of node ``rank`` failed."""
     return lambda why: PoisonedError(rank, seq)
 
 
 def failed(kind: type[ChannelError], why: str) -> Ticket:
-    """A transfer that has failed already."""
+    """Returns a transfer that has failed already."""
     ticket = Ticket()
     ticket.fail(kind, why)
     return ticket

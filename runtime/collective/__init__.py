@@ -1,5 +1,7 @@
-"""Collectives over any data channel, as functions that every rank that takes part calls. ``wire`` says how they
-talk and fail, ``choice`` which algorithm is used when."""
+"""Collectives over any data channel, as functions that every rank that takes part calls.
+
+``exchange`` defines how ranks talk and fail, ``algorithm_table`` which algorithm is used when.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .calls import (
     scatter,
     sendreceive,
 )
-from .exchange import IDS, LOST, Wire
+from .exchange import IDS, LOST, Exchange
 from .native import native
 from .reduction import ReduceOp, check
 
@@ -25,9 +27,9 @@ __all__ = [
     "LOST",
     "NATIVE",
     "TABLE",
+    "Exchange",
     "ReduceOp",
     "Way",
-    "Wire",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -1,28 +1,36 @@
-"""Which algorithm a collective uses: one table, by bytes and by the number of ranks.
+"""Chooses the algorithm of a collective: one table, by bytes and by the number of ranks.
 
 The numbers are those of tools/bench/collectives.py with the channels shm and tcp on one host, where a message costs
 as much as to copy some hundred KiB: few messages win, and short ones cost more than what they overlap. Between hosts,
-where a link is slower than that, halves of what is here would do as well.
+where a link is slower than that, halves of these numbers would do as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Bytes of one message of a pipelined algorithm.
+#: The bytes of one message of a pipelined algorithm.
 CHUNK = 4 << 20
 
 
 @dataclass(frozen=True)
 class Way:
-    """An algorithm; trees have a base."""
+    """An algorithm of a collective with its parameters: ``Way("tree", base=4, chunk=1 << 20)``.
+
+    Collectives take it as ``algorithm``, and raise ValueError for an algorithm that they do not have.
+
+    Attributes:
+        algorithm: the name of the algorithm, such as "ring" or "tree" (docs/COLLECTIVES.md).
+        base: the number of children of each rank in a tree; 1 makes it a chain. Other algorithms do not use it.
+        chunk: the bytes of one message of a pipelined algorithm.
+    """
 
     algorithm: str
     base: int = 2
     chunk: int = CHUNK
 
 
-#: The algorithm that is the channel's own.
+#: The name of the algorithm that is the channel's own.
 NATIVE = "native"
 
 #: The algorithms of each collective that has several.
@@ -52,7 +60,7 @@ TABLE: dict[str, list[tuple[int, int, Way]]] = {
 
 
 def choose(collective: str, nbytes: int, ranks: int) -> Way:
-    """The way of ``collective`` when the whole of it (all ranks' parts, where they differ) has ``nbytes``."""
+    """Returns the algorithm of ``collective`` for ``nbytes`` in total (all ranks' parts, where they differ)."""
     return next(
         (way for most, many, way in TABLE.get(collective, ()) if nbytes <= most and ranks <= many), Way("direct")
     )

@@ -11,22 +11,24 @@ _MOST = 1 << 16
 
 
 def slabs(blocks: Sequence[torch.Tensor], chunk: int) -> int:
-    """How many slabs it takes to have parts of ``chunk`` bytes of each block. At least one."""
+    """Returns the number of slabs it takes to have parts of ``chunk`` bytes of each block. At least one."""
     longest = max((block.numel() * block.element_size() for block in blocks), default=0)
     return min(max(1, -(-longest // chunk)), _MOST)
 
 
 def cut(blocks: Sequence[torch.Tensor], slab: int, of: int) -> list[torch.Tensor]:
-    """The part in each of as many slabs of blocks that are of about the same length."""
+    """Returns the parts of one slab: one of each block, where all blocks are of about the same length."""
     return [block[block.numel() * slab // of : block.numel() * (slab + 1) // of] for block in blocks]
 
 
 def cut_apart(blocks: Sequence[torch.Tensor], slab: int, chunk: int) -> list[torch.Tensor | None]:
-    """The same for blocks of their own lengths: short ones have no part in the later slabs. It can be told from a
-    block alone."""
+    """Returns the parts of one slab for blocks of their own lengths: short ones have no part in the later slabs.
+
+    A block's parts depend on that block alone.
+    """
     return [cut([block], slab, n)[0] if slab < (n := slabs([block], chunk)) else None for block in blocks]
 
 
 def pieces_of(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """A flat tensor as consecutive pieces of about equal lengths."""
+    """Cuts a flat tensor into consecutive pieces of about equal lengths."""
     return [cut([tensor], i, count)[0] for i in range(count)]

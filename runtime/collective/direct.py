@@ -1,5 +1,7 @@
-"""Direct algorithms: every rank talks to every other. One round per phase, and reductions happen in the order of ranks,
-so that a sum has the bits of ``x[0] + x[1] + x[2] + ...``."""
+"""Direct algorithms: every rank talks to every other. One round per phase.
+
+Reductions happen in the order of ranks, so that a sum has the bits of ``x[0] + x[1] + x[2] + ...``.
+"""
 
 from __future__ import annotations
 
@@ -7,101 +9,103 @@ from collections.abc import Sequence
 
 import torch
 
-from .exchange import Incoming, Steps, Wire
+from .exchange import Exchange, Incoming, Steps
 from .reduction import ReduceOp
 
 Pieces = Sequence[torch.Tensor]
-#: None: there is nothing of it in this slab.
+#: Parts of pieces; None: the piece has no part in this slab.
 Parts = Sequence[torch.Tensor | None]
 
 
-def _others(wire: Wire) -> list[tuple[int, int]]:
-    """(to, from), so that at each moment everybody sends to another one."""
-    return [((wire.me + d) % wire.size, (wire.me - d) % wire.size) for d in range(1, wire.size)]
+def _others(exchange: Exchange) -> list[tuple[int, int]]:
+    """Returns (to, from) pairs, so that at each moment every rank sends to another one."""
+    return [((exchange.me + d) % exchange.size, (exchange.me - d) % exchange.size) for d in range(1, exchange.size)]
 
 
-def _reduce(wire: Wire, mine: torch.Tensor, coming: dict[int, Incoming], target: torch.Tensor, op: ReduceOp) -> None:
-    """In the order of ranks, into memory that arrived until the last one, for ``target`` may be ``mine``."""
+def _reduce(
+    exchange: Exchange, mine: torch.Tensor, coming: dict[int, Incoming], target: torch.Tensor, op: ReduceOp
+) -> None:
+    """Reduces in the order of ranks, into memory that arrived until the last one, for ``target`` may be ``mine``."""
     total, spare = mine, None
-    for i in range(wire.size):
-        part = mine if i == wire.me else coming[i].get()
-        if i != wire.me and spare is None:
+    for i in range(exchange.size):
+        part = mine if i == exchange.me else coming[i].get()
+        if i != exchange.me and spare is None:
             spare = part
         if i:
-            part = wire.combine(op, total, part, target if i == wire.size - 1 else spare)
+            part = exchange.combine(op, total, part, target if i == exchange.size - 1 else spare)
         total = part
-    if wire.size == 1:
-        wire.copy(total, target)
+    if exchange.size == 1:
+        exchange.copy(total, target)
 
 
-def reduce_scatter(wire: Wire, source: Pieces, target: torch.Tensor, op: ReduceOp) -> Steps:
-    """``target`` becomes the reduction of all ranks' ``source[me]``; ``source`` stays, but for what is ``target``."""
-    mine, coming = source[wire.me], {}
-    for to, other in _others(wire):
-        coming[other] = wire.take(mine, other)
-        wire.send(source[to], to)
+def reduce_scatter(exchange: Exchange, source: Pieces, target: torch.Tensor, op: ReduceOp) -> Steps:
+    """Reduces all ranks' ``source[me]`` into ``target``; ``source`` stays, except where it is ``target``."""
+    mine, coming = source[exchange.me], {}
+    for to, other in _others(exchange):
+        coming[other] = exchange.take(mine, other)
+        exchange.send(source[to], to)
     yield
-    _reduce(wire, mine, coming, target, op)
-    wire.finish(op, target)
+    _reduce(exchange, mine, coming, target, op)
+    exchange.finish(op, target)
 
 
-def all_gather(wire: Wire, pieces: Parts) -> Steps:
-    """``pieces[i]`` of all ranks becomes what it is on rank i. They may be of different lengths."""
-    yield from exchange(wire, [pieces[wire.me]] * wire.size, pieces)
+def all_gather(exchange: Exchange, pieces: Parts) -> Steps:
+    """Makes ``pieces[i]`` of all ranks that of rank i. They may be of different lengths."""
+    yield from all_to_all(exchange, [pieces[exchange.me]] * exchange.size, pieces)
 
 
-def all_reduce(wire: Wire, source: Pieces, target: Pieces, op: ReduceOp) -> Steps:
-    yield from reduce_scatter(wire, source, target[wire.me], op)
-    yield from all_gather(wire, target)
+def all_reduce(exchange: Exchange, source: Pieces, target: Pieces, op: ReduceOp) -> Steps:
+    yield from reduce_scatter(exchange, source, target[exchange.me], op)
+    yield from all_gather(exchange, target)
 
 
-def all_reduce_whole(wire: Wire, source: torch.Tensor, target: torch.Tensor, op: ReduceOp) -> Steps:
-    """One round: everybody sends everything to everybody. For what is small."""
+def all_reduce_whole(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, op: ReduceOp) -> Steps:
+    """Reduces in one round: every rank sends everything to every other. For small tensors."""
     coming = {}
-    for to, other in _others(wire):
-        coming[other] = wire.take(source, other)
-        wire.send(source, to)
+    for to, other in _others(exchange):
+        coming[other] = exchange.take(source, other)
+        exchange.send(source, to)
     yield
     for message in coming.values():
         message.get()
-    wire.settle()  # that the others' contributions are here does not say that ours is there
-    _reduce(wire, wire.rounded(source), coming, target, op)
-    wire.finish(op, target)
+    exchange.settle()  # that the others' contributions have arrived does not say that this rank's has
+    _reduce(exchange, exchange.rounded(source), coming, target, op)
+    exchange.finish(op, target)
 
 
-def exchange(wire: Wire, sources: Parts, targets: Parts) -> Steps:
-    """``sources[i]`` goes to rank i, ``targets[i]`` comes from there; but for our own."""
+def all_to_all(exchange: Exchange, sources: Parts, targets: Parts) -> Steps:
+    """Sends ``sources[i]`` to rank i, and receives ``targets[i]`` from there; not from this rank itself."""
     coming = []
-    for to, other in _others(wire):
+    for to, other in _others(exchange):
         if (target := targets[other]) is not None:
-            coming.append(wire.fill(target, other))
+            coming.append(exchange.fill(target, other))
         if (source := sources[to]) is not None:
-            wire.send(source, to)
+            exchange.send(source, to)
     yield
     for message in coming:
         message.get()
 
 
-def gather(wire: Wire, source: torch.Tensor | None, targets: Parts, root: int) -> Steps:
-    """The root's ``targets[i]`` becomes rank i's ``source``, but for its own."""
+def gather(exchange: Exchange, source: torch.Tensor | None, targets: Parts, root: int) -> Steps:
+    """Makes the root's ``targets[i]`` rank i's ``source``; the root does not copy its own."""
     coming = []
-    if wire.me == root:
-        coming = [wire.fill(target, i) for i, target in enumerate(targets) if i != root and target is not None]
+    if exchange.me == root:
+        coming = [exchange.fill(target, i) for i, target in enumerate(targets) if i != root and target is not None]
     elif source is not None:
-        wire.send(source, root)
+        exchange.send(source, root)
     yield
     for message in coming:
         message.get()
 
 
-def scatter(wire: Wire, sources: Parts, target: torch.Tensor | None, root: int) -> Steps:
-    """Rank i's ``target`` becomes the root's ``sources[i]``, but for its own."""
+def scatter(exchange: Exchange, sources: Parts, target: torch.Tensor | None, root: int) -> Steps:
+    """Makes rank i's ``target`` the root's ``sources[i]``; the root does not copy its own."""
     coming = []
-    if wire.me != root and target is not None:
-        coming = [wire.fill(target, root)]
+    if exchange.me != root and target is not None:
+        coming = [exchange.fill(target, root)]
     for i, source in enumerate(sources):
-        if wire.me == root and i != root and source is not None:
-            wire.send(source, i)
+        if exchange.me == root and i != root and source is not None:
+            exchange.send(source, i)
     yield
     for message in coming:
         message.get()

@@ -1,14 +1,15 @@
 """One rank's end of one collective: numbered messages to and from the others, and what happens when something fails.
 
 Every rank runs the same schedule of messages to its end, whatever happens. A rank in *trouble* (its input is poison, a
-peer is lost, a kernel failed) goes on with garbage, and sends refusals (``DataChannel.refuse``) in place of tensors.
-Who receives a refusal is in the same trouble. So trouble reaches exactly those whose result depends on it; nobody waits
-for a message that never comes; and no message is left over that would stand in the way of the pair's next one.
+peer is lost, a kernel failed) keeps the schedule with arbitrary data, and sends refusals (``DataChannel.refuse``),
+which are error markers in place of tensors. The receiver of a refusal is in the same trouble. So trouble reaches
+exactly the ranks whose result depends on it; nobody waits for a message that never comes; and no message is left over
+that would stand in the way of the pair's next one.
 
     trouble                      the others are told         and raise
     input is poison              its rank and seq            PoisonedError(rank, seq)
     a peer is lost               its rank, and LOST          BrokenError
-    a kernel failed here         our rank and seq            PoisonedError(rank, seq)
+    a kernel failed here         this rank and its seq       PoisonedError(rank, seq)
 """
 
 from __future__ import annotations
@@ -23,27 +24,34 @@ from ..channel.base import DataChannel, Transfer
 from ..protocol.errors import BrokenError, ChannelError, PoisonedError
 from .reduction import ReduceOp, kernel
 
-#: A collective uses at most so many transfer ids, from its base on.
+#: The most transfer ids of a collective, from its base on.
 IDS = 1 << 20
-#: The ``seq`` of a refusal that says: that rank is lost.
+#: The ``seq`` of a refusal that says that the rank is lost.
 LOST = 1 << 63
-#: Sends under way whose tensors are kept, before the oldest is waited for.
+#: The most sends under way whose tensors are kept, before the oldest is waited for.
 _MOST_SENDS = 64
 
-#: A rank's part of a collective on one slab of the data. At each yield it leaves the turn to other slabs.
+#: A rank's part of a collective on one slab of the data. At each yield other slabs have their turn.
 Steps = Iterator[None]
 
 
-class Small(Protocol):
-    """What small tensors may go by beside the channel (shared_pages.py)."""
+class SmallTensorPath(Protocol):
+    """The fast path of small tensors, beside the channel (shared_pages.py)."""
 
-    def of(self, wire: Wire) -> Any: ...
+    def of(self, exchange: Exchange) -> Any: ...
 
 
-class Wire:
-    """``ranks`` are the peers that take part, in the group's order; we are ``ranks[me]``. ``base`` is the first of the
-    collective's transfer ids. ``blame`` (rank, seq) is what the others are told if we fail by ourselves. ``poison``
-    (rank, seq) says that our input is. ``carry``: floats travel in this dtype, which has less precision.
+class Exchange:
+    """One rank's end of one collective.
+
+    Args:
+        channel: carries the messages.
+        ranks: the peers that take part, in the group's order.
+        me: this rank's place in ``ranks``.
+        base: the first of the collective's transfer ids.
+        blame: (rank, seq), what the others are told if this rank fails by itself.
+        poison: (rank, seq), if this rank's input is poison.
+        carry: the dtype in which floats travel, if it has less precision.
     """
 
     def __init__(
@@ -58,20 +66,22 @@ class Wire:
         carry: torch.dtype | None = None,
     ) -> None:
         self.size, self.me = len(ranks), me
-        self.contributors = self.size  #: over which an average is taken
+        self.contributors = self.size  #: the number over which an average is taken
         self.channel, self.ranks, self._base, self._blame = channel, tuple(ranks), base, blame
         self._carry = carry
-        self._sent: defaultdict[int, int] = defaultdict(int)  #: messages by peer
+        self._sent: defaultdict[int, int] = defaultdict(int)  #: number of messages by peer
         self._received: defaultdict[int, int] = defaultdict(int)
-        self._sends: deque[tuple[Transfer, int]] = deque()  #: under way, and to whom
-        self.boards: Small | None = None  #: for what is small
-        self._trouble = poison  #: what the others are told
+        self._sends: deque[tuple[Transfer, int]] = deque()  #: sends under way, and their peers
+        self.shared_pages: SmallTensorPath | None = None  #: the fast path of small tensors
+        self._trouble = poison  #: (rank, seq) that the others are told
         self.error: Exception | None = PoisonedError(*poison) if poison else None
 
-    def part(self, members: Sequence[int]) -> Wire:
-        """The same for some of the group, in that order; we have to be one of them. Trouble is not shared until
-        ``join``."""
-        one = Wire(
+    def part(self, members: Sequence[int]) -> Exchange:
+        """Returns an exchange for some ranks of the group, in that order, this rank among them.
+
+        Trouble is not shared until ``join``.
+        """
+        one = Exchange(
             self.channel, [self.ranks[i] for i in members], members.index(self.me), self._base,
             blame=self._blame, carry=self._carry,
         )  # fmt: skip
@@ -79,24 +89,27 @@ class Wire:
         one._trouble, one.error = self._trouble, self.error
         return one
 
-    def join(self, part: Wire) -> None:
+    def join(self, part: Exchange) -> None:
         """Takes over the trouble of a part."""
         if self._trouble is None:
             self._trouble, self.error = part._trouble, part.error
 
     @property
     def trouble(self) -> tuple[int, int] | None:
-        """(rank, seq): what the others are told."""
+        """The trouble that the others are told, as (rank, seq)."""
         return self._trouble
 
     def lost(self, source: int) -> str:
-        """Why ``ranks[source]`` is lost, or an empty text."""
+        """Returns the reason why ``ranks[source]`` is lost, or an empty text."""
         return self.channel.failure(self.ranks[source])
 
     # ***** messages *****
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """To ``ranks[to]``. The tensor must not change until something arrived that depends on it, or ``settle``."""
+        """Sends to ``ranks[to]``.
+
+        The tensor must not change until a message that depends on it arrived, or until ``settle``.
+        """
         peer = self.ranks[to]
         transfer = self._number(self._sent, peer)
         if self._trouble is None:
@@ -109,24 +122,27 @@ class Wire:
                 self.fail(error)
         try:
             self.channel.refuse(peer, transfer, *(self._trouble or self._blame))
-        except Exception as error:  # our own end is closed
+        except Exception as error:  # this end is closed
             self.fail(error)
 
     def take(self, like: torch.Tensor, source: int) -> Incoming:
-        """A message of the form of ``like`` from ``ranks[source]``, in memory of the channel's choice, to keep."""
+        """Announces a message in the form of ``like`` from ``ranks[source]``; it may be kept.
+
+        The channel chooses its memory.
+        """
         return Incoming(self, like, source, None)
 
     def fill(self, target: torch.Tensor, source: int) -> Incoming:
-        """A message into ``target``."""
+        """Announces a message from ``ranks[source]`` into ``target``."""
         return Incoming(self, target, source, target)
 
     def carried(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which tensors of ``dtype`` travel."""
+        """Returns the dtype in which tensors of ``dtype`` travel."""
         less = self._carry is not None and dtype.is_floating_point and self._carry.itemsize < dtype.itemsize
         return self._carry if less and self._carry is not None else dtype
 
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the others get of ``tensor`` when it is sent."""
+        """Returns ``tensor`` as the others get it when it is sent."""
         return _as(_as(tensor, self.carried(tensor.dtype)), tensor.dtype)
 
     def _number(self, counter: defaultdict[int, int], peer: int) -> int:
@@ -145,7 +161,7 @@ class Wire:
         return a if out is None else out
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Unless both are the same memory."""
+        """Copies a tensor, unless both are the same memory."""
         if self._trouble is None and source.data_ptr() != target.data_ptr():
             try:
                 target.copy_(source)
@@ -153,7 +169,10 @@ class Wire:
                 self.fail(error)
 
     def finish(self, op: ReduceOp, total: torch.Tensor) -> None:
-        """What is left to do once all contributions are in ``total``: it becomes exactly what the others get of it."""
+        """Completes ``total`` once all contributions are in it: averages it, and rounds it as it travels.
+
+        So it is exactly what the others get of it.
+        """
         if self._trouble is None:
             try:
                 if op is ReduceOp.AVG:
@@ -166,7 +185,7 @@ class Wire:
     # ***** trouble *****
 
     def fail(self, error: Exception, peer: int | None = None) -> None:
-        """Notes what went wrong, with a peer or by ourselves. Only the first counts."""
+        """Notes an error, with a peer or of this rank itself. Only the first counts."""
         if self._trouble is not None:
             return
         if isinstance(error, PoisonedError):
@@ -192,38 +211,38 @@ class Wire:
             self._settle(*self._sends.popleft())
 
     def end(self) -> None:
-        """The collective's end. Raises what went wrong."""
+        """Ends the collective. Raises the error of this rank's trouble, if any."""
         self.settle()
         if self.error is not None:
             raise self.error
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor.to(dtype)``, which takes its time even where there is nothing to do."""
+    """Returns ``tensor.to(dtype)``, but skips that call, which is slow even where there is nothing to do."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 class Incoming:
-    """A message that is awaited: announced when it is made."""
+    """An expected message: announced to the channel when it is made."""
 
-    def __init__(self, wire: Wire, like: torch.Tensor, source: int, target: torch.Tensor | None) -> None:
-        self._wire, self._like, self._target = wire, like, target
-        self._peer = wire.ranks[source]
-        transfer = wire._number(wire._received, self._peer)
-        dtype = wire.carried(like.dtype)
+    def __init__(self, exchange: Exchange, like: torch.Tensor, source: int, target: torch.Tensor | None) -> None:
+        self._wire, self._like, self._target = exchange, like, target
+        self._peer = exchange.ranks[source]
+        transfer = exchange._number(exchange._received, self._peer)
+        dtype = exchange.carried(like.dtype)
         self._copied = target is None or dtype != target.dtype
         self._transfer: Transfer | None = None
         try:
             if target is not None and not self._copied:
-                self._transfer = wire.channel.irecv(target, self._peer, transfer)
+                self._transfer = exchange.channel.irecv(target, self._peer, transfer)
             else:
-                self._transfer = wire.channel.iarrive(tuple(like.shape), dtype, self._peer, transfer)
+                self._transfer = exchange.channel.iarrive(tuple(like.shape), dtype, self._peer, transfer)
         except Exception as error:
-            wire.fail(error)
+            exchange.fail(error)
 
     def get(self) -> torch.Tensor:
-        """Waits for it. In trouble: a tensor of the form with anything in it."""
-        wire = self._wire
+        """Waits for the message. In trouble: a tensor of the right form with arbitrary contents."""
+        exchange = self._wire
         if self._transfer is not None:
             try:
                 self._transfer.wait()
@@ -232,20 +251,19 @@ class Incoming:
                 arrived: torch.Tensor = self._transfer.tensor  # type: ignore[attr-defined]
                 if self._target is None:
                     return _as(arrived, self._like.dtype)
-                wire.copy(arrived, self._target)
+                exchange.copy(arrived, self._target)
                 return self._target
             except Exception as error:
-                wire.fail(error, self._peer)
+                exchange.fail(error, self._peer)
         return torch.empty_like(self._like) if self._target is None else self._target
 
 
 def pipeline(slabs: Iterable[Steps]) -> None:
-    """Runs the schedules of many slabs side by side: in each round every one that runs goes on to its next yield, the
-    oldest first, and one more is started.
+    """Runs the schedules of many slabs side by side.
 
-    All ranks must yield at the same places of the schedule (also a rank that has nothing to do there): then both ends
-    of each pair see its messages in the same order, and as this is an order of the whole that everybody follows, no
-    two can wait for each other.
+    In each round every running one goes on to its next yield, the oldest first, and one more is started. All ranks must
+    yield at the same places of the schedule (also a rank that has nothing to do there): then both ends of each pair see
+    its messages in the same order, and as this is one order that everybody follows, no two can wait for each other.
     """
     running: deque[Steps] = deque()
     waiting = iter(slabs)

@@ -9,45 +9,51 @@ from collections.abc import Iterator
 
 import torch
 
-from .exchange import Steps, Wire
+from .exchange import Exchange, Steps
 from .reduction import ReduceOp
 
 
-def _folded(wire: Wire) -> tuple[int, int]:
-    """How many ranks fold, and our number among those that go on (-1: we fold). Of the first ``2 * folds`` ranks the
-    odd ones fold into the even ones."""
-    folds = wire.size - (1 << wire.size.bit_length() - 1)
-    if wire.me >= 2 * folds:
-        return folds, wire.me - folds
-    return folds, -1 if wire.me % 2 else wire.me // 2
+def _folded(exchange: Exchange) -> tuple[int, int]:
+    """Returns the number of ranks that fold, and this rank's number among those that go on (-1: it folds).
+
+    Of the first ``2 * folds`` ranks the odd ones fold into the even ones.
+    """
+    folds = exchange.size - (1 << exchange.size.bit_length() - 1)
+    if exchange.me >= 2 * folds:
+        return folds, exchange.me - folds
+    return folds, -1 if exchange.me % 2 else exchange.me // 2
 
 
 def _rank(number: int, folds: int) -> int:
     return number + folds if number >= folds else 2 * number
 
 
-def _masks(wire: Wire) -> Iterator[int]:
+def _masks(exchange: Exchange) -> Iterator[int]:
     mask = 1
-    while 2 * mask <= wire.size:
+    while 2 * mask <= exchange.size:
         yield mask
         mask *= 2
 
 
-def all_reduce(wire: Wire, source: torch.Tensor, target: torch.Tensor, op: ReduceOp) -> Steps:
-    """Halving, then doubling: in each round half of what a rank is still busy with. Moves as much as a ring."""
-    folds, number = _folded(wire)
+def all_reduce(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, op: ReduceOp) -> Steps:
+    """Reduces by halving, then doubling: in each round half of the data that a rank still works on.
+
+    Moves as much as a ring.
+    """
+    folds, number = _folded(exchange)
     if number < 0:
-        coming = wire.fill(target, wire.me - 1)
-        wire.send(source, wire.me - 1)
-    elif folds and wire.me < 2 * folds:
-        first = wire.take(source, wire.me + 1)
+        coming = exchange.fill(target, exchange.me - 1)
+        exchange.send(source, exchange.me - 1)
+    elif folds and exchange.me < 2 * folds:
+        first = exchange.take(source, exchange.me + 1)
         yield
-        source = wire.combine(op, source, first.get(), target)
-    if not (number >= 0 and wire.me < 2 * folds):
+        source = exchange.combine(op, source, first.get(), target)
+    if not (number >= 0 and exchange.me < 2 * folds):
         yield
     low, high = 0, source.numel()
-    steps: list[tuple[int, slice, int, int]] = []  #: partner, what it goes on with, what of both of us there was
-    for mask in _masks(wire):
+    #: partner, the slice that it goes on with, and the range that both had before
+    steps: list[tuple[int, slice, int, int]] = []
+    for mask in _masks(exchange):
         if number < 0:
             yield
             continue
@@ -56,63 +62,63 @@ def all_reduce(wire: Wire, source: torch.Tensor, target: torch.Tensor, op: Reduc
         if number & mask:
             kept, given = given, kept
         steps.append((partner, given, low, high))
-        half = wire.take(source[kept], partner)
-        wire.send(source[given], partner)
+        half = exchange.take(source[kept], partner)
+        exchange.send(source[given], partner)
         yield
         part = half.get()
-        wire.combine(op, source[kept], part, target[kept])
+        exchange.combine(op, source[kept], part, target[kept])
         source = target
         low, high = kept.start, kept.stop
     if number >= 0:
         if not steps:
-            wire.copy(source, target)
-        wire.finish(op, target[low:high])
-    for _ in _masks(wire):
+            exchange.copy(source, target)
+        exchange.finish(op, target[low:high])
+    for _ in _masks(exchange):
         if number < 0:
             yield
             continue
         partner, given, low_before, high_before = steps.pop()
-        half = wire.fill(target[given], partner)
-        wire.send(target[low:high], partner)
+        half = exchange.fill(target[given], partner)
+        exchange.send(target[low:high], partner)
         yield
         half.get()
         low, high = low_before, high_before
     if number < 0:
         coming.get()
-    elif folds and wire.me < 2 * folds:
-        wire.send(target, wire.me + 1)
+    elif folds and exchange.me < 2 * folds:
+        exchange.send(target, exchange.me + 1)
 
 
-def all_reduce_whole(wire: Wire, source: torch.Tensor, target: torch.Tensor, op: ReduceOp) -> Steps:
-    """Doubling only: in each round everything that a rank has. Fewest rounds, for what is small."""
-    folds, number = _folded(wire)
+def all_reduce_whole(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, op: ReduceOp) -> Steps:
+    """Reduces by doubling only: in each round all data of a rank. Fewest rounds, for small tensors."""
+    folds, number = _folded(exchange)
     total = source
     if number < 0:
-        coming = wire.fill(target, wire.me - 1)
-        wire.send(source, wire.me - 1)
-    elif folds and wire.me < 2 * folds:
-        first = wire.take(source, wire.me + 1)
+        coming = exchange.fill(target, exchange.me - 1)
+        exchange.send(source, exchange.me - 1)
+    elif folds and exchange.me < 2 * folds:
+        first = exchange.take(source, exchange.me + 1)
         yield
         part = first.get()
-        total = wire.combine(op, source, part, part)
-    if not (number >= 0 and wire.me < 2 * folds):
+        total = exchange.combine(op, source, part, part)
+    if not (number >= 0 and exchange.me < 2 * folds):
         yield
-    for mask in _masks(wire):
+    for mask in _masks(exchange):
         if number < 0:
             yield
             continue
         partner = _rank(number ^ mask, folds)
-        whole = wire.take(source, partner)
-        wire.send(total, partner)
+        whole = exchange.take(source, partner)
+        exchange.send(total, partner)
         yield
-        part, total = whole.get(), wire.rounded(total)
+        part, total = whole.get(), exchange.rounded(total)
         a, b = (part, total) if number & mask else (total, part)
-        total = wire.combine(op, a, b, part)
+        total = exchange.combine(op, a, b, part)
     if number < 0:
         coming.get()
         return
-    wire.settle()  # ``target`` may be ``source``, which was sent
-    wire.copy(total, target)
-    wire.finish(op, target)
-    if folds and wire.me < 2 * folds:
-        wire.send(target, wire.me + 1)
+    exchange.settle()  # ``target`` may be ``source``, which was sent
+    exchange.copy(total, target)
+    exchange.finish(op, target)
+    if folds and exchange.me < 2 * folds:
+        exchange.send(target, exchange.me + 1)

@@ -1,8 +1,8 @@
-"""A collective that the channel does by itself (``DataChannel.collective``), between two things that it doesn't know
-of: tensors that are not plain, and trouble.
+"""Native collectives: the channel does them by itself (``DataChannel.collective``).
 
-A rank in trouble takes part with anything in its tensors, or the others would wait for it. Then all agree, by an
-exchange without data, whether one was in trouble: if so, all are, for nobody knows what reached whom.
+This module adds what a channel does not know of: tensors that are not plain, and trouble. A rank in trouble takes part
+with arbitrary contents in its tensors, or the others would wait for it. Then all agree, by an exchange without data,
+whether one was in trouble: if so, all are, for nobody knows what reached whom.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from ..channel.payload import is_plain, plain, scratch, store
 from ..protocol.errors import BrokenError
 from .calls import barrier
-from .exchange import Wire
+from .exchange import Exchange
 from .reduction import ReduceOp
 
 
 def native(
-    wire: Wire,
+    exchange: Exchange,
     kind: str,
     inputs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
@@ -27,30 +27,36 @@ def native(
     root: int,
     number: int,
 ) -> None:
-    """As the collective ``kind`` of ``calls``, with all its tensors in two lists. ``number``: as the channel's."""
-    channel = wire.channel
+    """Does the collective ``kind`` of ``calls`` by the channel, with all its tensors in two lists.
+
+    ``number`` is the channel's id of the collective.
+    """
+    channel = exchange.channel
     with torch.inference_mode():
-        ours, theirs = [_flat(wire, x) for x in inputs], [_flat(wire, x) for x in outs]
+        ours, theirs = [_flat(exchange, x) for x in inputs], [_flat(exchange, x) for x in outs]
         try:
-            channel.collective(kind, wire.ranks, wire.me, ours, theirs, op.name, root, number)
+            channel.collective(kind, exchange.ranks, exchange.me, ours, theirs, op.name, root, number)
         except Exception as error:
-            wire.fail(error, error.rank if isinstance(error, BrokenError) else None)
+            exchange.fail(error, error.rank if isinstance(error, BrokenError) else None)
         try:
-            barrier(wire)
+            barrier(exchange)
         except Exception:
-            channel.regroup(wire.ranks)
+            channel.regroup(exchange.ranks)
             raise
     for target, out in zip(outs, theirs, strict=True):
         if target.device != out.device or target.data_ptr() != out.data_ptr():
             store(target, out)
 
 
-def _flat(wire: Wire, tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements, flat, in its own memory if the channel can use that. Anything, if a copy fails."""
+def _flat(exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor's elements, flat, in its own memory if the channel can use that.
+
+    Arbitrary contents, and trouble, if a copy fails.
+    """
     try:
-        if is_plain(tensor) or tensor.device.type not in wire.channel.capabilities.devices:
+        if is_plain(tensor) or tensor.device.type not in exchange.channel.capabilities.devices:
             return plain(tensor.detach()).view(-1)
         return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     except Exception as error:
-        wire.fail(error)
+        exchange.fail(error)
         return scratch(tensor)

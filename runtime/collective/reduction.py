@@ -1,4 +1,4 @@
-"""What a reduction does with two contributions, and which dtypes it takes: those that torch.distributed gives it."""
+"""Reductions: the kernels for two contributions, and the dtypes that they take, as torch.distributed does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ Kernel = Callable[..., torch.Tensor]
 
 
 class ReduceOp(IntEnum):
-    """As torch.distributed.ReduceOp, with its numbers."""
+    """The operation of a reduction: torch.distributed.ReduceOp, with its names and numbers.
+
+        dt.all_reduce(xs, dt.collectives.ReduceOp.MAX)      # "MAX" does as well
+
+    Tensors are reduced element by element; the result has their shape and dtype. SUM, PRODUCT, MIN and MAX take real
+    numbers and booleans, SUM and AVG complex numbers, AVG floating-point numbers, BAND, BOR and BXOR integers and
+    booleans: in each case the dtypes that torch's kernel takes, so not float8. Of booleans SUM and MAX mean "any",
+    PRODUCT and MIN "all". Collectives raise TypeError for other dtypes.
+    """
 
     SUM = 0
     AVG = 1  #: the sum over the number of contributors
@@ -24,7 +32,7 @@ class ReduceOp(IntEnum):
     BXOR = 7
 
 
-#: Each commutes to the last bit, so that two ranks that reduce the same pair in another order agree.
+#: The kernels. Each commutes to the last bit, so that two ranks that reduce the same pair in another order agree.
 _KERNELS: dict[ReduceOp, Kernel] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
@@ -38,13 +46,13 @@ _KERNELS: dict[ReduceOp, Kernel] = {
 
 
 def kernel(op: ReduceOp) -> Kernel:
-    """``f(a, b, out=)``."""
+    """Returns the kernel of an operation: ``f(a, b, out=)``."""
     return _KERNELS[op]
 
 
 @cache
 def check(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Raises TypeError unless tensors of ``dtype`` can be reduced so.
+    """Raises TypeError unless tensors of ``dtype`` can be reduced by ``op``.
 
     As in torch.distributed, complex numbers have sums and averages only. Of integers there is no average. Of booleans,
     sum and maximum mean "any", product and minimum "all".

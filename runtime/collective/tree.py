@@ -1,16 +1,18 @@
-"""Trees of any base: rank ``v``, counted from the root, has the children ``base * v + 1`` to ``base * v + base``.
-Of base 1 it is a chain, of a base of at least the group's size a star."""
+"""Tree algorithms. In a tree of base ``b`` rank ``v`` has the children ``b * v + 1`` to ``b * v + b``.
+
+Ranks are counted from the root. A tree of base 1 is a chain, of a base of at least the group's size a star.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from .exchange import Steps, Wire
+from .exchange import Exchange, Steps
 from .reduction import ReduceOp
 
 
 class Tree:
-    """Our place in one."""
+    """This rank's place in a tree."""
 
     def __init__(self, size: int, me: int, root: int, base: int) -> None:
         place = (me - root) % size
@@ -27,42 +29,44 @@ def _depth(place: int, base: int) -> int:
     return depth
 
 
-def reduce(wire: Wire, source: torch.Tensor, target: torch.Tensor | None, op: ReduceOp, root: int, base: int) -> Steps:
-    """The root's ``target`` becomes the reduction of all ranks' ``source``, which stays unless it is the same."""
-    tree = Tree(wire.size, wire.me, root, base)
-    coming = [wire.take(source, child) for child in tree.children]
+def reduce(
+    exchange: Exchange, source: torch.Tensor, target: torch.Tensor | None, op: ReduceOp, root: int, base: int
+) -> Steps:
+    """Reduces all ranks' ``source`` into the root's ``target``; ``source`` stays unless it is the same."""
+    tree = Tree(exchange.size, exchange.me, root, base)
+    coming = [exchange.take(source, child) for child in tree.children]
     total = source
     for level in range(tree.deepest, -1, -1):
         if level == tree.depth:
             for i, message in enumerate(coming):
                 part = message.get()
                 last = tree.parent is None and i == len(coming) - 1
-                total = wire.combine(op, total, part, target if last else part)
+                total = exchange.combine(op, total, part, target if last else part)
             if tree.parent is not None:
-                wire.send(total, tree.parent)
+                exchange.send(total, tree.parent)
         if level:
             yield
     if tree.parent is None and target is not None:
-        wire.copy(total, target)
-        wire.finish(op, target)
+        exchange.copy(total, target)
+        exchange.finish(op, target)
 
 
-def broadcast(wire: Wire, tensor: torch.Tensor, root: int, base: int) -> Steps:
-    """``tensor`` of all ranks becomes that of the root."""
-    tree = Tree(wire.size, wire.me, root, base)
-    coming = None if tree.parent is None else wire.fill(tensor, tree.parent)
+def broadcast(exchange: Exchange, tensor: torch.Tensor, root: int, base: int) -> Steps:
+    """Sends the root's ``tensor`` into that of all ranks."""
+    tree = Tree(exchange.size, exchange.me, root, base)
+    coming = None if tree.parent is None else exchange.fill(tensor, tree.parent)
     for level in range(tree.deepest + 1):
         if level == tree.depth:
             if coming is not None:
                 coming.get()
             for child in tree.children:
-                wire.send(tensor, child)
+                exchange.send(tensor, child)
         if level < tree.deepest:
             yield
 
 
-def all_reduce(wire: Wire, source: torch.Tensor, target: torch.Tensor, op: ReduceOp, base: int) -> Steps:
-    """To rank 0, and back."""
-    yield from reduce(wire, source, target if wire.me == 0 else None, op, 0, base)
+def all_reduce(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, op: ReduceOp, base: int) -> Steps:
+    """Reduces to rank 0, and sends the result back."""
+    yield from reduce(exchange, source, target if exchange.me == 0 else None, op, 0, base)
     yield
-    yield from broadcast(wire, target, 0, base)
+    yield from broadcast(exchange, target, 0, base)

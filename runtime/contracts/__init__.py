@@ -1,1 +1,1 @@
-"""What every data channel and every launcher has to do, as tests that need nothing but torch."""
+"""The contracts of data channels and launchers, as tests that need nothing but torch."""

@@ -1,4 +1,4 @@
-"""What the suites that test somebody's own channel or launcher have in common."""
+"""The common parts of the suites that test a user's own channel or launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``check_data_channel``: what every data channel has to do, as a test that needs nothing but torch.
+"""``check_data_channel``: the contract of data channels, as a test that needs nothing but torch.
 
 A channel of your own is tested in three lines:
 
@@ -43,9 +43,16 @@ _MOMENT = 0.02
 
 
 def check_data_channel(make: Make, peers: Sequence[int] = (2, 3, 4, 8)) -> None:
-    """Runs all checks, those that are about groups with each of these numbers of ``peers``, at least 2.
+    """Runs all checks of a data channel, those of groups with each of these numbers of ``peers``, at least 2.
 
-    Raises ConformanceError, which names the check and what was wrong.
+        def make(n):
+            return [...]
+        check_data_channel(make)
+
+    ``make(n)`` returns n connected channels, of the ranks -1 (the master), 0, 1, ..., n - 2; the check closes them.
+    Returns when all checks have passed; a transfer that does not end fails its check after 20 s.
+
+    Raises ConformanceError, which names the check and what was wrong; the error of ``make``.
     """
     for check in CHECKS:
         _run(check, make, 3)
@@ -69,7 +76,7 @@ def _run(check: Callable[[Sequence[DataChannel]], None], make: Make, n: int) -> 
 
 
 def check_every_dtype(channels: Sequence[DataChannel]) -> None:
-    """Bytes arrive as they were, whatever they mean."""
+    """Checks that bytes arrive unchanged, whatever they mean."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says of complex32 that it is experimental
         for transfer, dtype in enumerate(DTYPES):
@@ -81,7 +88,7 @@ def check_every_dtype(channels: Sequence[DataChannel]) -> None:
 
 
 def check_shapes(channels: Sequence[DataChannel]) -> None:
-    """Zero-size, 0-dim, and another shape of as many elements."""
+    """Checks tensors of zero size and of 0 dimensions, and another shape of as many elements."""
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         *(((), ()), ((0,), (0,)), ((3, 0, 2), (3, 0, 2)), ((1,), ()), ((2, 6), (3, 4)), ((2, 3, 4, 5), (120,)))
     ]
@@ -92,9 +99,12 @@ def check_shapes(channels: Sequence[DataChannel]) -> None:
 
 
 def check_strides(channels: Sequence[DataChannel]) -> None:
-    """Non-contiguous at either side: the elements travel in row-major order, and nothing beside them is written."""
+    """Checks non-contiguous tensors at either side.
+
+    The elements travel in row-major order, and nothing beside them is written.
+    """
     serial = itertools.count()
-    for n in (8, 400):  # small, and large enough to be handled in another way
+    for n in (8, 400):  # small, and large enough to be handled otherwise
         plain = random((n, n), torch.int32)
         for source in (plain, plain.t(), plain[::2, 1::3], plain[0].expand(n, n)):
             rows, columns = source.shape
@@ -119,7 +129,7 @@ def check_strides(channels: Sequence[DataChannel]) -> None:
 
 
 def check_autograd_and_inference(channels: Sequence[DataChannel]) -> None:
-    """Neither the sender's nor the receiver's tensor has to be detached."""
+    """Checks that neither the sender's nor the receiver's tensor has to be detached."""
     source, target = torch.arange(6.0, requires_grad=True), torch.zeros(3, 2, requires_grad=True)
     move(channels, source, target, 0)
     need(torch.equal(source.detach(), target.detach().reshape(-1)), "values of leaves that require grad changed")
@@ -130,7 +140,7 @@ def check_autograd_and_inference(channels: Sequence[DataChannel]) -> None:
 
 
 def check_big(channels: Sequence[DataChannel]) -> None:
-    """Several MiB, into what ``empty`` gives, more than once."""
+    """Checks several MiB, received into tensors of ``empty``, more than once."""
     for transfer in range(3):
         source = random((3, 1 << 20), torch.float32, seed=transfer)
         target = channels[2].empty((3, 1 << 20), torch.float32)
@@ -140,7 +150,7 @@ def check_big(channels: Sequence[DataChannel]) -> None:
 
 
 def check_early_and_late(channels: Sequence[DataChannel]) -> None:
-    """Receives that are announced long before, or after, their data is sent; and in another order."""
+    """Checks receives that are announced long before, or after, their data is sent; and in another order."""
     sources = [random((300,), torch.float64, seed=i) for i in range(4)]
     targets = [torch.empty(300, dtype=torch.float64) for _ in sources]
     early = [channels[2].irecv(targets[i], 0, i) for i in (1, 0)]
@@ -157,7 +167,7 @@ def check_early_and_late(channels: Sequence[DataChannel]) -> None:
 
 
 def check_late_send_completes(channels: Sequence[DataChannel]) -> None:
-    """Waiting with a timeout changes nothing: the transfer ends well later."""
+    """Checks that waiting with a timeout changes nothing: the transfer ends well later."""
     source, target = torch.arange(9), torch.zeros(9, dtype=torch.int64)
     receive = channels[2].irecv(target, 0, 0)
     for timeout in (0, _MOMENT):
@@ -170,7 +180,7 @@ def check_late_send_completes(channels: Sequence[DataChannel]) -> None:
 
 
 def check_mismatch(channels: Sequence[DataChannel]) -> None:
-    """Another dtype or number of elements: the receive fails and names both; the pair goes on."""
+    """Checks another dtype or number of elements: the receive fails and names both; the pair goes on."""
     for transfer, n in enumerate((3, 500_000)):
         for k, target in enumerate((torch.zeros(n, dtype=torch.int32), torch.zeros(n + 1))):
             before = target.clone()
@@ -190,7 +200,7 @@ def check_mismatch(channels: Sequence[DataChannel]) -> None:
 
 
 def check_arguments(channels: Sequence[DataChannel]) -> None:
-    """Unknown peers, ids in use, tensors that cannot travel."""
+    """Checks the errors for unknown peers, ids in use, tensors that cannot travel."""
     tensor = torch.zeros(2)
     for start in (channels[0].isend, channels[0].irecv):
         with raises(ValueError, "77"):
@@ -225,5 +235,5 @@ CHECKS: tuple[Callable[[Sequence[DataChannel]], None], ...] = (
     check_closed,
 )
 
-#: With any number of peers.
+#: The checks with any number of peers.
 CHECKS_OF_GROUPS = (check_many_at_once, check_sums, check_ring, check_interlaced, check_peer_dies)

@@ -1,4 +1,4 @@
-"""The checks of ``check`` that are about how transfers, peers and channels end."""
+"""The checks of ``check_data_channel`` of how transfers, peers and channels end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .data_channel_kit import LIMIT, ConformanceError, move, need, raises
 
 
 def check_refusal(channels: Sequence[DataChannel]) -> None:
-    """What takes a tensor's place arrives in the tensor's order, and names what failed; the next one is fine."""
+    """Checks that a refusal arrives in the tensor's order, and names what failed; the next transfer is fine."""
     early, late, next_one = torch.zeros(3), torch.zeros(3), torch.zeros(3)
     posted = channels[1].irecv(early, 1, 7)
     channels[2].refuse(0, 7, 5, 1 << 40)
@@ -31,7 +31,7 @@ def check_refusal(channels: Sequence[DataChannel]) -> None:
 
 
 def check_callbacks(channels: Sequence[DataChannel]) -> None:
-    """Called once each, when the transfer ended or at once if it has; for failures too."""
+    """Checks that callbacks are called once each, when the transfer ended or at once if it has; for failures too."""
     calls: list[str] = []
     ended = threading.Event()
     receive = channels[2].irecv(torch.zeros(3), 0, 0)
@@ -52,7 +52,7 @@ def check_callbacks(channels: Sequence[DataChannel]) -> None:
 
 
 def check_forget(channels: Sequence[DataChannel]) -> None:
-    """A lost peer's transfers fail with the reason, now and later; others go on."""
+    """Checks that a lost peer's transfers fail with the reason, now and later; others go on."""
     lost = channels[2].irecv(torch.zeros(3), 0, 0)
     target = torch.zeros(3)
     kept = channels[2].irecv(target, -1, 0)
@@ -69,7 +69,7 @@ def check_forget(channels: Sequence[DataChannel]) -> None:
 
 
 def check_peer_closes(channels: Sequence[DataChannel]) -> None:
-    """Who waits for a peer that closes gets BrokenError, and the peer stays broken."""
+    """Checks that a thread that waits for a peer that closes gets BrokenError, and that the peer stays broken."""
     move(channels, torch.ones(2), torch.zeros(2), 0)
     receive = channels[2].irecv(torch.zeros(2), 0, 1)
     channels[1].close()
@@ -81,7 +81,7 @@ def check_peer_closes(channels: Sequence[DataChannel]) -> None:
 
 
 def check_peer_closes_before_use(channels: Sequence[DataChannel]) -> None:
-    """As before, though nothing was ever exchanged with it."""
+    """Checks the same for a peer with which nothing was ever exchanged."""
     receive = channels[2].irecv(torch.zeros(2), 0, 1)
     channels[1].close()
     with raises(BrokenError, "0", "1"):
@@ -89,7 +89,7 @@ def check_peer_closes_before_use(channels: Sequence[DataChannel]) -> None:
 
 
 def check_close_delivers(channels: Sequence[DataChannel]) -> None:
-    """What was sent before close arrives, if its receive was announced."""
+    """Checks that tensors sent before close arrive, if their receives were announced."""
     source, target = torch.arange(200_000), torch.zeros(200_000, dtype=torch.int64)
     receive = channels[2].irecv(target, 0, 0)
     channels[1].isend(source, 1, 0)
@@ -99,7 +99,7 @@ def check_close_delivers(channels: Sequence[DataChannel]) -> None:
 
 
 def check_closed(channels: Sequence[DataChannel]) -> None:
-    """Closing twice is fine; what was under way and what comes later gets ClosedError. The same for abort."""
+    """Checks that closing twice is fine; transfers under way and later ones get ClosedError. The same for abort."""
     for channel, end, other in ((channels[1], channels[1].close, 1), (channels[2], channels[2].abort, -1)):
         receive = channel.irecv(torch.zeros(2), other, 7)
         end()

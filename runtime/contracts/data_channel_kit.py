@@ -1,4 +1,4 @@
-"""What the checks of ``check`` are written with."""
+"""Tools with which the checks of ``check_data_channel`` are written."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .conformance import ConformanceError, need, raises
 
 __all__ = ["LIMIT", "ConformanceError", "bits", "move", "need", "raises", "random", "same"]
 
-#: Nothing in the checks should take this long, seconds.
+#: Seconds: nothing in the checks should take this long.
 LIMIT = 20.0
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    """Exact contents, NaN included, whatever the strides."""
+    """Returns a tensor's exact contents, NaN included, whatever the strides."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return list(plain.reshape(-1).view(torch.uint8).tolist())
 
@@ -33,7 +33,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
 
 
 def move(channels: Sequence[DataChannel], source: torch.Tensor, target: torch.Tensor, transfer: int) -> None:
-    """From rank 0 to rank 1."""
+    """Moves a tensor from rank 0 to rank 1."""
     receive = channels[2].irecv(target, 0, transfer)
     send = channels[1].isend(source, 1, transfer)
     receive.wait(LIMIT)

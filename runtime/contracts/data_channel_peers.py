@@ -1,4 +1,4 @@
-"""The checks of ``check`` that are made with any number of peers."""
+"""The checks of ``check_data_channel`` that are made with any number of peers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..channel.base import DataChannel, Transfer
 from ..protocol.errors import BrokenError, ClosedError
 from .data_channel_kit import LIMIT, need, raises
 
-#: Elements: nothing, one, odd, what goes in one piece, what does not.
+#: Numbers of elements: none, one, odd, a size that goes in one piece, a size that does not.
 SIZES = (0, 1, 1023, 1 << 8, 1 << 12, 70_001)
 
 
 def check_many_at_once(channels: Sequence[DataChannel]) -> None:
-    """Small and big ones of all pairs, in both directions, started before any is waited for."""
+    """Checks small and big transfers of all pairs, in both directions, started before any is waited for."""
     started: list[Transfer] = []
     expected = []
     sizes = [1, 100, 300_000, 0, 17, 70_000, 3]
@@ -35,7 +35,7 @@ def check_many_at_once(channels: Sequence[DataChannel]) -> None:
 
 
 def check_sums(channels: Sequence[DataChannel]) -> None:
-    """Everybody adds up what all have: 0 + 1 + ... + (n - 1) = n (n - 1) / 2."""
+    """Checks that every peer can add up all peers' tensors: 0 + 1 + ... + (n - 1) = n (n - 1) / 2."""
     n = len(channels)
     for transfer, size in enumerate(SIZES):
         given = [torch.full((size,), float(k)) for k in range(n)]
@@ -50,7 +50,7 @@ def check_sums(channels: Sequence[DataChannel]) -> None:
 
 
 def check_ring(channels: Sequence[DataChannel]) -> None:
-    """A tensor goes round, and everybody adds its number."""
+    """Checks a tensor that goes round, to which every peer adds its number."""
     n = len(channels)
     for lap, size in enumerate(SIZES):
         x = torch.zeros(size)
@@ -65,7 +65,7 @@ def check_ring(channels: Sequence[DataChannel]) -> None:
 
 
 def check_interlaced(channels: Sequence[DataChannel]) -> None:
-    """Every peer a thread, which starts transfers to and from all others, and waits for earlier ones in any order."""
+    """Checks peers that are threads: each starts transfers with all others, and waits for earlier ones in any order."""
     n, dice = len(channels), random.Random(len(channels))
     plan = [(*dice.sample(range(n), 2), dice.choice(SIZES)) for _ in range(30 * n)]
     wrong: list[str] = []
@@ -88,7 +88,7 @@ def check_interlaced(channels: Sequence[DataChannel]) -> None:
                     tensor = torch.empty(size, dtype=torch.int32)
                     under_way.append((channels[me].irecv(tensor, source - 1, number), tensor, number))
                 if under_way and mine.random() < 0.3:
-                    finish(mine.randrange(len(under_way)))  # whose other half the peer has come to, or will
+                    finish(mine.randrange(len(under_way)))  # the peer has come to its other half, or will
             while under_way:
                 finish(mine.randrange(len(under_way)))
         except Exception as error:
@@ -104,36 +104,39 @@ def check_interlaced(channels: Sequence[DataChannel]) -> None:
 
 
 def check_peer_dies(channels: Sequence[DataChannel]) -> None:
-    """In the middle of what it sends. What arrived whole may be used; all else breaks, and names both; others go on."""
-    dying, living, rank = channels[-1], channels[0], len(channels) - 2
+    """Checks a peer that dies in the middle of its sends.
+
+    Tensors that arrived complete may be used; all others break, and name both; other peers go on.
+    """
+    dying, still_referenced, rank = channels[-1], channels[0], len(channels) - 2
     sources = [torch.full((1 << 20,), float(k)) for k in range(8)]
     targets = [torch.full((1 << 20,), -1.0) for _ in sources]
-    first = living.irecv(targets[0], rank, 0)
+    first = still_referenced.irecv(targets[0], rank, 0)
     dyings = [dying.isend(source, -1, k) for k, source in enumerate(sources)]
-    livings = [living.isend(source, rank, k) for k, source in enumerate(sources)]
+    livings = [still_referenced.isend(source, rank, k) for k, source in enumerate(sources)]
     first.wait(LIMIT)
     dying.abort()
-    received = [first, *(living.irecv(target, rank, k) for k, target in enumerate(targets) if k)]
+    received = [first, *(still_referenced.irecv(target, rank, k) for k, target in enumerate(targets) if k)]
     arrived = [_ends(receive, BrokenError, "-1", str(rank)) for receive in received]
     need(arrived == sorted(arrived, reverse=True), "something arrived after a transfer that broke")
     for k, whole in enumerate(arrived):
         need(not whole or torch.equal(targets[k], sources[k]), "a transfer that did not arrive whole ended well")
     with raises(BrokenError, "-1", str(rank)):
-        living.irecv(torch.zeros(1), rank, len(sources)).wait(LIMIT)
+        still_referenced.irecv(torch.zeros(1), rank, len(sources)).wait(LIMIT)
     for kind, sends in ((ClosedError, dyings), (BrokenError, livings)):
         for send in sends:
             _ends(send, kind)
     need(all(bool((source == k).all()) for k, source in enumerate(sources)), "a source was changed")
     if len(channels) > 2:
         target = torch.zeros(9)
-        receive = living.irecv(target, 0, 99)
+        receive = still_referenced.irecv(target, 0, 99)
         channels[1].isend(torch.ones(9), -1, 99).wait(LIMIT)
         receive.wait(LIMIT)
         need(bool(target.all()), "the loss of one peer disturbed another")
 
 
 def _ends(transfer: Transfer, kind: type[Exception], *words: str) -> bool:
-    """Whether it ends well; else it has to fail with this exception, and these words in it."""
+    """Returns whether a transfer ends well; else it has to fail with this exception, and these words in it."""
     try:
         transfer.wait(LIMIT)
     except kind as error:

@@ -1,4 +1,4 @@
-"""``check_launcher``: what every launcher has to do, as a test that needs nothing but torch.
+"""``check_launcher``: the contract of launchers, as a test that needs nothing but torch.
 
 A launcher of your own is tested in three lines (it is ``disttensor.testing.check_launcher``, too):
 
@@ -7,8 +7,8 @@ A launcher of your own is tested in three lines (it is ``disttensor.testing.chec
     check_launcher(make)
 
 Each check makes its own launchers, asks them for 3 nodes at most, and stops them. It raises ConformanceError at the
-first thing that is wrong. What workers run in place of the real ones needs no torch, so a check takes as long as
-launching does (launcher_worker.py, which has to be found where the workers are).
+first thing that is wrong. The function that workers run in place of the real one needs no torch, so a check takes as
+long as launching does (launcher_worker.py, which has to be importable where the workers are).
 """
 
 from __future__ import annotations
@@ -45,9 +45,16 @@ __all__ = ["CHECKS", "ConformanceError", "Make", "check_launcher"]
 
 
 def check_launcher(make: Make, without: Collection[str] = ()) -> None:
-    """Runs all checks of ``CHECKS``, but for those that are named in ``without``.
+    """Runs all checks of ``CHECKS`` on a launcher, but for those that are named in ``without``.
 
-    Raises ConformanceError, which names the check and what was wrong, ValueError for a name that is none.
+        def make(entry):
+            return MyLauncher(entry)
+        check_launcher(make, without=["started"])
+
+    ``make(entry)`` returns a launcher whose workers run ``entry``, "module:function". Each check starts up to 3
+    workers. Returns when all checks have passed.
+
+    Raises ConformanceError, which names the check and what was wrong, ValueError for an unknown name in ``without``.
     """
     if unknown := set(without) - set(CHECKS):
         raise ValueError(f"there is no check {unknown.pop()!r} (there are {', '.join(CHECKS)})")
@@ -57,7 +64,7 @@ def check_launcher(make: Make, without: Collection[str] = ()) -> None:
 
 
 def run_check(name: str, make: Make) -> None:
-    """One of them. Raises ConformanceError, KeyError for a name that is none."""
+    """Runs one check. Raises ConformanceError, KeyError for an unknown name."""
     with Shown() as shown:
         try:
             CHECKS[name](make)
@@ -70,7 +77,7 @@ def run_check(name: str, make: Make) -> None:
 
 
 def check_started(make: Make) -> None:
-    """Each worker is told of once, when it runs: its rank, its process, its host."""
+    """Checks that each worker is reported once, when it runs: its rank, its process, its host."""
     with Stage(make) as stage:
         began = time.monotonic()
         need(stage.launcher.events() == [], "events() should have nothing to tell before anything is asked for")
@@ -85,7 +92,7 @@ def check_started(make: Make) -> None:
 
 
 def check_places(make: Make) -> None:
-    """The nodes of a host are numbered, and know how many they are."""
+    """Checks that the nodes of a host are numbered, and know how many they are."""
     with Stage(make) as stage:
         workers = stage.start(3)
         hosts: dict[str, list[tuple[int, int]]] = {}
@@ -98,7 +105,7 @@ def check_places(make: Make) -> None:
 
 
 def check_bundles(make: Make) -> None:
-    """What a worker is to know arrives, each worker's own, however much it is. A key pair is nobody else's."""
+    """Checks that each worker's own bundle arrives, however large it is. A key pair is nobody else's."""
     with Stage(make) as stage:
         pairs = stage.launcher.key_pairs(2)
         need(len({public for public, _ in pairs}) == 2, "key_pairs(2) should give two different keys")
@@ -118,7 +125,7 @@ def check_bundles(make: Make) -> None:
 
 
 def check_secrets(make: Make) -> None:
-    """No key is in a command line or an environment, on any host."""
+    """Checks that no key is in a command line or an environment, on any host."""
     with Stage(make) as stage:
         workers = stage.start(3)
         keys = [bundle.secret_key for bundle in stage.bundles if bundle.secret_key]
@@ -128,7 +135,7 @@ def check_secrets(make: Make) -> None:
 
 
 def check_words(make: Make) -> None:
-    """What there is to say of too many nodes, and of those that are not there."""
+    """Checks the messages about too many nodes, and about nodes that have not come."""
     with Stage(make) as stage:
         capacity = stage.launcher.capacity
         need(capacity is None or capacity >= 1, f"capacity={capacity} is neither None nor at least 1")
@@ -141,7 +148,7 @@ def check_words(make: Make) -> None:
 
 
 def check_exits(make: Make) -> None:
-    """How a worker has ended is told, once: its exit code or the signal, as a number and in words."""
+    """Checks that a worker's end is reported, once: its exit code or the signal, as a number and in words."""
     with Stage(make) as stage:
         well, badly, killed = stage.start(3)
         killed.tell("kill", signal.SIGKILL)
@@ -163,7 +170,7 @@ def check_exits(make: Make) -> None:
 
 
 def check_tails(make: Make) -> None:
-    """The last lines of a worker are told with its end: of both streams, 20 at most, without a prefix."""
+    """Checks that the last lines of a worker come with its end: of both streams, 20 at most, without a prefix."""
     with Stage(make) as stage:
         prints, leaves, fails = stage.start(3)
         prints.ask("show", "stdout", "".join(f"line {i}\n" for i in range(30)) + "unfinished")
@@ -178,7 +185,7 @@ def check_tails(make: Make) -> None:
 
 
 def check_output(make: Make) -> None:
-    """What workers print comes out here, line by line, whole and in their order, with ``[node 1] `` before each."""
+    """Checks that workers' output comes out here by lines, complete and in order, with ``[node 1] `` before each."""
     with Shown() as shown, Stage(make) as stage:
         workers = stage.start(2)
         texts = [[f"{worker.rank}:{i:05} {'x' * 40}" for i in range(4000)] for worker in workers]
@@ -202,7 +209,7 @@ def _difference(where: str, found: list[str], expected: list[str]) -> str:
 
 
 def check_flush(make: Make) -> None:
-    """After ``flush`` all is shown that workers had printed before."""
+    """Checks that after ``flush`` all earlier output of workers is shown."""
     with Shown() as shown, Stage(make) as stage:
         workers = stage.start(2)
         for count in (1, 3000):
@@ -214,7 +221,7 @@ def check_flush(make: Make) -> None:
 
 
 def check_logs(make: Make) -> None:
-    """``show`` has files on this host made of what workers print, or raises StartError."""
+    """Checks that ``show`` has workers' output put into files on this host, or raises StartError."""
     with tempfile.TemporaryDirectory() as folder, Stage(make) as stage:
         try:
             stage.launcher.show(Output(log_dir=folder, redirects="0:3,1:1"))
@@ -232,7 +239,7 @@ def check_logs(make: Make) -> None:
 
 
 def check_bad_entry(make: Make) -> None:
-    """A worker that cannot run what it should ends with the reason among its last lines."""
+    """Checks that a worker that cannot run its entry ends with the reason among its last lines."""
     for entry, word in (("no_such_module:main", "no_such_module"), (f"{ENTRY}_is_not_here", "main_is_not_here")):
         with Stage(make, entry) as stage:
             stage.ask(1)
@@ -242,7 +249,7 @@ def check_bad_entry(make: Make) -> None:
 
 
 def check_end(make: Make) -> None:
-    """``end`` ends a worker at once, what it ignores notwithstanding; the others go on."""
+    """Checks that ``end`` ends a worker at once, whatever signals it ignores; the others go on."""
     with Stage(make) as stage:
         first, second, third = stage.start(3)
         second.ask("stubborn", True)
@@ -253,7 +260,7 @@ def check_end(make: Make) -> None:
             stage.gone([second], "end(1) was called")
         event = stage.exited(1)
         need(event.code < 0, f"a worker that was killed should have minus the signal's number as code: {event}")
-        stage.launcher.end(1)  # of one that has ended
+        stage.launcher.end(1)  # of a worker that has ended
         for worker in (first, third):
             worker.ask("show", "stdout", "")
         need(len(stage.events) == 4, f"of the other workers nothing should be told: {stage.events}")
@@ -284,5 +291,5 @@ _ALL: tuple[Callable[[Make], None], ...] = (
     check_real_worker,
 )
 
-#: By name. Each takes what makes launchers.
+#: The checks by name. Each takes a function that makes launchers.
 CHECKS: dict[str, Callable[[Make], None]] = {check.__name__.removeprefix("check_"): check for check in _ALL}

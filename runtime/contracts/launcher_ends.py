@@ -1,4 +1,4 @@
-"""The checks of ``check`` that are about ends: of the launcher, of what it has started, and of the master."""
+"""The checks of ``check_launcher`` of ends: of the launcher, of processes that it has started, and of the master."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP = 10.0
 
 
 def check_stop(make: Make) -> None:
-    """``stop`` leaves workers the time to end by themselves, and takes no longer than they do. Twice is fine."""
+    """Checks that ``stop`` leaves workers the time to end by themselves, and takes no longer. Twice is fine."""
     with nothing_left(), Stage(make) as stage:
         ended, slow, last = stage.start(3)
         ended.ask("exit", 0)
@@ -44,7 +44,7 @@ def check_stop(make: Make) -> None:
 
 
 def check_stop_by_force(make: Make) -> None:
-    """After ``stop`` no process is alive that was started, whatever it ignores, nor a child of its process group."""
+    """Checks that after ``stop`` no started process is alive, whatever it ignores, nor a child of its process group."""
     with nothing_left(MOMENT), Stage(make) as stage:
         stubborn, quiet, prints = workers = stage.start(3)
         stubborn.ask("stubborn", True)
@@ -56,7 +56,7 @@ def check_stop_by_force(make: Make) -> None:
 
 
 def check_stop_early(make: Make) -> None:
-    """``stop`` comes at any time: before anything was asked for, and while workers start."""
+    """Checks that ``stop`` works at any time: before anything was asked for, and while workers start."""
     for asks in (0, 3):
         with nothing_left(), Stage(make) as stage:
             if asks:
@@ -66,7 +66,7 @@ def check_stop_early(make: Make) -> None:
 
 
 def check_nothing_held(make: Make) -> None:
-    """A launcher that was stopped has given everything back: descriptors, threads, processes."""
+    """Checks that a stopped launcher has released everything: descriptors, threads, processes."""
     with nothing_left():
         before = held()
         for turn in range(2):
@@ -74,13 +74,13 @@ def check_nothing_held(make: Make) -> None:
                 stage.start(2)
             descriptors, threads = held()
             if turn == 0:
-                before = descriptors, threads  # what is opened once for good
+                before = descriptors, threads  # with descriptors that are opened once for good
         need(len(descriptors) <= len(before[0]), f"{len(descriptors - before[0])} more descriptors are open")
         need(threads <= before[1], f"these threads are left: {threads - before[1]}")
 
 
 def check_helpers_killed(make: Make) -> None:
-    """When the launcher's own processes are killed, ``events`` raises StartError, and no worker is left."""
+    """Checks that ``events`` raises StartError when the launcher's own processes are killed, and no worker is left."""
     before = set(children())
     with nothing_left(STOP), Stage(make) as stage:
         workers = stage.start(2)
@@ -105,22 +105,22 @@ def _check_master(number: signal.Signals, make: Make) -> None:
 
 
 def check_master_killed(make: Make) -> None:
-    """When the master is killed, nothing that it has started is left, however stubborn."""
+    """Checks that nothing that the master has started is left when it is killed, however stubborn."""
     _check_master(signal.SIGKILL, make)
 
 
 def check_master_terminated(make: Make) -> None:
-    """The same by SIGTERM."""
+    """Checks the same for a master ended by SIGTERM."""
     _check_master(signal.SIGTERM, make)
 
 
 def check_master_hung_up(make: Make) -> None:
-    """The same by SIGHUP, as the end of a terminal sends to all of the master's process group."""
+    """Checks the same for SIGHUP, as the end of a terminal sends to all of the master's process group."""
     _check_master(signal.SIGHUP, make)
 
 
 def check_ctrl_c(make: Make) -> None:
-    """Ctrl-C on the terminal is for the master: the launcher and its workers go on."""
+    """Checks that Ctrl-C on the terminal is for the master: the launcher and its workers go on."""
     with nothing_left(STOP), Master(make, 3) as master:
         first, second, third = workers = master.workers(3)
         master.signal(signal.SIGINT)
@@ -133,7 +133,7 @@ def check_ctrl_c(make: Make) -> None:
 
 
 def check_real_worker(make: Make) -> None:
-    """A real worker, which imports torch, comes to its master with its own key, and ends when that says so."""
+    """Checks that a real worker, which imports torch, reaches its master with its own key, and ends on its order."""
     with nothing_left(), Stage(make, WORKER) as stage:
         server, [(public, secret)] = curve_pair(), stage.launcher.key_pairs(1)
         hub = ZmqHub(stage.launcher.listen, server_keys=server, node_keys={0: public})
@@ -150,7 +150,7 @@ def check_real_worker(make: Make) -> None:
                     heard.extend(codec.decode_report(message).replies)
                 ended = [event for event in stage.events if isinstance(event, Exited)]
                 need(not ended, f"the worker has ended: {ended}")
-                # the two come on different ways, in any order
+                # the two come by different ways, in any order
                 return bool(heard) and any(isinstance(event, Started) for event in stage.events)
 
             stage.until(says_hello, "a real worker should say hello, and its launcher that it has started")

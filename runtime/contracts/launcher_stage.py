@@ -1,9 +1,9 @@
-"""What the launchers' checks (``check``) are made of: a launcher with workers that do what they are told.
+"""The stage of the launchers' checks: a launcher with workers that obey orders.
 
     with Stage(make) as stage:                       a launcher of make's
-        first, second = stage.start(2)               its workers, when they have come (check_worker)
+        first, second = stage.start(2)               its workers, when they have come (launcher_worker.py)
         first.ask("show", "stdout", "hello\\n")
-        stage.exited(0)                              waits for what the launcher tells
+        stage.exited(0)                              waits for the launcher's event
 
 Workers connect to a ``Door``, as nodes do to a master, so it doesn't matter on which host they are.
 """
@@ -32,33 +32,34 @@ from ..process.lifetime import adopt_orphans, adopts_orphans, children, wait_any
 from ..protocol.bundle import Bundle
 from .conformance import need
 
-#: Makes a launcher whose workers run this ("module:function"): it is called with the life-line's descriptor, and
-#: returns the exit code.
+#: Makes a launcher whose workers run this function ("module:function"): it is called with the life-line's descriptor,
+#: and returns the exit code.
 Make = Callable[[str], Launcher]
 
-#: What the workers of most checks run.
+#: The function that the workers of most checks run.
 ENTRY = "disttensor.runtime.contracts.launcher_worker:main"
-#: Nothing in the checks should take this long, seconds.
+#: Seconds: nothing in the checks should take this long.
 LIMIT = 40.0
-#: A process that has ended may take so long to be known to have, where that comes another way (seconds).
+#: Seconds until a process that has ended is known to have, where that comes another way.
 MOMENT = 1.0
 
 
 class Puppet:
-    """A worker, at the other end of its connection."""
+    """The checker's end of a connection with a worker."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.ended = False
         self.rank = self.pid = -1
-        self.bundle: dict[str, Any] = {}  #: as it has arrived there; of the secret key its digest
+        #: the bundle as it has arrived there; the secret key's digest in place of the key
+        self.bundle: dict[str, Any] = {}
         self._rest = b""
         self.answers: list[Any] = []
         self._orders = 0
         self._turn: Callable[[float], None] = lambda seconds: None
 
     def hear(self, job: str) -> None:
-        """Takes what has come. What isn't a worker's of this job is gone again."""
+        """Reads arrived lines. A connection that isn't a worker's of this job is closed again."""
         try:
             piece = self.sock.recv(1 << 20)
         except OSError:
@@ -74,12 +75,15 @@ class Puppet:
                 self.answers.append(said["answer"])
 
     def tell(self, order: str, *arguments: object) -> None:
-        """Doesn't wait for an answer: it may end of this."""
+        """Sends an order. Doesn't wait for an answer: the worker may end by it."""
         self._orders += 1
         self.sock.sendall(json.dumps([order, *arguments]).encode() + b"\n")
 
     def ask(self, order: str, *arguments: object) -> Any:
-        """Waits until it has done so, and all before it; gives what it says. Raises ConformanceError if it ends."""
+        """Sends an order, and waits until the worker has done it, and all before; returns its answer.
+
+        Raises ConformanceError if the worker ends.
+        """
         self.tell(order, *arguments)
         deadline = time.monotonic() + LIMIT
         while len(self.answers) < self._orders:
@@ -90,7 +94,7 @@ class Puppet:
 
 
 class Door:
-    """Where workers come to: a port of this host."""
+    """The port of this host that workers connect to."""
 
     def __init__(self) -> None:
         self.job = secrets.token_hex(8)
@@ -99,7 +103,7 @@ class Door:
         self.came: list[Puppet] = []
 
     def bundles(self, launcher: Launcher, count: int) -> list[Bundle]:
-        """As a session makes them."""
+        """Makes bundles as a session does."""
         port = self._sock.getsockname()[1]
         hosts = [f"[{host}]" if ":" in host else host for host in launcher.listen]
         address, *further = [f"tcp://{host}:{port}" for host in hosts]
@@ -115,11 +119,11 @@ class Door:
 
     @property
     def puppets(self) -> list[Puppet]:
-        """Those that have said who they are, by rank."""
+        """The workers that have said who they are, by rank."""
         return sorted((one for one in self.came if one.rank >= 0), key=lambda one: one.rank)
 
     def turn(self, seconds: float, *others: int) -> set[int]:
-        """Takes what comes, for so long; gives which of these other descriptors are readable."""
+        """Handles connections and messages, for so long; returns which of these other descriptors are readable."""
         heard = {one.sock.fileno(): one for one in self.came if not one.ended}
         ready = set(select.select([door := self._sock.fileno(), *heard, *others], [], [], seconds)[0])
         if door in ready:
@@ -135,17 +139,17 @@ class Door:
 
 
 class _Theatre:
-    """A door, and what there is to wait for beside it."""
+    """A door, and other events to wait for."""
 
     def __init__(self) -> None:
         self.door = Door()
 
     def turn(self, seconds: float) -> None:
-        """Lets things happen, for so long at most."""
+        """Handles events, for so long at most."""
         self.door.turn(seconds)
 
     def until(self, true: Callable[[], bool], what: str, seconds: float | None = None) -> None:
-        """Waits. Raises ConformanceError with ``what`` should have been, after so many seconds."""
+        """Waits until ``true()``. Raises ConformanceError, after so many seconds, with ``what`` should have been."""
         limit = LIMIT if seconds is None else seconds
         deadline = time.monotonic() + limit
         while not true():
@@ -153,24 +157,24 @@ class _Theatre:
             self.turn(0.1)
 
     def state(self) -> str:
-        """More for an error."""
+        """Returns more text for an error."""
         return ""
 
     def workers(self, count: int) -> list[Puppet]:
-        """All of them, when they have come."""
+        """Returns all workers, when they have come."""
         self.until(lambda: len(self.door.puppets) >= count, f"{count} workers should start")
         for one in self.door.puppets:
             one._turn = self.turn
         return self.door.puppets
 
     def gone(self, puppets: Sequence[Puppet], why: str, seconds: float | None = None) -> None:
-        """Waits for the end of these, and of those children of theirs that have the connection."""
+        """Waits for the end of these workers, and of those children of theirs that have the connection."""
         names = [one.rank for one in puppets]
         self.until(lambda: all(one.ended for one in puppets), f"nodes {names} should have ended: {why}", seconds)
 
 
 class Stage(_Theatre):
-    """A launcher, for the length of a block; what it has told; its workers."""
+    """A launcher, for the length of a block; its events; its workers."""
 
     def __init__(self, make: Make, entry: str = ENTRY) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ class Stage(_Theatre):
             raise
         self.events: list[Started | Exited] = []
         self.bundles: list[Bundle] = []
-        self.over = False  #: it is not asked for events any more
+        self.over = False  #: the launcher is not asked for events any more
 
     def ask(self, count: int) -> list[Bundle]:
         """Asks for workers, and doesn't wait for them."""
@@ -190,7 +194,7 @@ class Stage(_Theatre):
         return self.bundles
 
     def start(self, count: int) -> list[Puppet]:
-        """Asks for workers; gives them when they have come and the launcher has told of all."""
+        """Asks for workers; returns them when they have come and the launcher has reported all."""
         self.ask(count)
         workers = self.workers(count)
         self.until(lambda: self._started() >= count, f"events() should tell of {count} workers that have started")
@@ -209,7 +213,7 @@ class Stage(_Theatre):
         return f" (events() has told {self.events})"
 
     def exited(self, rank: int) -> Exited:
-        """What the launcher tells of the end of a worker, as soon as it does."""
+        """Returns the launcher's event of a worker's end, as soon as it comes."""
         found: list[Exited] = []
 
         def told() -> bool:
@@ -220,7 +224,7 @@ class Stage(_Theatre):
         return found[0]
 
     def stop(self, grace: float) -> float:
-        """Gives the seconds that it took."""
+        """Stops the launcher; returns the seconds that it took."""
         self.over = True
         begin = time.monotonic()
         self.launcher.stop(grace)
@@ -244,10 +248,10 @@ class Master(_Theatre):
 
     def __init__(self, make: Make, count: int) -> None:
         super().__init__()
-        self.exited: list[int] = []  #: the ranks of whose ends its launcher has told
+        self.exited: list[int] = []  #: the ranks whose ends its launcher has reported
         self._ours, theirs = socket.socketpair()
         with theirs, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # the warning that this process has threads
             self.pid = os.fork()
             if self.pid == 0:
                 _be_master(make, self.door, count, theirs)
@@ -261,7 +265,7 @@ class Master(_Theatre):
                 self.door.turn(seconds)
 
     def signal(self, number: int) -> None:
-        """To its process group, as a terminal does."""
+        """Signals its process group, as a terminal does."""
         os.killpg(self.pid, number)
 
     def __enter__(self) -> Master:
@@ -291,21 +295,21 @@ def _be_master(make: Make, door: Door, count: int, teller: socket.socket) -> NoR
                     if isinstance(event, Exited):
                         teller.sendall(f"{event.rank}\n".encode())
             if teller.fileno() in ready:
-                break  # whose other end is gone
+                break  # the checker is gone
     except BaseException:
         teller.sendall(traceback.format_exc().encode())
     finally:
         os._exit(1)
 
 
-# ---- what is left ----------------------------------------------------------------------------------------------------
+# ---- leftovers -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def nothing_left(seconds: float = 0.0) -> Iterator[None]:
     """Raises ConformanceError if this process has a child more at the end of the block, or so many seconds later.
 
-    Who loses his parent meanwhile becomes this one's child.
+    A process that loses its parent meanwhile becomes this one's child.
     """
     before, adopting = set(children()), adopts_orphans()
     adopt_orphans()
@@ -330,12 +334,12 @@ def _named(pid: int) -> str:
 
 
 def held() -> tuple[set[str], set[threading.Thread]]:
-    """What this process has open, and its threads."""
+    """Returns the descriptors that this process has open, and its threads."""
     return set(os.listdir("/proc/self/fd")), set(threading.enumerate())
 
 
 class Shown:
-    """What comes out at this process's stdout and stderr, for the length of a block, meanwhile in files."""
+    """Captures this process's stdout and stderr in files, for the length of a block."""
 
     def __enter__(self) -> Shown:
         for stream in (sys.stdout, sys.stderr):
@@ -353,7 +357,7 @@ class Shown:
             os.close(each)
 
     def lines(self, fd: int) -> list[str]:
-        """So far."""
+        """Returns the lines so far."""
         size = os.fstat(self._files[fd - 1]).st_size
         return os.pread(self._files[fd - 1], size, 0).decode(errors="replace").splitlines()
 

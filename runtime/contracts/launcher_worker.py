@@ -1,9 +1,9 @@
-"""The worker of the launchers' checks (``check``): it needs no torch, and does what the checker says over a connection.
+"""The worker of the launchers' checks: it needs no torch, and obeys the checker over a connection.
 
     checker <--TCP, a line of JSON each: who it is; orders; answers--> worker
 
 The checker listens where a master would (``Bundle.address``). The connection ends with the process, on whatever host
-that is, and not before a child of it that lives on: by this the checker sees who is left.
+that is, and not before a child of it that lives on: by this the checker sees which processes are left.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import msgspec
 from ..host.addresses import first_to_answer, split
 from ..protocol.bundle import Bundle, read_bundle
 
-#: Its exit code when its master is gone, as that of real workers.
+#: Its exit code when its master is gone, like that of real workers.
 EX_MASTER_GONE = 75
-#: Seconds for one of several addresses of the checker's to answer.
+#: Seconds within which one of several addresses of the checker has to answer.
 REACH = 20.0
 
 
@@ -40,12 +40,12 @@ def main(lifeline: int) -> int:
 
 
 def digest(secret: str) -> str:
-    """By which a secret is known without being told."""
+    """Returns a digest by which a secret is known without being told."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def in_sight(secrets: list[str]) -> list[str]:
-    """The files of this host's /proc that anybody, or this user without any doing, can read one of these in."""
+    """Returns the files of this host's /proc that show one of these secrets to anybody, or to this user as they are."""
     wanted = [secret.encode() for secret in secrets if secret]
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -76,7 +76,7 @@ class _Worker:
         return EX_MASTER_GONE
 
     def _lines(self) -> Iterator[bytes]:
-        """Of the checker's, until it is gone, or the master is."""
+        """Yields the checker's lines, until it is gone, or the master is."""
         rest = b""
         while True:
             ready = dict(self._poller.poll())
@@ -91,13 +91,13 @@ class _Worker:
     def _say(self, what: dict[str, Any]) -> None:
         self._sock.sendall(json.dumps(what).encode() + b"\n")
 
-    # ---- orders: what is raised ends the process -------------------------------------------------------------------
+    # ---- orders: an exception ends the process ---------------------------------------------------------------------
 
     def show(self, stream: str, text: str) -> None:
         print(text, end="", file=getattr(sys, stream), flush=True)
 
     def exit(self, code: int | str, after: float = 0.0) -> None:
-        """``after`` so many seconds, and then with a last word."""
+        """Exits ``after`` so many seconds, with a last message."""
         time.sleep(after)
         self._say({"answer": "bye"})
         raise SystemExit(code)
@@ -112,12 +112,12 @@ class _Worker:
         ctypes.string_at(0)
 
     def quiet(self) -> None:
-        """It has no output any more."""
+        """Closes its output."""
         os.close(1)
         os.close(2)
 
     def stubborn(self, with_child: bool) -> None:
-        """It ends by SIGKILL only, and so does a child of its process group, which holds the connection as well."""
+        """Makes it end by SIGKILL only, and so a child of its process group, which holds the connection as well."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._poller.unregister(self._lifeline)
         if with_child and os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Addresses of this host, and the way from one host to another."""
+"""Addresses of this host, and the routes from one host to another."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
 
-#: A second address is tried when the first has not answered for so long (seconds), as in RFC 8305.
+#: Seconds after which a second address is tried when the first has not answered, as in RFC 8305.
 _HEAD_START = 0.25
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of ``tcp://10.0.0.1:41233``. Raises ValueError for what is no such address."""
+    """Splits ``tcp://10.0.0.1:41233`` into host and port. Raises ValueError for another form."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
         raise ValueError(f"{address!r} is no address such as tcp://10.0.0.1:41233")
@@ -25,9 +25,9 @@ def split(address: str) -> tuple[str, int]:
 
 
 def way_to(host: str) -> str:
-    """The address of this host by which it reaches ``host`` (a name or an address). Nothing is sent.
+    """Returns the address of this host by which it reaches ``host`` (a name or an address). Nothing is sent.
 
-    Raises OSError when the name does not resolve, or there is no way.
+    Raises OSError when the name does not resolve, or there is no route.
     """
     family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -36,10 +36,11 @@ def way_to(host: str) -> str:
 
 
 def interfaces_for(address: str, addresses: Sequence[str]) -> tuple[str, ...]:
-    """Where a node listens for others that has reached the master at ``address``: where the others reach it, too.
+    """Returns the addresses on which a node listens for others, if it has reached the master at ``address``.
 
-    That is the interface of its connection with the master. A node of the master's own host, for which any address of
-    that will do, listens on all of those (``addresses``), as the master does: others may reach but one.
+    That is the interface of its connection with the master: the others reach it there, too. A node of the master's own
+    host, for which any address of that will do, listens on all of those (``addresses``), as the master does: others may
+    reach but one.
     """
     host = split(address)[0]
     if not is_own(host):
@@ -48,7 +49,7 @@ def interfaces_for(address: str, addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_own(host: str) -> bool:
-    """Whether it is an address of this host."""
+    """Returns whether it is an address of this host."""
     family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -59,7 +60,7 @@ def is_own(host: str) -> bool:
 
 
 def first_to_answer(addresses: Sequence[str], timeout: float) -> str:
-    """The address that accepts a connection, earlier ones preferred; the first when none does in time."""
+    """Returns the address that accepts a connection, earlier ones preferred; the first when none does in time."""
     if len(addresses) == 1:
         return addresses[0]
     deadline = time.monotonic() + timeout

@@ -1,12 +1,12 @@
-"""Which GPUs, cores and threads a node has, by its place among the nodes of its host.
+"""The affinity of a node: its GPUs, cores and threads, by its place among the nodes of its host.
 
     --bind none   nothing is set: each node sees all of the host's GPUs, and all cores
            gpu    (the default) GPUs are divided; a node sees its own only, and the first of them is its cuda:0
            core   the cores as well: each node keeps to its own
            numa   the cores by sockets (NUMA domains): a node keeps to those of one
 
-Things are divided in blocks, in their order. Where there are fewer than nodes, some share one; that is said.
-What decides is a function of numbers (``plan``), what looks at the host and sets it is below.
+Things are divided in blocks, in their order. Where there are fewer than nodes, some share one; that is reported.
+The decision is a function of numbers (``plan``); the functions that look at the host and set it are below.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..protocol.bundle import Bundle
 
 KINDS = ("none", "gpu", "core", "numa")
 
-#: The one that it is where nothing was said.
+#: The kind where none was given.
 DEFAULT = "gpu"
 
-#: CUDA's own: indices, or UUIDs of GPUs or of parts of them.
+#: CUDA's own variable: indices, or UUIDs of GPUs or of parts of them.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: What a node does not share with others of its host, of what it sees ("gpus,cores"): whoever has started it, a
-#: scheduler for instance, has divided that.
+#: The variable that names the resources that a node sees and does not share with others of its host ("gpus,cores"):
+#: the program that has started it, a scheduler for instance, has divided those.
 OWN = "DISTTENSOR_OWN"
 
 _SYSTEM = Path("/sys/devices/system")
@@ -42,13 +42,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Host:
-    """What a host has for its nodes."""
+    """The resources that a host has for its nodes."""
 
-    gpus: tuple[str, ...] = ()  #: as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...] = ()  #: the GPUs as CUDA_VISIBLE_DEVICES names them
     domains: tuple[tuple[int, ...], ...] = ((0,),)  #: cores by NUMA domain, those of one physical core side by side
-    cpus: int = 0  #: how many may be busy at a time, where that is less than all (a container's quota); 0: all
-    own_gpus: bool = False  #: the GPUs are for one node: whoever started it has divided those of the host
-    own_cores: bool = False  #: the cores are
+    cpus: int = 0  #: the number that may be busy at a time, where that is less than all (a container's quota); 0: all
+    own_gpus: bool = False  #: the GPUs are for one node: the program that started it has divided those of the host
+    own_cores: bool = False  #: the cores are for one node
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Affinity:
-    """What one node gets."""
+    """The resources that one node gets."""
 
     gpus: tuple[str, ...] | None  #: None: whatever there is
     cores: tuple[int, ...]  #: empty: all
@@ -66,7 +66,7 @@ class Affinity:
 
 
 def block(things: Sequence[T], place: int, size: int) -> tuple[T, ...]:
-    """The part of ``things`` of number ``place`` of ``size``: a block of its own, or one that it shares."""
+    """Returns part ``place`` of ``size`` parts of ``things``: a block of its own, or one thing that it shares."""
     n = len(things)
     if n >= size:
         return tuple(things[place * n // size : (place + 1) * n // size])
@@ -74,27 +74,27 @@ def block(things: Sequence[T], place: int, size: int) -> tuple[T, ...]:
 
 
 def plan(kind: str, place: int, size: int, host: Host, threads: int = 0) -> Affinity:
-    """What the node number ``place`` of the ``size`` nodes on ``host`` gets. ``threads``: 0 for what fits.
+    """Decides what the node number ``place`` of the ``size`` nodes on ``host`` gets. ``threads``: 0 for what fits.
 
-    Raises ValueError for a kind that is none of KINDS.
+    Raises ValueError for a kind that is not in KINDS.
     """
     kind = kind or DEFAULT
     if kind not in KINDS:
         raise ValueError(f"bind={kind!r} is unknown (known: {', '.join(map(repr, KINDS))})")
-    nodes = size  #: of the host
+    nodes = size  #: the number of the host's nodes
     usable = min(len(host.cores), host.cpus or len(host.cores))
     gpus = block(host.gpus, *((0, 1) if host.own_gpus else (place, size))) if kind != "none" and host.gpus else None
     if host.own_cores:
         place, size = 0, 1
     cores: tuple[int, ...] = ()
-    mates = size  #: nodes that share those cores
+    same_host = size  #: nodes that share those cores
     if kind == "core":
-        cores, mates = block(host.cores, place, size), 1
+        cores, same_host = block(host.cores, place, size), 1
     elif kind == "numa":
         cores = tuple(core for domain in block(host.domains, place, size) for core in domain)
         homes = [block(host.domains, other, size) for other in range(size)]
-        mates = homes.count(homes[place])
-    fitting = min(len(cores) // mates, usable // size) if cores else usable // size
+        same_host = homes.count(homes[place])
+    fitting = min(len(cores) // same_host, usable // size) if cores else usable // size
     said = []
     if gpus is not None and len(host.gpus) < nodes and not host.own_gpus:
         said.append(f"{nodes} nodes share {_number(len(host.gpus), 'GPU')}")
@@ -107,18 +107,21 @@ def _number(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-# ---- what there is -------------------------------------------------------------------------------------------------
+# ---- the resources of this host ------------------------------------------------------------------------------------
 
 
 @cache
 def this_host() -> Host:
-    """What affinity, container and CUDA_VISIBLE_DEVICES leave to this process before it is bound. Never raises."""
+    """Returns the resources that affinity, container and CUDA_VISIBLE_DEVICES leave to this process before it is bound.
+
+    Never raises.
+    """
     own = os.environ.get(OWN, "").split(",")
     return Host(gpus(), _domains(os.sched_getaffinity(0)), _quota(), "gpus" in own, "cores" in own)
 
 
 def gpus() -> tuple[str, ...]:
-    """The GPUs that CUDA would show this process, without asking CUDA, which could not be bound any more then."""
+    """Returns the GPUs that CUDA would show this process. CUDA is not asked: it could not be bound any more then."""
     told = os.environ.get(VISIBLE)
     if told is None:
         return _uuids()
@@ -131,8 +134,11 @@ def gpus() -> tuple[str, ...]:
 
 
 def _uuids() -> tuple[str, ...]:
-    """By NVIDIA's management library, which is there where the driver is, and sees what a container may use. Not by
-    numbers: CUDA's are in an order of its own."""
+    """Returns the GPUs' UUIDs by NVIDIA's management library.
+
+    That is there where the driver is, and sees what a container may use. Not by numbers: CUDA's are in an order of its
+    own.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -151,7 +157,7 @@ def _uuids() -> tuple[str, ...]:
 
 
 def _domains(mine: set[int]) -> tuple[tuple[int, ...], ...]:
-    """Those of ``mine``, by domain; hyperthreads of one core follow each other."""
+    """Sorts the cores in ``mine`` by domain; hyperthreads of one core follow each other."""
     found = []
     left = set(mine)
     for folder in sorted(_SYSTEM.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
@@ -177,7 +183,7 @@ def _read(path: Path) -> int:
 
 
 def _listed(path: Path) -> set[int]:
-    """Of "0-3,8": the kernel's way of naming CPUs."""
+    """Parses the kernel's way of naming CPUs, "0-3,8"."""
     try:
         spans = re.findall(r"(\d+)(?:-(\d+))?", path.read_text())
     except OSError:
@@ -186,7 +192,7 @@ def _listed(path: Path) -> set[int]:
 
 
 def _quota() -> int:
-    """CPUs that a container's limit is worth, rounded up; 0 where there is none."""
+    """Returns the number of CPUs that a container's limit is worth, rounded up; 0 where there is none."""
     try:
         most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return 0 if most == "max" else -(-int(most) // int(period))
@@ -200,7 +206,7 @@ def _quota() -> int:
 def apply(bundle: Bundle) -> Affinity:
     """Sets this process's environment, GPUs and cores as its bundle says, before it uses CUDA or has threads.
 
-    Returns what it is bound to; ``said`` is empty but for the first node of the host. Raises ValueError for a kind that
+    Returns the binding; ``said`` is empty but for the first node of the host. Raises ValueError for a kind that
     is unknown, OSError when the kernel refuses the cores.
     """
     os.environ.update(bundle.env)
@@ -215,7 +221,7 @@ def apply(bundle: Bundle) -> Affinity:
 
 
 def forwarded(told: Sequence[str]) -> dict[str, str]:
-    """The environment variables that ``--env NAME[=VALUE]`` names, with their values.
+    """Returns the environment variables that ``--env NAME[=VALUE]`` names, with their values.
 
     Raises ValueError for one without a value that is not set here either.
     """

@@ -1,4 +1,4 @@
-"""What this process's torch chooses kernels by, beside their operands. A node tells it in its Hello."""
+"""The abilities by which this process's torch chooses kernels, beside operands. A node tells them in its Hello."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..protocol.commands import Abilities
 
 
 def own(simulated: int = 0) -> Abilities:
-    """The abilities of this process, with so many simulated CUDA devices in place of real ones.
+    """Returns the abilities of this process, with so many simulated CUDA devices in place of real ones.
 
-    A simulated device has the capability (0, 0): what is there computes as a CPU does, without a library of CUDA's.
+    A simulated device has the capability (0, 0): it computes as a CPU does, without a library of CUDA's.
     """
     if simulated or not torch.cuda.device_count():
         return msgspec.structs.replace(cpu(), capabilities=((0, 0),) * simulated)
-    built = torch.version.cuda or "0.0"  # none where torch is built for ROCm
+    built = torch.version.cuda or "0.0"  # no version where torch is built for ROCm
     return msgspec.structs.replace(
         cpu(),
         cudnn=(torch.backends.cudnn.version() or 0) if torch.version.cuda else 0,
@@ -26,7 +26,7 @@ def own(simulated: int = 0) -> Abilities:
 
 
 def cpu() -> Abilities:
-    """The abilities of this process without its CUDA devices, which are left alone.
+    """Returns the abilities of this process without its CUDA devices, which are left alone.
 
     Torch is asked, not the machine: a CPU's instructions may be taken away by ``ONEDNN_MAX_CPU_ISA`` and the like.
     """

@@ -1,4 +1,4 @@
-"""This machine's network interfaces, and which of its addresses others mean by a name."""
+"""This machine's network interfaces, and the addresses that others mean by a name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINK_LOCAL = 0x20  # scope, in /proc/net/if_inet6
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface that has any, but IPv6's link-local ones, which need more than a number."""
+    """Returns the addresses of each interface, without IPv6's link-local ones, which need more than a number."""
     found: dict[str, list[str]] = {}
     room = array.array("B", bytes(_ENTRY * 1024))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -35,10 +35,10 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def addresses_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The addresses of this machine that are meant: each name is an interface, an address or a host name.
+    """Returns the addresses of this machine for names, each of which is an interface, an address or a host name.
 
     In the order of the names, but loopback ones last: other hosts have to reach the first one. Raises ValueError for
-    what is none of this machine's, with what it has.
+    a name that is not this machine's, with the machine's addresses.
     """
     out: dict[str, None] = {}
     for name in names:
@@ -47,7 +47,7 @@ def addresses_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def listening_as(host: str) -> tuple[str, ...]:
-    """Where to listen for those who know this machine as ``host``, a name or an address.
+    """Returns the addresses to listen on for peers that know this machine as ``host``, a name or an address.
 
     A machine may know its own name as a loopback address (Debian's 127.0.1.1), where nobody else reaches it: then it is
     all its addresses. Raises ValueError for a name that does not resolve, or is another machine's.

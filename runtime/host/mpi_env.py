@@ -1,4 +1,4 @@
-"""MPI as processes that mpiexec has started see it: who they are, before MPI is asked and after.
+"""MPI as processes that mpiexec has started see it: their rank and size, before MPI is asked and after.
 
 Needs mpi4py (the extra ``mpi``), which is imported when somebody asks for the world. The library that mpi4py loads has
 to be that of the mpiexec in use.
@@ -22,28 +22,28 @@ from ..protocol.errors import StartError
 from .addresses import way_to
 from .interfaces import interfaces
 
-#: What mpiexec tells its processes: MPICH and its relatives, Open MPI.
+#: The variables by which mpiexec tells its processes rank and size: MPICH and its relatives, Open MPI.
 _RANK_AND_SIZE = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 
-#: Seconds for which waiting is busy even for those who may take their time.
+#: Seconds for which waiting is busy even where ``busy`` is False.
 _SPIN = 1e-4
 #: The longest pause between two looks at a request (seconds).
 _PAUSE = 0.002
 
-#: Bytes for what a process says of itself.
+#: The bytes of a process's card.
 _CARD = 2048
-#: How many addresses it may name of itself.
+#: The most addresses on a card.
 _ADDRESSES = 16
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A process of the world."""
+    """A process of the world, as it describes itself."""
 
     host: str
     machine: str  #: the same for two processes that can see each other's pids
     pid: int
-    addresses: tuple[str, ...] = ()  #: at which others may reach its host
-    cores: str = ""  #: on which it may run, as a number with a bit for each
+    addresses: tuple[str, ...] = ()  #: addresses at which others may reach its host
+    cores: str = ""  #: cores on which it may run, as a number with a bit for each
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class World:
     def finish(self, request: Any, memory: object, check: Callable[[], None], busy: bool = True) -> None:
         """Waits for a request, and keeps the memory that it uses. Not ``busy``: others may take their time.
 
-        Raises what ``check`` does, which is called while there is nothing to do; the request is given up then.
+        Calls ``check`` while there is nothing to do, and raises what it raises; the request is given up then.
         """
         pause, patience = 0.0, time.perf_counter() + _SPIN
         while not request.Test():
@@ -87,9 +87,9 @@ class World:
                 pause = min(pause + _PAUSE / 100, _PAUSE)
 
     def ways_out(self) -> tuple[str, ...]:
-        """The addresses of this host by which it reaches the other hosts, as its routes have it; none if all are here.
+        """Returns the addresses of this host by which it reaches the other hosts, as its routes have it.
 
-        Raises StartError when there are others, and no way.
+        None if all processes are here. Raises StartError when there are other hosts, and no route.
         """
         far = [card for card in self.cards if card.machine != self.me.machine]
         ways: dict[str, None] = {}
@@ -101,19 +101,19 @@ class World:
         return tuple(ways)
 
     def keeps_apart(self, rank: int) -> bool:
-        """Whether mpiexec has bound that process to cores that no other one of its host has."""
+        """Returns whether mpiexec has bound that process to cores that no other one of its host has."""
         card = self.cards[rank]
         others = [c for c in self.cards if c.machine == card.machine and c.pid != card.pid]
         return bool(others) and not any(int(card.cores, 16) & int(other.cores, 16) for other in others)
 
     def near(self, rank: int) -> bool:
-        """Whether that process and this one are on one machine."""
+        """Returns whether that process and this one are on one machine."""
         return self.cards[rank].machine == self.me.machine
 
 
 @cache
 def place() -> tuple[int, int] | None:
-    """(rank, size) as the environment has it; None for a process that no mpiexec has started."""
+    """Returns (rank, size) by the environment; None for a process that no mpiexec has started."""
     for rank, size in _RANK_AND_SIZE:
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[rank]), int(os.environ[size])
@@ -161,12 +161,12 @@ def world() -> World:
 
 
 def joined() -> World | None:
-    """The world, if this process has joined it already."""
+    """Returns the world, if this process has joined it already."""
     return world() if world.cache_info().currsize else None
 
 
 def _machine() -> str:
-    """The kernel that runs, and which pids it shows us."""
+    """Identifies the running kernel, and the pid namespace that this process sees."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -176,13 +176,13 @@ def _cores() -> str:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Of this host, but those that mean another one elsewhere."""
+    """Returns the addresses of this host, without those that mean another one elsewhere."""
     found = [address for own in interfaces().values() for address in own]
     return tuple(address for address in found if not ipaddress.ip_address(address).is_loopback)[:_ADDRESSES]
 
 
 def _meet_all(comm: Any) -> None:
-    """Everybody talks with everybody: Open MPI maps the memory of others when it first does."""
+    """Has every process exchange a message with every other: Open MPI maps the memory of others when it first does."""
     byte = bytearray(1)
     for shift in range(1, comm.size):
         comm.Sendrecv(b"\0", (comm.rank + shift) % comm.size, recvbuf=byte, source=(comm.rank - shift) % comm.size)
@@ -190,7 +190,7 @@ def _meet_all(comm: Any) -> None:
 
 
 def _forget_names() -> None:
-    """MPI unlinks its shared memory at the end only, and leaves it for ever where a process was killed."""
+    """Unlinks MPI's shared memory: MPI does so at the end only, and leaves it for ever where a process was killed."""
     with open("/proc/self/maps") as maps:
         lines = [line for line in maps if "/dev/shm/mpich_shm_" in line or "/dev/shm/sm_segment." in line]
     for name in {line.split(maxsplit=5)[5].strip() for line in lines}:

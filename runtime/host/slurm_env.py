@@ -1,4 +1,4 @@
-"""Slurm as its jobs see it, by the environment that it gives them. Nothing is asked of Slurm itself."""
+"""Slurm as its jobs see it, by the environment that it gives them. Slurm itself is not asked."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .interfaces import interfaces, is_loopback, listening_as
 
 @dataclass(frozen=True)
 class Task:
-    """One of the tasks that a ``srun`` has started together."""
+    """One of the tasks that one ``srun`` has started together."""
 
-    name: str  #: of the step, unlike any other's: cluster, job and step
+    name: str  #: the step's name, unlike any other's: cluster, job and step
     rank: int
     size: int
-    local_rank: int  #: among the tasks of its host
+    local_rank: int  #: its number among the tasks of its host
     local_size: int
-    host: int  #: which of the step's hosts this is; task 0 is on host 0
-    hosts: int  #: how many those are
+    host: int  #: the number of its host among the step's hosts; task 0 is on host 0
+    hosts: int  #: the number of the step's hosts
 
 
 def task(environ: Mapping[str, str] = os.environ) -> Task | None:
-    """What this process is; None for one that no srun has started.
+    """Returns the task that this process is; None for a process that no srun has started.
 
     A batch script is no task, although Slurm gives it a rank of 0: it has no step's id.
     """
@@ -41,19 +41,19 @@ def task(environ: Mapping[str, str] = os.environ) -> Task | None:
 
 
 def one_of_several(environ: Mapping[str, str] = os.environ) -> Task | None:
-    """What this process is, if the same srun has started others, which could be its nodes."""
+    """Returns the task that this process is, if the same srun has started others, which could be its nodes."""
     found = task(environ)
     return found if found is not None and found.size > 1 else None
 
 
 def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> str:
-    """What of the GPUs and cores that this task sees is its own, as "gpus,cores": Slurm may have divided a host's.
+    """Returns which of the GPUs and cores that this task sees are its own, as "gpus,cores".
 
-    ``gpus`` and ``cores``: how many it sees. Empty for what is no task.
+    Slurm may have divided a host's. ``gpus`` and ``cores``: how many it sees. Empty in a process that is not a task.
     """
     found = task(environ)
 
-    def own(seen: int, on_host: str) -> bool:  # of the step's
+    def own(seen: int, on_host: str) -> bool:  # ``on_host``: of the step's
         count = environ.get(on_host, "")
         return found is not None and bool(seen) and count.isdecimal() and seen * found.local_size <= int(count)
 
@@ -62,7 +62,7 @@ def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> s
 
 
 def task_count(environ: Mapping[str, str] = os.environ) -> int:
-    """How many tasks the allocation around this process is for; 0 without one, or when nobody has said."""
+    """Returns the number of tasks of the allocation around this process; 0 without one, or when nobody has said."""
     if "SLURM_JOB_ID" not in environ:
         return 0
     if environ.get("SLURM_NTASKS", "").isdecimal():
@@ -71,7 +71,7 @@ def task_count(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def per_host(text: str) -> list[int]:
-    """``2(x3),1`` is 2, 2, 2, 1."""
+    """Parses Slurm's counts per host: ``2(x3),1`` is 2, 2, 2, 1."""
     found: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(count)] * int(times or 1)
@@ -79,14 +79,16 @@ def per_host(text: str) -> list[int]:
 
 
 def connection_file(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Where the connection file of a job is, on all hosts: in DISTTENSOR_CONNECTION_DIR, or in the user's home."""
+    """Returns the path of a job's connection file on all hosts: in DISTTENSOR_CONNECTION_DIR, or the user's home."""
     folder = environ.get("DISTTENSOR_CONNECTION_DIR") or "~/.config/disttensor"
     return os.path.join(os.path.abspath(os.path.expanduser(folder)), f"slurm-{name}")
 
 
 def own_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The addresses of this host for the other hosts of its cluster: those of the name that Slurm knows it by, if that
-    resolves, else of its own name, else all that it has."""
+    """Returns the addresses of this host for the other hosts of its cluster.
+
+    Those of the name that Slurm knows it by, if that resolves, else of its own name, else all that it has.
+    """
     for name in (environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
         try:
             found = [address for address in listening_as(name) if not is_loopback(address)] if name else []

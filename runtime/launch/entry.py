@@ -1,4 +1,4 @@
-"""The script that the processes of a launching run: fork servers, roots, agents.
+"""The entry script of a launch's processes: fork servers, roots, agents.
 
     python -P entry.py server SYS_PATH CONTROL_FD PARENT MODULE...      imports what workers need, then serves
     python -P entry.py root SYS_PATH CONTROL_FD PARENT
@@ -8,7 +8,7 @@
 
 SYS_PATH is the master's (JSON), so that all find the same torch and the same disttensor; PARENT a pid to die with, or
 0; MODULEs are imported before the first worker. Nothing of disttensor is imported before the path is set, and the front
-end not at all: none of these use it.
+end not at all: none of these processes use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-#: No torch of these processes gets the device "node" (disttensor/torch_backend/at_import.py).
+#: Torch does not get the device "node" in these processes (disttensor/torch_backend/at_import.py).
 NAMES_NO_DEVICE = True
 
 
@@ -50,7 +50,7 @@ class _Watch:
 
 
 def main(role: str, path: str, *arguments: str) -> int:
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # dtrun blocks some while it starts this process
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # dtrun blocks some signals while it starts this process
     sys.path[:] = json.loads(path)
     roles: dict[str, Callable[..., int]] = {
         "server": server, "root": root, "agent": agent, "worker": worker, "node": node,

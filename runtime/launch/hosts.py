@@ -17,19 +17,19 @@ from ..host.launch_spec import Host
 _SLOTS = ("slots", "cpu", "count")
 _IGNORED = ("max_slots", "max-slots", "binding", "ifname")
 
-#: What ssh, srun and sockets take for a host. Not a dash in front: ssh would read an option.
+#: Host names that ssh, srun and sockets take. Not a dash in front: ssh would read an option.
 _NAME = re.compile(
     r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%\w+)?)"
 )
 
 
 def parse_hosts(text: str, default: int = 1) -> list[Host]:
-    """The hosts of ``a:4,b*4,c``; one that says no number has ``default`` slots. Raises ValueError."""
+    """Parses ``a:4,b*4,c``; a host without a number has ``default`` slots. Raises ValueError."""
     return _merged(_host(part.strip(), default) for part in text.split(","))
 
 
 def read_hostfile(path: str, default: int = 1) -> list[Host]:
-    """The hosts that mpirun's hostfile names. Raises ValueError, which names file and line, and OSError."""
+    """Reads the hosts of an mpirun hostfile. Raises ValueError, which names file and line, and OSError."""
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line.partition("#")[0].split() for line in file]
     found = []

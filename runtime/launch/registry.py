@@ -1,4 +1,4 @@
-"""Which launchers there are, by name. A new one is a file beside this one and a line here, or ``register_launcher``."""
+"""The registry of launchers, by name. A new one is a file in starters/ and a line here, or ``register_launcher``."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from importlib import import_module
 
 from ..host.launcher import Launcher
 from ..process.spelling import did_you_mean
-from .tree.host_starter import Engine
+from .tree.host_starter import HostStarter
 
 #: name -> "module:class", the module relative to this package; imported when it is asked for
 _BUILTIN = {
     "local": ".starters.local:LocalLauncher",
     "mpi": ".starters.mpi:MpiLauncher",
     "ssh": ".starters.ssh:SshLauncher",
-    "nearby": ".starters.root_launcher:PlannedLauncher",  # for tests
+    "nearby": ".starters.root_launcher:RootLauncher",  # for tests
     "join": ".starters.join:JoinLauncher",
     "ray": ".starters.ray:RayLauncher",
     "slurm": ".starters.slurm:SlurmLauncher",
 }
 
-#: The same of what a root gets its nodes by; the root imports its plan's only.
+#: The host starters, by name; the root imports only the one that its launch spec names.
 _STARTERS = {
-    "ssh": ".starters.ssh:SshEngine",
-    "nearby": ".starters.piped:NearbyEngine",
+    "ssh": ".starters.ssh:SshStarter",
+    "nearby": ".starters.piped:LocalAgentStarter",
     "join": ".starters.join:JoinStarter",
     "ray": ".starters.ray:RayStarter",
     "slurm": ".starters.slurm:SlurmStarter",
@@ -30,12 +30,12 @@ _STARTERS = {
 
 _registered: dict[str, type[Launcher]] = {}
 
-#: What "auto" stands for in this process: dtrun, when mpiexec has started it, runs the script where "mpi" is meant.
+#: The launcher that "auto" stands for in this process: where mpiexec started dtrun, dtrun makes it "mpi".
 automatic = "local"
 
 
 def register_launcher(name: str, cls: type[Launcher]) -> None:
-    """Makes ``cls`` known as ``name`` in this process: ``init_master_worker(launcher=name)`` has ``cls.of`` make one.
+    """Registers ``cls`` as ``name`` in this process: ``init_master_worker(launcher=name)`` has ``cls.of`` make one.
 
     Raises TypeError for something that isn't a Launcher, ValueError for a name that is taken by another class.
     """
@@ -47,12 +47,12 @@ def register_launcher(name: str, cls: type[Launcher]) -> None:
 
 
 def launcher_names() -> list[str]:
-    """The known names, sorted; nothing is imported."""
+    """Returns the known names, sorted; nothing is imported."""
     return sorted({*_BUILTIN, *_registered} - {"nearby"})
 
 
 def get_launcher(name: str) -> type[Launcher]:
-    """The class of the launcher ``name``.
+    """Returns the class of the launcher ``name``.
 
     Raises ValueError for an unknown name (it lists the known ones), ImportError when the launcher's library is missing.
     """
@@ -68,10 +68,10 @@ def get_launcher(name: str) -> type[Launcher]:
     return found
 
 
-def get_starter(name: str) -> type[Engine]:
-    """The class of the engine ``name``. Raises as ``get_launcher``."""
+def get_starter(name: str) -> type[HostStarter]:
+    """Returns the class of the host starter ``name``. Raises as ``get_launcher``."""
     if name not in _STARTERS:
         raise ValueError(f"unknown launcher {name!r}; a root knows: {', '.join(sorted(_STARTERS))}")
     module, _, attribute = _STARTERS[name].partition(":")
-    found: type[Engine] = getattr(import_module(module, __package__), attribute)
+    found: type[HostStarter] = getattr(import_module(module, __package__), attribute)
     return found

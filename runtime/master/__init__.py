@@ -1,1 +1,1 @@
-"""The script's end: what waits to be sent to each node, the link that sends it, what comes back."""
+"""The script's end: the queue of commands for each node, the link that sends them, and the nodes' reports."""

@@ -1,5 +1,7 @@
-"""The failures that nodes have told, and the exceptions that the master raises for them at the user's next
-synchronization."""
+"""The failures that nodes have reported, and the exceptions that the master raises for them.
+
+They are raised at the user's next synchronization.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, GeometryError, PeerFailed, RemoteError
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, position
 
-#: Where a command was issued: a code object and the index of the instruction in it. Cheap to take, unlike a line.
+#: The place where a command was issued: a code object and the index of the instruction in it. Cheaper than a line.
 Site = tuple[CodeType, int]
 
 _KNOWN: dict[str, type[Exception]] = {
@@ -27,16 +29,16 @@ _KNOWN: dict[str, type[Exception]] = {
     "torch._C._LinAlgError": torch._C._LinAlgError,  # type: ignore[attr-defined]
 }
 
-#: Failures kept with their traceback and their whole message; later ones are kept without.
+#: The number of failures kept with their traceback and their whole message; later ones are kept without.
 MAX_TRACES = 256
-#: Later failures that are attached to the exception of the earliest.
+#: The most later failures that are attached to the exception of the earliest.
 MAX_ATTACHED = 8
-#: Failures kept at all.
+#: The most failures that are kept.
 MAX_FAILURES = 10_000
 
 
 class Replayed(tuple[CodeType, int]):
-    """The site of a replay, with those of what the graph has recorded for the node."""
+    """The site of a replay, with the sites of the commands that the graph has recorded for the node."""
 
     recorded: Sequence[Site | None]
 
@@ -47,7 +49,7 @@ class Replayed(tuple[CodeType, int]):
 
 
 def line_of(site: Site | None) -> str:
-    """ "train.py:12 in step", or "an unknown line"."""
+    """Returns the line of a site in words: "train.py:12 in step", or "an unknown line"."""
     if site is None:
         return "an unknown line"
     code, at = site
@@ -71,11 +73,11 @@ class Failure:
         return self.told.seq
 
     def __str__(self) -> str:
-        """All in one text."""
+        """Returns the whole failure as one text."""
         return f"{self.told.message}\n{self.where()}"
 
     def where(self) -> str:
-        """What failed, on which node, and at which line of the user's."""
+        """Says which operator failed, on which node, and at which line of the user's."""
         at = position(self.seq)[1]
         if isinstance(self.site, Replayed) and at < len(self.site.recorded):
             where = f"  recorded: {line_of(self.site.recorded[at])}\n  replayed: {line_of(self.site)}"
@@ -84,10 +86,10 @@ class Failure:
         return f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n{where}"
 
     def exception(self, others: Sequence[Failure] = ()) -> Exception:
-        """The original type where it is known, else RemoteError naming it, with the original's arguments and text.
-        Where it was, the node's traceback and ``others``, later ones, are its notes.
+        """Makes the exception: of the original type where that is known, else a RemoteError that names it.
 
-        Marks the failure as observed.
+        The exception has the original's arguments and text; its notes are the place, the node's traceback and
+        ``others``, later failures. Marks the failure as observed.
         """
         self.observed = True
         error = self._original()
@@ -115,17 +117,20 @@ class Failure:
 
 
 def in_short(error: BaseException) -> str:
-    """An exception in another's note: its text, and where it was, but not the node's traceback."""
+    """Formats an exception for another's note: its text, and its place, but not the node's traceback."""
     where = [note for note in getattr(error, "__notes__", ()) if note.startswith("  ")]
     return "\n".join([str(error), *where])
 
 
 class Failures(dict[tuple[int, int], Failure]):
-    """What failed, by node and command, oldest first. Bounded, whatever nodes tell."""
+    """The failures, by node and command, oldest first. Bounded, however many nodes report."""
 
     def keep(self, failure: Failure) -> None:
-        """Adds one. When there are too many, half of them go: observed ones first, the oldest before the others; then
-        the youngest, as the earliest failure is what the next synchronization raises."""
+        """Adds a failure. When there are too many, half of them are dropped.
+
+        Observed ones go first, the oldest before the others; then the youngest of the rest, as the earliest failure is
+        the one that the next synchronization raises.
+        """
         if len(self) >= MAX_FAILURES:
             by_worth = [f for f in self.values() if not f.observed] + [f for f in reversed(self.values()) if f.observed]
             for f in by_worth[MAX_FAILURES // 2 :]:
@@ -135,7 +140,7 @@ class Failures(dict[tuple[int, int], Failure]):
 
 
 def _cut(told: c.Failed, most: int) -> c.Failed:
-    """Without what is too long to be kept. Nodes cut it too; this is for those that don't."""
+    """Drops or shortens what is too long to be kept. Nodes do so too; this is for those that don't."""
     message = told.message[: most or MAX_NAME]
     flat = [x for arg in told.args for x in (arg if isinstance(arg, tuple) else (arg,))]
     short = len(flat) <= MAX_ARGS and sum(len(x) for x in flat if isinstance(x, str)) <= most

@@ -3,8 +3,12 @@
     issuing threads --> Outbox (no lock) --flush--> Hub.send        under `_lock`
     Hub.drain --> Report --> acknowledge, failures, requests        under `_lock`
 
-There is no receiving thread: whoever waits polls the hub's descriptor without the lock and drains with it. Each
-draining thread wakes the others whose answers it took. One small thread flushes what lies about after a short idle.
+There is no receiving thread: a thread that waits polls the hub's descriptor without the lock and drains with it. Each
+draining thread wakes the others whose answers it took. One small thread flushes commands that were left in queues,
+after a short idle.
+
+The end of a connection tells that a node is gone, not why: the launcher knows that, perhaps only after a while. The
+launcher is asked with no lock held, by one thread at a time, so that all others go on with the nodes that are left.
 """
 
 from __future__ import annotations
@@ -14,28 +18,35 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 from ..host.launcher import Exited, Launcher
-from ..process.signals import Interrupts, whole
+from ..process.signals import Interrupts, uninterrupted
 from ..protocol import codec
 from ..protocol import commands as c
+from ..protocol.arguments import Message
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
 from ..protocol.failure_ids import position
 from ..transport.base import Hub
 from .failures import Failure, Failures, Site, line_of
+from .node import Node
 from .outbox import Outbox
 from .requests import Request, Waker
 
 #: Commands that nobody flushed leave after about this long (seconds).
 IDLE = 0.002
-#: A node that neither dies nor answers is looked after at this interval while somebody waits.
+#: Seconds between two checks of a node that neither dies nor answers, while a thread waits for it.
 TICK = 0.5
-#: Seconds for the launcher, which may have other news first, to say why a node is gone.
-WORD = 2.0
-#: Seconds for which an operation waits at a full window before it says so.
+#: Seconds to wait for the launcher to report why a node whose connection ended is gone.
+EXIT_CAUSE_TIMEOUT = 2.0
+#: Seconds more for another thread that asks the launcher to say what it has heard.
+_HEARD = 1.0
+#: Seconds of one wait for the launcher: ``close`` and a Ctrl-C have to wait for its end.
+_LISTEN = 0.05
+#: Seconds for which an operation waits at a full window before it logs that.
 SLOW = 5.0
 
 _log = logging.getLogger("disttensor")
@@ -48,43 +59,53 @@ class Link:
         self.hub = hub
         self._hub_fd = hub.fileno()
         self.launcher = launcher
-        self.outboxes = [Outbox(rank) for rank in range(nodes)]
-        self.hellos: dict[int, c.Hello] = {}
+        self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
         self.failures = Failures()
-        self.losses: list[NodeLost] = []  #: the first is what most likely explains the others
-        self.said: set[int] = set()  #: lost nodes whose loss was raised to somebody
+        self.losses: list[NodeLost] = []  #: the first one most likely explains the others
+        self.reported_losses: set[int] = set()  #: lost nodes whose loss was raised to a caller
         self.interrupts = Interrupts()
         self.reports = 0  #: messages received (for tests and status)
-        self.patient = True  #: a full window blocks; not at the end of a script
-        self.closing = False  #: nodes have been told to end, so that their end is no loss
+        self.patient = True  #: whether a full window blocks; False at the end of a script
+        self.closing = False  #: whether nodes have been told to end, so that their end is no loss
         self.closed = False
         self._forked = False
         self._on_lost = on_lost
         self._lock = threading.RLock()
+        #: nodes whose connection ended and whose end the launcher has not explained: (cause so far, deadline)
+        self._unexplained: dict[int, tuple[str, float]] = {}
+        self._to_end: deque[int] = deque()  #: lost nodes that the launcher is to end
+        self.launcher_died = ""  #: why there is no launcher any more, if it died
+        self._asker = 0  #: the thread that asks the launcher
+        self._asking = threading.Lock()  #: held by the thread that asks the launcher; only ``close`` waits for it
         self._requests: dict[int, Request] = {}
         self._ids = count(1)
         self._local = threading.local()
         self._wake = threading.Event()
-        self._parked = False  #: the flushing thread waits for work
+        self._parked = False  #: whether the flushing thread waits for work
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
         self._flusher.start()
 
     def __repr__(self) -> str:
-        boxes = self.outboxes
+        boxes = [node.outbox for node in self.nodes]
         queued, flying = sum(len(box.queue) // 2 for box in boxes), sum(box.sent - box.done for box in boxes)
         state = " closed" if self.closed else ""
         return f"<Link nodes={len(boxes)} queued={queued} inflight={flying} waiting={len(self._requests)}{state}>"
 
-    def extend(self, key: str) -> Outbox:  # lets in one more node, by its public key; its rank is the next
+    def there(self) -> list[Node]:
+        """Returns the nodes that have said hello and are not lost. Nothing may be sent to a node before its hello."""
+        return [node for node in self.nodes if node.said_hello is not None and node.lost is None]
+
+    def extend(self, key: str) -> Node:
+        """Lets in one more node, by its public key; its rank is the next."""
         with self._lock:
-            self.hub.admit(len(self.outboxes), key)
-            self.outboxes.append(Outbox(len(self.outboxes), self.outboxes[0].blocking))
-            return self.outboxes[-1]
+            self.hub.admit(len(self.nodes), key)
+            self.nodes.append(Node(len(self.nodes), self.nodes[0].outbox.blocking))
+            return self.nodes[-1]
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def tick(self, outbox: Outbox) -> None:
-        """What an issuing thread calls at ``outbox.limit``: flushes if it is time to, else sweeps."""
+        """Flushes an outbox that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
         if len(outbox.queue) >= outbox.batch:
             self.flush(outbox)
         else:
@@ -105,10 +126,12 @@ class Link:
             self.interrupts.check()
         if self._parked:
             self._wake.set()
+        if self._unexplained:
+            self._explain_losses()
         if outbox.lost is not None or self.closed:
             self.check(outbox)
         if outbox.unsendable is not None:
-            outbox.complain()
+            outbox.raise_unsendable()
         if wait and self.patient and outbox.full:
             self._wait_window(outbox)
 
@@ -116,7 +139,8 @@ class Link:
         """Sends what is queued anywhere, ``outbox`` last, and waits for the reply.
 
         The wait follows the send as closely as it can: on a busy machine ZeroMQ's thread runs only then. So nothing is
-        drained between them, unless other threads wait too, for a send can swallow the sign that a message is there.
+        drained between them, unless other threads wait too, because a send can swallow the signal that a message has
+        arrived.
         """
         self.flush_all(outbox)
         self.check(outbox)
@@ -125,49 +149,61 @@ class Link:
             self._push(outbox, len(self._requests) > 1)
             if self.interrupts.pending:
                 self.interrupts.check()
-            if outbox.unsendable is not None:  # perhaps the question itself
-                outbox.complain()
+            if self._unexplained:
+                self._explain_losses()
+            if outbox.unsendable is not None:  # perhaps the request itself
+                outbox.raise_unsendable()
         except BaseException:
             self._requests.pop(request.id, None)
             raise
         return self.wait(request, timeout)
 
+    #: Invariant 4: before the master blocks on one node it flushes all.
     def flush_all(self, but: Outbox | None = None) -> None:
-        """Flushes every node that is there: before the master blocks on one, or nodes could wait for each other.
+        """Flushes every node that is not lost: before the master blocks on one, or nodes could wait for each other.
 
-        What goes wrong with a node is said to whoever uses it next.
+        Errors with a node are raised to the next caller that uses that node.
         """
-        for outbox in self.outboxes:
+        for node in self.nodes:
+            outbox = node.outbox
             if (outbox.queue or outbox.dead) and outbox is not but and outbox.lost is None and not self._forked:
                 self.interrupts.look()
                 self._push(outbox)
         if self._parked:
             self._wake.set()
+        if self._unexplained:
+            self._explain_losses()
 
+    #: Invariant 5: a Send and its Recv leave in one flush, under the lock.
     def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
         """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order.
 
-        Then blocks while the window of either is full. By now both have all that they need to go on.
+        Then blocks while the window of either is full. By then both nodes have all commands that they need to go on.
         """
         self.together([(*first, site), (*second, site)])
 
     def together(self, commands: Sequence[tuple[int, c.Command, Site | None]], hurry: bool = True) -> None:
-        """The same for any number of nodes: (rank, command, site) of each. Without ``hurry`` they leave with what is
-        queued after them, but still together."""
-        outboxes = [self.outboxes[rank] for rank, _, _ in commands]
+        """Does for any number of nodes what ``pair`` does for two: queues (rank, command, site) of each and flushes
+        all.
+
+        Without ``hurry`` the commands leave with those that are queued after them, but still together.
+        """
+        outboxes = [self.nodes[rank].outbox for rank, _, _ in commands]
         self.interrupts.look()
         self._push_together(outboxes, commands, hurry)
         if self.interrupts.pending:
             self.interrupts.check()
         if self._parked:
             self._wake.set()
+        if self._unexplained:
+            self._explain_losses()
         for outbox in outboxes:
             if outbox.unsendable is not None:
-                outbox.complain()
+                outbox.raise_unsendable()
             if self.patient and outbox.full:
                 self._wait_window(outbox)
 
-    @whole
+    @uninterrupted
     def _push_together(
         self, outboxes: list[Outbox], commands: Sequence[tuple[int, c.Command, Site | None]], hurry: bool
     ) -> None:
@@ -180,20 +216,20 @@ class Link:
             if hurry:
                 for outbox in outboxes:
                     self._send(outbox)
-                self.drain()
+                self._drain()
             else:
                 for outbox in outboxes:
-                    outbox.mates.update(outboxes)
+                    outbox.flush_with.update(outboxes)
 
-    @whole
+    @uninterrupted
     def _push(self, outbox: Outbox, drain: bool = True) -> None:
         with self._lock:
             self._send(outbox)
             if drain:
-                self.drain()
+                self._drain()
 
     def check(self, outbox: Outbox) -> None:
-        """Raises what makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""
+        """Raises the error that makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""
         if self._forked:
             raise ForkError("this process was forked from the master; only the master can use its nodes")
         if self.closed:
@@ -201,16 +237,16 @@ class Link:
             raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
         if outbox.lost is not None:
             outbox.discard()
-            self.said.add(outbox.rank)
+            self.reported_losses.add(outbox.rank)
             raise outbox.lost.again()
 
     def _send(self, outbox: Outbox) -> None:
-        if outbox.lost is not None or self.closed:  # since `check`, perhaps
+        if outbox.lost is not None or self.closed or outbox.rank in self._unexplained:  # perhaps since ``check``
             return
         outbox.pack()
-        if outbox.mates:
-            mates, outbox.mates = outbox.mates, set()
-            for mate in mates - {outbox}:
+        if outbox.flush_with:
+            flush_with, outbox.flush_with = outbox.flush_with, set()
+            for mate in flush_with - {outbox}:
                 self._send(mate)
         ready = outbox.ready
         try:
@@ -218,8 +254,7 @@ class Link:
                 self.hub.send(outbox.rank, ready[0])
                 ready.popleft()
         except BrokenError as e:
-            self._await_word(outbox, time.monotonic() + WORD)
-            self.lose(outbox.rank, str(e))
+            self._disconnected(outbox.rank, str(e))
 
     def _wait_window(self, outbox: Outbox) -> None:
         request = Request(0, outbox.rank)
@@ -236,43 +271,50 @@ class Link:
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 
-    @whole
     def drain(self) -> None:
         """Takes in what has arrived. Callable by any thread."""
-        with self._lock:
-            if self.closed:
-                return
-            for rank, message in self.hub.drain():
-                if self.outboxes[rank].lost is not None:
-                    continue  # it was given up; whatever it says now comes too late
-                self.reports += 1
-                try:
-                    report = codec.decode_report(message)
-                    if not 0 <= report.done <= self.outboxes[rank].sent:
-                        raise ProtocolError(f"node {rank} reports {report.done} of {self.outboxes[rank].sent} commands")
-                    for reply in report.replies:
-                        self._take(rank, reply)
-                except ProtocolError as e:
-                    self.lose(rank, f"broke the protocol: {e}")
-                    continue
-                self.outboxes[rank].acknowledge(report.done)
-            deadline = time.monotonic() + WORD  # for all of them
-            for rank in self.hub.gone():
-                if self.outboxes[rank].lost is None and not self.closing:
-                    self._await_word(self.outboxes[rank], deadline)
-                    self.lose(rank, "its connection ended")
+        self._locked_drain()
+        if self._unexplained:
+            self._explain_losses()
 
-    def _take(self, rank: int, reply: c.Reply) -> None:
+    @uninterrupted
+    def _locked_drain(self) -> None:
+        with self._lock:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Takes in what has arrived. The caller holds the lock."""
+        if self.closed:
+            return
+        for rank, message in self.hub.drain():
+            node = self.nodes[rank]
+            if node.lost is not None:
+                continue  # the node was given up: its messages come too late
+            self.reports += 1
+            try:
+                report = codec.decode_report(message)
+                if not 0 <= report.done <= node.outbox.sent:
+                    raise ProtocolError(f"node {rank} reports {report.done} of {node.outbox.sent} commands")
+                for reply in report.replies:
+                    self._take(node, reply)
+            except ProtocolError as e:
+                self.lose(rank, f"broke the protocol: {e}")
+                continue
+            node.outbox.acknowledge(report.done)
+        for rank in self.hub.gone():
+            self._disconnected(rank, "its connection ended")
+
+    def _take(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
-        hello = self.hellos.get(rank)
+        rank, hello = node.rank, node.said_hello
         if isinstance(reply, c.Hello):
             if hello is not None:
                 raise ProtocolError("a second hello")
-            self.hellos[rank] = reply
+            node.said_hello = reply
         elif hello is None:
             raise ProtocolError(f"a {type(reply).__name__} before its hello")
         elif isinstance(reply, c.Failed):
-            site = self.outboxes[rank].site(position(reply.seq)[0])
+            site = node.outbox.site(position(reply.seq)[0])
             self.failures.keep(Failure(rank, hello.host, hello.pid, reply, site))
         else:
             request = self._requests.get(reply.request)
@@ -281,74 +323,129 @@ class Link:
                     raise ProtocolError(f"node {rank} answers a request to node {request.node}")
                 if not isinstance(reply, (request.kind, c.Poisoned)):
                     raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
-                del self._requests[reply.request]
+                self._requests.pop(reply.request, None)
                 request.resolve(reply)
 
-    def _await_word(self, outbox: Outbox, deadline: float) -> None:
-        """Until the launcher has said why the node is gone: it knows, if the process has ended."""
-        while self.launcher is not None and outbox.lost is None:
-            left = deadline - time.monotonic()
-            self._look_at_launcher(max(0.0, left))  # once at least: this process may have been kept from running
-            if left <= 0:
-                return
+    def _disconnected(self, rank: int, cause: str) -> None:
+        """Notes that a connection has ended.
 
-    def _look_at_launcher(self, timeout: float) -> None:
-        if timeout and self.launcher is not None:
-            select.select([self.launcher.fileno()], [], [], timeout)
+        If the process has ended, the launcher knows why. It is asked later, because the caller holds the lock.
+        """
+        if self.nodes[rank].lost is None and not self.closing:
+            if self.launcher is None:
+                self.lose(rank, cause)
+            else:
+                self._unexplained.setdefault(rank, (cause, time.monotonic() + EXIT_CAUSE_TIMEOUT))
+
+    def _explain_losses(self) -> None:
+        """Waits until the launcher has told why nodes are gone, for EXIT_CAUSE_TIMEOUT at most. They are lost then.
+
+        The caller holds no lock. Interruptible: the flushing thread goes on with it.
+        """
+        while self._unexplained:
+            if not self._ask_launcher(_LISTEN):
+                if self._asker != threading.get_ident():  # another thread asks it
+                    self._give_up_late(_HEARD)
+                    return
+                # a finalizer that the collector runs while this very thread asks: all it can do is wait
+                self._give_up_late()
+                time.sleep(_LISTEN)
+            if self.interrupts.pending:
+                self.interrupts.check()
+
+    def _give_up_late(self, grace: float = 0.0) -> None:
+        """Marks the nodes as lost whose end the launcher has not explained in time."""
+        now = time.monotonic()
+        with self._lock:
+            for rank, (cause, deadline) in list(self._unexplained.items()):
+                if now >= deadline + grace or self.closing:
+                    self.lose(rank, cause)
+                    self._unexplained.pop(rank, None)
+
+    @uninterrupted
+    def _ask_launcher(self, timeout: float = 0.0) -> bool:
+        """Takes in the launcher's events, waiting for up to ``timeout`` seconds; returns False if another thread does
+        so.
+
+        No lock is held meanwhile that a thread could need which issues operations or waits for nodes.
+        """
+        if not self._asking.acquire(blocking=False):
+            return False
+        self._asker = threading.get_ident()
+        launcher, events, died = self.launcher, list[Any](), ""
         try:
-            events = self.launcher.events() if self.launcher is not None else []
-        except StartError as e:  # it died, and its nodes with it
-            self.launcher = None
-            for outbox in self.outboxes:
-                self.lose(outbox.rank, str(e))
-            return
-        for event in events:
-            if isinstance(event, Exited):
-                self.lose(event.rank, event.cause, event.tail, event.host)
+            if launcher is not None:
+                while self._to_end:
+                    launcher.end(self._to_end.popleft())
+                if timeout:
+                    select.select([launcher.fileno()], [], [], timeout)
+                try:
+                    events = launcher.events()
+                except StartError as e:  # the launcher died, and its nodes with it
+                    died = str(e)
+            with self._lock:
+                for event in events:
+                    if isinstance(event, Exited):
+                        self.lose(event.rank, event.cause, event.tail, event.host)
+                if died:
+                    self.launcher, self.launcher_died = None, died
+                    for node in self.nodes:
+                        self.lose(node.rank, died)
+        finally:
+            self._asker = 0
+            self._asking.release()
+        self._give_up_late()
+        return True
 
     def lose(self, rank: int, cause: str, tail: tuple[str, ...] = (), host: str = "") -> None:
-        """Marks a node as lost; ends all waiting for it and tells the other nodes. Saying it twice is fine.
+        """Marks a node as lost; ends all waiting for it and tells the other nodes. A second call does nothing.
 
-        ``host`` is where it was to run, for one that has not said it itself.
+        ``host`` is the host where it was to run, for a node that has not said hello.
         """
-        outbox = self.outboxes[rank]
-        if outbox.lost is not None or self.closing:
-            return
-        hello = self.hellos.get(rank)
-        where = (hello.host, hello.pid) if hello else (host or "?", 0)
-        outbox.lose(lost := NodeLost(rank, *where, cause, tail))
-        self.losses.append(lost)
-        for request in [r for r in self._requests.values() if r.node == rank]:
-            del self._requests[request.id]
-            request.resolve()
-        if self.launcher is not None:
-            self.launcher.end(rank)  # it may be stopped or cut off, and nodes that wait for its tensors hear of it so
-        for other in self.outboxes:
-            if other.lost is None and other.rank in self.hellos:
-                other.add(c.Lost(rank, cause))
-        self._on_lost(lost)
+        with self._lock:
+            node = self.nodes[rank]
+            if node.lost is not None or self.closing:
+                return
+            hello = node.said_hello
+            where = (hello.host, hello.pid) if hello else (host or "?", 0)
+            self._unexplained.pop(rank, None)
+            node.outbox.lose(lost := NodeLost(rank, *where, cause, tail))
+            self.losses.append(lost)
+            for request in list(self._requests.values()):  # one step: other threads take theirs out without the lock
+                if request.node == rank and self._requests.pop(request.id, None) is not None:
+                    request.resolve()
+            if self.launcher is not None:
+                # the process may be stopped or cut off, and nodes that wait for its tensors learn from its end
+                self._to_end.append(rank)
+                self._wake.set()
+            for other in self.there():
+                other.outbox.add(c.Lost(rank, cause))
+            self._on_lost(lost)
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
-    def request(self, node: int, kind: type[c.Reply] = c.Done) -> Request:
-        """A new request to ``node``, whose id goes into a command. Raises as ``check``: nobody would answer it."""
-        self.check(self.outboxes[node])
+    def request(self, node: int, kind: type[Message] = c.Done) -> Request:
+        """Returns a new request to ``node``, whose id goes into a command.
+
+        Raises as ``check``: nobody would answer it.
+        """
+        self.check(self.nodes[node].outbox)
         request = Request(next(self._ids), node, kind)
         self._requests[request.id] = request
         return request
 
     def drop(self, request: Request) -> None:
-        """Nobody waits for it any more; a reply that comes is passed over."""
+        """Forgets a request for which nobody waits any more; a reply that comes is passed over."""
         self._requests.pop(request.id, None)
 
     def wait(
         self, request: Request, timeout: float | None = None, until: Callable[[], bool] | None = None
     ) -> c.Reply | None:
-        """Waits until the request is resolved (or ``until()`` holds); gives its reply.
+        """Waits until the request is resolved (or ``until()`` holds); returns its reply.
 
         Interruptible. Raises NodeLost when the node is lost, TimeoutError after ``timeout`` seconds.
         """
-        outbox = self.outboxes[request.node]
+        outbox = self.nodes[request.node].outbox
         poller, waker = self._poller()
         request.waker = waker
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -358,52 +455,77 @@ class Link:
                 left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
-                waker.polling = True
-                ready = poller.poll(left * 1000)
-                waker.polling = False
-                self._readable(ready, waker)
+                self._poll(poller, waker, left)
                 if self.interrupts.pending:
                     self.interrupts.check()
+                if self._unexplained:
+                    self._explain_losses()
         finally:
             request.waker = None
             self._local.idle.append((poller, waker))
             self._requests.pop(request.id, None)
-        if until is None and request.reply is None:  # ended without one: by a loss, or by `close`
+        if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`
             self.check(outbox)
         outbox.restart()
         return request.reply
 
     def _poller(self) -> tuple[select.poll, Waker]:
-        """A poll object for this thread and what wakes it; to be put back among the idle ones."""
+        """Returns a poll object for this thread and its waker. The caller puts both back among the idle ones."""
         try:
             return self._local.idle.pop()  # type: ignore[no-any-return]
-        except (AttributeError, IndexError):  # its first wait, or one by a signal's handler in the middle of another
+        except (AttributeError, IndexError):  # the thread's first wait, or a signal handler's in the middle of another
             poller, waker = select.poll(), Waker()
-            with self._lock:  # the launcher is not stopped meanwhile
-                fds = [self._hub_fd, waker.fd, *([self.launcher.fileno()] if self.launcher else [])]
-            for fd in fds:
+            for fd in (self._hub_fd, waker.fd):
                 poller.register(fd, select.POLLIN)
+            self._watch_launcher(poller, waker, True)
             self._local.__dict__.setdefault("idle", [])
             return poller, waker
 
-    @whole
-    def _readable(self, ready: list[tuple[int, int]], waker: Waker) -> None:
-        """Takes in what a poll has found. Finding nothing for so long is a reason to look everywhere."""
+    def _poll(self, poller: select.poll, waker: Waker, seconds: float) -> None:
+        """Waits until something may have arrived, and takes it in."""
+        waker.polling = True
+        ready = poller.poll(seconds * 1000)
+        waker.polling = False
+        asked = self._readable(ready, waker)
+        if not asked or (waker.launcher < 0 and self.launcher is not None):
+            self._watch_launcher(poller, waker, asked)
+
+    def _watch_launcher(self, poller: select.poll, waker: Waker, on: bool) -> None:
+        """Has a thread's next polls end when the launcher has something to report, or not."""
+        if not on and waker.launcher >= 0:
+            poller.unregister(waker.launcher)
+            waker.launcher = -1
+        elif on and waker.launcher < 0:
+            with self._lock:  # so that the launcher is not stopped meanwhile
+                if self.launcher is not None:
+                    waker.launcher = self.launcher.fileno()
+                    poller.register(waker.launcher, select.POLLIN)
+
+    @uninterrupted
+    def _readable(self, ready: list[tuple[int, int]], waker: Waker) -> bool:
+        """Takes in what a poll has found. After a poll that found nothing it asks the launcher, too.
+
+        Returns False where the launcher has something to report that this thread could not take: another one does, or
+        there is no launcher any more. A poll would only find that again.
+        """
+        ask = not ready
+        for fd, _ in ready:
+            if fd == waker.fd:
+                os.eventfd_read(fd)
+            elif fd != self._hub_fd:
+                ask = True
+        asked = not ask or (self._ask_launcher() and (self.launcher is not None or not ready))
         with self._lock:
-            for fd, _ in ready:
-                if fd == waker.fd:
-                    os.eventfd_read(fd)
-                elif fd != self._hub_fd:
-                    self._look_at_launcher(0)
-            if not ready:
-                self._look_at_launcher(0)
-            self.drain()
+            self._drain()
+        return asked
 
     def pause(self, seconds: float) -> None:
         """Sleeps until something may have arrived, and takes it in."""
         poller, waker = self._poller()
         try:
-            self._readable(poller.poll(seconds * 1000), waker)
+            self._poll(poller, waker, seconds)
+            if self._unexplained:
+                self._explain_losses()
         finally:
             self._local.idle.append((poller, waker))
 
@@ -415,7 +537,7 @@ class Link:
         while not self.closed:
             try:
                 quiet = self._look_about(quiet)
-            except ClosedError:  # the hub: a session that a Ctrl-C met while it was made
+            except ClosedError:  # from the hub: a Ctrl-C came while the session was made
                 return
             except Exception:  # without this thread nothing would leave by itself any more
                 if not said:
@@ -423,17 +545,20 @@ class Link:
                 said = True
 
     def _look_about(self, quiet: int) -> int:
-        """One round; ``quiet`` is how many rounds have found nothing to do. Gives the new count."""
+        """Does one round of the idle flush; returns the new count.
+
+        ``quiet``: the number of rounds in a row that have found nothing to do.
+        """
         if quiet > 10:
             self._wake.clear()
             self._parked = True
-            for outbox in self.outboxes:
-                if outbox.batch:
-                    outbox.urge(2)  # the next append flushes at once, and wakes this thread
+            for node in self.nodes:
+                if node.outbox.batch:
+                    node.outbox.set_flush_threshold(2)  # the next append flushes at once, and wakes this thread
             self._wake.wait(TICK)
             self._parked = False
             quiet = 0
-        outboxes = list(self.outboxes)  # there may be more in a moment
+        outboxes = [node.outbox for node in self.nodes]  # a copy: nodes may join in a moment
         before = [(o.sent, len(o.queue)) for o in outboxes]
         time.sleep(IDLE)
         if self.closed:
@@ -448,23 +573,26 @@ class Link:
                 with self._lock:
                     if not self.closed and not outbox.full:
                         self._send(outbox)
+        if self.launcher is not None and not self._ask_launcher():
+            self._give_up_late(_HEARD)
         if self.launcher is not None or quiet == 1:
-            with self._lock:
-                if not self.closed:
-                    self._look_at_launcher(0)
-                    self.drain()
+            self._locked_drain()
         return quiet
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def forked(self) -> None:
-        """In a forked child: nothing works any more, and nothing leaves."""
+        """Makes a forked child's copy unusable: nothing works any more, and nothing leaves."""
         self._forked = True
-        self._lock = threading.RLock()  # a thread that isn't here may have held the other one
+        self._lock = threading.RLock()  # a thread of the parent may have held the old one
+        self._asking = threading.Lock()
+        self._unexplained.clear()  # nothing of the launcher's is to be asked here, nor touched
+        self._to_end.clear()
+        self.launcher = None
         self._wake = threading.Event()
         self.hub.forked()
-        for outbox in self.outboxes:
-            outbox.forked()
+        for node in self.nodes:
+            node.forked()
 
     def close(self) -> None:
         """Closes the hub. Requests under way end with an error. Calling it twice is fine."""
@@ -472,12 +600,15 @@ class Link:
             if self.closed:
                 return
             self.closing = self.closed = True
-            self.launcher = None  # whoever started it stops it
+            self.launcher = None  # the session stops it
             self.hub.close()
             for request in list(self._requests.values()):
                 request.resolve()
-            for outbox in self.outboxes:
-                outbox.urge(0)
+            for node in self.nodes:
+                node.outbox.set_flush_threshold(0)
         self._wake.set()
+        if self._asker != threading.get_ident():  # else a finalizer, or a handler, closes in the middle of it
+            with self._asking:  # the thread that asks the launcher has ended that: it may be stopped now
+                pass
         if threading.current_thread() is not self._flusher:
             self._flusher.join(5)

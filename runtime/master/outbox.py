@@ -1,7 +1,7 @@
-"""What waits to be sent to one node. Decides when to flush and what goes into a message; does no I/O.
+"""The outbox of a node: its queue of commands. Decides when to flush and what goes into a message; does no I/O.
 
 Issuing threads append without a lock: ``queue`` is a flat list (command, site, command, site, ...) and one
-``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. What is in ``dead`` had its last use
+``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. Every ref in ``dead`` had its last use
 appended before, so a free that is appended for it now follows every use.
 """
 
@@ -13,58 +13,58 @@ from collections.abc import Iterable
 from operator import sub
 from typing import Any
 
-from ..process.signals import whole
+from ..process.signals import uninterrupted
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, NodeLost
 from .failures import Site, line_of
 from .route import Tap
 
-#: The window: commands and their bytes in flight per node. A full one blocks the issuing thread.
+#: The window: the most commands, and bytes of them, in flight per node. A full one blocks the issuing thread.
 MAX_COMMANDS = 10_000
 MAX_BYTES = 64 << 20
-#: A message takes at most this many commands. The first after a pause takes fewer, so that an idle node starts early.
+#: Limits of a message's commands. The first message after a pause takes fewer, so that an idle node starts early.
 MAX_BATCH = 128
 MIN_BATCH = 2
-#: Refs in one Free; bounds its size below a message's limit whatever the distances.
+#: The most refs in one Free; bounds its size below a message's limit whatever the distances.
 MAX_FREE = 100_000
 
 
-#: Commands between two looks at what died.
+#: The number of commands between two sweeps of dead refs.
 SWEEP = 16
 #: Fewer dead refs than this are left to the end of the batch.
 MIN_SWEEP = 4
 
 
 def _free(refs: list[int]) -> c.Free:
-    """``refs``: sorted."""
+    """Makes a Free of sorted ``refs``."""
     return c.Free(refs[0], tuple(map(sub, refs[1:], refs)))
 
 
 class Outbox:
-    """The queue of one node, and the account of what it has been sent and has done."""
+    """The queue of one node, and the count of commands that it has been sent and has done."""
 
     def __init__(self, rank: int, blocking: bool = False) -> None:
         self.rank = rank
         self.queue: list[c.Command | Site | None] = []
-        #: what issuing threads append to: the queue, or a Tap while one of them has a route. To be read into a local
-        #: name first: `+=` on this attribute could undo what another thread's `divert` has just done
+        #: the object that issuing threads append to: the queue, or a Tap while one of them has a route. To be read into
+        #: a local name first: `+=` on this attribute could undo a change that another thread's `add_route` just made
         self.commands: Any = self.queue
         self._routes = 0
         self.dead: list[int] = []
-        #: refs that recordings and graphs hold on to, and by how many; and those of them that are dead otherwise
+        #: refs that recordings and graphs hold, with the number of holders; and those of them that are dead otherwise
         self._holds: dict[int, int] = {}
         self._gone: set[int] = set()
         self._unheld: list[Iterable[int]] = []
-        #: ``len(commands)`` at which an issuing thread has to look here: to flush, or to sweep
+        #: ``len(commands)`` at which an issuing thread has to check this outbox: to flush, or to sweep
         self.limit = 2
-        #: ``len(commands)`` at which it has to flush. 0 makes each next append do so (a lost node)
+        #: ``len(commands)`` at which the thread has to flush. 0 makes each next append do so (a lost node)
         self.batch = 2
         #: re-entrant: the collector may run a finalizer that uses tensors while it is held
         self._taking = threading.RLock()
-        #: nodes with a part in something that is queued here: they will wait for each other, so all are sent to
-        self.mates: set[Outbox] = set()
-        self.ready: deque[bytes] = deque()  #: messages that count as sent; the link hands them over, oldest first
+        #: outboxes that must be flushed together with this one: an unsent collective spans their nodes
+        self.flush_with: set[Outbox] = set()
+        self.ready: deque[bytes] = deque()  #: messages that count as sent; the link sends them, oldest first
         self.sent = 0  #: commands sent; the number of the next one
         self.done = 0  #: commands that the node has reported
         self.messages = 0  #: messages sent (for tests and status)
@@ -72,24 +72,24 @@ class Outbox:
         self.lost: NodeLost | None = None
         self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
         self.blocking = blocking  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
-        #: what is in flight: (number of the first command, bytes, sites)
+        #: messages in flight: (number of the first command, bytes, sites)
         self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
         self._flight_bytes = 0
 
-    def divert(self, by: int) -> None:
-        """One thread more (or, with -1, less) has a route."""
+    def add_route(self, by: int) -> None:
+        """Counts one thread more (or, with -1, one less) that has a route."""
         with self._taking:
             self._routes += by
             self.commands = Tap(self.rank, self.queue) if self._routes else self.queue
 
     def add(self, command: c.Command, site: Site | None = None) -> bool:
-        """Appends; whether the caller has to flush. The hot path has this inlined."""
+        """Appends a command; returns whether the caller has to flush. The hot path has this inlined."""
         commands = self.commands
         commands += (command, site)
         return len(commands) >= self.limit
 
     def pack(self) -> None:
-        """Moves what is queued to ``ready``, pending frees last. The caller holds the link's lock.
+        """Moves the queue to ``ready``, pending frees last. The caller holds the link's lock.
 
         Nothing has changed until all of it is packed, so that an error (no memory) loses no command.
         """
@@ -109,10 +109,11 @@ class Outbox:
         self.messages += len(packed)
         self.sent += len(commands)
         del self.queue[:n]
-        self.urge(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
+        self.set_flush_threshold(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
 
+    #: Invariant 3: a free follows every use.
     def _queue_frees(self) -> None:
-        """Queues the frees of what is dead. Whatever is dead now had its last use appended before."""
+        """Queues the frees of dead refs. Each ref that is dead now had its last use appended before."""
         if not self.dead and not self._unheld:
             return
         with self._taking:
@@ -129,11 +130,11 @@ class Outbox:
             self.queue += (_free(refs[start : start + MAX_FREE]), None)
 
     def hold(self, ref: int) -> None:
-        """Nothing is to free ``ref`` before its ``release``: a graph uses it. The ref is alive now."""
+        """Keeps ``ref`` from being freed before its ``release``: a graph uses it. The ref is alive now."""
         self._holds[ref] = self._holds.get(ref, 0) + 1
 
     def release(self, refs: Iterable[int], made: bool = True) -> None:
-        """Undoes ``hold`` for each; those that died meanwhile are freed, if the node has ever ``made`` them."""
+        """Undoes ``hold`` for each ref; those that died meanwhile are freed, if the node has ever ``made`` them."""
         with self._taking:
             for ref in refs:
                 self._holds[ref] -= 1
@@ -145,24 +146,26 @@ class Outbox:
                             self.dead.append(ref)
 
     def release_later(self, refs: Iterable[int]) -> None:
-        """The same, for finalizers: takes no lock."""
+        """Has ``release`` called later, for finalizers: takes no lock."""
         self._unheld.append(refs)
 
-    @whole
-    def living(self, refs: Iterable[int]) -> list[int]:
-        """Those of these held refs that are not dead otherwise."""
+    @uninterrupted
+    def still_referenced(self, refs: Iterable[int]) -> list[int]:
+        """Returns those of these held refs that are not dead otherwise."""
         self._queue_frees()
         return [r for r in refs if r not in self._gone]
 
-    @whole
+    @uninterrupted
     def sweep(self) -> None:
-        """Queues frees in the middle of a batch: else what a node could reuse at once, still warm, lives to the
-        batch's end."""
+        """Queues frees in the middle of a batch.
+
+        Otherwise memory that a node could reuse at once, still warm, would live to the batch's end.
+        """
         if len(self.dead) >= MIN_SWEEP:
             self._queue_frees()
         self.limit = min(self.batch, len(self.queue) + 2 * SWEEP)
 
-    def urge(self, batch: int) -> None:
+    def set_flush_threshold(self, batch: int) -> None:
         """Sets the ``len(commands)`` at which the next message leaves."""
         self.batch = batch
         self.limit = min(batch, 2 * SWEEP)
@@ -182,7 +185,7 @@ class Outbox:
         except (TypeError, ValueError, OverflowError) as e:
             why = str(e)
         if why and len(commands) == 1:
-            # the others go on, in their places; whoever flushes hears of it
+            # the other commands go on, in their places; the thread that flushes gets the error
             self.unsendable = DisttensorError(f"{line_of(sites[0])}: a command can't be sent: {why}")
             message = codec.encode(c.Batch(first, (c.Free(0, ()),)))
         elif why or len(commands) > MAX_COMMANDS:
@@ -193,61 +196,63 @@ class Outbox:
         packed.append((first, message, sites))
 
     def acknowledge(self, done: int) -> None:
-        """The node has applied ``done`` commands. What it did earlier needs no site any more."""
+        """Notes that the node has applied ``done`` commands. Earlier commands need no site any more."""
         self.done = max(self.done, done)
         flight = self._flight
         while flight and flight[0][0] + len(flight[0][2]) <= done:
             self._flight_bytes -= flight.popleft()[1]
 
-    def complain(self) -> None:
-        """Raises, once, that a command could not be sent."""
+    def raise_unsendable(self) -> None:
+        """Raises, once, the error of a command that could not be sent."""
         error, self.unsendable = self.unsendable, None
         if error is not None:
             raise error
 
     @property
     def full(self) -> bool:
-        return self.sent - self.done > MAX_COMMANDS or self._flight_bytes > MAX_BYTES
+        """Returns whether the window is full. Much is unsent only while a connection has ended and is not explained."""
+        unsent = len(self.queue) // 2
+        return max(self.sent - self.done, unsent) > MAX_COMMANDS or self._flight_bytes > MAX_BYTES
 
     @property
     def idle(self) -> bool:
-        """The node has nothing to do but perhaps the command that it is answering."""
+        """True when the node has nothing to do but perhaps the command that it is answering."""
         return self.sent - self.done <= 1
 
     def restart(self) -> None:
-        """After an answer from an idle node: the next commands should reach it soon."""
+        """Lowers the flush threshold after an answer from an idle node: the next commands should reach it soon."""
         if self.batch and self.idle:
-            self.urge(2 if self.blocking else 2 * MIN_BATCH)
+            self.set_flush_threshold(2 if self.blocking else 2 * MIN_BATCH)
 
     def site(self, seq: int) -> Site | None:
-        """Where command ``seq`` was issued, while it is in flight."""
+        """Returns the site where command ``seq`` was issued, while it is in flight."""
         for first, _, sites in self._flight:
             if first <= seq < first + len(sites):
                 return sites[seq - first]
         return None
 
     def running(self) -> Site | None:
-        """Where the oldest command that the node has not reported, of those that a line issued, was issued."""
+        """Returns the site of the oldest command that the node has not reported, of those that a line issued."""
         flying = (site for first, _, sites in self._flight for seq, site in enumerate(sites, first) if seq >= self.done)
         return next((site for site in flying if site is not None), None)
 
     def lose(self, error: NodeLost) -> None:
-        """The node is gone: nothing is queued for it any more, and every issuing thread learns of it."""
+        """Notes that the node is lost: nothing is queued for it any more, and every issuing thread learns of it."""
         self.lost = error
-        self.urge(0)
+        self.set_flush_threshold(0)
         self.discard()
-        self.mates.clear()
+        self.flush_with.clear()
         self.ready.clear()
         self._flight.clear()
         self._flight_bytes = 0
 
     def forked(self) -> None:
-        """In a forked child: nothing leaves, and every issuing thread learns of it."""
+        """Closes the outbox in a forked child: nothing leaves, and every issuing thread learns of it."""
         self._taking = threading.RLock()
-        self.urge(0)
+        self.set_flush_threshold(0)
 
     def discard(self) -> None:
-        """Forgets what was queued for a node that gets nothing any more; the lists would grow for ever."""
+        """Forgets the queue for a node that gets nothing any more; the lists would grow for ever."""
         self.queue.clear()
         self.dead.clear()
 

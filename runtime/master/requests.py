@@ -1,4 +1,4 @@
-"""Answers that threads wait for (link.py), and how they are woken."""
+"""Requests: answers that threads wait for (link.py), and the wakers of these threads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import threading
 
 from ..protocol import commands as c
+from ..protocol.arguments import Message
 
 
 class Waker:
-    """Wakes a thread that polls. Whoever holds it can do so, though the thread may have ended."""
+    """Wakes a thread that polls. Its holder may do so even after the thread has ended."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.polling = False  #: it polls: if by this very thread, then below the handler of a signal
+        #: true while the thread polls; if this very thread calls ``wake`` then, a signal's handler below the poll does
+        self.launcher = -1  #: the launcher's descriptor, while the thread's polls look at it
+        self.polling = False
         self._thread = threading.get_ident()
 
     def wake(self) -> None:
@@ -29,16 +32,16 @@ class Request:
 
     __slots__ = ("done", "id", "kind", "node", "reply", "waker")
 
-    def __init__(self, id: int, node: int, kind: type[c.Reply] = c.Done) -> None:
+    def __init__(self, id: int, node: int, kind: type[Message] = c.Done) -> None:
         self.id = id
         self.node = node
-        self.kind = kind  #: of the reply, if nothing has failed
+        self.kind = kind  #: the reply's type, if nothing has failed
         self.reply: c.Reply | None = None
         self.done = False
         self.waker: Waker | None = None  #: wakes the thread that waits
 
     def resolve(self, reply: c.Reply | None = None) -> None:
-        """Ends the waiting. Called by any thread."""
+        """Ends the wait. Called by any thread."""
         self.reply = reply
         self.done = True
         waker = self.waker  # read once: the thread may stop waiting, and even end, while this one is here

@@ -1,7 +1,7 @@
-"""Where a thread's commands go when it issues elsewhere than on default streams: on a stream, or into a recording.
+"""Routes: a thread's commands go to a stream, or into a recording, instead of to default streams.
 
 The hot path appends to ``Outbox.commands``. That is the queue itself, as long as no thread has a route; while one has,
-it is a Tap, which looks the issuing thread's route up. So who uses neither streams nor graphs pays nothing for them.
+it is a Tap, which looks the issuing thread's route up. So a program without streams and graphs pays nothing for them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .failures import Site
 
 
 class Recorder(Protocol):
-    """What takes commands in a node's stead."""
+    """Takes commands in place of a node, for a graph."""
 
     def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
-        """A command that ``rank`` would have been sent, for one of its streams (0 is the default one)."""
+        """Takes a command that ``rank`` would have been sent, for one of its streams (0 is the default one)."""
 
     def begin(self, handle: Any) -> None:
-        """A lazy empty tensor, new in this recording."""
+        """Notes a lazy empty tensor that is new in this recording."""
 
     def made(self, handle: Any) -> bool:
-        """Whether a lazy tensor is made in this recording, and is to be recorded with what uses it."""
+        """Returns whether a lazy tensor is made in this recording, and is to be recorded at its first use."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Of one thread or asyncio task."""
+    """The route of one thread or asyncio task."""
 
-    streams: Mapping[int, int] = field(default_factory=dict)  #: rank -> stream, where it is not the default one
+    streams: Mapping[int, int] = field(default_factory=dict)  #: rank -> stream, where that is not the default one
     recorder: Recorder | None = None
 
 
@@ -44,13 +44,16 @@ _ROUTED = kinds("routed")
 
 
 def waits(what: str) -> None:
-    """Raises GraphError while this thread records a graph: nothing runs then, so that nothing can be waited for."""
+    """Raises GraphError while this thread records a graph: nothing runs then, so that nothing can be waited for.
+
+    ``what`` is the operation, for the message.
+    """
     if route.get().recorder is not None:
         raise GraphError(f"{what} has to wait for a node, and nothing runs while a graph is recorded")
 
 
 class Tap:
-    """Stands where an outbox's queue stands for issuing threads, and sends what they append on its way."""
+    """Takes the place of an outbox's queue for issuing threads, and routes each appended command."""
 
     __slots__ = ("_queue", "_rank")
 

@@ -1,6 +1,7 @@
-"""How a template's call finds its arguments among a store's entries: a closure, made once.
+"""Call forms: closures, made once per template, that find a call's arguments among a store's entries.
 
-What could be computed per call is computed here per template: which entries go where, what is constant.
+Work that could be done per call is done here per template: which entries fill which holes, which arguments are
+constant.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..protocol.errors import ProtocolError
 from .store import Entry
 
 Entries = dict[int, Entry]
-Run = Callable[[int, Any], Any]  #: of a Call's ``out`` and ``args``
+Run = Callable[[int, Any], Any]  #: called with a Call's ``out`` and ``args``
 
 
 class Slot:
@@ -27,7 +28,10 @@ class Slot:
 
     @property
     def letter(self) -> str:
-        """T and N for the hole of a tensor or a number, L for a list with holes, c for a constant."""
+        """The slot's letter in a form.
+
+        T and N for the hole of a tensor or a number, L for a list with holes, c for a constant.
+        """
         return ("T" if self.holes[0] else "N") if self.kind == "hole" else "L" if self.kind == "list" else "c"
 
     def __init__(self, spec: c.Spec, device_of: Callable[[str], torch.device]) -> None:
@@ -48,7 +52,7 @@ class Slot:
 
 
 def _constant(spec: c.Spec, device_of: Callable[[str], torch.device]) -> object:
-    """A wire argument as Python has it. Raises ProtocolError for an unknown dtype, layout, format or device."""
+    """Converts a wire argument to Python. Raises ProtocolError for an unknown dtype, layout, format or device."""
     match spec:
         case c.DType():
             return codec.dtype_of(spec.id)
@@ -67,7 +71,7 @@ def _constant(spec: c.Spec, device_of: Callable[[str], torch.device]) -> object:
 
 
 def caller(op: Callable[..., Any], positional: list[Slot], keyword: list[tuple[str, Slot]], e: Entries) -> Run:
-    """A closure that fills the holes and calls ``op``. The forms that make up most programs have one of their own."""
+    """Returns a closure that fills the holes and calls ``op``. The most frequent forms have a closure of their own."""
     form = "".join(s.letter for s in positional)
     head = form.rstrip("c")
     tail = tuple(s.value for s in positional[len(head) :])
@@ -110,7 +114,7 @@ def _ttn(op: Callable[..., Any], tail: tuple[Any, ...], e: Entries) -> Run:
     return lambda out, args: op(e[out - args[0]], e[out - args[1]], args[2], *tail)
 
 
-#: By the arguments before the last constants: T a tensor, N a number.
+#: Closures by the arguments before the last constants: T a tensor, N a number.
 _FORMS: dict[str, Callable[[Any, tuple[Any, ...], Entries], Run]] = {
     "T": _t,
     "TT": _tt,
@@ -121,7 +125,7 @@ _FORMS: dict[str, Callable[[Any, tuple[Any, ...], Entries], Run]] = {
 
 
 def _general(op: Any, positional: list[Slot], keyword: list[tuple[str, Slot]], e: Entries) -> Run:
-    """A closure that fills the holes and calls. Positions are found once, here."""
+    """Returns a closure that fills the holes and calls ``op``, for any form. Positions are found once, here."""
     base = [s.value for s in positional]
     kwbase = {k: s.value for k, s in keyword}
     tensors: list[tuple[int, int]] = []
@@ -142,7 +146,7 @@ def _general(op: Any, positional: list[Slot], keyword: list[tuple[str, Slot]], e
         if slot.holes:
             named.append((k, at, slot))
         at += len(slot.holes)
-    nested = bool(lists or named)  # one look for most operators, which have neither
+    nested = bool(lists or named)  # one test for most operators, which have neither
 
     def call(out: int, args: Any) -> Any:
         values = base.copy()

@@ -1,7 +1,7 @@
-"""Collectives as commands: what a node gives is in its store, and what it gets is written there.
+"""Runs collectives as commands: the node's inputs come from its store, and its outputs are written there.
 
 A node whose operands are poison takes part all the same (collective/exchange.py), or the others would wait for it: with
-tensors of the right lengths and anything in them.
+tensors of the right lengths and arbitrary contents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from .. import collective
 from ..channel.base import MASTER, DataChannel
-from ..collective import IDS, NATIVE, ReduceOp, Way, Wire, shares
+from ..collective import IDS, NATIVE, Exchange, ReduceOp, Way, shares
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import PoisonedError, ProtocolError
@@ -21,14 +21,17 @@ from ..protocol.failure_ids import Poison, earliest
 from .state import NodeState
 from .store import Value
 
-#: The transfers of collectives are numbered from here on: each has a block of them, named by its own.
+#: The first transfer id of collectives: each has a block of ids, named by its own.
 _FIRST = 1 << 62
 
 Tensors = list[torch.Tensor]
 
 
-def _run(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> None:
-    """Raises what ``Wire.end`` does, ProtocolError."""
+def _run(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) -> None:
+    """Runs a collective, also one for which ranks have several tensors.
+
+    Raises what ``Exchange.end`` does, ProtocolError.
+    """
     if not command.shares:
         _run_one_each(command, wire, inputs, outs)
         return
@@ -46,7 +49,7 @@ def _run(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> N
             between(inputs, outs)
 
 
-def _run_one_each(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tensors) -> None:
+def _run_one_each(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) -> None:
     op, root = ReduceOp(command.op), command.root
     if command.algorithm == NATIVE:
         collective.native(wire, command.kind, inputs, outs, op, root, command.transfer)
@@ -78,9 +81,10 @@ def _run_one_each(command: c.Collective, wire: Wire, inputs: Tensors, outs: Tens
 
 
 def join(node: NodeState, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:
-    """Does a node's part. ``values``: its operands by ref. ``number`` is the command's own, for failures.
+    """Does this node's part of a collective.
 
-    Raises PoisonedError, and what the collectives do; the others have been told.
+    ``values``: its operands by ref. ``number`` is the command's own, for failures. Raises PoisonedError, and what the
+    collectives raise; the other ranks have been told.
     """
     dtype = codec.dtype_of(command.dtype)
 
@@ -92,8 +96,8 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
     tensors = [tensor(ref, length) for ref, length in zip(refs, command.lengths, strict=True)]
     given = len(command.inputs)
     poison = earliest(value for ref in command.inputs if isinstance(value := values[ref], Poison))
-    wire = Wire(
-        node.channels.joint[command.channel],
+    wire = Exchange(
+        node.channels.collective[command.channel],
         command.ranks,
         command.ranks.index(node.rank),
         _FIRST + command.transfer * IDS,
@@ -103,7 +107,7 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
     )
     try:
         if command.carry < 0 and not command.hosts and not command.algorithm:
-            wire.boards = node.boards
+            wire.shared_pages = node.shared_pages
         _run(command, wire, tensors[:given], tensors[given:])
     except PoisonedError as error:
         _tell_master(node.channel, command, Poison(error.rank, error.seq))
@@ -122,12 +126,12 @@ def _tell_master(channel: DataChannel, command: c.Collective, poison: Poison | N
 
 
 def take_part(node: NodeState, command: c.Collective) -> None:
-    """Does a collective at once, in the thread that calls."""
+    """Does a collective at once, in the calling thread."""
     values: dict[int, Value] = {}
     for ref in {*command.inputs, *command.outs}:
         try:
             values[ref] = node.entry(ref)
-        except Exception as error:  # the others wait for us all the same
+        except Exception as error:  # the other ranks wait for this one all the same
             values[ref] = node.tell(command.kind, error)
     store = node.store
     if store.sending:

@@ -1,7 +1,7 @@
-"""Commands to effects on a node's store. No sockets: what has to be told goes to ``emit``.
+"""Applies commands to a node's store. No sockets: messages to the master go to ``emit``.
 
-A failed command poisons its outputs and whatever it would have written, is told once (Failed), and the node goes on.
-A command that reads poison is skipped and passes the poison on.
+A failed command poisons its outputs and the tensors that it would have written, is reported once (Failed), and the node
+goes on. A command that reads poison is skipped and passes the poison on.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .template import Broken, Template
 from .user_functions import Functions
 
 
+#: Invariant 1: commands are applied in issue order, each at most once (``apply``).
 class Executor(NodeState):
     """Applies commands in order. One per node, used by one thread."""
 
@@ -44,20 +45,20 @@ class Executor(NodeState):
         simulate_cuda: int = 0,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """As NodeState."""
+        """Takes the arguments of NodeState."""
         super().__init__(rank, emit, channels, allow, functions, simulate_cuda, progress)
         self.stopped = False
         self.events = Events(self)
         self.graphs = Graphs(self, self.one, self.failed)
         self._lanes: Scheduler | None = None
-        self._beside = False  #: there are streams
-        #: set when a Recv was applied; Ahead.look clears it
+        self._beside = False  #: whether there are streams
+        #: whether a Recv was applied since ``Ahead.look``
         self.received = False
-        #: receives that have begun before their turn, or why they could not, by transfer
+        #: receives that have begun before their turn, or the errors with which they could not, by transfer
         self.early: dict[int, Pending | Exception] = {}
 
     def apply(self, batch: c.Batch) -> None:
-        """Raises ProtocolError when the batch is not the next one: a gap or a repeat fails the node."""
+        """Applies the next batch. Raises ProtocolError for any other one: a gap or a repeat fails the node."""
         if batch.first != self.seq:
             raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
         if self._beside:
@@ -83,7 +84,7 @@ class Executor(NodeState):
                 self.failed(command, e)
         self.seq = batch.first + len(batch.commands)
         if self.store.sending:
-            self.store.settle([])  # lets go of what has left: it may have been freed
+            self.store.settle([])  # drops references to tensors whose bytes have left: they may have been freed
 
     def one(self, command: c.Command) -> None:
         """Applies a command that a graph has recorded."""
@@ -93,7 +94,7 @@ class Executor(NodeState):
             self.failed(command, e)
 
     def _schedule(self, batch: c.Batch, start: int) -> None:
-        """The same for a node with streams, whose lanes do the commands."""
+        """Applies a batch on a node with streams, whose lanes run the commands."""
         lanes = self._lanes
         assert lanes is not None
         for seq, command in enumerate(batch.commands[start:], batch.first + start):
@@ -111,26 +112,27 @@ class Executor(NodeState):
 
     @property
     def done(self) -> int:
-        """How many commands are done for good. Asked by any thread."""
+        """The number of commands that are done for good. Any thread may ask for it."""
         lanes = self._lanes
         return self.seq if lanes is None else lanes.done()
 
     def close(self) -> None:
-        """Ends what runs beside the receiving thread; what waits for a transfer waits until the channel is closed."""
+        """Ends the threads beside the receiving thread. One that waits for a transfer goes on until the channel is
+        closed."""
         self.graphs.close()
-        self.boards.close()
+        self.shared_pages.close()
         if self._lanes is not None:
             self._lanes.close()
 
     def join(self, timeout: float) -> None:
-        """After ``close``: waits for the threads."""
+        """Waits for the threads after ``close``, ``timeout`` seconds at most."""
         if self._lanes is not None:
             self._lanes.join(timeout)
 
     # ---- the less frequent commands --------------------------------------------------------------------------------
 
     def other(self, command: c.Command) -> None:
-        """Does any command."""
+        """Applies any command."""
         store = self.store
         match command:
             case c.Call():
@@ -145,7 +147,7 @@ class Executor(NodeState):
             case c.Define():
                 try:
                     template = Template(command, self.allow, store.entries, self.device)
-                except Exception as e:  # told now; each call of it is poisoned by it
+                except Exception as e:  # reported now, and each call of the template is poisoned by it
                     template = Broken(command, PoisonRead(self.tell(command.op, e)))
                 self.templates[command.template] = template
             case c.Forget():
@@ -195,16 +197,16 @@ class Executor(NodeState):
             case c.Discard():
                 self.graphs.discard(command)
             case c.Engines():
-                self.emit(c.Answer(command.request, self.graphs.engines(command.graph)))
+                self.emit(c.GraphEngines(command.request, self.graphs.engines(command.graph)))
             case c.Count():
                 self.emit(c.Counts(command.request, count(self.channels)))
             case c.Peer():
-                self.channels.connect(command.channel, command.rank, command.address, command.key)
+                self.channels.connect(command.channel, command.rank, command.addresses, command.key)
             case c.Open():
-                self.emit(c.Answer(command.request, self.channels.open(command.channel, command.name)))
+                self.emit(c.Opened(command.request, self.channels.open(command.channel, command.name)))
             case c.Usable():
                 why_not = self.allow.why_not if command.ops else partial(why_unusable, rank=self.rank)
-                self.emit(c.Answer(command.request, "\n".join(map(why_not, command.names))))
+                self.emit(c.Unusable(command.request, tuple(map(why_not, command.names))))
             case c.Lost():
                 self.channels.forget(command.rank, command.why)
             case c.Stop():
@@ -250,7 +252,7 @@ class Executor(NodeState):
         self.store.entries[command.out] = self.store.pending[command.out] = pending
 
     def _run(self, command: c.Run) -> None:
-        self.store.settle(None)  # the function may write what is being sent
+        self.store.settle(None)  # the function may write tensors that are being sent
         self.finish_run(command, *self.functions.claim(command)(self.tensor))
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ class Executor(NodeState):
         self.store.settle([t for t in targets if isinstance(t, torch.Tensor)])
 
     def failed(self, command: c.Command, error: Exception) -> None:
-        """The way out of every failed command: retry if it met a tensor on its way, pass poison on, or tell."""
+        """Handles a failed command: retries it if it met a tensor on its way, passes poison on, or reports an error."""
         call = command.call if isinstance(command, c.Ask) else command
         template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         poison: Poison | None = error.poison if type(error) is PoisonRead else None
@@ -271,7 +273,7 @@ class Executor(NodeState):
                 read = [e for e in map(self.entry, operands) if isinstance(e, Poison)]
             except NotReplayed as e:
                 waited, read, error = False, [], e
-            except Exception:  # nonsense from the master: told as what the command itself raised
+            except Exception:  # invalid arguments from the master: the command's own error is reported
                 waited, read = False, []
             poison = earliest(read)
             if poison is None and waited:
@@ -279,7 +281,7 @@ class Executor(NodeState):
                     self.other(command)
                     return
                 except Exception as again:
-                    again.__context__ = None  # that it came too early the first time is nobody's concern
+                    again.__context__ = None  # the report leaves out that it came too early the first time
                     error = again
         if poison is None:
             poison = self.tell(template.name if template else name_of(command), error)

@@ -1,4 +1,4 @@
-"""What a node tells of a command that failed."""
+"""Reports of failed commands, as a node sends them to the master."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from ..protocol import commands as c
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, attempt
 
-#: Python's own kinds of exceptions, whose arguments are told.
+#: Python's own exception types, whose arguments are reported.
 _BUILTIN = frozenset(
     kind
     for kind in vars(builtins).values()
@@ -19,12 +19,12 @@ _BUILTIN = frozenset(
 
 
 def name_of(command: c.Command) -> str:
-    """What has failed, in the user's words where they are his."""
+    """Returns the name of the command that has failed: the user's own words for a function, else the command's type."""
     return (command.what if isinstance(command, c.Run) else "") or type(command).__name__
 
 
 def told(number: int, op: str, error: Exception) -> c.Failed:
-    """What a node tells of command ``number``'s failure."""
+    """Returns the report of command ``number``'s failure."""
     kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
     text = attempt(lambda: str(error), f"the text of this {kind}")
     # TracebackException parses source, and CPython 3.11 can fail in that (gh-106905)
@@ -39,19 +39,21 @@ def told(number: int, op: str, error: Exception) -> c.Failed:
 
 
 def _clean(text: str) -> str:
-    """Without what UTF-8 can't carry (lone surrogates)."""
+    """Replaces what UTF-8 can't carry (lone surrogates)."""
     return text.encode("utf-8", "replace").decode()
 
 
 _HERE = os.path.abspath(sys.modules["disttensor.runtime"].__path__[0]) + os.sep
 _REAL = os.path.realpath(_HERE) + os.sep
-#: What no operator and no user's function raises without a frame of its own.
+#: Types that no operator and no user's function raises without a frame of its own.
 _OUR_OWN = (AssertionError, AttributeError, KeyError, NameError)
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback, of this error and of those before it, from the first line on that is not the node's own. Empty
-    where there is none, as for an operator, unless it is our mistake."""
+    """Formats the traceback, of this error and of those before it, from the first line on that is not the node's own.
+
+    Empty where no such line exists, as for an operator, unless the error is a mistake of this project.
+    """
     whole = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
     todo, seen, users = [whole], {id(whole)}, False
     while todo:
@@ -75,11 +77,13 @@ def _is_ours(file: str) -> bool:
 
 
 def _plain_args(error: Exception) -> tuple[c.Plain | tuple[c.Plain, ...], ...]:
-    """What makes the like of an exception of Python's own: a KeyError's key, the number of an OSError. Only if it is
-    plain and short."""
+    """Returns the arguments that make the like of a built-in exception: a KeyError's key, an OSError's number.
+
+    Only if they are plain and short.
+    """
     if type(error) not in _BUILTIN:
         return ()
-    args = error.__reduce__()[1]  # the file's name of an OSError is not among its args
+    args = error.__reduce__()[1]  # an OSError's file name is not among its args
     flat = [x for arg in args for x in (arg if type(arg) is tuple else (arg,))]
     texts = [x for x in flat if type(x) is str]
     plain = all(type(x) in (str, int, float, bool, type(None)) for x in flat)

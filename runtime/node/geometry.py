@@ -1,4 +1,4 @@
-"""What a tensor on a node is, beside what the master takes it to be."""
+"""The geometry of tensors on a node, compared with what the master takes it to be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..protocol.errors import GeometryError
 
 
 def of(tensor: torch.Tensor) -> c.Expected:
-    """Raises TypeError for a tensor that strides don't describe."""
+    """Returns the geometry of a tensor. Raises TypeError for a tensor that strides don't describe."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor can't have a proxy; only strided ones can (x.to_dense())")
     return expected(
@@ -22,12 +22,12 @@ def of(tensor: torch.Tensor) -> c.Expected:
 def expected(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, bits: tuple[bool, bool]
 ) -> c.Expected:
-    """The same of what is known of one."""
+    """Returns the geometry that these parts make up."""
     return c.Expected(shape, stride, offset, codec.dtype_id(dtype), bits[0] + 2 * bits[1])
 
 
 def wrong(op: str, found: c.Expected, expected: c.Expected) -> GeometryError:
-    """What is said of an operator whose result is not what the master takes it to be."""
+    """Returns the error for an operator whose result has another geometry than the master takes it to have."""
     return GeometryError(
         f"{op} gave {_text(found)} on this node, where the script takes it to be {_text(expected)}: what it did with "
         "the proxy would be wrong. Give it operands that are contiguous, or call it on the node in a function with "

@@ -1,8 +1,8 @@
-"""The shortest way into an operator from Python.
+"""The fast path into an operator from Python.
 
 ``torch.ops`` finds an operator's arguments by its schema, boxed; torch's generated bindings (``Tensor.view``) parse
 them in half the time. They take the same arguments, but choose the overload by themselves: only operators of which a
-test shows that the choice is the same are here.
+test shows that the choice is the same are listed here.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ FUNCTIONS = frozenset(
 NETWORKS = frozenset({"aten::linear", "aten::gelu", "aten::silu"})
 
 
-def binding(op: OpOverload, tensor: bool = True) -> Callable[..., Any]:
-    """What runs ``op``, called with its arguments in the order of the schema, the first of which is a tensor or, as in
-    ``torch.div(1.0, x)``, a number."""
+def fast_path(op: OpOverload, tensor: bool = True) -> Callable[..., Any]:
+    """Returns the fastest callable that runs ``op``, for arguments in the order of the schema.
+
+    ``tensor``: whether the first argument is a tensor and not a number, as in ``torch.div(1.0, x)``.
+    """
     name = op.name()
     if name == "aten::mkldnn_rnn_layer":
         return _rnn_layer
@@ -54,6 +56,9 @@ def binding(op: OpOverload, tensor: bool = True) -> Callable[..., Any]:
 
 
 def _rnn_layer(*args: Any) -> Any:
-    """Whether it keeps what a backward needs, torch decides by the grad mode; the master sends its own as ``train``."""
+    """Runs oneDNN's RNN layer with the grad mode of the master, which sends it as ``train``.
+
+    By that mode torch decides whether the layer keeps what a backward needs.
+    """
     with torch.set_grad_enabled(args[-1]):
         return torch.ops.aten.mkldnn_rnn_layer.default(*args)

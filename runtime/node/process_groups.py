@@ -1,7 +1,7 @@
-"""Functions that run on several nodes as one program of torch.distributed, which is initialized there.
+"""Runs functions on several nodes as one program of torch.distributed, with its default process group initialized.
 
 The ranks find each other over the authenticated connections of the channel "gloo" (gloo/store.py), which also
-tell of a rank's end. A rank that fails says so to the others and ends its gloo connections: so whoever waits for it in
+report a rank's end. A rank that fails tells the others and ends its gloo connections: so a rank that waits for it in
 a collective comes out with an error of gloo's, which is told to the master as ``PeerFailed``.
 """
 
@@ -30,37 +30,40 @@ from ..protocol import commands as c
 from ..protocol.errors import BrokenError, DisttensorError, PeerFailed
 from .user_functions import Job, Tensors
 
-#: For ranks to connect once all of them have come, and as torch has it for a collective.
+#: Time limits: for ranks to connect once all of them have come, and for a collective (torch's default).
 _CONNECT, _LIMIT = timedelta(seconds=15), timedelta(minutes=30)
-#: Seconds after an error that may be another's for news of whose it was.
+#: Seconds to wait, after an error that another rank may have caused, for news of which one.
 _NEWS = 5.0
-#: Seconds for a function to see by itself that another rank has ended, before it is helped.
+#: Seconds for a function to see by itself that another rank has ended, before its connections are cut.
 _PATIENCE = 5.0
-#: What such errors say.
+#: Texts of errors that another rank may have caused.
 _OF_OTHERS = re.compile(r"gloo|nccl|connection|socket|c10d|process ?group|timed out|timeout", re.IGNORECASE)
 
-#: torch's own, of which NCCL's watchdog would otherwise end this process where a peer is gone.
+#: Environment variables of torch's, without which NCCL's watchdog would end this process where a peer is gone.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class ProcessGroups:
-    """A node's. torch has one default group in a process: it stays until another is wanted, or a rank has failed."""
+    """A node's process group.
+
+    torch has one default group per process: it stays until another is needed, or a rank has failed.
+    """
 
     def __init__(self, rank: int, channels: Channels) -> None:
         self._rank, self._channels = rank, channels
         self._now: _Group | None = None
-        self._gone: set[int] = set()  #: numbers of those that this rank has given up
+        self._gone: set[int] = set()  #: numbers of the groups that this rank has given up
 
     def within(self, told: c.World, job: Job) -> Job:
-        """The same job, run as a rank of a group."""
+        """Returns a job that runs ``job`` as a rank of the process group ``told``."""
         return partial(self._run, told, job)
 
     def has(self, told: c.World) -> bool:
-        """Whether it is still there: a function may destroy it."""
+        """Returns whether the process group still exists: a function may destroy it."""
         return self._now is not None and self._now.told.number == told.number and dist.is_initialized()
 
     def give_up(self, told: c.World) -> None:
-        """This rank does not take part, or no longer: the others need not wait for it."""
+        """Withdraws this rank, which does not take part, or no longer does: the others need not wait for it."""
         if told.number in self._gone:
             return
         self._gone.add(told.number)
@@ -71,14 +74,14 @@ class ProcessGroups:
         self.close()
 
     def close(self) -> None:
-        """Leaves the group that there is."""
+        """Leaves the current group, if there is one."""
         group, self._now = self._now, None
         if group is not None:
             group.end()
 
     def _run(self, told: c.World, job: Job, tensors: Tensors) -> Any:
         try:
-            if told.number in self._gone:  # another thread of the master's has queued it in time
+            if told.number in self._gone:  # another thread of the master has queued it in time
                 raise PeerFailed("the process group broke off in the call before this one")
             if not self.has(told):
                 self.close()
@@ -96,10 +99,10 @@ class ProcessGroups:
 
 
 class _Group:
-    """torch's default process group, of one world, as long as it is there."""
+    """torch's default process group, for one world, from its beginning to its end."""
 
     def __init__(self, told: c.World, rank: int, channels: Channels) -> None:
-        channel = channels.joint[told.channel]
+        channel = channels.collective[told.channel]
         found = channel.inner if isinstance(channel, CountedChannel) else channel
         if not isinstance(found, GlooChannel):
             raise DisttensorError(f"process groups need the data channel 'gloo', not {found.name!r}")
@@ -107,13 +110,13 @@ class _Group:
         self._me = told.ranks.index(rank)
         self._name = f"process group {told.number}"
         self._tell = found.teller(told.ranks)
-        self._store = MailboxStore(self._name, found.board, self._tell, self._over)
-        self._idle = threading.Event()  #: no function runs in it
+        self._store = MailboxStore(self._name, found.mailbox, self._tell, self._over)
+        self._idle = threading.Event()  #: set while no function runs in the group
         self._ended = False
         self._watcher = threading.Thread(target=self._watch, name="disttensor-process-group", daemon=True)
 
     def begin(self) -> None:
-        """Returns when all ranks have come. Raises what ``_over`` gives, and torch's errors."""
+        """Initializes the group; returns when all ranks have come. Raises ``_over``'s error, and torch's errors."""
         if dist.is_initialized():
             raise DisttensorError("this node has a process group of its own, made by a function that ran here before")
         host = self._host(self.told.ranks[self._me])
@@ -136,7 +139,7 @@ class _Group:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """While a function runs. Raises what ``_over`` gives."""
+        """Surrounds a function's run in the group. Raises the error of ``_over``."""
         self._idle.clear()
         try:
             if (over := self._over()) is not None:
@@ -146,7 +149,7 @@ class _Group:
             self._idle.set()
 
     def blamed(self, error: Exception) -> PeerFailed | None:
-        """Another rank's end, if that may be why there was this error."""
+        """Returns the error of another rank's end, if that may have caused ``error``; waits for news of it."""
         if not isinstance(error, RuntimeError):
             return None
         if not isinstance(error, BrokenError) and not _OF_OTHERS.search(str(error)):
@@ -157,8 +160,8 @@ class _Group:
         return PeerFailed(f"rank {self._me} of {len(self.told.ranks)} broke off: {over}") if over is not None else None
 
     def give_up(self) -> None:
-        """Tells the others, unless one of them has told all, and ends the connections. No function runs."""
-        if not self._channel.board.has(f"{self._name};over"):
+        """Tells the other ranks, unless one of them has told all, and ends the connections. No function runs then."""
+        if not self._channel.mailbox.has(f"{self._name};over"):
             self._tell(f"{self._name};over", str(self._me).encode())
         if dist.is_initialized():
             self._cut()
@@ -166,34 +169,37 @@ class _Group:
     def end(self) -> None:
         self._ended = True
         self._idle.set()
-        self._channel.board.wake()
+        self._channel.mailbox.wake()
         if self._watcher.is_alive():
             self._watcher.join()
         if dist.is_initialized():
-            with suppress(Exception):  # what was cut may say so
+            with suppress(Exception):  # connections that were cut may raise
                 dist.destroy_process_group()
-        dist.distributed_c10d._world.group_count = 0  # in the names of the next ones; one that failed has counted, too
-        self._channel.board.clear(f"{self._name}/")
-        self._channel.board.clear(f"{self._name};")
+        # this count is in the names of the next groups; one that failed has counted, too
+        dist.distributed_c10d._world.group_count = 0
+        self._channel.mailbox.clear(f"{self._name}/")
+        self._channel.mailbox.clear(f"{self._name};")
 
     def _over(self) -> BrokenError | None:
-        """Why it has no sense any more."""
-        board, key = self._channel.board, f"{self._name};over"
-        if board.has(key):
-            rank = int(board.get(key, lambda: None))
+        """Returns the reason for which the group can't go on, or None."""
+        mailbox, key = self._channel.mailbox, f"{self._name};over"
+        if mailbox.has(key):
+            rank = int(mailbox.get(key, lambda: None))
             return BrokenError(f"rank {rank}, on node {self.told.ranks[rank]}, has failed", self.told.ranks[rank])
         return self._channel.lost([rank for i, rank in enumerate(self.told.ranks) if i != self._me])
 
     def _watch(self) -> None:
-        """Waits for the first end, and then ends the connections here: another rank may wait for one whose function has
-        returned. While one runs gloo sees the others' ends by itself, and may hang if its own are cut; but better then
-        than not at all."""
+        """Waits for the first rank's end, and then cuts the connections here.
+
+        Another rank may wait for one whose function has returned. While a function runs, gloo sees the others' ends by
+        itself, and may hang if its own connections are cut; but better then than not at all.
+        """
 
         def over() -> BrokenError | None:
             return BrokenError("it has ended here") if self._ended else self._over()
 
         with suppress(BrokenError):
-            self._channel.board.get(f"{self._name};over", over)
+            self._channel.mailbox.get(f"{self._name};over", over)
         self._idle.wait(_PATIENCE)
         if not self._ended:
             self._cut()

@@ -1,7 +1,7 @@
-"""What a node has received and not applied yet. Its receives begin before their turn, so that bytes come in while
-the node computes: a Recv that waited for its turn behind a computation would begin only after that.
+"""Begins receives before their turn, in commands that have arrived and are not applied yet.
 
-A Recv writes a ref of its own and nobody can use that before, so it may begin at any time before its turn, if all
+So bytes come in while the node computes: a Recv that waited for its turn behind a computation would begin only after
+that. A Recv writes a ref of its own and nobody can use that before, so it may begin at any time before its turn, if all
 receives from a peer keep their order. It passes commands that receive nothing, and no others.
 """
 
@@ -19,25 +19,25 @@ from ..transport.base import Spoke
 from .executor import Executor
 from .store import Pending
 
-#: Bytes that receives before their turn may take, beside the first one.
+#: Bytes that receives before their turn may take, not counting the first one.
 AHEAD = 64 << 20
 
-#: What a receive may pass.
+#: The commands that a receive may pass.
 _OVERTAKEN = kinds("overtaken")
 
 
 class Ahead:
-    """Gives batches in order. ``look`` takes in what else has come."""
+    """Gives batches in order. ``look`` begins the receives of batches that have arrived meanwhile."""
 
     def __init__(self, spoke: Spoke, executor: Executor) -> None:
         self._spoke = spoke
         self._executor = executor
         self._waiting: deque[tuple[c.Batch, int]] = deque()
-        self._batch = 0  #: of those that wait, the first whose receives have not all begun
-        self._command = 0  #: in that one
+        self._batch = 0  #: index of the first waiting batch whose receives have not all begun
+        self._command = 0  #: index of the next command in that batch
 
     def next(self) -> tuple[c.Batch, int]:
-        """The next batch and its size in bytes. Raises ClosedError, ProtocolError."""
+        """Returns the next batch and its size in bytes. Raises ClosedError, ProtocolError."""
         if not self._waiting:
             message = None
             while message is None:
@@ -49,10 +49,11 @@ class Ahead:
             self._command = 0
         return self._waiting.popleft()
 
+    #: Invariant 5: a receive that begins early passes nothing that receives.
     def look(self) -> None:
-        """Begins receives. To be called after a batch with one was applied."""
+        """Begins receives of waiting batches. To be called after a batch with a Recv was applied."""
         self._executor.received = False
-        with suppress(ClosedError):  # comes again, once what waits is done
+        with suppress(ClosedError):  # raised again, once the waiting batches are done
             while (message := self._spoke.recv(0)) is not None:
                 self._waiting.append((codec.decode_batch(message), len(message)))
         while self._batch < len(self._waiting):
@@ -65,7 +66,7 @@ class Ahead:
             self._command = 0
 
     def _begin(self, command: c.Command) -> bool:
-        """Begins it if it is a receive; whether those after it may begin."""
+        """Begins the command if it is a receive; returns whether the receives after it may begin."""
         if type(command) is not c.Recv:
             return type(command) in _OVERTAKEN
         executor, early = self._executor, self._executor.early
@@ -74,6 +75,6 @@ class Ahead:
             if early and size + sum(p.nbytes for p in early.values() if isinstance(p, Pending)) > AHEAD:
                 return False
             early[command.transfer] = executor.receive(command)
-        except Exception as e:  # told when its turn has come
+        except Exception as e:  # raised when its turn has come
             early[command.transfer] = e
         return True

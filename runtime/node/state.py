@@ -1,7 +1,7 @@
-"""What a node has, and how it tells what failed: its tensors, templates, channels and functions.
+"""A node's state: its tensors, templates, channels and functions; and its reports of failures.
 
-Whoever applies commands stands on this: the receiving thread (executor.py), lanes (streams/), replays (graphs/). None
-of them knows another.
+All code that applies commands uses this: the receiving thread (executor.py), lanes (streams/), replays (graphs/). None
+of these knows another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .user_functions import Functions
 
 
 class PoisonRead(Exception):
-    """A command reads what is poison."""
+    """Raised by a command that reads poison."""
 
     def __init__(self, poison: Poison) -> None:
         super().__init__()
@@ -51,25 +51,28 @@ class NodeState:
         simulate_cuda: int = 0,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """``emit`` takes what the master has to be told; ``progress`` is called when ``done`` has grown behind the
-        back of the thread that calls ``apply``. Both by any thread, once there are streams."""
+        """Begins without tensors and templates.
+
+        ``emit`` takes the replies for the master; ``progress`` is called when ``done`` has grown in another thread than
+        the one that calls ``apply``. Any thread may call both, once there are streams.
+        """
         self.rank = rank
         self.store = Store()
         self.emit = emit
         self.progress = progress
         self.channels = channels
         self.channel = channels.data[0]  #: the session's own
-        self.boards = SharedPagesOfGroups()
+        self.shared_pages = SharedPagesOfGroups()
         self.functions = functions
         self.templates: dict[int, Template] = {}
         self.allow = allow
         self._simulate_cuda = simulate_cuda
         self.cuda = not simulate_cuda and torch.cuda.is_available()
         self._devices: set[int] = set()  #: indices of CUDA devices that the master has named
-        self.results: dict[int, list[torch.Tensor]] = {}  #: what functions have returned, until the master names it
+        self.results: dict[int, list[torch.Tensor]] = {}  #: tensors that functions returned, by request
         #: the number of the command that is next, or being applied
         self.seq = 0
-        self.at = -1  #: if that is a replay: which of the graph's commands is being applied
+        self.at = -1  #: in a replay: the index of the graph's command that is being applied
 
     def __repr__(self) -> str:
         held = len(self.store.entries)
@@ -77,11 +80,12 @@ class NodeState:
 
     @property
     def number(self) -> int:
-        """What names the command that is being applied in a failure."""
+        """The number that names the current command in a failure."""
         return replayed(self.seq, self.at)
 
     def device(self, name: str) -> torch.device:
-        """A device of this node by name; a simulated CUDA device is the CPU's memory. Raises RuntimeError."""
+        """Returns a device of this node by name; for a simulated CUDA device the CPU. Raises RuntimeError for a missing
+        one."""
         device = torch.device(name)
         if device.type == "cuda" and self._simulate_cuda:
             if (device.index or 0) >= self._simulate_cuda:
@@ -92,15 +96,20 @@ class NodeState:
         return device
 
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
-        """Raises TypeError for a tensor that strides don't describe: a proxy of it would be wrong."""
+        """Returns the geometry of a tensor.
+
+        Raises TypeError for a tensor that strides don't describe: a proxy of it would be wrong.
+        """
         found = geometry.of(tensor)
         return c.Geometry(found.shape, found.stride, found.offset, found.dtype, str(tensor.device), found.bits)
 
-    # ---- effects that commands have on whatever thread -----------------------------------------------------------
+    # ---- effects that commands have on any thread ------------------------------------------------------------------
 
     def answer(self, command: c.Ask, template: Template, result: Any) -> list[torch.Tensor | None]:
-        """Tells what an operator that was asked has given: a value, or the geometry of tensors, which are returned.
-        Raises ProtocolError, and has told nothing, for another number of them than the master expects."""
+        """Answers an Ask with its operator's result: a value, or the geometry of tensors, which are returned.
+
+        Raises ProtocolError, and has answered nothing, for another number of tensors than the master expects.
+        """
         if not template.outs:
             self.emit(c.Answer(command.request, codec.to_value(result)))
             return []
@@ -111,7 +120,7 @@ class NodeState:
         return results
 
     def receive(self, command: c.Recv) -> Pending:
-        """Begins it, and gives what stands for the tensor."""
+        """Begins to receive a tensor, and returns its stand-in."""
         dtype = codec.dtype_of(command.dtype)
         codec.check_shape(command.shape, dtype.itemsize)
         shape, peer, transfer = command.shape, command.peer, command.transfer
@@ -124,31 +133,34 @@ class NodeState:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
                 arrival = Arrival(channel.irecv(tensor, peer, transfer), lambda: tensor)
         except Exception:
-            # the bytes come all the same: into a tensor that they don't fit, so that they are dropped
+            # the bytes come all the same: they go into a tensor that they don't fit, so that they are dropped
             channel.irecv(torch.empty(0, dtype=torch.uint8), peer, transfer)
             raise
         return Pending(arrival, peer, math.prod(shape) * dtype.itemsize, str(device))
 
     def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> None:
-        """Tells what a function has returned."""
+        """Answers a Run with its function's result."""
         geometries = tuple(map(self.geometry, tensors))
         if tensors:
             self.results[command.request] = tensors
         self.emit(c.Result(command.request, data, geometries, self.functions.kept(command)))
 
     def synchronized(self, command: c.Sync) -> None:
-        """The answer to a Sync, when all is done but what CUDA devices are still at."""
+        """Answers a Sync once CUDA devices are done, too; everything else is."""
         for index in sorted(self._devices):
             torch.cuda.synchronize(index)
         self.emit(c.Done(command.request))
 
     def memory(self, command: c.Memory) -> None:
+        """Answers a Memory."""
         count, held = self.store.usage(command.device or None)
-        self.emit(c.Answer(command.request, f"{count} {held}"))
+        self.emit(c.MemoryUsage(command.request, count, held))
 
     def effect(self, command: c.Command, tensor: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """Does a command that needs nothing but its operands, which ``tensor`` gives, in whichever thread. Returns what
-        it makes."""
+        """Applies a command that needs nothing but its operands, which ``tensor`` gives, in any thread.
+
+        Returns the tensors that it makes.
+        """
         match command:
             case c.Seed():
                 # not torch.manual_seed: it would seed further backends, a session's own nodes among them
@@ -157,7 +169,7 @@ class NodeState:
                     torch.cuda.manual_seed_all(command.seed)
             case c.Random(state=b""):
                 state = _generator(self.device(command.device))
-                self.emit(c.Answer(command.request, state.numpy().tobytes().hex()))
+                self.emit(c.RngState(command.request, state.numpy().tobytes()))
             case c.Random():
                 state = torch.frombuffer(bytearray(command.state), dtype=torch.uint8)
                 _set_generator(self.device(command.device), state)
@@ -169,8 +181,12 @@ class NodeState:
             case c.Storage():
                 found = tensor(command.ref)
                 storage = found.untyped_storage()
-                place = " ".join(map(str, (found.storage_offset(), *found.stride())))
-                self.emit(c.Answer(command.request, f"{memory(found)} {storage.data_ptr()} {storage.nbytes()} {place}"))
+                self.emit(
+                    c.StorageInfo(
+                        command.request, memory(found), storage.data_ptr(), storage.nbytes(),
+                        int(found.storage_offset()), found.stride(),
+                    )
+                )  # fmt: skip
             case _:
                 raise ProtocolError(f"{type(command).__name__} needs more than its operands")
         return []
@@ -178,7 +194,7 @@ class NodeState:
     # ---- entries and poison ----------------------------------------------------------------------------------------
 
     def entry(self, ref: int) -> torch.Tensor | Poison:
-        """The tensor or poison under ``ref``; waits for one that is on its way. Raises KeyError."""
+        """Returns the tensor or poison under ``ref``; waits for a tensor on its way. Raises KeyError, NotReplayed."""
         entry = self.store.entries[ref]
         if isinstance(entry, Later):
             entry = self.store.entries[ref] = entry.result(partial(self.tell, "transfer"))  # type: ignore[assignment]
@@ -188,19 +204,20 @@ class NodeState:
         return entry  # type: ignore[return-value]
 
     def tensor(self, ref: int) -> torch.Tensor:
-        """The same; poison is raised."""
+        """Returns the tensor under ``ref``, as ``entry`` does. Raises PoisonRead for poison."""
         entry = self.entry(ref)
         if isinstance(entry, Poison):
             raise PoisonRead(entry)
         return entry
 
     def settle_all(self) -> None:
+        """Waits for all receives and sends."""
         for ref in list(self.store.pending):
             self.entry(ref)
         self.store.settle(None)
 
     def give_up(self, command: c.Command, poison: Poison) -> None:
-        """Puts poison where the outputs of a failed command would be, and answers if it was to be answered."""
+        """Puts poison in place of a failed command's outputs, and answers the command if it asks for an answer."""
         call = command.call if isinstance(command, c.Ask) else command
         template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         traits, entries = TRAITS[type(command)], self.store.entries
@@ -210,7 +227,7 @@ class NodeState:
                     entries[ref] = poison
                 for ref in traits.writes(command, template):
                     self.spoil(ref, poison)
-            except Exception:  # arguments that don't fit their template; Failed has told
+            except Exception:  # arguments that don't fit their template, as Failed has told
                 if isinstance(call, c.Call):
                     entries[call.out] = poison
         if isinstance(command, c.Run):
@@ -220,21 +237,21 @@ class NodeState:
             self.emit(c.Poisoned(request, poison.rank, poison.seq))
 
     def spoil(self, ref: int, poison: Poison) -> None:
-        """Poisons what lies under ``ref``, with all that shares its memory."""
+        """Poisons the tensor under ``ref``, with all that share its memory."""
         entries = self.store.entries
         target = entries.get(ref)
         for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
             entries[alias] = poison
 
     def tell(self, op: str, error: Exception, number: int | None = None) -> Poison:
-        """Tells the master that a command has failed: that of this number, or the one that is being applied."""
+        """Tells the master that a command failed: the one of this number, or the current one. Returns its poison."""
         number = self.number if number is None else number
         self.emit(told(number, op, error))
         return Poison(self.rank, number)
 
 
 def _generator(device: torch.device) -> torch.Tensor:
-    """The state of a device's default generator, on the CPU."""
+    """Returns the state of a device's default generator, on the CPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else get_rng_state()
 
 

@@ -1,6 +1,6 @@
-"""A node's tensors by ref. An entry is a tensor, or stands for one that failed or is still on its way.
+"""The store of a node: its tensors by ref. An entry is a tensor, or stands for one that failed or is still on its way.
 
-Entries that are no tensors need no check on the hot path: an operator that is given one raises TypeError, and only
+Entries that are not tensors need no check on the hot path: an operator that is given one raises TypeError, and only
 then the executor looks.
 """
 
@@ -20,7 +20,7 @@ from ..channel.ticket import Ticket
 from ..protocol.errors import ChannelError, DisttensorError, PoisonedError
 from ..protocol.failure_ids import Poison
 
-#: After so many tensors fewer, what malloc kept of them goes back to the system.
+#: When the store has shrunk by so many tensors, the memory that malloc kept of them goes back to the system.
 _MANY = 50_000
 
 
@@ -32,11 +32,11 @@ _trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", _nothing
 
 
 Value = torch.Tensor | Poison
-Tell = Callable[[Exception], Poison]  #: tells the master of a failure
+Tell = Callable[[Exception], Poison]  #: reports a failure to the master
 
 
 class Pending:
-    """Stands for a tensor that a transfer is filling."""
+    """A placeholder for a tensor that a transfer is filling."""
 
     def __init__(self, transfer: Arrival, peer: int, nbytes: int, device: str = "cpu") -> None:
         self.transfer = transfer
@@ -50,7 +50,7 @@ class Pending:
         return self.transfer.is_completed()
 
     def result(self, tell: Tell) -> Value:
-        """Waits for it. That it failed is told once, whoever asks first."""
+        """Waits for the transfer; returns its tensor or poison. A failure is reported once, by the first caller."""
         error: ChannelError | None = None
         try:
             tensor = self.transfer.tensor
@@ -66,12 +66,12 @@ class Pending:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What has come, once somebody has asked for the result."""
+        """The tensor that has arrived, once somebody has asked for the result."""
         return self._value if isinstance(self._value, torch.Tensor) else None
 
 
 class Unmade:
-    """Stands for a tensor that a graph makes, which nobody has replayed yet."""
+    """A placeholder for a tensor that a graph makes and that no replay has made yet."""
 
 
 class NotReplayed(DisttensorError, RuntimeError):
@@ -82,51 +82,51 @@ class NotReplayed(DisttensorError, RuntimeError):
 
 
 class Promise(Ticket):
-    """Stands for a tensor that a lane will make."""
+    """A placeholder for a tensor that a lane will make."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.value: Value | None = None  #: once it has ended; None for one that the operator didn't make
+        self.value: Value | None = None  #: set at its end; None for an output that the operator didn't make
 
     def keep(self, value: Value | None) -> None:
         self.value = value
         self.finish()
 
     def result(self, tell: Tell) -> Value | None:
-        """Waits for it."""
+        """Waits for the tensor, and returns it; Poison if it failed, None if the operator didn't make it."""
         self.wait()
         return self.value
 
 
 class Other:
-    """An entry that stands for no tensor: an event, a stream."""
+    """An entry that is neither a tensor nor a placeholder for one: an event, a stream."""
 
 
-#: A tensor that is not there yet.
+#: The placeholders of tensors that do not exist yet.
 Later = (Pending, Promise)
 
 Entry = torch.Tensor | Poison | Pending | Promise | Unmade | Other
 
 
 class Store:
-    """ref -> entry."""
+    """The entries of a node, by ref."""
 
     def __init__(self) -> None:
         #: The executor's runners read and write this dict directly.
         self.entries: dict[int, Entry] = {}
         #: refs whose entries are Pending, in order of arrival
         self.pending: dict[int, Pending] = {}
-        #: sends under way: an in-place operation on their memory has to wait
+        #: sends under way: an in-place operation on the memory that they read has to wait
         self.sending: list[tuple[Entry, Transfer]] = []
-        #: refs of graphs' outputs -> where they go if they are freed while others see their memory
+        #: ref of a graph's output -> the dict that keeps it if it is freed while others see its memory
         self.watched: dict[int, dict[int, torch.Tensor]] = {}
-        self._peak = 0  #: entries, since memory was last given back
+        self._peak = 0  #: the most entries since memory was last given back
 
     def __repr__(self) -> str:
         return f"<Store entries={len(self.entries)} arriving={len(self.pending)} leaving={len(self.sending)}>"
 
     def free(self, first: int, distances: tuple[int, ...]) -> None:
-        """Drops entries. A ref that was never written (its command failed to leave the master) is no error."""
+        """Drops entries. A ref that was never written (its command failed to leave the master) is not an error."""
         entries, ref = self.entries, first
         if self.watched:
             self._watch((first, *accumulate(distances, initial=first)))
@@ -149,13 +149,13 @@ class Store:
                 orphans[ref] = tensor
 
     def aliases(self, tensor: torch.Tensor) -> list[int]:
-        """All refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
+        """Returns all refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
         address = memory(tensor)
         tensors = ((r, e.value if isinstance(e, Promise) else e) for r, e in self.entries.items())
         return [r for r, t in tensors if isinstance(t, torch.Tensor) and memory(t) == address]
 
     def settle(self, tensors: list[torch.Tensor] | None) -> None:
-        """Waits for sends that read the memory of ``tensors``, which is about to change. None: for all sends."""
+        """Waits for sends that read the memory of ``tensors``, which is about to change. None: waits for all sends."""
         touched = set(map(memory, tensors or ()))
         rest = []
         for entry, transfer in self.sending:
@@ -169,10 +169,10 @@ class Store:
         self.sending = rest
 
     def usage(self, device: str | None = None) -> tuple[int, int]:
-        """Live tensors, and the bytes of their distinct storages (of sparse ones: 0)."""
+        """Returns the number of live tensors, and the bytes of their distinct storages (of sparse ones: 0)."""
         storages: dict[int, int] = {}
         count = 0
-        for entry in list(self.entries.values()):  # at once: the thread that asks may not be the one that writes
+        for entry in list(self.entries.values()):  # copied at once: the calling thread may not be the one that writes
             tensor = made(entry)
             if isinstance(entry, Pending) and tensor is None and device in (None, entry.device):
                 count += 1
@@ -190,18 +190,18 @@ class Store:
 
 
 def made(entry: Entry) -> torch.Tensor | None:
-    """The tensor that an entry is, or stands for if that is there."""
+    """Returns the tensor that an entry is, or stands for, if that exists already."""
     tensor = entry.tensor if isinstance(entry, Pending) else entry.value if isinstance(entry, Promise) else entry
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory. What has no storage (a sparse tensor) shares with itself only."""
+    """Returns a key: equal for tensors that share memory. A tensor without storage (a sparse one) shares with none."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else id(tensor)
 
 
 def shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor that somebody holds has the same memory."""
+    """Returns whether another tensor that somebody holds has the same memory."""
     if not torch._C._has_storage(tensor):
         return False
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 2  # the tensor's and this function's own
@@ -211,17 +211,17 @@ def shared(tensor: torch.Tensor) -> bool:
 
 
 def _held(view: torch.Tensor) -> int:
-    """How many hold what a tensor is a view of: views do, and so do names in Python."""
+    """Counts the holders of the tensor that ``view`` is a view of: views hold it, and so do names in Python."""
     base: Any = view._base
     return int(base._use_count()) + sys.getrefcount(base)
 
 
-#: The same if only that view does.
+#: The count where only that view holds it.
 _HELD = _held(torch.empty(1)[:])
 
 
 def wait_quietly(transfer: Transfer) -> None:
-    """Waits for the end of a send. That it failed is the receiver's to tell."""
+    """Waits for the end of a send. A failure is not raised: the receiver reports it."""
     try:
         transfer.wait()
     except ChannelError:

@@ -14,7 +14,7 @@ from ..protocol.allow_list import AllowList
 from ..protocol.errors import ProtocolError
 from . import geometry
 from .call_forms import Entries, Run, Slot, caller
-from .op_fast_path import binding
+from .op_fast_path import fast_path
 
 
 class Template:
@@ -41,15 +41,15 @@ class Template:
         self.mutated = tuple(_mutated(op, positional, dict(keyword)))
         self.positional, self.keyword = positional, keyword
         #: makes another ``call``, for other entries
-        way = binding(op, bool(positional) and positional[0].letter == "T")
+        way = fast_path(op, bool(positional) and positional[0].letter == "T")
         self.over: Callable[[Entries], Run] = partial(caller, way, positional, keyword)
         self.call = self.over(entries)
         returns = op._schema.returns
-        self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # and not a list of one
+        self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # not a list of one tensor
         self.run = self._store(entries)
 
     def _store(self, e: Entries) -> Run:
-        """``call`` and what stores its outputs."""
+        """Returns ``run``: it does ``call`` and stores the outputs."""
         call = self.call
         if self.outs == 0:
             return call
@@ -71,12 +71,15 @@ class Template:
         return run
 
     def miscounted(self, results: int) -> ProtocolError:
-        """The error for another number of results than the master has refs for."""
+        """Returns the error for a result of another number of tensors than the master has refs for."""
         return ProtocolError(f"{self.name} gave {results} tensors where the master expects {self.outs}")
 
     def compare(self, first: c.First, entries: Entries) -> None:
-        """Raises GeometryError if what a signature's first call has made, or has written, is not what the master takes
-        it to be: each proxy of it would be wrong."""
+        """Raises GeometryError if a signature's first call has given a tensor of an unexpected geometry.
+
+        The master takes each output and each written argument to have a geometry; where it is wrong, each proxy would
+        be.
+        """
         ways = ((self.results, first.gives, False), (self.written, first.keeps, True))
         for refs, kinds, written in ways:
             for ref, kind in zip(refs(first.out, first.args), kinds, strict=True):
@@ -85,26 +88,26 @@ class Template:
                 if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
                     continue
                 found = geometry.of(tensor)
-                if written:  # while torch writes to a lazy conjugate its proxy is none
+                if written:  # while torch writes to a lazy conjugate, its proxy is not one
                     found = replace(found, bits=expected.bits)
                 if found != expected:
                     raise geometry.wrong(self.name, found, expected)
 
     def operands(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
-        """The refs that a call reads or writes."""
+        """Returns the refs that a call reads or writes."""
         return [out - int(args[i]) for i, hole in enumerate(self.holes) if hole]  # type: ignore[arg-type]
 
     def written(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
-        """The refs of those that a call writes."""
+        """Returns the refs of the operands that a call writes."""
         return [out - int(args[i]) for i in self.mutated]  # type: ignore[arg-type]
 
     def results(self, out: int, args: tuple[c.Plain, ...]) -> list[int]:
-        """The refs that a call makes."""
+        """Returns the refs that a call makes."""
         return [out, *(out - int(d) for d in args[len(self.holes) :])] if self.outs else []  # type: ignore[arg-type]
 
 
 class Broken(Template):
-    """A template that this node refused. Each call of it raises why."""
+    """A template that this node refused. Each call of it raises the reason."""
 
     __slots__ = ()
 
@@ -143,7 +146,7 @@ def _mutated(op: torch._ops.OpOverload, positional: list[Slot], keyword: dict[st
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's result, flat and in order; None and plain values have no place in it."""
+    """Returns the tensors of an operator's result, flat and in order; None and plain values are left out."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, (list, tuple)):

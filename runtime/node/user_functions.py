@@ -1,4 +1,4 @@
-"""Users' functions on a node, and what they return.
+"""Runs users' functions on a node, and encodes their results.
 
 Functions come pickled from the master only, over the authenticated control channel, and only through
 ``_loads_from_master``. Nothing goes back pickled: results are tensors and plain data.
@@ -24,13 +24,13 @@ from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
 
-#: A function, or the arguments of one call, are at most this long when pickled.
+#: The most bytes of a pickled function, or of the pickled arguments of one call.
 MAX_PICKLE = 64 << 20
-#: Functions that are kept after their first call.
+#: The most functions that are kept after their first call.
 MAX_KEPT = 1024
 
-Tensors = Callable[[int], torch.Tensor]  #: gives a tensor by its ref
-#: Of what gives tensors by ref: (plain data with tensors as extension values, those tensors).
+Tensors = Callable[[int], torch.Tensor]  #: returns a tensor by its ref
+#: Runs a function, given ``Tensors``; returns (plain data with tensors as extension values, those tensors).
 Job = Callable[[Tensors], tuple[bytes, list[torch.Tensor]]]
 
 _TENSOR, _TUPLE, _COMPLEX, _SET, _DICT = 1, 2, 3, 4, 5
@@ -38,28 +38,28 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def key_of(data: bytes) -> bytes:
-    """The name under which pickled ``data`` is sent and kept."""
+    """Returns the name under which pickled ``data`` is sent and kept."""
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
 class Worlds(Protocol):
-    """What runs a function as a rank of several: see process_groups.py."""
+    """Runs functions as ranks of a process group: see process_groups.py."""
 
     def within(self, told: c.World, job: Job) -> Job:
-        """The same job, run as such a rank."""
+        """Returns a job that runs ``job`` as a rank of the process group ``told``."""
 
     def give_up(self, told: c.World) -> None:
-        """This rank does not take part: the others need not wait for it."""
+        """Withdraws this rank, which does not take part: the others need not wait for it."""
 
     def has(self, told: c.World) -> bool:
-        """Whether it is still there."""
+        """Returns whether the process group still exists."""
 
     def close(self) -> None:
-        """Leaves what there is."""
+        """Leaves the current group, if there is one."""
 
 
 class Functions:
-    """Collects pieces, keeps functions by digest, runs them."""
+    """Collects the pieces of pickled functions, keeps functions by digest, and runs them."""
 
     def __init__(self, allowed: str = "any", worlds: Worlds | None = None) -> None:
         self._allowed = allowed
@@ -69,7 +69,7 @@ class Functions:
         self._kept: dict[bytes, _Function] = {}
 
     def piece(self, key: bytes, data: bytes, last: bool) -> None:
-        """Raises ProtocolError when the pieces are too long or are not what ``key`` names."""
+        """Adds a piece. Raises ProtocolError when the pieces are too long or do not match the digest ``key``."""
         whole = self._pieces.setdefault(key, bytearray())
         whole += data
         if len(whole) > MAX_PICKLE:
@@ -84,11 +84,11 @@ class Functions:
             self._whole[key] = done
 
     def claim(self, command: c.Run) -> Job:
-        """Takes what has come for ``command``; gives what runs it, in any thread.
+        """Takes the pieces that have arrived for ``command``; returns the job that runs it, in any thread.
 
-        Raises ProtocolError for what has not come as a whole, DisttensorError where no functions are run.
+        Raises ProtocolError where they have not all arrived, DisttensorError where no functions are run.
         """
-        # both are taken whatever happens: nobody else would
+        # both are taken whatever happens: nobody else would take them
         code, arguments = self._whole.pop(command.function, b""), self._whole.pop(command.arguments, b"")
         if self._allowed == "none":
             raise DisttensorError("this node runs no user functions (functions='none')")
@@ -107,12 +107,12 @@ class Functions:
         return self._worlds.within(command.world, job)
 
     def skip(self, command: c.Run) -> None:
-        """It is not going to be run."""
+        """Withdraws from the command's process group, if any: the command is not going to be run."""
         if command.world is not None and self._worlds is not None:
             self._worlds.give_up(command.world)
 
     def kept(self, command: c.Run) -> bool:
-        """It has been run: whether the world is still there in which that was."""
+        """Returns whether the process group that ``command`` was run in still exists; True where it had none."""
         return command.world is None or self._worlds is None or self._worlds.has(command.world)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ def _run(function: _Function, arguments: bytes, tensor: Tensors) -> tuple[bytes,
             ) from e
         except Exception:
             raise
-        except BaseException as e:  # KeyboardInterrupt, CancelledError: they would end the node
+        except BaseException as e:  # KeyboardInterrupt, CancelledError: such an exception would end the node
             text = attempt(partial(str, e), "its text")
             raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
     return _encoder.encode(_plain(result, tensors)), tensors
@@ -160,8 +160,9 @@ def _loads_from_master(data: bytes, tensor: Callable[[int], torch.Tensor]) -> An
     return _FromMaster(data, tensor).load()
 
 
+#: Invariant 9: a node unpickles here only; nothing that a node sends is unpickled.
 class _FromMaster(pickle.Unpickler):
-    """The one place where a worker unpickles; ``data`` came from the master, which owns this worker.
+    """The unpickler of what the master sends, which owns this worker: the one place where a worker unpickles.
 
     A subclass, as from Python 3.13 on an object of the C class takes no ``persistent_load``.
     """
@@ -200,7 +201,7 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     )
 
 
-#: By class, what says the same in tensors and plain data.
+#: For each class, the expression that gives the same content as tensors and plain data.
 _INSTEAD = {
     "numpy.ndarray": "torch.from_numpy(x)",
     "numpy.generic": "x.item()",
@@ -218,7 +219,7 @@ _INSTEAD = {
 
 
 def _instead(value: Any) -> str:
-    """What the function had better return."""
+    """Returns a hint at what the function had better return."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__]
     names += ["collections.abc.Iterator"] * isinstance(value, Iterator) + ["os.PathLike"] * isinstance(
         value, os.PathLike
@@ -230,11 +231,11 @@ def _instead(value: Any) -> str:
 
 
 def decode_result(data: bytes, tensors: list[Any]) -> Any:
-    """The master's side of a result: plain data, with ``tensors`` in order where the node had tensors.
+    """Decodes a result on the master: plain data, with ``tensors`` in order where the node had tensors.
 
     Raises ProtocolError.
     """
-    queue = deque(tensors)  # emptied: the function that takes from it lives in a cycle with its decoder
+    queue = deque(tensors)  # emptied, because the function that takes from it lives in a cycle with its decoder
 
     def extension(code: int, body: memoryview) -> Any:
         if code == _TENSOR:

@@ -35,17 +35,17 @@ from .process_groups import ProcessGroups
 from .receive_ahead import Ahead
 from .user_functions import Functions
 
-#: Commands applied without a word to the master, at most; its window is several times that.
+#: The largest number of commands applied between two reports to the master; its window is several times that.
 ACK_EVERY = 1024
-#: The same in bytes of commands; the window has both measures.
+#: The same limit in bytes of commands; the master's window has both measures.
 ACK_BYTES = 8 << 20
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
-#: Seconds for one of several addresses of the master's to answer.
+#: Seconds within which one of several addresses of the master has to answer.
 REACH = 30.0
 
-#: Seconds at the end for a stream to finish what it is at.
+#: Seconds that a stream has at the end to finish its current task.
 JOIN = 2.0
 
 #: The exit code of a worker whose master went away.
@@ -53,7 +53,7 @@ EX_MASTER_GONE = 75
 
 
 class Worker:
-    """One node: a spoke, an executor and what is between them."""
+    """One node: it takes commands from a spoke, has an executor apply them, and sends the replies."""
 
     def __init__(self, bundle: Bundle, spoke: Spoke) -> None:
         self.bundle = bundle
@@ -61,7 +61,7 @@ class Worker:
         self._replies: list[c.Reply] = []
         self._told = 0
         self._unacknowledged = 0  #: bytes of messages since the last report
-        self._telling = threading.RLock()  #: held by who reports: the thread that receives, or one of a stream
+        self._telling = threading.RLock()  #: held while reporting, by the receiving thread or a stream's
         self._receiver = threading.get_ident()
         hosts = bundle.data_hosts or (LOOPBACK,)
         context = ChannelContext(rank=bundle.rank, job=bundle.job, host=hosts[0], further=hosts[1:])
@@ -91,7 +91,7 @@ class Worker:
             devices=("cpu", *(f"cuda:{i}" for i in range(cuda))),
             simulated=bool(self.bundle.simulate_cuda),
             gpus=affinity.gpus() if cuda and not self.bundle.simulate_cuda else (),
-            channel=self.channels.open(0, self.bundle.backend),
+            addresses=self.channels.open(0, self.bundle.backend),
             abilities=capabilities.own(self.bundle.simulate_cuda),
         )
 
@@ -135,22 +135,22 @@ class Worker:
         return self.executor.done - self._told >= ACK_EVERY or self._unacknowledged >= ACK_BYTES
 
     def _progress(self) -> None:
-        """A stream has done something."""
+        """Reports if a report is due. Called when a stream has done something."""
         if self._replies or self._due:
             self._flush()
 
     def _flush(self) -> None:
-        """Reports what has been done, with the replies. The window of the master opens by it."""
+        """Reports the commands that are done, with the replies. This opens the master's window."""
         try:
             with self._telling:
                 self._report()
         except ClosedError:
             if threading.get_ident() == self._receiver:
-                raise  # else the receiver finds it out by itself
+                raise  # in another thread: the receiver finds it out by itself
 
     def _report(self) -> None:
         executor = self.executor
-        done = executor.done  # first: what fails from here on is not among what is done
+        done = executor.done  # read first: a command that fails from here on is not counted as done
         replies, self._replies = self._replies, []
         self._told = done
         if done == executor.seq:
@@ -170,19 +170,19 @@ class Worker:
         self._spoke.send(message)
 
 
-#: Somebody waits for these: they leave at once, not at the end of the batch.
+#: Replies that somebody waits for: they leave at once, not at the end of the batch.
 _AWAITED = frozenset({c.Answer, c.Shapes, c.Result, c.Poisoned, c.Done, c.Counts})
 
 
 def main(lifeline: int) -> int:
-    """A worker process: reads its bundle from the life-line, serves, and returns the exit code."""
+    """Runs a worker process: reads its bundle from the life-line, serves, and returns the exit code."""
     bundle = read_bundle(lifeline)
     threading.Thread(target=_watch, args=(lifeline,), name="life-line", daemon=True).start()
     return start(bundle)
 
 
 def start(bundle: Bundle) -> int:
-    """Makes this process the node that the bundle says; returns the exit code when its session has ended."""
+    """Makes this process the node that the bundle describes; returns the exit code when its session has ended."""
     role.become_node(bundle.rank)
     for path in reversed(bundle.sys_path):
         if path not in sys.path:
@@ -205,10 +205,10 @@ def start(bundle: Bundle) -> int:
 
 
 def _keep_memory() -> None:
-    """Has malloc keep what a step frees for the next one, instead of giving pages back and faulting them in again.
+    """Has malloc keep the memory that a step frees for the next one.
 
-    A node frees in bursts, so malloc's own thresholds trim the heap several times in a training step. What is kept
-    goes back when many tensors are dropped (``Store.free``).
+    Otherwise it would give pages back and fault them in again: a node frees in bursts, so malloc's own thresholds trim
+    the heap several times in a training step. The kept memory goes back when many tensors are dropped (``Store.free``).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc

@@ -1,1 +1,1 @@
-"""What a process does to itself: its signals, its garbage collector, whom it ends with."""
+"""Settings of a process for itself: its signal handlers, its garbage collector, the processes that it ends with."""

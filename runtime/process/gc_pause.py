@@ -1,4 +1,4 @@
-"""Python's garbage collector, held off for a while."""
+"""Pauses Python's garbage collector for a while."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _before = True
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage is collected until all that hold it off have ended; then it is again if it was before."""
+    """Disables the garbage collector until every holder has left; then it is enabled again, if it was before."""
     global _holders, _before
     with _lock:
         if not _holders:

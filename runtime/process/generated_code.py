@@ -1,7 +1,7 @@
-"""Functions made of text: the one place where Python source that this project has written becomes code.
+"""Turns generated text into functions: the one place where Python source that this project has written becomes code.
 
-What goes into such a text is names, indices, operators and literals that we wrote ourselves; what comes from elsewhere
-goes in by name, through ``names``.
+Such a text is made of names, indices, operators and literals that this project wrote itself. Values from elsewhere
+enter by name, through ``names``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ from typing import Any
 
 
 def function(name: str, text: str, names: dict[str, Any]) -> Any:
-    """The function ``name`` that ``text`` defines, with ``names`` for its globals."""
+    """Compiles ``text``, which defines the function ``name``, and returns that function; ``names`` are its globals."""
     exec(compile(text, f"<disttensor {name}>", "exec"), names)
     return names[name]

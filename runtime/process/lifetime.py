@@ -1,4 +1,4 @@
-"""Processes on Linux: how one ends with its parent, how all below one are ended, and how an end is put in words."""
+"""Lifetimes of processes on Linux: a process that ends with its parent, the end of all descendants, an end in words."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 
-# Loaded here and not on use: a freshly forked child should take no lock of the loader's.
+# Loaded at import and not on use: a freshly forked child should take no lock of the loader's.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 _libc.prctl.restype = ctypes.c_int
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """A signal for this process as soon as the thread that made it ends; at once when ``parent`` is gone already.
+    """Has the kernel signal this process when the thread that made it ends; at once when ``parent`` is gone already.
 
     Meant for children of a main thread: a child that a helper thread starts would die with that thread.
     """
@@ -36,20 +36,20 @@ def adopt_orphans(yes: bool = True) -> None:
 
 
 def adopts_orphans() -> bool:
-    """Whether ``adopt_orphans`` was said."""
+    """Returns whether ``adopt_orphans`` is in effect."""
     found = ctypes.c_int()
     _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(found), 0, 0, 0)
     return bool(found.value)
 
 
 def name_process(name: str) -> None:
-    """What ``top`` shows for this process (15 characters); its command line stays as it is."""
+    """Sets the name that ``top`` shows for this process (15 characters); its command line stays as it is."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
     _libc.prctl(_PR_SET_NAME, ctypes.addressof(buffer), 0, 0, 0)
 
 
 def describe_exit(code: int) -> str:
-    """``exit code 3``, ``killed by SIGKILL``: a return code as ``subprocess`` counts it, in words."""
+    """Puts a return code, as ``subprocess`` counts it, into words: ``exit code 3``, ``killed by SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -59,7 +59,7 @@ def describe_exit(code: int) -> str:
 
 
 def children() -> list[int]:
-    """The pids of this process's children, zombies included. (/proc/*/children is missing on some kernels.)"""
+    """Returns the pids of this process's children, zombies included. (/proc/*/children is missing on some kernels.)"""
     me, found = str(os.getpid()), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -71,7 +71,7 @@ def children() -> list[int]:
 
 
 def end_children(patience: float, limit: float = 5.0) -> None:
-    """Ends and reaps all children, and whom they leave to this process: TERM, KILL after ``patience`` seconds.
+    """Ends and reaps all children, and orphans that they leave to this process: TERM, KILL after ``patience`` seconds.
 
     Gives up ``limit`` seconds after that (a process in uninterruptible sleep cannot be ended).
     """

@@ -1,4 +1,4 @@
-"""What this process is to disttensor: a node, or something else; whether it has a session."""
+"""The role of this process in disttensor: whether it is a node, and whether it is the master of a session."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ _session: list[object] = []
 
 
 def become_node(rank: int) -> None:
-    """This process is a node from now on, and nothing else."""
+    """Makes this process a node from now on, and nothing else."""
     _started.append(rank)
 
 
 def is_node() -> bool:
-    """Whether this process is a node, and nothing else."""
+    """Returns whether this process is a node, and nothing else."""
     return bool(_started)
 
 
 def set_session(session: object | None) -> None:
-    """Says which session this process is the master of."""
+    """Sets the session that this process is the master of; None when it is the master of none."""
     _session[:] = [] if session is None else [session]
 
 
 def has_session() -> bool:
-    """Whether this process is the master of a session."""
+    """Returns whether this process is the master of a session."""
     return bool(_session)

@@ -1,10 +1,10 @@
-"""Signal handlers of Python run at safe points only.
+"""Runs Python signal handlers at safe points only.
 
-Python runs a handler in the main thread between any two of its instructions. One that raises (Ctrl-C, a time limit by
-SIGALRM) would split what belongs together, such as commands taken from a queue and sent; one that uses tensors would
-find things half done; and in a ``__del__`` the interpreter swallows what it raises. So the functions concerned are
-marked ``@whole``, and each handler that the user sets is wrapped: what arrives inside such a function is noted, and the
-handler runs when that has returned.
+Python runs a handler in the main thread between any two of its instructions. A handler that raises (Ctrl-C, a time
+limit by SIGALRM) would split steps that belong together, such as commands taken from a queue and sent. A handler that
+uses tensors would find things half done. And in a ``__del__`` the interpreter swallows what a handler raises. So the
+functions concerned are marked ``@uninterrupted``, and each handler that the user sets is wrapped: a signal that arrives
+inside such a function is noted, and its handler runs when that function has returned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _ident = threading.get_ident
 _MAIN = threading.main_thread().ident
 
-#: The signals whose handlers scripts and libraries write in Python.
+#: The signals for which scripts and libraries write handlers in Python.
 SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -32,39 +32,40 @@ SIGNALS = (
     signal.SIGCHLD,
 )
 
-_whole: set[CodeType] = set()
+#: Invariant 11: no handler of a signal runs in a function whose code is in here, or in what it calls.
+_uninterrupted: set[CodeType] = set()
 
-#: Whether C++ is asking something where no exception may come of it; its frame is that of whoever called C++.
+#: True while C++ makes a call that no exception may leave; the call's frame is that of whoever called C++.
 held = [False]
 
 
-def whole(function: _F) -> _F:
-    """Marks a function in which, and in what it calls, no handler runs."""
-    _whole.add(function.__code__)
+def uninterrupted(function: _F) -> _F:
+    """Marks a function: no signal handler runs in it, nor in what it calls."""
+    _uninterrupted.add(function.__code__)
     return function
 
 
 def _inside(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is in a function that is marked."""
+    """Returns whether ``frame`` is in a marked function, or in something that one called."""
     while frame is not None:
-        if frame.f_code in _whole:
+        if frame.f_code in _uninterrupted:
             return True
         frame = frame.f_back
     return False
 
 
 class Interrupts:
-    """A session's care for signals. Only the main thread is ever interrupted."""
+    """A session's wrappers around signal handlers. Only the main thread is ever interrupted."""
 
     def __init__(self) -> None:
-        #: what arrived in a marked function: (signal, handler)
+        #: signals that arrived in a marked function: (signal, handler)
         self.pending: list[tuple[int, Callable[..., Any]]] = []
-        self._seen: dict[int, Any] = dict.fromkeys(map(int, SIGNALS))  #: the handlers when last looked at
+        self._seen: dict[int, Any] = dict.fromkeys(map(int, SIGNALS))  #: the handlers at the last look
         self._over = False
-        self._unraisable: Callable[[Any], Any] | None = None  #: the user's hook, while ours is in its place
+        self._unraisable: Callable[[Any], Any] | None = None  #: the user's hook, while ``_swallowed`` replaces it
 
     def look(self) -> None:
-        """Wraps what handlers the user has set since the last look. Comes before what must be whole."""
+        """Wraps the handlers that the user has set since the last look. Called before uninterrupted work."""
         if _ident() == _MAIN:
             for number, seen in self._seen.items():
                 if getsignal(number) is not seen:
@@ -80,14 +81,14 @@ class Interrupts:
         self._seen[number] = handler
 
     def check(self) -> None:
-        """A safe point, unless a marked function is above it: runs the handlers of what was noted."""
+        """Runs the handlers of the noted signals, unless a marked function is among the callers: a safe point."""
         frame = sys._getframe(1)
         while self.pending and _ident() == _MAIN and not _inside(frame):
             number, handler = self.pending.pop(0)
             handler(number, frame)
 
     def remind(self) -> None:
-        """Has what was noted arrive again, in case no safe point follows. Called by another thread now and then."""
+        """Has a noted signal arrive again, in case no safe point follows. Called by another thread now and then."""
         try:
             number, _ = self.pending.pop(0)
         except IndexError:
@@ -96,7 +97,10 @@ class Interrupts:
             signal.pthread_kill(_MAIN, number)
 
     def _swallowed(self, what: Any) -> None:
-        """``sys.unraisablehook``: what a handler raised in a ``__del__`` or a weak reference's callback comes again."""
+        """Replaces ``sys.unraisablehook``: notes again a signal whose handler raised where Python swallows exceptions.
+
+        That is in a ``__del__`` or a weak reference's callback.
+        """
         raised = getattr(what.exc_value, "_disttensor_signal", None)
         if raised is not None and not self._over:
             self.pending.append(raised)
@@ -104,7 +108,7 @@ class Interrupts:
             self._unraisable(what)
 
     def restore(self) -> None:
-        """Gives the user's handlers back, for good. In another thread than the main one they stay wrapped, and work."""
+        """Gives the user's handlers back, for good. In a thread other than the main one they stay wrapped, and work."""
         self._over = True
         if self._unraisable is not None and sys.unraisablehook == self._swallowed:
             sys.unraisablehook = self._unraisable

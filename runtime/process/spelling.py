@@ -1,4 +1,4 @@
-"""What a misspelt name was meant to be."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: object, known: Iterable[str], shown: str = "{!r}") -> str:
-    """The end of a message: the known name that is nearest to ``word``, whatever its capitals; "" where none is near.
+    """Returns the end of a message: the known name nearest to ``word``, whatever its capitals; "" where none is near.
 
-    ``shown`` is how the name is to be written.
+    ``shown`` is the format in which the name is written.
     """
     from difflib import get_close_matches  # dtrun starts without it
 

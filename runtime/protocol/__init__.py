@@ -1,1 +1,1 @@
-"""What both ends of the control connection agree on: commands, their bytes, keys, names and errors."""
+"""The protocol of the control connection: commands, their bytes, keys, names and errors, for both ends."""

@@ -1,4 +1,4 @@
-"""The allow-list: which operators a node runs, resolved by name. A name outside of it is an error that names it."""
+"""The allow-list of operators that a node runs, resolved by name. Any other name is an error that names it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch._ops import OpOverload
 
 from .errors import ProtocolError
 
-#: Without asking: torch's own operators. Users add theirs with init_master_worker(allow_ops=["torchvision::*"]).
+#: Always allowed: torch's own operators. Users add theirs with init_master_worker(allow_ops=["torchvision::*"]).
 BASE = ("aten::*", "prims::*")
 
-#: Operators in these namespaces that reach beyond tensors (files, processes), refused all the same.
+#: Operators in these namespaces that reach beyond tensors (files, processes): refused all the same.
 REFUSED = frozenset({"aten::from_file", "aten::_save", "aten::save"})
 
 
 class AllowList:
-    """``resolve("aten::add.Tensor")`` gives the operator, once and for all."""
+    """The operators that a node runs. ``resolve("aten::add.Tensor")`` returns the operator, and looks it up once."""
 
     def __init__(self, extra: Iterable[str] = ()) -> None:
         self.patterns = (*BASE, *extra)
         self._known: dict[str, OpOverload] = {}
 
     def resolve(self, name: str) -> OpOverload:
-        """Raises ProtocolError for an operator that is not allowed or doesn't exist here."""
+        """Returns the operator. Raises ProtocolError for one that is not allowed or doesn't exist here."""
         op = self._known.get(name)
         if op is None:
             op = self._known[name] = self._find(name)
         return op
 
     def why_not(self, name: str) -> str:
-        """Why ``resolve`` would raise, or an empty text."""
+        """Returns the reason for which ``resolve`` would raise, or an empty text."""
         try:
             self.resolve(name)
         except ProtocolError as e:
@@ -40,7 +40,7 @@ class AllowList:
         return ""
 
     def allows(self, name: str) -> bool:
-        """Whether the operator's name is on the list."""
+        """Returns whether the operator's name is on the list."""
         qualified = name.partition(".")[0]
         return qualified not in REFUSED and any(fnmatchcase(qualified, p) for p in self.patterns)
 
@@ -61,5 +61,5 @@ class AllowList:
 
 
 def name_of(op: OpOverload) -> str:
-    """The name that ``resolve`` takes."""
+    """Returns the operator's name as ``resolve`` takes it."""
     return str(op.name())

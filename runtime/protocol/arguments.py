@@ -1,4 +1,4 @@
-"""What commands are made of: the base of all structs that cross the wire, and the arguments of operators."""
+"""The parts of commands: the base of all structs that cross the wire, and the arguments of operators."""
 
 from __future__ import annotations
 
@@ -7,42 +7,48 @@ from typing import TypeAlias
 import msgspec
 
 
-class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of all structs that cross the wire: an array of the fields, led by an integer tag."""
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The base of all structs that cross the wire: an array of the fields, led by an integer tag."""
 
 
-class Hole(Wire, frozen=True, tag=1):
-    """In a template: a tensor (``tensor=True``) or a number, taken from the Call's next argument."""
+class Hole(Message, frozen=True, tag=1):
+    """A gap in a template, for a tensor (``tensor=True``) or a number, which comes from the Call's next argument."""
 
     tensor: bool
 
 
-class Complex(Wire, frozen=True, tag=2):
+class Complex(Message, frozen=True, tag=2):
+    """A complex number."""
+
     real: float
     imag: float
 
 
-class DType(Wire, frozen=True, tag=3):
-    """A torch dtype, by its number in dtypes.py."""
+class DType(Message, frozen=True, tag=3):
+    """A torch dtype, named by its number in dtypes.py."""
 
     id: int
 
 
-class Device(Wire, frozen=True, tag=4):
+class Device(Message, frozen=True, tag=4):
     """A device of the node: "cpu" or "cuda:1"."""
 
     name: str
 
 
-class Layout(Wire, frozen=True, tag=5):
+class Layout(Message, frozen=True, tag=5):
+    """A torch layout, named by its number."""
+
     id: int
 
 
-class MemoryFormat(Wire, frozen=True, tag=6):
+class MemoryFormat(Message, frozen=True, tag=6):
+    """A torch memory format, named by its number."""
+
     id: int
 
 
-class Items(Wire, frozen=True, tag=7):
+class Items(Message, frozen=True, tag=7):
     """A list argument."""
 
     items: tuple[Spec, ...]
@@ -53,7 +59,7 @@ Spec: TypeAlias = bool | int | float | str | Hole | Complex | DType | Device | L
 Value: TypeAlias = bool | int | float | str | Complex | None
 
 
-class Geometry(Wire, frozen=True, tag=8):
+class Geometry(Message, frozen=True, tag=8):
     """The metadata of one tensor on a node. ``bits``: 1 for a lazy conjugate, 2 for a lazy negative, 3 for both."""
 
     shape: tuple[int, ...]
@@ -64,8 +70,8 @@ class Geometry(Wire, frozen=True, tag=8):
     bits: int = 0
 
 
-class Expected(Wire, frozen=True, tag=9):
-    """The metadata that the master takes a tensor on a node to have. ``bits``: as of Geometry."""
+class Expected(Message, frozen=True, tag=9):
+    """The metadata that the master takes a tensor on a node to have. ``bits`` means what it means in Geometry."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -74,7 +80,26 @@ class Expected(Wire, frozen=True, tag=9):
     bits: int
 
 
+class Addresses(Message, frozen=True):
+    """A peer's addresses in one data channel: of its DataChannel for transfers, and of the one for collectives."""
+
+    transfers: str
+    collectives: str = ""  #: the master's is empty: it takes part in none
+
+
 __all__ = [
-    "Complex", "DType", "Device", "Expected", "Geometry", "Hole", "Items", "Layout", "MemoryFormat", "Plain", "Spec",
-    "Value", "Wire",
+    "Addresses",
+    "Complex",
+    "DType",
+    "Device",
+    "Expected",
+    "Geometry",
+    "Hole",
+    "Items",
+    "Layout",
+    "MemoryFormat",
+    "Message",
+    "Plain",
+    "Spec",
+    "Value",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""What a worker needs to start and to find its master. It holds the worker's secret key.
+"""A worker's bundle: all that it needs to start and to find its master. It holds the worker's secret key.
 
 A bundle travels through an inherited pipe (or standard input, or a file of mode 0600), never through argv or the
-environment. The pipe stays open behind it: it is the worker's life-line, and its end means that the master is gone.
-Frame on the pipe: 4 bytes of length (big endian), then the bundle as JSON.
+environment. The pipe stays open after it: the pipe is the worker's life-line, and its end means that the master is
+gone. The frame on the pipe: 4 bytes of length (big endian), then the bundle as JSON.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import msgspec
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 10
+PROTOCOL = 11
 
 #: disttensor's own version, which messages name.
 VERSION = "0.1.0"
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker's start. ``repr`` hides the secret."""
+    """The start of one worker. ``repr`` hides the secret."""
 
     job: str  #: the job's id
     rank: int
@@ -28,21 +28,21 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     public_key: str = ""  #: this worker's CURVE key pair (Z85)
     secret_key: str = ""
     backend: str = "tcp"  #: the data channel's name
-    addresses: tuple[str, ...] = ()  #: further ones of the master's; the node takes the first that answers
+    addresses: tuple[str, ...] = ()  #: more addresses of the master; the node takes the first that answers
     data_hosts: tuple[str, ...] = ()  #: where the data channel listens; empty: as ``addresses.interfaces_for`` says
     nodes: int = 1  #: how many nodes the session begins with
-    local_rank: int = 0  #: among the nodes of its host
-    local_size: int = 1  #: how many those are
+    local_rank: int = 0  #: the node's number among the nodes of its host
+    local_size: int = 1  #: the number of nodes on its host
     simulate_cuda: int = 0  #: how many CUDA devices to simulate in CPU memory
     threads: int = 1  #: torch's intra-op threads; 0: the host's cores divided by its nodes
-    bind: str = ""  #: what the process is bound to (see host/affinity.py)
+    bind: str = ""  #: the cores and GPUs that the process is bound to (see host/affinity.py)
     env: dict[str, str] = {}  #: environment variables to set
     allow_ops: tuple[str, ...] = ()  #: operators beyond aten and prims, such as "torchvision::*"
     functions: str = "any"  #: which user functions may run: any, none
     protocol: int = PROTOCOL
     sys_path: tuple[str, ...] = ()  #: the master's import path, so that the user's modules import here too
     cwd: str = ""
-    program: tuple[str, ...] = ()  #: what to be instead of a worker (see launch/torchrun_mode/everywhere.py)
+    program: tuple[str, ...] = ()  #: the program to become instead of a worker (see launch/torchrun_mode/everywhere.py)
 
     def __repr__(self) -> str:
         return f"<Bundle job={self.job} rank={self.rank} address={self.address}>"

@@ -1,4 +1,4 @@
-"""The data channels that come with disttensor, by name, for who does not want to import torch for it."""
+"""The names of the data channels that come with disttensor, for callers that do not want to import torch for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUILTIN = {
 
 
 def names() -> list[str]:
-    """Those, and the ones that installed packages have; sorted. Nothing is imported."""
+    """Returns the built-in channels' names and those that installed packages register; sorted. Nothing is imported."""
     from importlib.metadata import entry_points
 
     return sorted({*BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINTS))})

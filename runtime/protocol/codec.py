@@ -1,4 +1,4 @@
-"""Commands to bytes and back, and Python arguments to wire arguments and back.
+"""Encodes and decodes commands, and converts Python arguments to wire arguments and back.
 
 Everything that arrives is decoded into the types of commands.py or refused with ProtocolError; nothing is unpickled.
 """
@@ -19,7 +19,7 @@ from .errors import ProtocolError
 #: A message is at most this long; the socket factory cuts longer ones off.
 MAX_MESSAGE = 1 << 20
 
-#: Elements and bytes that torch can count with room to spare. (A tensor that was expanded has no such memory.)
+#: The number of elements or bytes that torch can count with room to spare. (An expanded tensor has no such memory.)
 _COUNTABLE = 1 << 62
 _VERSION = re.compile(r"\d{1,4}\.\d{1,4}\S{0,100}")
 _WORD = re.compile(r"[\w .-]{1,40}", re.ASCII)
@@ -40,29 +40,29 @@ encode: Callable[[c.Batch | c.Report], bytes] = _encoder.encode
 
 
 def size(command: c.Command) -> int:
-    """The bytes that a command takes on the wire."""
+    """Returns the number of bytes that a command takes on the wire."""
     return len(_encoder.encode(command))
 
 
 def decode_batch(message: bytes) -> c.Batch:
-    """Raises ProtocolError."""
+    """Decodes a batch of commands. Raises ProtocolError."""
     return _decode(_batch, message)  # type: ignore[no-any-return]
 
 
 def decode_report(message: bytes) -> c.Report:
-    """Raises ProtocolError."""
+    """Decodes a node's report. Raises ProtocolError."""
     return _decode(_report, message)  # type: ignore[no-any-return]
 
 
 def _decode(decoder: Any, message: bytes) -> Any:
     try:
         return decoder.decode(message)
-    except (ValueError, RecursionError) as e:  # DecodeError, and UnicodeDecodeError for text that is none
+    except (ValueError, RecursionError) as e:  # DecodeError, and UnicodeDecodeError for text that is not UTF-8
         raise ProtocolError(f"a message of {len(message)} bytes is not of this protocol: {e}") from None
 
 
 def to_spec(value: object) -> c.Spec:
-    """A static argument of an operator in its wire form. Raises TypeError for a type that may not cross."""
+    """Converts a static argument of an operator to its wire form. Raises TypeError for a type that may not cross."""
     if value is None or isinstance(value, (bool, float, str)):
         return value
     if isinstance(value, int):
@@ -71,7 +71,7 @@ def to_spec(value: object) -> c.Spec:
         return value
     if isinstance(value, (list, tuple)):
         return c.Items(tuple(map(to_spec, value)))
-    if isinstance(value, c.Wire):
+    if isinstance(value, c.Message):
         return value  # type: ignore[return-value]  # a hole, or a device named already
     if isinstance(value, torch.dtype):
         return c.DType(dtype_id(value))
@@ -89,7 +89,7 @@ def to_spec(value: object) -> c.Spec:
 
 
 def dtype_id(dtype: torch.dtype) -> int:
-    """Raises TypeError for a dtype that this protocol doesn't carry."""
+    """Returns the dtype's number. Raises TypeError for a dtype that this protocol doesn't carry."""
     try:
         return IDS[dtype]
     except KeyError:
@@ -97,7 +97,7 @@ def dtype_id(dtype: torch.dtype) -> int:
 
 
 def dtype_of(id: int) -> torch.dtype:
-    """Raises ProtocolError."""
+    """Returns the dtype of a number. Raises ProtocolError for an unknown number."""
     dtype = DTYPES.get(id)
     if dtype is None:
         raise ProtocolError(f"dtype {NAMES[id] if 0 <= id < len(NAMES) else id} is unknown")
@@ -105,7 +105,7 @@ def dtype_of(id: int) -> torch.dtype:
 
 
 def to_value(value: object) -> c.Value:
-    """A plain result (number, bool, text, None, complex) in its wire form. Raises TypeError for others."""
+    """Converts a plain result (number, bool, text, None, complex) to its wire form. Raises TypeError for others."""
     if isinstance(value, complex):
         return c.Complex(value.real, value.imag)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -118,7 +118,7 @@ def from_value(value: c.Value) -> object:
 
 
 def check_reply(reply: c.Reply) -> None:
-    """Refuses metadata that no tensor has and devices that there are not. Raises ProtocolError."""
+    """Refuses metadata that no tensor can have and devices that cannot exist. Raises ProtocolError."""
     if isinstance(reply, c.Hello):
         if reply.devices != ("cpu", *(f"cuda:{i}" for i in range(len(reply.devices) - 1))):
             raise ProtocolError(f"devices are cpu, cuda:0, cuda:1 and so on, not {reply.devices!s:.200}")
@@ -130,6 +130,17 @@ def check_reply(reply: c.Reply) -> None:
     elif isinstance(reply, c.Result):
         for tensor in reply.tensors:
             _check_geometry(tensor)
+    elif isinstance(reply, c.MemoryUsage):
+        _check_sizes(reply.tensors, reply.bytes)
+    elif isinstance(reply, c.StorageInfo):
+        _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride)
+    elif isinstance(reply, c.RngState) and not reply.state:
+        raise ProtocolError("a generator's state is not empty")
+
+
+def _check_sizes(*sizes: int) -> None:
+    if min(sizes) < 0:
+        raise ProtocolError(f"sizes, addresses and strides are not negative, and these are {sizes!s:.200}")
 
 
 def _check_abilities(hello: c.Hello) -> None:
@@ -149,7 +160,7 @@ def _check_abilities(hello: c.Hello) -> None:
 
 def _check_geometry(g: c.Geometry) -> None:
     itemsize = dtype_of(g.dtype).itemsize
-    check_shape(tuple(n or 1 for n in g.shape), itemsize, _COUNTABLE)  # beside a 0 too, sizes have to be countable
+    check_shape(tuple(n or 1 for n in g.shape), itemsize, _COUNTABLE)  # next to a 0 too, sizes have to be countable
     extent = g.offset + sum(max(n - 1, 1) * s for n, s in zip(g.shape, g.stride, strict=False))
     if len(g.stride) != len(g.shape) or min(g.stride, default=0) < 0 or g.offset < 0 or extent * itemsize > _COUNTABLE:
         raise ProtocolError(f"no tensor of shape {g.shape} has strides {g.stride!s:.500} and offset {g.offset}")

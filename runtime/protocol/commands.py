@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from .arguments import *  # noqa: F403 - whoever needs commands needs these
-from .arguments import Expected, Geometry, Plain, Spec, Value, Wire
+from .arguments import *  # noqa: F403 - modules that use commands use these
+from .arguments import Addresses, Expected, Geometry, Message, Plain, Spec, Value
 
 # ---- commands: master -> node --------------------------------------------------------------------------------------
 
 
-class Call(Wire, frozen=True, tag=10):
+class Call(Message, frozen=True, tag=10):
     """Runs a template. ``args``: a distance ``out - ref`` per tensor hole and a number per number hole, in order,
     then the distance of each output after the first. A template without outputs uses ``out`` as a base only."""
 
@@ -29,8 +29,8 @@ class Call(Wire, frozen=True, tag=10):
 class First(Call, frozen=True, tag=58):
     """The first Call of a signature, which fails where the node has other tensors than the master takes it to have.
 
-    ``gives`` and ``keeps``: what each output is, and each argument that the operator writes, afterwards; by their place
-    in ``kinds``.
+    ``gives`` and ``keeps``: the metadata of each output, and of each argument that the operator writes, after the call,
+    as indices of ``kinds``.
     """
 
     kinds: tuple[Expected, ...]
@@ -38,7 +38,7 @@ class First(Call, frozen=True, tag=58):
     keeps: tuple[int, ...]
 
 
-class Define(Wire, frozen=True, tag=11):
+class Define(Message, frozen=True, tag=11):
     """Defines a template: ``op`` as "aten::add.Tensor", its arguments, and how many tensors it puts out."""
 
     template: int
@@ -48,27 +48,27 @@ class Define(Wire, frozen=True, tag=11):
     outs: int
 
 
-class Forget(Wire, frozen=True, tag=12):
-    """Drops the templates numbered below ``below``: the master has started new ones, and nothing names those."""
+class Forget(Message, frozen=True, tag=12):
+    """Drops the templates numbered below ``below``: the master has started new ones, and no plan names the old ones."""
 
     below: int
 
 
-class Free(Wire, frozen=True, tag=13):
+class Free(Message, frozen=True, tag=13):
     """Drops refs: ``first`` and each next one by its distance from the one before."""
 
     first: int
     distances: tuple[int, ...]
 
 
-class Ask(Wire, frozen=True, tag=14):
+class Ask(Message, frozen=True, tag=14):
     """Runs a template and answers: with its plain value (Answer), or its outputs' geometry (Shapes)."""
 
     request: int
     call: Call
 
 
-class Send(Wire, frozen=True, tag=15):
+class Send(Message, frozen=True, tag=15):
     """Sends the tensor to a peer through a data channel: its number is 0 for the session's own."""
 
     transfer: int
@@ -77,7 +77,7 @@ class Send(Wire, frozen=True, tag=15):
     channel: int = 0
 
 
-class Recv(Wire, frozen=True, tag=16):
+class Recv(Message, frozen=True, tag=16):
     """Receives a tensor from a peer; later commands that use ``out`` wait for it."""
 
     transfer: int
@@ -89,7 +89,7 @@ class Recv(Wire, frozen=True, tag=16):
     channel: int = 0
 
 
-class Piece(Wire, frozen=True, tag=17):
+class Piece(Message, frozen=True, tag=17):
     """A piece of a pickled function or of its arguments, collected under ``key``."""
 
     key: bytes
@@ -97,16 +97,16 @@ class Piece(Wire, frozen=True, tag=17):
     last: bool
 
 
-class World(Wire, frozen=True):
+class World(Message, frozen=True):
     """Nodes with a process group of torch.distributed's, in the order of its ranks."""
 
     number: int  #: counts the process groups of a session
     ranks: tuple[int, ...]
     channel: int  #: the number of the data channel by which they find each other
-    backend: str  #: torch's name of it
+    backend: str  #: torch's name of the process group's backend
 
 
-class Run(Wire, frozen=True, tag=18):
+class Run(Message, frozen=True, tag=18):
     """Runs a user's function: ``function`` and ``arguments`` name collected pieces; answers with Result."""
 
     request: int
@@ -114,24 +114,24 @@ class Run(Wire, frozen=True, tag=18):
     arguments: bytes
     keep: bool  #: the function will be run again (it holds no tensors)
     what: str  #: the function in words, for errors
-    refs: tuple[int, ...] = ()  #: of the tensors that the function and its arguments name
-    world: World | None = None  #: it is run as a rank of that
+    refs: tuple[int, ...] = ()  #: refs of the tensors that the function and its arguments name
+    world: World | None = None  #: the process group of which it is run as a rank
 
 
-class Adopt(Wire, frozen=True, tag=19):
+class Adopt(Message, frozen=True, tag=19):
     """Gives refs to the tensors that a Run returned, in order; 0 drops one, and no refs drop what there may be."""
 
     request: int
     refs: tuple[int, ...]
 
 
-class Seed(Wire, frozen=True, tag=20):
+class Seed(Message, frozen=True, tag=20):
     """Seeds the node's default generators as torch.manual_seed does."""
 
     seed: int
 
 
-class Random(Wire, frozen=True, tag=21):
+class Random(Message, frozen=True, tag=21):
     """Answers with the state of a device's generator (state empty) or sets it."""
 
     request: int
@@ -139,79 +139,80 @@ class Random(Wire, frozen=True, tag=21):
     state: bytes
 
 
-class Keep(Wire, frozen=True, tag=29):
-    """The state of a device's generator becomes a tensor, which stays on the node; or is set to that tensor again."""
+class Keep(Message, frozen=True, tag=29):
+    """Makes the state of a device's generator a tensor, which stays on the node; with ``restore`` sets it to that
+    tensor."""
 
     ref: int
     device: str
     restore: bool
 
 
-class Sync(Wire, frozen=True, tag=22):
-    """Answers with Done once everything before it is done, transfers included."""
+class Sync(Message, frozen=True, tag=22):
+    """Answers with Done once all commands before it are done, transfers included."""
 
     request: int
 
 
-class Memory(Wire, frozen=True, tag=23):
-    """Answers with the number of live tensors and the bytes of their storages on ``device`` ("" for all)."""
+class Memory(Message, frozen=True, tag=23):
+    """Asks for the number and bytes of the live tensors on ``device`` ("" for all); the node answers MemoryUsage."""
 
     request: int
     device: str
 
 
-class Storage(Wire, frozen=True, tag=28):
-    """Answers with numbers of the storage that a tensor is in: one that names it, its address, its bytes."""
+class Storage(Message, frozen=True, tag=28):
+    """Asks for the storage that a tensor is in; the node answers StorageInfo."""
 
     request: int
     ref: int
 
 
-class Count(Wire, frozen=True, tag=39):
-    """Answers with what the node's data channels have carried so far."""
+class Count(Message, frozen=True, tag=39):
+    """Asks for the traffic that the node's data channels have counted so far; the node answers Counts."""
 
     request: int
 
 
-class Open(Wire, frozen=True, tag=56):
-    """Opens one more data channel; answers with its address and, in the next line, that for collectives."""
+class Open(Message, frozen=True, tag=56):
+    """Opens one more data channel; the node answers Opened."""
 
     request: int
     channel: int
     name: str
 
 
-class Usable(Wire, frozen=True, tag=57):
-    """Answers why these channels (``ops``: operators) can't be used here, a line for each: an empty one if it can."""
+class Usable(Message, frozen=True, tag=57):
+    """Asks which of these data channels (``ops``: operators) the node can use; it answers Unusable."""
 
     request: int
     names: tuple[str, ...]
     ops: bool = False
 
 
-class Peer(Wire, frozen=True, tag=24):
-    """A peer's data channel: its address (as in a Hello), and the key that only the two of them have."""
+class Peer(Message, frozen=True, tag=24):
+    """A peer's data channel: its addresses, and the key that only the two peers have."""
 
     rank: int
-    address: str
+    addresses: Addresses
     key: bytes
     channel: int = 0
 
 
-class Lost(Wire, frozen=True, tag=25):
-    """A peer is gone: transfers with it fail."""
+class Lost(Message, frozen=True, tag=25):
+    """Tells that a peer is lost: transfers with it fail."""
 
     rank: int
     why: str
 
 
-class Default(Wire, frozen=True, tag=27):
-    """The master's default dtype (torch.set_default_dtype) is this one from now on."""
+class Default(Message, frozen=True, tag=27):
+    """Tells the master's default dtype (torch.set_default_dtype), from now on."""
 
     dtype: int
 
 
-class Stream(Wire, frozen=True, tag=31):
+class Stream(Message, frozen=True, tag=31):
     """Makes a stream, under ``ref``: a lane of a CPU, or a CUDA stream of this priority. A Free ends it."""
 
     ref: int
@@ -219,23 +220,24 @@ class Stream(Wire, frozen=True, tag=31):
     priority: int
 
 
-class Record(Wire, frozen=True, tag=32):
-    """Makes an event, under ``ref``: it is done when all is that was issued to the stream before it.
+class Record(Message, frozen=True, tag=32):
+    """Makes an event, under ``ref``: it is done when everything is that was issued to the stream before it.
 
-    ``device`` is that of the stream, which tells the default streams of a node's devices apart."""
+    ``device`` is that of the stream, which tells the default streams of a node's devices apart.
+    """
 
     ref: int
     device: str
     timing: bool
 
 
-class Wait(Wire, frozen=True, tag=33):
-    """The stream goes on when the event under ``ref`` is done."""
+class Wait(Message, frozen=True, tag=33):
+    """Has the stream wait until the event under ``ref`` is done."""
 
     ref: int
 
 
-class Signal(Wire, frozen=True, tag=34):
+class Signal(Message, frozen=True, tag=34):
     """When the event under ``ref`` is done, sends a tensor without elements to a peer, whose Await takes it."""
 
     transfer: int
@@ -243,21 +245,21 @@ class Signal(Wire, frozen=True, tag=34):
     peer: int
 
 
-class Await(Wire, frozen=True, tag=35):
-    """The stream goes on when a peer's Signal has come."""
+class Await(Message, frozen=True, tag=35):
+    """Has the stream wait for a peer's Signal."""
 
     transfer: int
     peer: int
 
 
-class Query(Wire, frozen=True, tag=36):
+class Query(Message, frozen=True, tag=36):
     """Answers whether the event under ``ref`` is done."""
 
     request: int
     ref: int
 
 
-class Elapsed(Wire, frozen=True, tag=37):
+class Elapsed(Message, frozen=True, tag=37):
     """Answers with the milliseconds between two events, or None if one of them is not done."""
 
     request: int
@@ -265,21 +267,21 @@ class Elapsed(Wire, frozen=True, tag=37):
     second: int
 
 
-class Join(Wire, frozen=True, tag=38):
+class Join(Message, frozen=True, tag=38):
     """Answers with Done once the event under ``ref`` is done."""
 
     request: int
     ref: int
 
 
-class Collective(Wire, frozen=True, tag=60):
+class Collective(Message, frozen=True, tag=60):
     """Takes part in a collective of ``ranks``; all of them are told the same ``kind``, ``transfer`` and options.
 
-    ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the place in ``ranks`` of
-    whom it is about; of a shift, by how many. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``:
-    which host each rank is on, if that matters. ``done``: a transfer to the master that tells of the end, 0 for none;
-    with one, what comes after need not wait. ``channel``: the number of the data channel. ``shares``, where ranks have
-    others than one tensor: how many tensors each has; of an all_gather into one tensor, how many elements.
+    ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the root's place in
+    ``ranks``; of a shift, its distance. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``: the
+    number of each rank's host, if hosts matter. ``done``: a transfer to the master that tells of the end, 0 for none;
+    with one, later commands need not wait. ``channel``: the number of the data channel. ``shares``, where not every
+    rank has one tensor: the number of each rank's tensors; in an all_gather into one tensor, of its elements.
     """
 
     kind: str
@@ -301,18 +303,24 @@ class Collective(Wire, frozen=True, tag=60):
     shares: tuple[int, ...] = ()
 
 
-class Part(Wire, frozen=True, tag=50):
-    """Commands that a graph has recorded, in order, after those of earlier parts. ``numbers``: which numbers of Calls
-    each replay gives anew, as (command in this part, index of its argument, number)."""
+class Part(Message, frozen=True, tag=50):
+    """Commands that a graph has recorded, in order, after those of earlier parts.
+
+    ``numbers``: the numbers in Calls that each replay gives anew, as (command in this part, index of its argument,
+    number).
+    """
 
     graph: int
     commands: tuple[Call | First | Send | Recv | Seed | Keep | Collective, ...]
     numbers: tuple[tuple[int, int, int], ...]
 
 
-class Graph(Wire, frozen=True, tag=51):
-    """Ends a graph's recording. ``inputs``: refs for which each replay names others. ``outputs``: what it makes that
-    stays, under the same refs for every replay. ``returned``: the same, but each replay names other refs."""
+class Graph(Message, frozen=True, tag=51):
+    """Ends a graph's recording.
+
+    ``inputs``: refs for which each replay names others. ``outputs``: refs of the tensors that it makes and that stay,
+    the same for every replay. ``returned``: refs of such tensors for which each replay names others.
+    """
 
     graph: int
     inputs: tuple[int, ...]
@@ -321,8 +329,8 @@ class Graph(Wire, frozen=True, tag=51):
     engine: str
 
 
-class Replay(Wire, frozen=True, tag=52):
-    """Does all that a graph has recorded. Its transfers are numbered from ``transfer``."""
+class Replay(Message, frozen=True, tag=52):
+    """Runs the commands that a graph has recorded. Its transfers are numbered from ``transfer``."""
 
     graph: int
     transfer: int
@@ -331,8 +339,8 @@ class Replay(Wire, frozen=True, tag=52):
     outputs: tuple[int, ...]
 
 
-class On(Wire, frozen=True, tag=30):
-    """Does a command on a stream of the node that is not its default one."""
+class On(Message, frozen=True, tag=30):
+    """Runs a command on a stream of the node that is not its default one."""
 
     stream: int
     command: (
@@ -341,21 +349,21 @@ class On(Wire, frozen=True, tag=30):
     )  # fmt: skip
 
 
-class Discard(Wire, frozen=True, tag=53):
+class Discard(Message, frozen=True, tag=53):
     """Drops a graph."""
 
     graph: int
 
 
-class Engines(Wire, frozen=True, tag=54):
-    """Answers with what runs each part of a graph: lines of "engine: why no other"."""
+class Engines(Message, frozen=True, tag=54):
+    """Asks for the engine that runs each program of a graph; the node answers GraphEngines."""
 
     request: int
     graph: int
 
 
-class Stop(Wire, frozen=True, tag=26):
-    """The last command: drop everything and end."""
+class Stop(Message, frozen=True, tag=26):
+    """The last command: drops everything and ends the node."""
 
 
 Command: TypeAlias = (
@@ -401,7 +409,9 @@ Command: TypeAlias = (
 )
 
 
-class Batch(Wire, frozen=True, tag=1):
+class Batch(Message, frozen=True, tag=1):
+    """Commands in order; ``first`` is the number of the first one."""
+
     first: int
     commands: tuple[Command, ...]
 
@@ -409,21 +419,23 @@ class Batch(Wire, frozen=True, tag=1):
 # ---- replies: node -> master ---------------------------------------------------------------------------------------
 
 
-class Abilities(Wire, frozen=True):
-    """What a node's torch chooses kernels by, beside operands: the CPU's instructions, its libraries, its GPUs."""
+class Abilities(Message, frozen=True):
+    """The facts by which a node's torch chooses kernels, beside operands: the CPU's instructions, its libraries, its
+    GPUs."""
 
     cpu: str  #: torch's name of the instructions that its own kernels use, as "AVX2"
-    onednn: bool  #: torch has the library
-    bfloat16: bool  #: which computes in this on the node's CPU
-    float16: bool  #: and in this
+    onednn: bool  #: whether torch has the library
+    bfloat16: bool  #: whether oneDNN computes in bfloat16 on the node's CPU
+    float16: bool  #: and in float16
     cudnn: int = 0  #: the library's version as a number, as 91002; 0 where torch has none
     cuda: tuple[int, int] = (0, 0)  #: the version that torch is built for
-    flash: bool = False  #: torch is built with flash attention for CUDA
-    capabilities: tuple[tuple[int, int], ...] = ()  #: of each CUDA device; (0, 0) of a simulated one
+    flash: bool = False  #: whether torch is built with flash attention for CUDA
+    #: the compute capability of each CUDA device; (0, 0) of a simulated one
+    capabilities: tuple[tuple[int, int], ...] = ()
 
 
-class Hello(Wire, frozen=True, tag=40):
-    """A worker's first words. The rank is not among them: it comes from the authenticated connection."""
+class Hello(Message, frozen=True, tag=40):
+    """A worker's first message. The rank is not in it: it comes from the authenticated connection."""
 
     protocol: int
     job: str
@@ -432,44 +444,98 @@ class Hello(Wire, frozen=True, tag=40):
     torch: str
     python: str
     devices: tuple[str, ...]
-    simulated: bool  #: its CUDA devices are CPU memory
-    channel: str  #: the address of its data channel and, in the next line, of that for collectives
+    simulated: bool  #: whether its CUDA devices are CPU memory
+    addresses: Addresses  #: its addresses in the session's own data channel
     abilities: Abilities
-    gpus: tuple[str, ...] = ()  #: what its CUDA devices are, in words that are theirs on the whole host
+    gpus: tuple[str, ...] = ()  #: names of its CUDA devices, each one's own on the whole host
 
 
-class Answer(Wire, frozen=True, tag=41):
+class Answer(Message, frozen=True, tag=41):
+    """The plain value that an Ask's operator returned."""
+
     request: int
     value: Value
 
 
-class Shapes(Wire, frozen=True, tag=42):
+class MemoryUsage(Message, frozen=True, tag=48):
+    """The number of tensors that are alive on the node, and the bytes of their storages."""
+
+    request: int
+    tensors: int
+    bytes: int
+
+
+class StorageInfo(Message, frozen=True, tag=49):
+    """The storage that a tensor is in, and how the tensor lies in it, which a kernel may have chosen."""
+
+    request: int
+    name: int  #: the same for all tensors that share it, while one of them lives
+    address: int
+    bytes: int
+    offset: int
+    stride: tuple[int, ...]
+
+
+class RngState(Message, frozen=True, tag=61):
+    """The state of a generator, as ``torch.Generator.get_state`` gives it."""
+
+    request: int
+    state: bytes
+
+
+class GraphEngines(Message, frozen=True, tag=62):
+    """The engine that ran each program of a graph last, and why it is not the requested one ("" if not known)."""
+
+    request: int
+    programs: tuple[tuple[str, str], ...]
+
+
+class Opened(Message, frozen=True, tag=63):
+    """The answer to Open: the node's addresses in the data channel, which is open now."""
+
+    request: int
+    addresses: Addresses
+
+
+class Unusable(Message, frozen=True, tag=64):
+    """The reason why the node can't use each data channel or operator that was asked for; empty if it can."""
+
+    request: int
+    reasons: tuple[str, ...]
+
+
+class Shapes(Message, frozen=True, tag=42):
+    """The geometry of the tensors that an Ask's operator returned."""
+
     request: int
     outs: tuple[Geometry | None, ...]  #: None where the operator gave none
 
 
-class Result(Wire, frozen=True, tag=43):
-    """What a user's function returned: msgpack with tensors as extension values, and their geometry."""
+class Result(Message, frozen=True, tag=43):
+    """The result of a user's function: msgpack with tensors as extension values, and their geometry."""
 
     request: int
     data: bytes
     tensors: tuple[Geometry, ...]
-    kept: bool = True  #: the world that it was run in is still there
+    kept: bool = True  #: whether the process group that it was run in still exists
 
 
-class Failed(Wire, frozen=True, tag=44):
-    """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened. Of the commands that a
-    graph replays each has a number of its own (master/failures.py: ``replayed``)."""
+class Failed(Message, frozen=True, tag=44):
+    """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened.
+
+    Each command that a graph replays has a number of its own (``replayed`` in protocol/failure_ids.py).
+    """
 
     seq: int
     op: str
     kind: str  #: the exception type, as "builtins.RuntimeError"
     message: str
-    traceback: str  #: empty where nothing of the user's is in it
-    args: tuple[Plain | tuple[Plain, ...], ...] = ()  #: of a type of Python's own, if they are more than its message
+    traceback: str  #: empty where it shows no code of the user's
+    #: the exception's arguments, which are of types of Python's own, if they are more than its message
+    args: tuple[Plain | tuple[Plain, ...], ...] = ()
 
 
-class Poisoned(Wire, frozen=True, tag=45):
+class Poisoned(Message, frozen=True, tag=45):
     """The answer to a request for something poisoned: the failure ``seq`` on node ``rank`` caused it."""
 
     request: int
@@ -477,7 +543,9 @@ class Poisoned(Wire, frozen=True, tag=45):
     seq: int
 
 
-class Done(Wire, frozen=True, tag=46):
+class Done(Message, frozen=True, tag=46):
+    """The answer to a command whose end the master waits for."""
+
     request: int
 
 
@@ -485,16 +553,36 @@ class Done(Wire, frozen=True, tag=46):
 Figures: TypeAlias = tuple[int, int, float]
 
 
-class Counts(Wire, frozen=True, tag=47):
-    """Of each data channel and peer: the channel's name, what it is used for, the peer, what was sent, and received."""
+class Counts(Message, frozen=True, tag=47):
+    """The traffic of each data channel with each peer.
+
+    A row: the channel's name, its use ("transfers", "collectives"), the peer, what was sent, what was received.
+    """
 
     request: int
     rows: tuple[tuple[str, str, int, Figures, Figures], ...]
 
 
-Reply: TypeAlias = Hello | Answer | Shapes | Result | Failed | Poisoned | Done | Counts
+Reply: TypeAlias = (
+    Hello
+    | Answer
+    | MemoryUsage
+    | StorageInfo
+    | RngState
+    | GraphEngines
+    | Opened
+    | Unusable
+    | Shapes
+    | Result
+    | Failed
+    | Poisoned
+    | Done
+    | Counts
+)
 
 
-class Report(Wire, frozen=True, tag=2):
+class Report(Message, frozen=True, tag=2):
+    """Tells how many commands are done, and brings the replies of some."""
+
     done: int
     replies: tuple[Reply, ...]

@@ -1,4 +1,4 @@
-"""The dtypes of tensors on nodes have numbers, which stand for them on the wire: in commands and on data channels."""
+"""The numbers that stand for dtypes on the wire: in commands and on data channels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ NAMES = (
     *("uint16", "uint32", "uint64", "float8_e8m0fnu", "quint8", "qint8", "qint32", "quint4x2"),
     *("float4_e2m1fn_x2", "bcomplex32", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "quint2x4"),
 )
-#: Those that this torch has, by number.
+#: The dtypes that this torch has, by number.
 DTYPES: dict[int, torch.dtype] = {i: getattr(torch, name) for i, name in enumerate(NAMES) if hasattr(torch, name)}
 IDS: dict[torch.dtype, int] = {dtype: i for i, dtype in DTYPES.items()}
-#: Their bytes mean nothing without a scale, which is not in the tensor's memory.
+#: Dtypes whose bytes mean nothing without a scale, which is not in the tensor's memory.
 QUANTIZED = frozenset(dtype for dtype in IDS if str(dtype).startswith("torch.q"))

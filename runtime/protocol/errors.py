@@ -1,19 +1,19 @@
 """Every exception of disttensor that is not a plain Python or torch type.
 
     DisttensorError
-      NodeLost          a node died or was cut off; what it held is gone
+      NodeLost          a node died or was cut off; the tensors that it held are gone
       RemoteError       an operation failed on a node with a type that the master doesn't know
       ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
       GeometryError     an operation gave a node's tensor another shape or other strides than its proxy has
       VerifyError       a node's result is not that of local torch (``verify=``)
-      GraphError        what a graph can't record, or can't replay as it was recorded
+      GraphError        a graph can't record something, or can't replay it as it was recorded
       StartError        nodes could not be started
       ForkError         a forked child used its parent's session
       ChannelError      a data channel's transfer failed:
         BusyError         the transfer id is in use already
-        BrokenError       the peer is gone, or the bytes did not arrive whole; stays so
+        BrokenError       the peer is gone, or the bytes did not arrive complete; stays so
         ClosedError       this end was closed
-        PoisonedError     the sender has nothing to send: what should have made the tensor failed
+        PoisonedError     the sender has nothing to send: the command that should have made the tensor failed
 
 Mistakes of the user's (shapes, dtypes, operands on two nodes) are the types that torch raises for them:
 ``RuntimeError``, ``TypeError``, ``ValueError``.
@@ -41,7 +41,7 @@ class NodeLost(DisttensorError):
         super().__init__(text)
 
     def again(self) -> NodeLost:
-        """A fresh one to raise: each raise has a traceback of its own."""
+        """Returns a fresh exception to raise: each raise has a traceback of its own."""
         return NodeLost(self.rank, self.host, self.pid, self.cause, self.tail)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:

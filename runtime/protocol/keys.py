@@ -11,13 +11,13 @@ from zmq.utils import z85
 
 
 def curve_pair() -> tuple[str, str]:
-    """A new CURVE key pair as (public, secret), both Z85 text of 40 characters."""
+    """Makes a CURVE key pair: (public, secret), both Z85 text of 40 characters."""
     public, secret = zmq.curve_keypair()
     return public.decode("ascii"), secret.decode("ascii")
 
 
 def curve_pair_of(seed: bytes) -> tuple[str, str]:
-    """The CURVE key pair that 32 secret bytes stand for. Raises ValueError for another number of bytes."""
+    """Derives the CURVE key pair of 32 secret bytes. Raises ValueError for another number of bytes."""
     if len(seed) != 32:
         raise ValueError(f"a key pair comes from 32 bytes, not from {len(seed)}")
     secret = z85.encode(seed)
@@ -25,19 +25,19 @@ def curve_pair_of(seed: bytes) -> tuple[str, str]:
 
 
 def job_secret() -> bytes:
-    """32 random bytes that the master and its nodes share, and nobody else."""
+    """Makes a job's secret: 32 random bytes that only the master and its nodes share."""
     return secrets.token_bytes(32)
 
 
 def job_id() -> str:
-    """A name for one job: unlike any other's, no secret, fit for file names and log lines."""
+    """Makes a name for one job: unlike any other's, no secret, fit for file names and log lines."""
     return secrets.token_hex(8)
 
 
 def pair_key(secret: bytes, job: str, a: int, b: int) -> bytes:
-    """The 32-byte key by which the peers ``a`` and ``b`` of ``job`` prove themselves to each other.
+    """Returns the 32-byte key by which the peers ``a`` and ``b`` of ``job`` prove themselves to each other.
 
-    It is HKDF-SHA256 (RFC 5869), the same for (a, b) and (b, a). -1 stands for the master.
+    The key is HKDF-SHA256 (RFC 5869), and is the same for (a, b) and (b, a). -1 stands for the master.
     Raises ValueError for a secret that is not 32 bytes long.
     """
     if len(secret) != 32:

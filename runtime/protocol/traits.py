@@ -1,7 +1,7 @@
-"""What is true of each kind of command: its order, whether a graph can hold it, which tensors it reads and makes.
+"""The traits of each kind of command: its order, whether a graph can hold it, which tensors it reads and makes.
 
 One row per command. Streams, graphs, early receives and poison go by these rows; tests/unit/test_traits.py holds them
-against the commands that there are.
+against the commands that exist.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import commands as c
 
 
 class Operator(Protocol):
-    """What rows ask the template of a Call: its refs."""
+    """The template of a Call, as rows see it: the refs that the Call reads, writes and makes."""
 
     def operands(self, out: int, args: tuple[c.Plain, ...]) -> Sequence[int]: ...
 
@@ -23,7 +23,7 @@ class Operator(Protocol):
     def results(self, out: int, args: tuple[c.Plain, ...]) -> Sequence[int]: ...
 
 
-#: ``refs(command, operator)``. ``operator`` is the template of a Call, and of the one in an Ask; others need none.
+#: ``refs(command, operator)``. ``operator``: the template of the Call, or of the Call in an Ask; else not used.
 Refs = Callable[[Any, Any], Sequence[int]]
 
 
@@ -33,25 +33,25 @@ def _none(command: Any, operator: Any) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Traits:
-    """One row."""
+    """The traits of one kind of command: a row of ``TRAITS``."""
 
-    #: may be done on a stream (On), in its order; other commands concern the node as a whole
+    #: may be done on a stream (On), in its order; the other commands concern the node as a whole
     on_stream: bool = False
-    #: goes where the issuing thread's route leads: to its stream, into its recording
+    #: follows the issuing thread's route: to its stream, into its recording
     routed: bool = False
     #: a graph can hold it
     recordable: bool = False
-    #: its ``transfer`` is another in each replay
+    #: has a new ``transfer`` in each replay
     renumbered: bool = False
-    #: a Recv that comes behind it may begin before it is applied
+    #: a Recv that follows it may begin before it is applied
     overtaken: bool = False
     #: needs nothing but its operands, whichever thread does it (NodeState.effect)
     anywhere: bool = False
-    #: refs of tensors that it reads, or writes in place
+    #: refs of tensors that the command reads, or writes in place
     reads: Refs = _none
-    #: refs of tensors that it writes in place
+    #: refs of tensors that the command writes in place
     writes: Refs = _none
-    #: refs that it makes
+    #: refs that the command makes
     makes: Refs = _none
 
 
@@ -125,8 +125,8 @@ TRAITS: dict[type[c.Command], Traits] = {
         routed=True,
         recordable=True,
         renumbered=True,
-        reads=lambda joint, _: (*joint.inputs, *joint.outs),
-        writes=lambda joint, _: joint.outs,
+        reads=lambda collective, _: (*collective.inputs, *collective.outs),
+        writes=lambda collective, _: collective.outs,
     ),
     c.On: Traits(),
     c.Part: Traits(),
@@ -139,5 +139,5 @@ TRAITS: dict[type[c.Command], Traits] = {
 
 
 def kinds(trait: str) -> frozenset[type[c.Command]]:
-    """The commands of which a trait is true."""
+    """Returns the commands that have a trait."""
     return frozenset(kind for kind, traits in TRAITS.items() if getattr(traits, trait))

@@ -1,4 +1,4 @@
-"""What the engine asks of a control transport. It carries whole messages, in order, between the master and nodes.
+"""The interface of control transports. One carries complete messages, in order, between the master and nodes.
 
     master: Hub  -- send(rank, message) -->  node: Spoke.recv()
                  <-- send(message) --------
@@ -30,28 +30,33 @@ class Hub(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """A descriptor that becomes readable when ``drain`` may have something. Poll it without the lock."""
+        """Returns a descriptor that becomes readable when ``drain`` may have something. Poll it without the lock."""
 
     @abstractmethod
     def gone(self) -> list[int]:
-        """The nodes whose connections ended since the last call, each once; ``drain`` has given out all they sent."""
+        """Returns the nodes whose connections ended since the last call, each once.
+
+        ``drain`` has given out all that they sent.
+        """
 
     @abstractmethod
     def admit(self, rank: int, key: str) -> None:
-        """Lets in one more node, the one with this public key (Z85; of no meaning where nothing is encrypted)."""
+        """Lets in one more node, the one with this public key (Z85; without meaning where nothing is encrypted)."""
 
     @abstractmethod
     def cut(self, rank: int) -> None:
-        """Breaks the connection with node ``rank`` as a network does that fails; for tests. Without one it does
-        nothing. Both ends find out by themselves."""
+        """Breaks the connection with node ``rank`` as a failing network does; for tests.
+
+        Both ends find out by themselves. Without a connection it does nothing.
+        """
 
     @abstractmethod
     def forked(self) -> None:
-        """In a forked child: lets go of its copies of the connections without a word to the nodes."""
+        """Releases a forked child's copies of the connections, without telling the nodes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Sends what is queued within a short bound and lets go of all resources. Closing twice is fine."""
+        """Sends queued messages within a short bound and releases all resources. Closing twice is fine."""
 
 
 class Spoke(ABC):
@@ -59,7 +64,7 @@ class Spoke(ABC):
 
     @abstractmethod
     def recv(self, timeout: float | None = None) -> bytes | None:
-        """The next message, or None after ``timeout`` seconds (None: wait without end).
+        """Returns the next message, or None after ``timeout`` seconds (None: waits without end).
 
         Raises ClosedError once the master's end is gone or this end was closed.
         """
@@ -70,4 +75,4 @@ class Spoke(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Sends what is queued within a short bound and lets go of all resources. Closing twice is fine."""
+        """Sends queued messages within a short bound and releases all resources. Closing twice is fine."""

@@ -1,4 +1,4 @@
-"""The control transport inside one process, for tests: queues, and the same contract as over ZeroMQ.
+"""The control transport inside one process, for tests: queues, with the same contract as over ZeroMQ.
 
     InprocHub._inbox (deque + eventfd) <-- spoke.send          hub.send --> InprocSpoke._inbox (SimpleQueue)
 
@@ -39,7 +39,10 @@ class InprocHub(Hub):
         return frozenset(self._connected)
 
     def spoke(self, rank: int) -> InprocSpoke:
-        """Node ``rank``'s end. Raises ValueError for a rank out of range or taken, ClosedError after ``close``."""
+        """Makes node ``rank``'s end.
+
+        Raises ValueError for a rank out of range or taken, ClosedError after ``close``.
+        """
         if not 0 <= rank < self._n:
             raise ValueError(f"no node {rank}: this hub has the nodes 0 to {self._n - 1}")
         with self._lock:
@@ -79,7 +82,7 @@ class InprocHub(Hub):
         return out
 
     def gone(self) -> list[int]:
-        """The nodes that were lost since the last call, each once; ``drain`` has given out all they had sent."""
+        """Returns the nodes lost since the last call, each once; ``drain`` has given out all they had sent."""
         out, self._gone = self._gone, []
         return out
 
@@ -107,13 +110,13 @@ class InprocHub(Hub):
             spoke.put(None)
 
     def forked(self) -> None:
-        """In a forked child: every call raises ClosedError from now on."""
+        """Closes the hub in a forked child: every call raises ClosedError from now on."""
         if not self._closed:
             self._closed = True
             os.close(self._event)
 
     def _arrive(self, rank: int, message: bytes | None) -> bool:
-        """Takes what a spoke sends; False when the hub is closed."""
+        """Queues a spoke's message; returns False when the hub is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -157,7 +160,7 @@ class InprocSpoke(Spoke):
             raise ClosedError(f"node {self._rank} cannot send: the master is gone")
 
     def put(self, message: bytes | None) -> None:
-        """Takes what the hub sends."""
+        """Queues a message of the hub."""
         self._inbox.put(message)
 
     def close(self) -> None:

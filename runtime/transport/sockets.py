@@ -1,4 +1,4 @@
-"""The one place that makes ZeroMQ contexts and sockets, so that no socket lacks one of these options."""
+"""Makes all ZeroMQ contexts and sockets: the one place that does, so that no socket lacks one of these options."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 #: messages behind it along.
 MAX_MESSAGE = 1 << 20
 
-#: The largest frame that a socket takes in: a message and what CURVE adds. Without a limit a stranger's "1 GiB hello"
-#: is given memory before any check.
+#: The largest frame that a socket takes in: a message and the bytes that CURVE adds. Without a limit a stranger's
+#: "1 GiB hello" is given memory before any check.
 FRAME_LIMIT = MAX_MESSAGE + 64
 
-#: How long ``close`` tries to get rid of what is queued, in milliseconds.
+#: The time for which ``close`` tries to send queued messages, in milliseconds.
 FLUSH_MS = 500
 
 #: A handshake that takes longer is cut off (libzmq's default is 30 s, in which silent strangers hold descriptors).
@@ -31,7 +31,7 @@ NEVER_MS = 24 * 3600 * 1000
 #: only a dead process, a stopped one or a cut network is silent, never one that holds the GIL.
 SILENCE = 5.0
 
-#: Names our CURVE and plain listeners to the ZAP handler (the doorman). It has to be set, or nobody is asked.
+#: Names the CURVE and plain listeners to the ZAP handler. It has to be set, or the handler is never asked.
 ZAP_DOMAIN = b"disttensor"
 
 
@@ -43,23 +43,24 @@ class Curve(NamedTuple):
     server: str | None = None
 
 
+#: Invariant 10: sockets of ZeroMQ are made in this module only.
 def context() -> Context:
-    """A context of one's own: the ZAP handler is per context, and closing it ends every socket and thread of it."""
+    """Makes a context for one owner: the ZAP handler is per context, and closing it ends its sockets and threads."""
     return zmq.Context(1)
 
 
 def router(ctx: Context, endpoint: str, curve: Curve | None, silence: float = SILENCE) -> zmq.Socket[bytes]:
-    """The master's listening socket, to be bound to ``endpoint``."""
+    """Makes the master's listening socket, to be bound to ``endpoint``."""
     sock = _tcp(ctx, zmq.ROUTER, endpoint, curve, silence)
-    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be routed is dropped without a word
+    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message that cannot be routed is dropped silently
     sock.setsockopt(zmq.ROUTER_HANDOVER, 0)  # else a second peer of the same name takes over the first's traffic
     sock.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorman nobody gets in, instead of everybody
+    sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a ZAP handler nobody gets in, instead of everybody
     return sock
 
 
 def bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
-    """Listens on ``endpoint``, beside those that it listens on already; gives it with its port. Raises ZMQError."""
+    """Listens on ``endpoint``, beside earlier ones; returns it with its port. Raises ZMQError."""
     _set_family(sock, endpoint)
     sock.bind(endpoint)
     return sock.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -68,7 +69,7 @@ def bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
 def dealer(
     ctx: Context, endpoint: str, curve: Curve | None, name: bytes, silence: float = SILENCE
 ) -> zmq.Socket[bytes]:
-    """A node's socket, to be connected to ``endpoint`` once: a cut connection has lost messages and stays cut."""
+    """Makes a node's socket, to be connected to ``endpoint`` once: a cut connection has lost messages and stays cut."""
     sock = _tcp(ctx, zmq.DEALER, endpoint, curve, silence)
     sock.setsockopt(zmq.ROUTING_ID, name)
     # Never, in effect. The official "never" (-1) and IMMEDIATE both throw away, at the connection's end, the messages
@@ -78,12 +79,12 @@ def dealer(
 
 
 def pair(ctx: Context) -> zmq.Socket[bytes]:
-    """Receives a monitor's events. HWM 0: at a full queue libzmq would block its I/O thread."""
+    """Makes a socket for a monitor's events. HWM 0: at a full queue libzmq would block its I/O thread."""
     return _plain(ctx, zmq.PAIR)
 
 
 def rep(ctx: Context) -> zmq.Socket[bytes]:
-    """Answers ZAP requests."""
+    """Makes a socket that answers ZAP requests."""
     return _plain(ctx, zmq.REP)
 
 
@@ -97,7 +98,7 @@ class RawCalls(NamedTuple):
 
 
 def raw_calls(sock: zmq.Socket[bytes]) -> RawCalls:
-    """The calls of the hot path, bound to ``sock``."""
+    """Returns the calls of the hot path, bound to ``sock``."""
     base = zmq.backend.Socket
     recv = base.recv.__get__(sock)
     return RawCalls(base.send.__get__(sock), recv, recv, base.get.__get__(sock))
@@ -106,7 +107,7 @@ def raw_calls(sock: zmq.Socket[bytes]) -> RawCalls:
 def _plain(ctx: Context, kind: int) -> zmq.Socket[bytes]:
     sock = ctx.socket(kind)
     sock.setsockopt(zmq.LINGER, 0)  # else an undeliverable message hangs the exit
-    # Our own window limits what is in flight. A ZeroMQ limit would drop (ROUTER) or stall heartbeats (measured).
+    # The outbox's window limits what is in flight. A ZeroMQ limit would drop (ROUTER) or stall heartbeats (measured).
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
     return sock
@@ -132,5 +133,5 @@ def _tcp(ctx: Context, kind: int, endpoint: str, curve: Curve | None, silence: f
 
 
 def _set_family(sock: zmq.Socket[bytes], endpoint: str) -> None:
-    """For what is bound or connected next: an IPv4 address would become an IPv6 one where both are allowed."""
+    """Sets the family of the next bind or connect: an IPv4 address would become an IPv6 one where both are allowed."""
     sock.setsockopt(zmq.IPV6, int("[" in endpoint))  # tcp://[::1]:1

@@ -1,4 +1,4 @@
-"""A node's end of the ZeroMQ transport."""
+"""The spoke: a node's end of the ZeroMQ transport."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _EVENTS, _NOBLOCK, _POLLIN = int(zmq.EVENTS), int(zmq.NOBLOCK), int(zmq.POLLIN)
 #: The pause between attempts to connect, in seconds.
 RETRY = 0.1
 
-#: Each of these ends an attempt or a connection.
+#: Events each of which ends an attempt or a connection.
 _ENDED = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class KeyRefusedError(BrokenError):
-    """The other end knows us by our key, and wants none of us: trying again is of no use."""
+    """The other end knows this key, and refuses it: trying again is of no use."""
 
 
 def plain_name(rank: int) -> bytes:
-    """How a node calls itself where nothing authenticates it."""
+    """Returns the name that a node gives itself where nothing authenticates it."""
     return b"node-%d" % rank
 
 
@@ -63,7 +63,7 @@ class ZmqSpoke(Spoke):
         self._ended = False  # the connection is cut; what arrived before may still be read
         self._ctx = sockets.context()
         curve = sockets.Curve(public, secret, server_key) if server_key else None
-        # With keys the master knows us by our key. The name is one that nobody can guess and take over.
+        # With keys the master knows the node by its key. The name is one that nobody can guess and take over.
         name = os.urandom(16).hex().encode() if curve else plain_name(rank)
         try:
             self._sock, self._monitor = _connect(self._ctx, address, curve, name, silence, connect_timeout)
@@ -76,13 +76,16 @@ class ZmqSpoke(Spoke):
         self._only_messages = [(self._sock.FD, select.POLLIN)]
         for descriptor in (self._sock.FD, self._monitor.FD, self._wake):
             self._poll.register(descriptor, select.POLLIN)
-        self._look()  # the FD of a socket announces only what comes after a vain look into it
+        self._look()  # the FD of a socket announces only events after a vain look into it
 
     def __repr__(self) -> str:
         return f"<ZmqSpoke node={self._rank} master={self._address}{' closed' if self._closed else ''}>"
 
     def descriptors(self) -> tuple[int, int]:
-        """What turns readable when ``recv`` may have something, or the end, to tell. Call it until it has nothing."""
+        """Returns descriptors that become readable when ``recv`` may have a message, or the end.
+
+        Call it until it has none.
+        """
         return self._sock.FD, self._monitor.FD
 
     def recv(self, timeout: float | None = None) -> bytes | None:
@@ -136,7 +139,7 @@ class ZmqSpoke(Spoke):
             os.close(wake)
 
     def _look(self) -> None:
-        """What else than a message woke the receiving thread: another thread, or the end of the connection?"""
+        """Finds why the receiving thread woke, if not for a message: another thread, or the connection's end."""
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
@@ -157,7 +160,7 @@ def _connect(
     silence: float,
     timeout: float,
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A connected socket and its monitor, whose next event is the connection's end. Raises BrokenError."""
+    """Returns a connected socket and its monitor, whose next event is the connection's end. Raises BrokenError."""
     deadline = time.monotonic() + timeout
     attempt = 0
     while True:

@@ -1,11 +1,11 @@
-"""Sockets between processes of two hosts, through one authenticated ZeroMQ connection each.
+"""Tunnels: sockets between processes of two hosts, through one authenticated ZeroMQ connection each.
 
     root                                                                     agent
       TunnelServer.accept() = socket ==== thread ==== ZmqHub <-- CURVE --> ZmqSpoke ==== thread ==== TunnelClient.socket
 
-Both ends are ordinary Unix sockets, so what speaks over them is the same here as between two processes of one host. The
-end of one is the end of the other, also when a process dies or the network is cut. Guests share one key pair, so a
-reception knows them by their connections, never by what they say.
+Both ends are ordinary Unix sockets, so programs speak over them as between two processes of one host. The end of one
+is the end of the other, also when a process dies or the network is cut. Joining agents share one key pair, so a tunnel
+server tells them apart by their connections, never by their messages.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .spoke import RETRY, KeyRefusedError, ZmqSpoke
 from .tunnel_io import TunnelPump
 from .zmq import ZmqHub
 
-#: The guests' key (others: below it), where ranks stand for keys elsewhere: no guest has such a number, so that a key
-#: is never used up.
+#: The key of the joining agents (further ones: below it), where ranks stand for keys elsewhere: no agent has such a
+#: number, so that a key is never used up.
 _TUNNEL_KEYS = -1
 
 #: Seconds for one attempt to connect.
@@ -33,12 +33,12 @@ _NOBLOCK = int(zmq.NOBLOCK)
 
 
 class _TunnelHub(ZmqHub):
-    """A hub whose peers share a key: each connection is a number, in the order in which they were first heard of."""
+    """A hub whose peers share a key: each connection gets a number, in the order of their first messages."""
 
     def __init__(
-        self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], guests: Sequence[str]
+        self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], peers: Sequence[str]
     ) -> None:
-        keys = {_TUNNEL_KEYS - number: key for number, key in enumerate(guests)}
+        keys = {_TUNNEL_KEYS - number: key for number, key in enumerate(peers)}
         super().__init__(hosts, port, server_keys=server_keys, node_keys=keys)
         self._next = 0
 
@@ -46,8 +46,8 @@ class _TunnelHub(ZmqHub):
         if frame.more:
             while self._recv_frame(_NOBLOCK, False).more:
                 pass
-        elif (guest := self._ranks.get(route)) is not None:
-            return guest
+        elif (peer := self._ranks.get(route)) is not None:
+            return peer
         else:
             self._next += 1
             if self._register(route, self._next - 1, frame):
@@ -57,44 +57,44 @@ class _TunnelHub(ZmqHub):
 
 
 class TunnelServer(TunnelPump):
-    """The root's end. Listens on addresses of this host and a port (0: any) for those who have a key of the guests'.
+    """The root's end: listens on addresses of this host and a port (0: any) for peers with a key of ``peer_keys``.
 
-    Raises as ZmqHub: ValueError for a host that is none of this machine's or means every interface, BrokenError for a
+    Raises as ZmqHub: ValueError for a host that is not this machine's or means every interface, BrokenError for a
     port that is taken.
     """
 
     def __init__(self, hosts: str | Sequence[str], port: int, server_keys: tuple[str, str], *peer_keys: str) -> None:
         self._hub = _TunnelHub(hosts, port, server_keys, peer_keys)
-        super().__init__(self._hub, "disttensor-reception")
-        #: Where guests connect to, such as tcp://10.0.0.1:41233.
+        super().__init__(self._hub, "disttensor-tunnel-server")
+        #: The addresses that joining agents connect to, such as tcp://10.0.0.1:41233.
         self.addresses = self._hub.addresses
         self.start()
 
     @property
     def refused(self) -> int:
-        """How many have knocked with another key than the guests'."""
+        """The number of refused handshakes (with another key than the agents'), and of dropped messages."""
         return self._hub.refused
 
 
 class TunnelClient(TunnelPump):
-    """A guest's end. ``socket`` is its end of the tunnel.
+    """A joining agent's end. ``socket`` is its end of the tunnel.
 
-    ``addresses`` are the reception's, such as tcp://node1:41233; names may have several, and the first that answers is
-    taken. Goes on trying for ``timeout`` seconds, as the root may come later than its guests.
+    ``addresses`` are the tunnel server's, such as tcp://node1:41233; names may have several, and the first that answers
+    is taken. Goes on trying for ``timeout`` seconds, as the root may start later than its agents.
 
     Raises BrokenError with the last reason of each address.
     """
 
     def __init__(self, addresses: Sequence[str], keys: tuple[str, str], server_key: str, timeout: float) -> None:
         self._spoke = _reach(addresses, keys, server_key, timeout)
-        super().__init__(_SpokeMessages(self._spoke), "disttensor-visit")
+        super().__init__(_SpokeMessages(self._spoke), "disttensor-tunnel-client")
         self.socket = self._admit(0).theirs
         self.accept()
         self.start()
 
 
 class _SpokeMessages:
-    """A spoke in the shape of a hub with one guest, whom it calls 0."""
+    """A spoke in the shape of a hub with one peer, number 0."""
 
     def __init__(self, spoke: ZmqSpoke) -> None:
         self._spoke = spoke
@@ -103,7 +103,7 @@ class _SpokeMessages:
         for fd in spoke.descriptors():
             self._epoll.register(fd, select.EPOLLIN)
 
-    def send(self, guest: int, message: bytes) -> None:
+    def send(self, peer: int, message: bytes) -> None:
         self._spoke.send(message)
 
     def drain(self) -> list[tuple[int, bytes]]:

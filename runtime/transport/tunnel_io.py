@@ -1,7 +1,7 @@
-"""The thread at one end of tunnels (tunnel.py): moves bytes between sockets and messages, both ways.
+"""The I/O thread at one end of tunnels (tunnel.py): moves bytes between sockets and messages, both ways.
 
-A message is a letter and then bytes: D data, A how many bytes have been taken out at the other end, E the end.
-No more than WINDOW bytes are on their way, so a reader that is slow makes the writer wait.
+A message is a letter and then bytes: D data, A the number of bytes taken out at the other end (the credit for the flow
+control), E the end. No more than WINDOW bytes are on their way, so a slow reader makes the writer wait (back-pressure).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Protocol
 
 from ..protocol.errors import BrokenError, ClosedError
 
-#: Bytes on their way in one direction.
+#: The window: the most bytes on their way in one direction.
 WINDOW = 1 << 20
-#: Bytes of one message.
+#: The most bytes of one message.
 _PIECE = 1 << 16
 
 
 class MessagePort(Protocol):
-    """What a pump moves messages through: a hub, or a spoke that looks like one."""
+    """The port that a pump moves messages through: a hub, or a spoke in the shape of one."""
 
-    def send(self, guest: int, message: bytes) -> None: ...
+    def send(self, peer: int, message: bytes) -> None: ...
     def drain(self) -> list[tuple[int, bytes]]: ...
     def gone(self) -> list[int]: ...
     def fileno(self) -> int: ...
@@ -34,27 +34,27 @@ class MessagePort(Protocol):
 
 
 class End:
-    """One end of a tunnel: our half of a pair of sockets, and what is on its way."""
+    """One end of a tunnel: this side's half of a pair of sockets, and the bytes on their way."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair()
         self.ours.setblocking(False)
-        self.away = 0  #: bytes that have left and were not taken out yet
-        self.waiting = bytearray()  #: what has come and did not fit into the socket yet
+        self.away = 0  #: bytes that have left and were not acknowledged yet
+        self.waiting = bytearray()  #: bytes that have arrived and did not fit into the socket yet
         self.over = False  #: nothing more comes from the other end
-        self.mute = False  #: nothing more comes from our socket
+        self.mute = False  #: nothing more comes from this side's socket
 
     @property
     def finished(self) -> bool:
         return self.over and not self.waiting
 
     def wants(self) -> int:
-        """What to poll our socket for."""
+        """Returns the events to poll this side's socket for."""
         reading = 0 if self.mute or self.away >= WINDOW else select.POLLIN
         return reading | (select.POLLOUT if self.waiting else 0)
 
     def read(self) -> list[bytes]:
-        """Messages of what our side has written."""
+        """Returns messages of the bytes that this side has written."""
         out: list[bytes] = []
         while not self.mute and self.away < WINDOW:
             try:
@@ -69,11 +69,11 @@ class End:
         return out
 
     def take(self, message: bytes) -> None:
-        """A message of the other end's. An end of ours that does not exist any more needs none of them."""
+        """Handles a message of the other end. An end on this side that no longer exists needs none of them."""
         kind, rest = message[:1], message[1:]
         if kind == b"D":
             self.waiting += rest
-            if len(self.waiting) > WINDOW + _PIECE:  # it does not wait for us, as it should
+            if len(self.waiting) > WINDOW + _PIECE:  # it ignores the window
                 self.waiting.clear()
                 self.over = True
         elif kind == b"A":
@@ -82,7 +82,7 @@ class End:
             self.over = True
 
     def write(self) -> list[bytes]:
-        """Passes on what waits, as far as there is room; gives the messages that say so."""
+        """Passes on waiting bytes, as far as there is room; returns the messages that acknowledge them."""
         taken = 0
         while self.waiting:
             try:
@@ -97,7 +97,7 @@ class End:
 
 
 class TunnelPump:
-    """The thread at one end of tunnels: between a port and a socket per guest."""
+    """The I/O thread at one end of tunnels: between a port and a socket per peer."""
 
     def __init__(self, port: MessagePort, name: str) -> None:
         self._port = port
@@ -108,21 +108,21 @@ class TunnelPump:
         self._stopping = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._polled: dict[int, int] = {}  # descriptors of ends, and what each is polled for
-        self._next = 0  #: guests are numbered in the order of their coming
+        self._next = 0  #: peers are numbered in the order of their coming
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def accept(self) -> socket.socket | None:
-        """The socket of somebody who has come since; None when nobody has."""
+        """Returns the socket of a peer that has connected since; None when none has."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.arrivals)
             return self._come.popleft()
         return None
 
     def close(self) -> None:
-        """What our side has written until now still leaves; then all ends. Close the sockets before."""
+        """Sends all bytes that this side has written until now; then ends all tunnels. Close the sockets before."""
         os.eventfd_write(self._stopping, 1)
         self._thread.join()
         while (left := self.accept()) is not None:
@@ -130,9 +130,9 @@ class TunnelPump:
         os.close(self.arrivals)
         os.close(self._stopping)
 
-    def _admit(self, guest: int) -> End:
-        self._next = guest + 1
-        end = self._ends[guest] = End()
+    def _admit(self, peer: int) -> End:
+        self._next = peer + 1
+        end = self._ends[peer] = End()
         self._come.append(end.theirs)
         os.eventfd_write(self.arrivals, 1)
         return end
@@ -144,47 +144,48 @@ class TunnelPump:
             stopping = False
             while not stopping:
                 stopping = self._stopping in {fd for fd, _ in self._poll.poll()}
-                for guest, end in list(self._ends.items()):
-                    self._send(guest, end, end.read() + end.write())
-                # A send may swallow the sign that something is there, and taking something may send: until nothing is.
+                for peer, end in list(self._ends.items()):
+                    self._send(peer, end, end.read() + end.write())
+                # A send may swallow the sign that a message has arrived, and handling one may send: repeat until none
+                # is left.
                 while self._receive():
                     pass
-                for guest in [g for g, end in self._ends.items() if end.finished]:
-                    self._dismiss(guest)
+                for peer in [g for g, end in self._ends.items() if end.finished]:
+                    self._dismiss(peer)
                 self._repoll()
         finally:
-            for guest in list(self._ends):
-                self._dismiss(guest)
+            for peer in list(self._ends):
+                self._dismiss(peer)
             self._port.close()
 
     def _receive(self) -> bool:
         messages = self._port.drain()
-        for guest, message in messages:
-            end = self._ends.get(guest)
+        for peer, message in messages:
+            end = self._ends.get(peer)
             if end is None:
-                if guest < self._next:
+                if peer < self._next:
                     continue  # it has been dismissed
-                end = self._admit(guest)
+                end = self._admit(peer)
             end.take(message)
-            self._send(guest, end, end.write() + end.read())
-        for guest in self._port.gone():
-            if guest in self._ends:
-                self._ends[guest].over = True
+            self._send(peer, end, end.write() + end.read())
+        for peer in self._port.gone():
+            if peer in self._ends:
+                self._ends[peer].over = True
         return bool(messages)
 
-    def _send(self, guest: int, end: End, messages: Iterable[bytes]) -> None:
+    def _send(self, peer: int, end: End, messages: Iterable[bytes]) -> None:
         try:
             for message in messages:
-                self._port.send(guest, message)
+                self._port.send(peer, message)
         except (BrokenError, ClosedError):
             end.over = True
 
-    def _dismiss(self, guest: int) -> None:
-        end = self._ends.pop(guest)
+    def _dismiss(self, peer: int) -> None:
+        end = self._ends.pop(peer)
         if self._polled.pop(end.ours.fileno(), None) is not None:
             self._poll.unregister(end.ours)
         if not end.mute:  # the other end has ended first, or may still live
-            self._send(guest, end, [b"E"])
+            self._send(peer, end, [b"E"])
         end.ours.close()
 
     def _repoll(self) -> None:
@@ -195,6 +196,6 @@ class TunnelPump:
             if wanted:
                 self._poll.register(fd, wanted)  # or modifies
                 self._polled[fd] = wanted
-            else:  # polled for nothing, it would still tell of its other half's end, and go on telling
+            else:  # polled for nothing, it would still report its other half's end, and go on reporting
                 self._poll.unregister(fd)
                 del self._polled[fd]

@@ -1,6 +1,6 @@
-"""The thread that stands at the master's door. It answers who may connect and notes whose connection ended.
+"""The ZAP handler: the master's thread that decides who may connect, and notes whose connection ended.
 
-    libzmq's I/O thread                         doorman thread                     link (drain)
+    libzmq's I/O thread                         ZAP handler's thread               link (drain)
       handshake -- ZAP request (inproc) ------> key on the list? 200 rank : 400
       connection ends -- monitor (inproc) ----> its descriptor was watched? ------> leaving, wake
 
@@ -25,15 +25,16 @@ from . import sockets
 
 _log = logging.getLogger(__name__)
 
-#: Strangers can knock a thousand times a second; the log gets one line in so many seconds.
+#: Strangers can connect a thousand times a second; the log gets one line in so many seconds.
 LOG_EVERY = 10.0
 
 
 class ZapHandler:
-    """Guards ``router``, which must not be bound yet. ``keys`` maps raw public keys to ranks (None: plain text).
+    """Authenticates the peers of ``router``, which must not be bound yet.
 
-    A key is let in until ``watch`` reports its rank as registered, never again after that: so neither a second
-    worker with the same key nor a restarted one gets through, while a handshake cut short may be tried again.
+    ``keys`` maps raw public keys to ranks (None: plain text). A key is let in until ``watch`` reports its rank as
+    registered, never again after that: so neither a second worker with the same key nor a restarted one gets through,
+    while a handshake cut short may be tried again.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ZapHandler:
         self._watched: dict[int, int] = {}  # descriptor -> rank; its keys are in _open
         self._taken: set[int] = set()
         self._logged = -LOG_EVERY
-        #: How many handshakes were refused.
+        #: The number of refused handshakes.
         self.refused = 0
         #: Ranks whose connection ended, not yet taken by ``take_leaving``.
         self.leaving: deque[int] = deque()
@@ -59,11 +60,11 @@ class ZapHandler:
         router.monitor("inproc://door", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor = sockets.pair(ctx)
         self._monitor.connect("inproc://door")
-        self._thread = threading.Thread(target=self._run, name="disttensor-doorman", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="disttensor-zap", daemon=True)
         self._thread.start()
 
     def admit(self, keys: Mapping[bytes, int]) -> None:
-        """Puts further keys on the list. Raises ValueError for one that is on it."""
+        """Puts further keys on the list. Raises ValueError for a key that is on it already."""
         if self._keys is None:
             raise ValueError("without encryption there are no keys")
         with self._lock:
@@ -72,7 +73,10 @@ class ZapHandler:
                     raise ValueError(f"the nodes {self._keys[key]} and {rank} have the same public key")
 
     def watch(self, descriptor: int, rank: int) -> bool:
-        """Reports ``rank``, registered on the connection ``descriptor``, when it ends. False: it has ended already."""
+        """Has the end of the connection ``descriptor``, on which ``rank`` is registered, reported.
+
+        Returns False when it has ended already.
+        """
         with self._lock:
             self._taken.add(rank)
             if descriptor not in self._open:
@@ -97,11 +101,14 @@ class ZapHandler:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def descriptors(self) -> list[int]:
-        """The connections and the wake-up, for a forked child to close. No lock: who held it is not there."""
+        """Returns the connections and the wake-up, for a forked child to close.
+
+        No lock: its holder does not exist there.
+        """
         return [*self._open, self.wake]
 
     def join(self) -> None:
-        """Waits for the thread; call it when the context has been terminated, which is what ends the thread."""
+        """Waits for the thread; to be called when the context has been terminated, which ends the thread."""
         self._thread.join()
         os.close(self.wake)
 
@@ -136,7 +143,7 @@ class ZapHandler:
                 os.eventfd_write(self.wake, 1)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        """The reply to one ZAP request (RFC 27). Its user id, the rank, becomes a property of each message."""
+        """Makes the reply to one ZAP request (RFC 27). Its user id, the rank, becomes a property of each message."""
         version, number, domain, address, _, mechanism, *credentials = request
         rank = None
         if self._keys is not None and mechanism == b"CURVE" and len(credentials) == 1:

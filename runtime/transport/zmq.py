@@ -38,11 +38,15 @@ _EVENTS, _POLLIN, _NOBLOCK, _FIRST = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.N
 class ZmqHub(Hub):
     """The master's end. ``node_keys`` maps each rank to its node's public key (Z85); nobody else is let in.
 
-    ``host`` is an address of this machine, or several, to listen on each of them; ``port`` 0 is any, for each another.
-
     With ``server_keys`` None nothing is encrypted, and a node is who it says it is: on loopback only, unless the
-    environment variable DISTTENSOR_INSECURE_ALLOW_PLAINTEXT_ON_NETWORK is "yes". ``silence`` is the number of
-    seconds without a heartbeat after which a node is gone.
+    environment variable DISTTENSOR_INSECURE_ALLOW_PLAINTEXT_ON_NETWORK is "yes".
+
+    Args:
+        host: an address of this machine to listen on, or several.
+        port: the port; 0 is any, for each host another.
+        server_keys: the master's CURVE key pair; None for plain text.
+        node_keys: rank -> public key.
+        silence: seconds without a heartbeat after which a node is gone.
 
     Raises ValueError for a host that means every interface or does not resolve, for bad keys and for plain text
     on a network; BrokenError when the port cannot be had.
@@ -80,9 +84,9 @@ class ZmqHub(Hub):
             except zmq.ZMQError as error:
                 self.close()
                 raise BrokenError(f"cannot listen on {endpoint}: {error}; name another port, or 0 for any") from error
-        #: Where nodes connect to, such as tcp://127.0.0.1:41233, in the order of the hosts.
+        #: The addresses that nodes connect to, such as tcp://127.0.0.1:41233, in the order of the hosts.
         self.addresses: tuple[str, ...] = tuple(bound)
-        #: The first of them.
+        #: The first of these addresses.
         self.address: str = bound[0]
         # zmq.FD is edge-triggered with respect to messages: it turns readable when something happens inside the
         # socket, and any call on the socket (a send too) may consume that. Hence the duty to drain after sends.
@@ -100,7 +104,7 @@ class ZmqHub(Hub):
 
     @property
     def refused(self) -> int:
-        """How many handshakes were refused and messages dropped because the sender was not who it had to be."""
+        """The number of refused handshakes, and of messages dropped because the sender was not who it had to be."""
         return self._zap_handler.refused + self._dropped
 
     def send(self, rank: int, message: bytes) -> None:
@@ -133,12 +137,12 @@ class ZmqHub(Hub):
         return out
 
     def gone(self) -> list[int]:
-        """The nodes that were lost since the last call, each once; ``drain`` has given out all they had sent."""
+        """Returns the nodes lost since the last call, each once; ``drain`` has given out all they had sent."""
         out, self._gone = self._gone, []
         return out
 
     def admit(self, rank: int, key: str) -> None:
-        """Raises ValueError for a key that is none, or another node's."""
+        """Lets in one more node. Raises ValueError for a bad key, or another node's."""
         if self._plain is not None:
             self._plain[plain_name(rank)] = rank
         else:
@@ -157,11 +161,11 @@ class ZmqHub(Hub):
         self._routes.clear()
         self._epoll.close()
         self._sock.close(linger=sockets.FLUSH_MS)
-        self._ctx.term()  # waits for the flush, and ends the doorman
+        self._ctx.term()  # waits for the flush, and ends the ZAP handler
         self._zap_handler.join()
 
     def forked(self) -> None:
-        """In a forked child: closes its copies of the connections. They would hide the master's death from the nodes.
+        """Closes a forked child's copies of the connections. They would hide the master's death from the nodes.
 
         Calls nothing of libzmq's, whose threads are not here. Every call raises ClosedError from now on.
         """
@@ -172,12 +176,13 @@ class ZmqHub(Hub):
             for descriptor in self._zap_handler.descriptors():
                 os.close(descriptor)
 
+    #: Invariant 10: the rank of a sender comes from its authenticated key.
     def _sender(self, route: bytes, frame: zmq.Frame) -> int | None:
-        """The rank that sent ``frame``; None (and counted) when it must not be listened to."""
+        """Returns the rank that sent ``frame``; None (and counted) when it must not be listened to."""
         if frame.more:
             while self._recv_frame(_NOBLOCK, False).more:
                 pass
-            rank = None  # nothing of ours has two frames
+            rank = None  # no message of this protocol has two frames
         elif self._plain is not None:
             rank = self._plain.get(route)
         else:
@@ -190,7 +195,7 @@ class ZmqHub(Hub):
         return rank
 
     def _register(self, route: bytes, rank: int, frame: zmq.Frame) -> bool:
-        """Ties ``rank`` to the connection that its first message came from, for good. False: it may not have it."""
+        """Ties ``rank`` to the connection of its first message, for good. False: the rank may not have it."""
         if rank in self._routes or rank in self._lost or route in self._ranks:
             return False
         self._routes[rank] = route
@@ -200,7 +205,7 @@ class ZmqHub(Hub):
         return True
 
     def _settle(self) -> list[int]:
-        """The ranks whose connections have ended, once all that they sent has reached our socket.
+        """Returns the ranks whose connections have ended, once all that they sent has reached this socket.
 
         The event of the end can overtake the last messages by microseconds. The pipe's end cannot, and a pipe that
         has ended cannot be routed to.
@@ -225,7 +230,7 @@ class ZmqHub(Hub):
 
 
 def _endpoint(host: str, port: int, encrypted: bool) -> str:
-    """What to bind. Raises ValueError for what would listen on every interface, or in plain text on a network."""
+    """Returns the endpoint to bind. Raises ValueError for one on every interface, or in plain text on a network."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0] if host not in ("", "*") else "0.0.0.0"
     except OSError as error:
@@ -245,7 +250,7 @@ def _endpoint(host: str, port: int, encrypted: bool) -> str:
 
 
 def _raw_keys(node_keys: Mapping[int, str]) -> dict[bytes, int]:
-    """Raw public keys to ranks. Raises ValueError for a key that is none, or that two ranks share."""
+    """Maps raw public keys to ranks. Raises ValueError for a bad key, or one that two ranks share."""
     out: dict[bytes, int] = {}
     for rank, key in node_keys.items():
         if len(key) != 40:

@@ -41,31 +41,31 @@ COLLECTIVES = """
     from disttensor.runtime.channel.mpi.group import REDUCES
 
     dt.init_master_worker()
-    n = dt.node_count()
+    n = dt.session.node_count()
 
     def random(k, size, dtype):
         return (torch.randn(size, generator=torch.Generator().manual_seed(k)) * 4).to(dtype)
 
     def everything(nodes, size, dtype, op):
-        group = dt.new_group(nodes)
+        group = dt.collectives.new_group(nodes)
         here = [random(k, size, dtype) for k in nodes]
         there = lambda: [x.to(f"node:{k}") for k, x in zip(nodes, here)]
         empty = lambda k, sizes: [torch.zeros(s, dtype=dtype, device=f"node:{k}") for s in sizes]
         if op is not None:
             total = torch.stack(here).to(torch.float64 if dtype.is_floating_point else torch.int64)
-            total = total.amax(0) if op == dt.ReduceOp.MAX else total.sum(0)
-            total = (total / len(nodes) if op == dt.ReduceOp.AVG else total).to(dtype)
+            total = total.amax(0) if op == dt.collectives.ReduceOp.MAX else total.sum(0)
+            total = (total / len(nodes) if op == dt.collectives.ReduceOp.AVG else total).to(dtype)
             xs = there()
             dt.all_reduce(xs, op, group)
             ys = there()
-            dt.reduce(ys, nodes[-1], op, group)
+            dt.collectives.reduce(ys, nodes[-1], op, group)
             outs = [x[:0] for x in xs] if not size else empty(nodes[0], [size])
             for x in [*xs, ys[-1]]:
                 torch.testing.assert_close(x.cpu(), total)
             assert torch.equal(ys[0].cpu(), here[0])
             lists = [[(random(10 * i + j, size, dtype)).to(f"node:{k}") for j in nodes] for i, k in enumerate(nodes)]
             outs = [empty(k, [size])[0] for k in nodes]
-            dt.reduce_scatter(outs, lists, dt.ReduceOp.SUM, group)
+            dt.reduce_scatter(outs, lists, dt.collectives.ReduceOp.SUM, group)
             for j, out in enumerate(outs):
                 want = torch.stack([random(10 * i + nodes[j], size, dtype) for i in range(len(nodes))]).sum(0)
                 torch.testing.assert_close(out.cpu(), want.to(dtype))
@@ -79,17 +79,17 @@ COLLECTIVES = """
         for outs in lists:
             assert all(torch.equal(out.cpu(), x) for out, x in zip(outs, here))
         outs = empty(nodes[-1], sizes)
-        dt.gather(there(), outs, nodes[-1], group)
+        dt.collectives.gather(there(), outs, nodes[-1], group)
         assert all(torch.equal(out.cpu(), x) for out, x in zip(outs, here))
         back = [empty(k, [s])[0] for k, s in zip(nodes, sizes)]
-        dt.scatter(back, [x.to(f"node:{nodes[0]}") for x in here], nodes[0], group)
+        dt.collectives.scatter(back, [x.to(f"node:{nodes[0]}") for x in here], nodes[0], group)
         assert all(torch.equal(out.cpu(), x) for out, x in zip(back, here))
         given = [[random(10 * i + j, size, dtype).to(f"node:{k}") for j in nodes] for i, k in enumerate(nodes)]
         lists = [empty(k, [size] * len(nodes)) for k in nodes]
-        dt.all_to_all(lists, given, group)
+        dt.collectives.all_to_all(lists, given, group)
         for i, outs in enumerate(lists):
             assert all(torch.equal(out.cpu(), given[j][i].cpu()) for j, out in enumerate(outs))
-        dt.barrier(group)
+        dt.collectives.barrier(group)
 """
 
 
@@ -98,16 +98,16 @@ def test_collectives(mpi: Mpi) -> None:
     for nodes in ([0, 1, 2], [2, 0]):
         for dtype, op in [(torch.float32, "SUM"), (torch.float64, "AVG"), (torch.int32, "MAX"), (torch.bfloat16, None)]:
             for size in (1, 1000, 70_001):
-                everything(nodes, size, dtype, op and dt.ReduceOp[op])
+                everything(nodes, size, dtype, op and dt.collectives.ReduceOp[op])
     a, b = (torch.randn(3, 70_000, dtype=torch.complex128).mT.to(f"node:{k}") for k in range(2))
     dt.broadcast([a, b], 0)
     assert torch.equal(a.cpu(), b.cpu())
     xs = [torch.ones(5, device=f"node:{k}") for k in range(n)]
     dt.all_reduce(xs, algorithm="native")
-    dt.all_reduce(xs, dt.ReduceOp.MAX)  # what MPI has not with NaN: ours
+    dt.all_reduce(xs, dt.collectives.ReduceOp.MAX)  # what MPI has not with NaN: ours
     print([x.cpu().tolist() for x in xs])
     try:
-        dt.all_reduce(xs, dt.ReduceOp.MAX, algorithm="native")
+        dt.all_reduce(xs, dt.collectives.ReduceOp.MAX, algorithm="native")
     except ValueError as e:
         print(e)
     """

@@ -55,7 +55,7 @@ class Trusting(InprocChannel):
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     for cls in (Watched, OnlyOnTheMaster, Trusting, NativeChannel):
-        dt.register_channel(cls.name, cls)
+        dt.channels.register_channel(cls.name, cls)
     with dt.init_master_worker(nodes=N, launcher="inproc", simulate_cuda=2):
         yield
 
@@ -129,14 +129,14 @@ def test_collectives_and_their_algorithms() -> None:
     dt.all_reduce(xs, algorithm="tree")
     assert settled() != ring
     dt.channels.select("sendreceive", "watched")
-    dt.sendreceive(xs, async_op=True).wait()  # its end is told by the session's own channel
+    dt.collectives.sendreceive(xs, async_op=True).wait()  # its end is told by the session's own channel
     assert settled() == [(k, (k + 1) % N, 1000) for k in range(N)]
 
 
 def test_auto_takes_the_collectives_of_gpus_where_each_tensor_has_one_of_its_own(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    board = current.session().board
+    router = current.session().router
     monkeypatch.setattr(channel_router, "BEST", "native")
-    monkeypatch.setattr(board, "automatic", True)
+    monkeypatch.setattr(router, "automatic", True)
     xs = {(node, gpu): torch.ones(3, device=dt.device(node, gpu)) for node in range(2) for gpu in ("cuda:0", "cpu")}
     other = torch.ones(3, device=dt.device(1, "cuda:1"))
     for x in (*xs.values(), other):
@@ -180,7 +180,7 @@ def test_graphs_keep_what_was_chosen_at_the_recording() -> None:
     with dt.graph(g):
         dt.channels.select("reduce", "watched")
         y = (x + 1).to("node:1") * 2
-        dt.reduce(xs, dst=0)
+        dt.collectives.reduce(xs, dst=0)
     dt.channels.reset()
     for _ in range(3):
         g.replay()
@@ -251,7 +251,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = dt.channels.available()["send", "cpu", "mympi"]
     assert entry.state == "unavailable"
     assert "absent_library" in entry.why
-    current.session().board._unusable.pop("mympi")
+    current.session().router._unusable.pop("mympi")
 
 
 def test_available() -> None:
@@ -268,7 +268,7 @@ def test_available() -> None:
 
 def test_selected_prints_as_a_table() -> None:
     dt.channels.select("send", "watched", device="cuda", min_bytes=1024)
-    dt.channels.select("all_reduce", algorithm=dt.Way("tree", base=4), max_bytes=4096)
+    dt.channels.select("all_reduce", algorithm=dt.collectives.Way("tree", base=4), max_bytes=4096)
     assert repr(dt.channels.selected()).splitlines() == [
         "op          device  bytes        channel   algorithm",
         "all_reduce  any     below 4,096  as below  tree",
@@ -278,19 +278,19 @@ def test_selected_prints_as_a_table() -> None:
 
 
 def test_between_hosts_only_what_authenticates(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = current.session().board
-    assert board.forbidden(Capabilities()) == ""
+    router = current.session().router
+    assert router.forbidden(Capabilities()) == ""
     monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
-    assert "trusted_network=True" in board.forbidden(Capabilities())
-    assert "one host" in board.forbidden(Capabilities(same_host=True, authenticated=True))
-    assert board.forbidden(Capabilities(authenticated=True)) == ""
+    assert "trusted_network=True" in router.forbidden(Capabilities())
+    assert "one host" in router.forbidden(Capabilities(same_host=True, authenticated=True))
+    assert router.forbidden(Capabilities(authenticated=True)) == ""
     with pytest.raises(
         ValueError,
         match=r"'trusting' must not be used here: it authenticates nobody, and the nodes are on .*another-host",
     ):
         dt.channels.select("send", "trusting")
-    monkeypatch.setattr(board, "trusted", True)
-    assert board.forbidden(Capabilities()) == ""
+    monkeypatch.setattr(router, "trusted", True)
+    assert router.forbidden(Capabilities()) == ""
 
 
 def test_on_several_hosts_a_session_begins_with_trust_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_a_forked_child_opens_nothing() -> None:
     if not pid:
         with suppress(BaseException):
             threads = threading.active_count()
-            with pytest.raises(dt.ForkError):
+            with pytest.raises(dt.errors.ForkError):
                 dt.channels.select("send", "tcp")
             os.write(write, b"fine" if threading.active_count() == threads else b"a thread")
         os._exit(0)

@@ -29,7 +29,7 @@ def test_channels_side_by_side(backend):
         for n in (1, 33, 300_001):
             x = torch.randn(n)
             ys = [x.to(f"node:{k}") for k in range(programs.N)]
-            dt.sendreceive(ys)
+            dt.collectives.sendreceive(ys)
             assert all(bits(y.to("node:0").cpu()) == bits(x) for y in ys)
         dt.synchronize()
 

@@ -86,7 +86,7 @@ def test_it_is_found_and_does_what_a_channel_has_to(installed: None, tmp_path: P
             channel.connect({rank: PeerInfo(rank, c.address(), bytes(32)) for rank, c in enumerate(channels, -1)})
         return channels
 
-    dt.check_data_channel(make)
+    dt.channels.check_data_channel(make)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,7 +31,7 @@ SCRIPT = """
         import mychannel
         return mychannel.Counting.sent
 
-    dt.register_channel("counting", Counting)
+    dt.channels.register_channel("counting", Counting)
     with dt.init_master_worker(backend="counting", nodes=2):
         x = torch.arange(4.0).to("node:0")
         print(x.to("node:1").cpu().tolist(), Counting.sent, dt.run(sent, node=0), dt.run(sent, node=1))
@@ -48,7 +48,7 @@ def test_a_class_that_nodes_cannot_import_is_refused() -> None:
     class Local(InprocChannel):
         name = "local-only"
 
-    dt.register_channel("local-only", Local)
+    dt.channels.register_channel("local-only", Local)
     with pytest.raises(ValueError, match="module of its own"):
         name_for_nodes("local-only")
     with pytest.raises(ValueError, match="module of its own"):

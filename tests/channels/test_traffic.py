@@ -1,4 +1,4 @@
-"""Statistics: what data channels have carried, as ``dt.stats`` tells it."""
+"""Statistics: what data channels have carried, as ``dt.channels.stats`` tells it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_nobody_waits_who_counts():
 
 
 def test_without_a_session():
-    for ask in (dt.stats, dt.reset_stats):
+    for ask in (dt.channels.stats, dt.channels.reset_stats):
         with pytest.raises(dt.DisttensorError, match="no session"):
             ask()
 
@@ -97,7 +97,7 @@ def test_small_collectives_in_shared_memory_count_what_is_given_and_got():
         for _ in range(3):
             dt.all_reduce(xs)
         dt.broadcast(xs, 1)
-        rows = {row.at: row for row in dt.stats() if row.peer == "group"}
+        rows = {row.at: row for row in dt.channels.stats() if row.peer == "group"}
         assert (rows["node:0"].sent.calls, rows["node:0"].sent.bytes, rows["node:0"].received.bytes) == (4, 1200, 1600)
         assert (rows["node:1"].sent.calls, rows["node:1"].sent.bytes, rows["node:1"].received.bytes) == (4, 1600, 1200)
 
@@ -109,10 +109,10 @@ def test_a_lost_node_is_missing():
         os.kill(dt.nodes()[1]["pid"], signal.SIGKILL)
         with pytest.raises(dt.NodeLost):
             list(iter(lambda: x.sum().item(), 0))  # until it raises
-        rows = {(row.at, row.peer): (row.sent.bytes, row.received.bytes) for row in dt.stats()}
+        rows = {(row.at, row.peer): (row.sent.bytes, row.received.bytes) for row in dt.channels.stats()}
         assert rows == {("master", "node:0"): (16, 0), ("node:0", "master"): (0, 16), ("node:0", "node:1"): (16, 0)}
-        dt.reset_stats()
-        assert dt.stats() == ()
+        dt.channels.reset_stats()
+        assert dt.channels.stats() == ()
 
 
 def test_each_channel_of_a_session():
@@ -122,7 +122,7 @@ def test_each_channel_of_a_session():
         x.to("node:1")
         x[:8].to("node:1")
         dt.synchronize()
-        sent = {row.channel: row.sent.bytes for row in dt.stats() if row.at == "node:0" and row.sent.calls}
+        sent = {row.channel: row.sent.bytes for row in dt.channels.stats() if row.at == "node:0" and row.sent.calls}
     assert sent == {"shm": 1 << 16, "tcp": 32}
 
 
@@ -135,13 +135,13 @@ def three():
 @pytest.fixture
 def fresh(three):
     dt.synchronize()
-    dt.reset_stats()
+    dt.channels.reset_stats()
 
 
 def flows(use="transfers"):
     """(from, to) -> (calls, bytes), as both ends have counted it."""
     dt.synchronize()
-    rows = [row for row in dt.stats() if row.use == use]
+    rows = [row for row in dt.channels.stats() if row.use == use]
     sent = {(row.at, row.peer): (row.sent.calls, row.sent.bytes) for row in rows if row.sent.calls}
     received = {(row.peer, row.at): (row.received.calls, row.received.bytes) for row in rows if row.received.calls}
     assert sent == received
@@ -162,7 +162,7 @@ def test_every_transfer_is_counted_at_both_ends(fresh):
         ("node:0", "master"): (1, 40),
         ("node:1", "master"): (1, 4000),
     }
-    total = dt.stats()
+    total = dt.channels.stats()
     assert (total.sent.calls, total.sent.bytes) == (total.received.calls, total.received.bytes) == (6, 20040)
     assert total.sent.seconds > 0
     assert total.sent.rate == pytest.approx(20040 / total.sent.seconds / 1e6)
@@ -171,9 +171,9 @@ def test_every_transfer_is_counted_at_both_ends(fresh):
 def test_counting_starts_anew(fresh):
     x = torch.ones(5).to("node:0")
     assert flows() == {("master", "node:0"): (1, 20)}
-    dt.reset_stats()
+    dt.channels.reset_stats()
     assert flows() == {}
-    assert dt.stats() == ()
+    assert dt.channels.stats() == ()
     x.cpu()
     assert flows() == {("node:0", "master"): (1, 20)}
 
@@ -193,7 +193,7 @@ def test_collectives_are_counted_apart(fresh, algorithm, times):
 def test_the_table(fresh):
     torch.ones(1 << 18).to("node:2")
     dt.synchronize()
-    head, master, node = str(dt.stats()).splitlines()
+    head, master, node = str(dt.channels.stats()).splitlines()
     assert head.split() == ["at", "peer", "channel", "for", "sent", "MB", "s", "MB/s", "received", "MB", "s", "MB/s"]
     assert master.split()[:6] == ["master", "node:2", "inproc", "transfers", "1", "1.049"]
     assert node.split()[:7] == ["node:2", "master", "inproc", "transfers", "0", "1", "1.049"]
@@ -201,8 +201,8 @@ def test_the_table(fresh):
 
 def test_nothing_is_counted_while_a_graph_is_recorded(fresh):
     g = dt.Graph()
-    with dt.graph(g), pytest.raises(dt.GraphError, match="counting"):
-        dt.stats()
+    with dt.graph(g), pytest.raises(dt.errors.GraphError, match="counting"):
+        dt.channels.stats()
 
 
 def test_streams_count_too(fresh):

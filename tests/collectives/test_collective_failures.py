@@ -19,33 +19,35 @@ WAYS = [Way(name, chunk=CHUNK) for name in ("all", "doubling", "halving", "ring"
 
 
 def reduce_by(way):
-    def call(wire):
-        x = torch.full((NUMEL,), float(wire.me))
+    def call(exchange):
+        x = torch.full((NUMEL,), float(exchange.me))
         if way.algorithm == "hierarchical":
-            C.all_reduce(wire, x, x, ReduceOp.SUM, Way("ring", chunk=CHUNK), HOSTS)
+            C.all_reduce(exchange, x, x, ReduceOp.SUM, Way("ring", chunk=CHUNK), HOSTS)
         else:
-            C.all_reduce(wire, x, x, ReduceOp.SUM, way)
+            C.all_reduce(exchange, x, x, ReduceOp.SUM, way)
         return x
 
     return call
 
 
-def gather(wire):
-    x = torch.full((NUMEL,), float(wire.me))
+def gather(exchange):
+    x = torch.full((NUMEL,), float(exchange.me))
     outs = [torch.empty_like(x) for _ in range(4)]
-    C.all_gather(wire, x, outs, Way("ring", chunk=CHUNK))
+    C.all_gather(exchange, x, outs, Way("ring", chunk=CHUNK))
     return sum(outs)
 
 
-def exchange(wire):
+def exchange(exchange):
     outs = [torch.zeros(NUMEL) for _ in range(4)]
-    C.all_to_all(wire, [torch.full((NUMEL,), float(wire.me))] * 4, outs)
+    C.all_to_all(exchange, [torch.full((NUMEL,), float(exchange.me))] * 4, outs)
     return sum(outs)
 
 
-def scatter_sum(wire):
+def scatter_sum(exchange):
     out = torch.zeros(NUMEL)
-    C.reduce_scatter(wire, [torch.full((NUMEL,), float(wire.me))] * 4, out, ReduceOp.SUM, Way("ring", chunk=CHUNK))
+    C.reduce_scatter(
+        exchange, [torch.full((NUMEL,), float(exchange.me))] * 4, out, ReduceOp.SUM, Way("ring", chunk=CHUNK)
+    )
     return out
 
 
@@ -79,22 +81,22 @@ def test_poison_reaches_everybody(ranks, call, bad):
 def staged(call):
     """A collective of which rank 1 gives what can't be copied to the CPU."""
 
-    def run(wire):
-        x = torch.ones(40, device="meta" if wire.me == 1 else "cpu")
+    def run(exchange):
+        x = torch.ones(40, device="meta" if exchange.me == 1 else "cpu")
         outs = [torch.zeros(40) for _ in range(4)]
         match call:
             case "all_reduce":
-                C.all_reduce(wire, x, outs[0])
+                C.all_reduce(exchange, x, outs[0])
             case "all_gather":
-                C.all_gather(wire, x, outs)
+                C.all_gather(exchange, x, outs)
             case "reduce_scatter":
-                C.reduce_scatter(wire, [x] * 4, outs[0])
+                C.reduce_scatter(exchange, [x] * 4, outs[0])
             case "all_to_all":
-                C.all_to_all(wire, [x] * 4, outs)
+                C.all_to_all(exchange, [x] * 4, outs)
             case "broadcast":
-                C.broadcast(wire, x if wire.me == 1 else outs[0], 1)
+                C.broadcast(exchange, x if exchange.me == 1 else outs[0], 1)
             case "scatter":
-                C.scatter(wire, [x] * 4 if wire.me == 1 else None, outs[0], 1)
+                C.scatter(exchange, [x] * 4 if exchange.me == 1 else None, outs[0], 1)
 
     return run
 
@@ -110,14 +112,14 @@ def test_what_cannot_be_staged_on_one_rank(ranks, call):
 
 
 def test_poison_reaches_only_what_depends_on_it(ranks):
-    def tell(wire):
-        x = torch.full((NUMEL,), float(wire.me))
-        C.broadcast(wire, x, 1)
+    def tell(exchange):
+        x = torch.full((NUMEL,), float(exchange.me))
+        C.broadcast(exchange, x, 1)
         return x
 
-    def collect(wire):
-        x = torch.full((NUMEL,), float(wire.me))
-        C.reduce(wire, x, x, 2)
+    def collect(exchange):
+        x = torch.full((NUMEL,), float(exchange.me))
+        C.reduce(exchange, x, x, 2)
         return x
 
     for rank, outcome in enumerate(ranks.outcomes(tell, poison={1: (1, 9)})):
@@ -193,10 +195,10 @@ def test_a_rank_that_is_forgotten_breaks_everybody():
     for channel in ranks.channels[:2]:
         channel.forget(2, "killed")
 
-    def call(wire):
+    def call(exchange):
         x = torch.zeros(NUMEL)
-        if wire.me != 2:
-            C.all_reduce(wire, x, x, ReduceOp.SUM, Way("ring", chunk=CHUNK))
+        if exchange.me != 2:
+            C.all_reduce(exchange, x, x, ReduceOp.SUM, Way("ring", chunk=CHUNK))
 
     outcomes = ranks.outcomes(call)
     for outcome in outcomes[:2]:

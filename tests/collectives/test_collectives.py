@@ -44,12 +44,12 @@ def test_all_reduce_in_and_out_of_place(ranks, way):
     for numel in SIZES:
         inputs = floats(ranks.size, numel)
 
-        def call(wire, inputs=inputs):
-            x = inputs[wire.me].clone()
+        def call(exchange, inputs=inputs):
+            x = inputs[exchange.me].clone()
             out = torch.empty_like(x)
-            C.all_reduce(wire, x, out, ReduceOp.SUM, way)
-            assert torch.equal(x, inputs[wire.me]), "out of place the input stays"
-            C.all_reduce(wire, x, x, ReduceOp.AVG, way)
+            C.all_reduce(exchange, x, out, ReduceOp.SUM, way)
+            assert torch.equal(x, inputs[exchange.me]), "out of place the input stays"
+            C.all_reduce(exchange, x, x, ReduceOp.AVG, way)
             return out, x
 
         for out, mean in ranks.results(call):
@@ -61,9 +61,9 @@ def test_all_reduce_up_to_2_to_20(ranks):
     for numel in (2**8, 2**12, 2**16, 2**20):
         expected = ranks.size * (ranks.size - 1) / 2
 
-        def call(wire, numel=numel):
-            x = torch.full((numel,), float(wire.me))
-            C.all_reduce(wire, x, x)
+        def call(exchange, numel=numel):
+            x = torch.full((numel,), float(exchange.me))
+            C.all_reduce(exchange, x, x)
             return x
 
         for x in ranks.results(call):
@@ -78,9 +78,9 @@ def test_all_ranks_get_the_same_bits(n, way):
     for dtype, carry in ((torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         inputs = [torch.randn(1001, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(ranks.size)]
 
-        def call(wire, inputs=inputs):
-            out = torch.empty_like(inputs[wire.me])
-            C.all_reduce(wire, inputs[wire.me], out, ReduceOp.AVG, way)
+        def call(exchange, inputs=inputs):
+            out = torch.empty_like(inputs[exchange.me])
+            C.all_reduce(exchange, inputs[exchange.me], out, ReduceOp.AVG, way)
             return out
 
         first, *others = ranks.results(call, carry=carry)
@@ -95,10 +95,10 @@ def test_all_ranks_get_the_same_bits(n, way):
 def test_the_direct_way_adds_in_the_order_of_ranks(ranks):
     inputs = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(ranks.size)]
 
-    def call(wire):
+    def call(exchange):
         outs = [torch.empty(1001) for _ in range(2)]
         for out, name in zip(outs, ("direct", "all"), strict=True):
-            C.all_reduce(wire, inputs[wire.me], out, ReduceOp.SUM, Way(name))
+            C.all_reduce(exchange, inputs[exchange.me], out, ReduceOp.SUM, Way(name))
         return outs
 
     expected = functools.reduce(torch.add, inputs)
@@ -144,11 +144,11 @@ def test_every_op_with_every_dtype(op, n):
     for dtype in allowed(op):
         inputs = [contribution(rank, 129, dtype) for rank in range(n)]
 
-        def call(wire, inputs=inputs):
-            outs = [torch.empty_like(inputs[wire.me]) for _ in range(3)]
-            C.all_reduce(wire, inputs[wire.me], outs[0], op)
-            C.all_reduce(wire, inputs[wire.me], outs[1], op, Way("ring"))
-            C.reduce(wire, inputs[wire.me], outs[2], 0, op)
+        def call(exchange, inputs=inputs):
+            outs = [torch.empty_like(inputs[exchange.me]) for _ in range(3)]
+            C.all_reduce(exchange, inputs[exchange.me], outs[0], op)
+            C.all_reduce(exchange, inputs[exchange.me], outs[1], op, Way("ring"))
+            C.reduce(exchange, inputs[exchange.me], outs[2], 0, op)
             return outs
 
         try:
@@ -169,14 +169,14 @@ def test_reduce_and_broadcast_with_any_root(ranks, root):
         inputs = floats(ranks.size, numel)
         for way in (Way("tree", 1, CHUNK), Way("tree", 2, CHUNK), Way("tree", 8, CHUNK), Way("scatter", chunk=CHUNK)):
 
-            def call(wire, inputs=inputs, way=way):
-                x = inputs[wire.me].clone()
+            def call(exchange, inputs=inputs, way=way):
+                x = inputs[exchange.me].clone()
                 out = torch.full_like(x, -1)
-                C.reduce(wire, x, out, root, ReduceOp.SUM, way)
-                assert torch.equal(x, inputs[wire.me])
-                C.reduce(wire, x, x, root, ReduceOp.MAX, way)
+                C.reduce(exchange, x, out, root, ReduceOp.SUM, way)
+                assert torch.equal(x, inputs[exchange.me])
+                C.reduce(exchange, x, x, root, ReduceOp.MAX, way)
                 told = out.clone()
-                C.broadcast(wire, told, root, way if way.algorithm == "tree" else None)
+                C.broadcast(exchange, told, root, way if way.algorithm == "tree" else None)
                 return out, x, told
 
             for rank, (out, most, told) in enumerate(ranks.results(call)):
@@ -191,13 +191,13 @@ def test_gathers_of_different_lengths(ranks, way):
     lengths = [(0, 1, 10_001, 7, 3, 20_000, 2, 1)[rank] for rank in range(ranks.size)]
     inputs = [contribution(rank, numel, torch.int32) for rank, numel in enumerate(lengths)]
 
-    def call(wire):
+    def call(exchange):
         everywhere = [torch.empty_like(x) for x in inputs]
-        C.all_gather(wire, inputs[wire.me], everywhere, way)
-        at_root = [torch.empty_like(x) for x in inputs] if wire.me == 1 else None
-        C.gather(wire, inputs[wire.me], at_root, 1)
-        back = torch.empty_like(inputs[wire.me])
-        C.scatter(wire, at_root, back, 1)
+        C.all_gather(exchange, inputs[exchange.me], everywhere, way)
+        at_root = [torch.empty_like(x) for x in inputs] if exchange.me == 1 else None
+        C.gather(exchange, inputs[exchange.me], at_root, 1)
+        back = torch.empty_like(inputs[exchange.me])
+        C.scatter(exchange, at_root, back, 1)
         return everywhere, at_root, back
 
     for rank, (everywhere, at_root, back) in enumerate(ranks.results(call)):
@@ -213,13 +213,13 @@ def test_reduce_scatter(ranks, way):
     for lengths in ([0] * n, [1001] * n, [10_000 + i for i in range(n)]):
         inputs = [[contribution(rank + i, numel, torch.int64) for i, numel in enumerate(lengths)] for rank in range(n)]
 
-        def call(wire, inputs=inputs):
-            sources = [x.clone() for x in inputs[wire.me]]
-            out = torch.empty_like(sources[wire.me])
-            C.reduce_scatter(wire, sources, out, ReduceOp.SUM, way)
-            assert all(map(torch.equal, sources, inputs[wire.me]))
-            C.reduce_scatter(wire, sources, sources[wire.me], ReduceOp.MIN, way)
-            return out, sources[wire.me]
+        def call(exchange, inputs=inputs):
+            sources = [x.clone() for x in inputs[exchange.me]]
+            out = torch.empty_like(sources[exchange.me])
+            C.reduce_scatter(exchange, sources, out, ReduceOp.SUM, way)
+            assert all(map(torch.equal, sources, inputs[exchange.me]))
+            C.reduce_scatter(exchange, sources, sources[exchange.me], ReduceOp.MIN, way)
+            return out, sources[exchange.me]
 
         for rank, (total, least) in enumerate(ranks.results(call)):
             column = [inputs[other][rank] for other in range(n)]
@@ -231,14 +231,14 @@ def test_all_to_all_and_shifts(ranks):
     n = ranks.size
     inputs = [[contribution(10 * a + b, (a * b * 4001) % 9000, torch.int32) for b in range(n)] for a in range(n)]
 
-    def call(wire):
-        targets = [torch.empty_like(inputs[other][wire.me]) for other in range(n)]
-        C.all_to_all(wire, inputs[wire.me], targets)
-        x = torch.full((30_001,), wire.me)
-        C.sendreceive(wire, x, x, (wire.me + 1) % n, (wire.me - 1) % n)
-        square = torch.full((n, 3), wire.me)
-        C.all_to_all(wire, list(square), list(square))
-        C.barrier(wire)
+    def call(exchange):
+        targets = [torch.empty_like(inputs[other][exchange.me]) for other in range(n)]
+        C.all_to_all(exchange, inputs[exchange.me], targets)
+        x = torch.full((30_001,), exchange.me)
+        C.sendreceive(exchange, x, x, (exchange.me + 1) % n, (exchange.me - 1) % n)
+        square = torch.full((n, 3), exchange.me)
+        C.all_to_all(exchange, list(square), list(square))
+        C.barrier(exchange)
         return targets, x, square
 
     for rank, (targets, x, square) in enumerate(ranks.results(call)):
@@ -251,10 +251,10 @@ def test_all_to_all_and_shifts(ranks):
 def test_a_barrier_waits_for_all(ranks):
     entered = [0] * ranks.size
 
-    def call(wire):
+    def call(exchange):
         for count in range(1, 20):
-            entered[wire.me] = count
-            C.barrier(wire)
+            entered[exchange.me] = count
+            C.barrier(exchange)
             assert min(entered) >= count, "this rank has returned before another one came"
 
     ranks.results(call)
@@ -264,16 +264,16 @@ def test_strides_scalars_and_views():
     """What is not plain memory is staged, and nothing beside it is written."""
     ranks = Ranks("inproc", 3)
 
-    def call(wire):
-        base = torch.full((4, 6), float(wire.me))
-        C.all_reduce(wire, base.t()[::2], base.t()[::2])
-        scalar = torch.tensor(wire.me + 1)
-        C.all_reduce(wire, scalar, scalar, ReduceOp.PRODUCT)
-        z = torch.full((3,), complex(wire.me, 1)).conj()
+    def call(exchange):
+        base = torch.full((4, 6), float(exchange.me))
+        C.all_reduce(exchange, base.t()[::2], base.t()[::2])
+        scalar = torch.tensor(exchange.me + 1)
+        C.all_reduce(exchange, scalar, scalar, ReduceOp.PRODUCT)
+        z = torch.full((3,), complex(exchange.me, 1)).conj()
         out = torch.empty(3, dtype=z.dtype)
-        C.all_reduce(wire, z, out)
+        C.all_reduce(exchange, z, out)
         rows = torch.zeros(3, 4).t()
-        C.broadcast(wire, rows.fill_(wire.me), 2)
+        C.broadcast(exchange, rows.fill_(exchange.me), 2)
         return base, scalar, out, rows
 
     for rank, (base, scalar, out, rows) in enumerate(ranks.results(call)):
@@ -311,10 +311,10 @@ def test_hierarchical(name, hosts):
     for numel in (0, 5, 100_003):
         inputs = floats(n, numel)
 
-        def call(wire, inputs=inputs):
-            outs = [torch.empty_like(inputs[wire.me]) for _ in range(2)]
-            C.all_reduce(wire, inputs[wire.me], outs[0], ReduceOp.SUM, Way("ring", chunk=CHUNK), hosts)
-            C.all_reduce(wire, inputs[wire.me], outs[1], ReduceOp.AVG, Way("ring", chunk=CHUNK), hosts)
+        def call(exchange, inputs=inputs):
+            outs = [torch.empty_like(inputs[exchange.me]) for _ in range(2)]
+            C.all_reduce(exchange, inputs[exchange.me], outs[0], ReduceOp.SUM, Way("ring", chunk=CHUNK), hosts)
+            C.all_reduce(exchange, inputs[exchange.me], outs[1], ReduceOp.AVG, Way("ring", chunk=CHUNK), hosts)
             return outs
 
         crossed[0] = 0
@@ -324,9 +324,9 @@ def test_hierarchical(name, hosts):
         away = len(set(hosts)) - 1
         assert crossed[0] == 2 * 2 * away * inputs[0].numel() * 4, "between hosts as if each were one rank"
 
-        def tell(wire, inputs=inputs):
-            x = inputs[wire.me].clone()
-            C.broadcast(wire, x, n - 1, None, hosts)
+        def tell(exchange, inputs=inputs):
+            x = inputs[exchange.me].clone()
+            C.broadcast(exchange, x, n - 1, None, hosts)
             return x
 
         crossed[0] = 0
@@ -344,12 +344,12 @@ def test_groups_at_once(ranks):
         return
     low, high = list(range(half)), list(range(half, 2 * half))
 
-    def call(wire):
-        x = torch.full((50_000,), float(wire.me))
-        mine = low if wire.me in low else high
-        inside = wire.part(mine)
+    def call(exchange):
+        x = torch.full((50_000,), float(exchange.me))
+        mine = low if exchange.me in low else high
+        inside = exchange.part(mine)
         C.all_reduce(inside, x, x, ReduceOp.SUM, Way("ring", chunk=CHUNK))
-        C.all_reduce(wire.part([i + (wire.me % half) for i in (0, half)]), x, x)
+        C.all_reduce(exchange.part([i + (exchange.me % half) for i in (0, half)]), x, x)
         return x
 
     for x in ranks.results(call, members=low + high):
@@ -359,10 +359,10 @@ def test_groups_at_once(ranks):
 def test_the_ids_of_a_call_suffice():
     ranks = Ranks("inproc", 2)
 
-    def call(wire):
+    def call(exchange):
         x = torch.empty(1 << 20, dtype=torch.uint8)
-        C.all_reduce(wire, x, x, ReduceOp.SUM, Way("ring", chunk=1))
-        return max(wire._sent.values())
+        C.all_reduce(exchange, x, x, ReduceOp.SUM, Way("ring", chunk=1))
+        return max(exchange._sent.values())
 
     from disttensor.runtime.collective.cut import _MOST
 

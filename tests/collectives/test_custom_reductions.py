@@ -30,7 +30,7 @@ def on_nodes(make, n=N):
 
 
 def trees():
-    return [None, *(dt.Way("tree", base) for base in (2, 3, 4, 8))]
+    return [None, *(dt.collectives.Way("tree", base) for base in (2, 3, 4, 8))]
 
 
 # ---- what torch-ipc's tests print --------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_leaf_that_some_have_not():
     """As gradients of parameters that a batch didn't use."""
     xs = on_nodes(lambda k: torch.full((2,), float(k)), 4)
     sums, contributors = dt.all_reduce(
-        [[xs[0], None], [xs[1], xs[1]], [None, None], [None, xs[3]]], torch.add, dt.new_group(range(4))
+        [[xs[0], None], [xs[1], xs[1]], [None, None], [None, xs[3]]], torch.add, dt.collectives.new_group(range(4))
     )
     assert [[x.tolist() for x in s] for s in sums] == [[[1, 1], [4, 4]]] * 4
     assert [[x.get_node() for x in s] for s in sums] == [[k, k] for k in range(4)]
@@ -211,11 +211,15 @@ def test_mistakes_raise_here():
             lambda: dt.all_reduce([None, [xs[0]], (xs[1],)], add),
         ),
         (ValueError, "value 1 has no tensor, so on which node", lambda: dt.all_reduce([xs[0], None], add)),
-        (ValueError, "2 values for the 3 nodes", lambda: dt.all_reduce(xs[:2], add, dt.new_group([0, 1, 2]))),
+        (
+            ValueError,
+            "2 values for the 3 nodes",
+            lambda: dt.all_reduce(xs[:2], add, dt.collectives.new_group([0, 1, 2])),
+        ),
         (
             ValueError,
             "value 1 has a tensor on node 1, not on node 2",
-            lambda: dt.all_reduce(xs[:2], add, dt.new_group([0, 2])),
+            lambda: dt.all_reduce(xs[:2], add, dt.collectives.new_group([0, 2])),
         ),
         (TypeError, "what is a tensor in one value", lambda: dt.all_reduce([xs[0], 3], add)),
         (TypeError, "has to return a tensor where", lambda: dt.all_reduce(xs, lambda a, b: None)),

@@ -32,7 +32,7 @@ def nothing_unsaid(four: None) -> Iterator[None]:
 
 
 def test_reductions_by_functions() -> None:
-    for way in (None, dt.Way("tree", 3)):
+    for way in (None, dt.collectives.Way("tree", 3)):
         values = [{"x": torch.full((100_000,), k + 1.0, device=f"node:{k}"), "n": k} for k in range(N)]
         sums, contributors = dt.all_reduce(values, lambda a, b: a + b, algorithm=way)
         assert contributors == N
@@ -54,14 +54,16 @@ def test_objects() -> None:
     def shard(k: int) -> dict[str, object]:
         return {"k": k, "x": torch.full((50_000,), float(k)), "host": {"pid": os.getpid()}}
 
-    shards = dt.run(shard, dt.Each(range(N)), node=range(N))
+    shards = dt.run(shard, dt.tasks.Each(range(N)), node=range(N))
     assert [s["host"]["pid"] for s in shards] == [node["pid"] for node in dt.nodes()]
-    for i, row in enumerate(dt.all_gather_object(shards)):
+    for i, row in enumerate(dt.collectives.all_gather_object(shards)):
         assert [s["k"] for s in row] == list(range(N))
         assert all(s["x"].get_node() == i and s["x"].eq(k).all() for k, s in enumerate(row))
-    assert all(s["x"].eq(k).all() for k, s in enumerate(dt.gather_object(shards, 1)))
-    assert all(s["x"].eq(k).all() for k, s in enumerate(dt.scatter_object(dt.gather_object(shards, 2))))
-    assert all(copy["x"].eq(3).all() for copy in dt.broadcast_object(shards[3]))
+    assert all(s["x"].eq(k).all() for k, s in enumerate(dt.collectives.gather_object(shards, 1)))
+    assert all(
+        s["x"].eq(k).all() for k, s in enumerate(dt.collectives.scatter_object(dt.collectives.gather_object(shards, 2)))
+    )
+    assert all(copy["x"].eq(3).all() for copy in dt.collectives.broadcast_object(shards[3]))
 
 
 def test_several_tensors_per_node_and_outs_that_grow() -> None:
@@ -69,13 +71,13 @@ def test_several_tensors_per_node_and_outs_that_grow() -> None:
         xs = [torch.full((numel,), float(k), device=f"node:{k // 2}") for k in range(2 * N - 1)]
         dt.all_reduce(xs, "AVG", async_op=True)
         assert all(x.eq(3).all() for x in xs)
-        dt.reduce(xs, 2)
+        dt.collectives.reduce(xs, 2)
         assert [x[-1].item() for x in xs] == [3, 3, 3, 3, 21, 3, 3]
-        split = dt.new_group(range(N)).split(lambda k: k // 2)
+        split = dt.collectives.new_group(range(N)).split(lambda k: k // 2)
         dt.broadcast(xs, 2, split)
         dt.all_reduce(xs, "MAX", split)
         assert all(x.eq(21).all() for x in xs)
     rows = [torch.full((k, 5000), float(k), device=f"node:{k}") for k in range(N)]
     outs = [torch.empty(0, device=f"node:{k}") for k in range(N)]
-    dt.all_gather_into_tensor(outs, rows, async_op=True)
+    dt.collectives.all_gather_into_tensor(outs, rows, async_op=True)
     assert all(out[:, 0].tolist() == [1, 2, 2, 3, 3, 3] for out in outs)

@@ -81,7 +81,7 @@ def test_a_node_that_dies_while_a_function_runs_on_all():
 
     dt.init_master_worker(nodes=3, threads=1)
     with pytest.raises(dt.NodeLost, match="node 1"):
-        dt.run(work, dt.Each(range(3)), node=range(3))
-    assert dt.run(work, dt.Each([0, 2]), node=[0, 2])[1][1].tolist() == [1, 1]
+        dt.run(work, dt.tasks.Each(range(3)), node=range(3))
+    assert dt.run(work, dt.tasks.Each([0, 2]), node=[0, 2])[1][1].tolist() == [1, 1]
     with suppress(dt.DisttensorError):
         dt.shutdown()

@@ -19,7 +19,7 @@ def eight():
 @pytest.mark.parametrize("n", range(1, 38))
 def test_as_in_torchmpi_for_every_number_of_nodes(n):
     """Three levels: all, by remainder, by halves of these; the first of each talk for it at the level above."""
-    everybody = dt.Group(tuple(range(n)))
+    everybody = dt.collectives.Group(tuple(range(n)))
     levels = everybody.levels(colour=lambda node: node % 3, half=lambda node: node // 3 % 2)
     assert list(levels) == ["colour", "half"]
     assert len(levels["colour"]) == min(n, 3)
@@ -43,7 +43,7 @@ def test_as_in_torchmpi_for_every_number_of_nodes(n):
 
 
 def test_names(eight):
-    levels = dt.new_group(name="world").levels(rack=lambda k: "ab"[k // 4], pair=lambda k: k // 2)
+    levels = dt.collectives.new_group(name="world").levels(rack=lambda k: "ab"[k // 4], pair=lambda k: k // 2)
     assert levels["rack"]["b"].name == "world/rack b"
     assert levels["pair"]["b", 2].nodes == (4, 5)
     assert str(levels) == "\n".join(
@@ -58,7 +58,7 @@ def test_names(eight):
         ]
     )
     assert list(levels.span("rack", "pair")["a"]) == [("a", 0), ("a", 1)]
-    by_host = dt.new_group().levels(host=dt.host_of, odd=[0, 1] * 4)
+    by_host = dt.collectives.new_group().levels(host=dt.collectives.host_of, odd=[0, 1] * 4)
     assert len(by_host["host"]) == 1
     assert [group.nodes for group in by_host["odd"].values()] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
@@ -67,7 +67,11 @@ def between(split):
     """The pairs of nodes of different groups of which one has sent to the other since ``reset_stats``."""
     dt.synchronize()
     colour = {node: colour for colour, group in split.items() for node in group}
-    pairs = {(int(row.at[5:]), int(row.peer[5:])) for row in dt.stats() if row.sent.calls and row.use == "collectives"}
+    pairs = {
+        (int(row.at[5:]), int(row.peer[5:]))
+        for row in dt.channels.stats()
+        if row.sent.calls and row.use == "collectives"
+    }
     return {(a, b) for a, b in pairs if colour[a] != colour[b]}
 
 
@@ -75,14 +79,14 @@ def between(split):
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
 def test_a_split_as_the_group_of_a_collective(eight, key, op):
     """Within its groups first, then between them; the same numbers as flat."""
-    split = dt.new_group().split(key)
+    split = dt.collectives.new_group().split(key)
     crossing = set()  #: pairs of nodes of different groups that have sent to each other
     for numel in (1, 1001):
         local = [torch.randn(numel, dtype=torch.float64) for _ in range(N)]
         xs = [x.to(f"node:{k}") for k, x in enumerate(local)]
         flat = [x.clone() for x in xs]
         dt.all_reduce(flat, op)
-        dt.reset_stats()
+        dt.channels.reset_stats()
         dt.all_reduce(xs, op, split)
         crossing |= between(split)
         assert all(torch.equal(x.cpu(), xs[0].cpu()) for x in xs)
@@ -98,19 +102,19 @@ def test_a_split_as_the_group_of_a_collective(eight, key, op):
 
 def test_hierarchical_averages_of_several_tensors_per_node(eight):
     xs = [torch.full((5,), float(k), device=f"node:{k // 2}") for k in range(2 * N - 3)]
-    dt.all_reduce(xs, "AVG", dt.new_group(range(7)).split(lambda k: k // 3))
+    dt.all_reduce(xs, "AVG", dt.collectives.new_group(range(7)).split(lambda k: k // 3))
     assert all(x.eq(6).all() for x in xs)
 
 
 def test_a_function_may_be_given_a_split_and_others_take_it_as_a_whole(eight):
-    split = dt.new_group([0, 1]).split([0, 1])
+    split = dt.collectives.new_group([0, 1]).split([0, 1])
     xs = [torch.ones(2, device=f"node:{k}") for k in range(2)]
     assert dt.all_reduce(xs, torch.add, split)[0][1].tolist() == [2, 2]
-    dt.sendreceive(xs, group=split)
+    dt.collectives.sendreceive(xs, group=split)
 
 
 def test_mistakes(eight):
-    group = dt.new_group(range(4))
+    group = dt.collectives.new_group(range(4))
     with pytest.raises(ValueError, match="3 keys of 'a' for the 4 nodes"):
         group.levels(a=[1, 2, 3])
     with pytest.raises(ValueError, match="a key for each"):
@@ -123,7 +127,7 @@ def test_mistakes(eight):
     with pytest.raises(ValueError, match="node 9 is in none"):
         levels.of(9)
     with pytest.raises(ValueError, match="node 9 does not exist"):
-        dt.host_of(9)
+        dt.collectives.host_of(9)
     xs = [torch.ones(2, device=f"node:{k}") for k in range(3)]
     with pytest.raises(ValueError, match="but the group is"):
         dt.all_reduce(xs, group=levels["outer"])

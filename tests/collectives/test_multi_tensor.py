@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor import functional as F
 from disttensor import testing
+from disttensor.collectives import functional as F
 
 N = 4
 #: Which places take part, in order: (node, CUDA device or -1).
@@ -62,13 +62,13 @@ def test_as_if_there_were_one_node_for_each(layout, async_op):
     end(dt.all_reduce(outs, "AVG", async_op=async_op), async_op)
     for out in outs:
         torch.testing.assert_close(out.cpu(), sum(local))
-    end(dt.all_reduce(outs, dt.ReduceOp.MAX, algorithm="tree", async_op=async_op), async_op)
+    end(dt.all_reduce(outs, dt.collectives.ReduceOp.MAX, algorithm="tree", async_op=async_op), async_op)
 
     node = layout[1][0]
     first = next(i for i, place in enumerate(layout) if place[0] == node)
     for op, whole in (("SUM", sum(local)), ("AVG", sum(local) / n), ("MIN", torch.stack(local).amin(0))):
         ys = [x.clone() for x in xs]
-        end(dt.reduce(ys, node, op, async_op=async_op), async_op)
+        end(dt.collectives.reduce(ys, node, op, async_op=async_op), async_op)
         torch.testing.assert_close(ys[first].cpu(), whole)
         assert all(torch.equal(y.cpu(), x) for i, (y, x) in enumerate(zip(ys, local, strict=True)) if i != first)
     end(dt.broadcast(ys, node, async_op=async_op), async_op)
@@ -88,7 +88,7 @@ def test_sixteen_devices_as_in_torch_distributeds_tutorial():
     assert [x.tolist() for x in xs] == [[16, 16]] * 16
 
 
-@pytest.mark.parametrize("op", list(dt.ReduceOp))
+@pytest.mark.parametrize("op", list(dt.collectives.ReduceOp))
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float64])
 def test_every_op_as_with_one_each(op, dtype):
     make = lambda k: (random(k, 7).abs() * 5).to(dtype)  # noqa: E731
@@ -160,8 +160,12 @@ def test_mistakes_raise_here():
     _, xs = at(LAYOUTS[1], lambda k: torch.ones(3))
     cases = [
         (ValueError, "there twice", lambda: dt.all_reduce([xs[0], xs[1], xs[0]])),
-        (ValueError, r"tensors are on nodes \[0, 1, 2, 3\]", lambda: dt.all_reduce(xs, group=dt.new_group([0, 1]))),
-        (ValueError, "takes one tensor per node", lambda: dt.sendreceive(xs)),
+        (
+            ValueError,
+            r"tensors are on nodes \[0, 1, 2, 3\]",
+            lambda: dt.all_reduce(xs, group=dt.collectives.new_group([0, 1])),
+        ),
+        (ValueError, "takes one tensor per node", lambda: dt.collectives.sendreceive(xs)),
         (ValueError, "out: tensors on nodes", lambda: dt.all_reduce(xs, out=xs[::-1])),
         (ValueError, "one list per tensor: 2 lists for 12", lambda: dt.all_gather([xs, xs], xs)),
         (
@@ -189,24 +193,24 @@ def test_outs_grow(device, async_op):
         torch.empty(whole.shape, device=xs[1].device),
         torch.full((50, 50), 7.0, device=xs[2].device),
     ]
-    work = dt.all_gather_into_tensor(outs, xs, async_op=async_op)
+    work = dt.collectives.all_gather_into_tensor(outs, xs, async_op=async_op)
     end(work, async_op)
     assert work is None or work.result() is outs
     for out, x in zip(outs, xs, strict=True):
         assert torch.equal(out.cpu(), whole)
         assert out.device == x.device
     turned = [torch.zeros(3, len(whole), device=x.device).t() for x in xs]
-    end(dt.all_gather_into_tensor(turned, xs, async_op=async_op), async_op)
+    end(dt.collectives.all_gather_into_tensor(turned, xs, async_op=async_op), async_op)
     assert all(torch.equal(out.cpu(), whole) for out in turned)
 
 
 def test_nothing_is_asked_for_when_outs_grow():
     _, xs = at([(k, -1) for k in range(N)], lambda k: torch.ones(k))
     outs = [torch.empty(0, device=x.device) for x in xs]
-    dt.all_gather_into_tensor(outs, xs)
+    dt.collectives.all_gather_into_tensor(outs, xs)
     with testing.MessageLog() as log:
         outs = [torch.empty(0, device=x.device) for x in xs]
-        dt.all_gather_into_tensor(outs, xs)
+        dt.collectives.all_gather_into_tensor(outs, xs)
     assert [out.shape for out in outs] == [(6,)] * N
     assert log.questions == []
     assert log.reports == 0
@@ -216,14 +220,22 @@ def test_mistakes_of_it_raise_here():
     _, xs = at([(k, -1) for k in range(N)], lambda k: torch.ones(k, 2))
     outs = [torch.empty(0, device=x.device) for x in xs]
     cases = [
-        (ValueError, "but for the first size", lambda: dt.all_gather_into_tensor(outs[:2], [xs[0], xs[1][:, :1]])),
-        (ValueError, "but for the first size", lambda: dt.all_gather_into_tensor(outs[:2], [x.sum() for x in xs[:2]])),
+        (
+            ValueError,
+            "but for the first size",
+            lambda: dt.collectives.all_gather_into_tensor(outs[:2], [xs[0], xs[1][:, :1]]),
+        ),
+        (
+            ValueError,
+            "but for the first size",
+            lambda: dt.collectives.all_gather_into_tensor(outs[:2], [x.sum() for x in xs[:2]]),
+        ),
         (
             TypeError,
             "float32, but torch.int64 arrives",
-            lambda: dt.all_gather_into_tensor(outs, [x.long() for x in xs]),
+            lambda: dt.collectives.all_gather_into_tensor(outs, [x.long() for x in xs]),
         ),
-        (ValueError, "outs: tensors on nodes", lambda: dt.all_gather_into_tensor(outs[::-1], xs)),
+        (ValueError, "outs: tensors on nodes", lambda: dt.collectives.all_gather_into_tensor(outs[::-1], xs)),
     ]
     for kind, words, call in cases:
         with pytest.raises(kind, match=words):

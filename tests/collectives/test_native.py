@@ -61,7 +61,7 @@ def everything(shape, dtype, **own):
         xs = on_nodes([random(k, *shape, dtype=dtype) for k in range(N)])
         dt.all_reduce(xs, op, **own)
         results += xs
-        dt.reduce(xs, 1, op, **own)
+        dt.collectives.reduce(xs, 1, op, **own)
         results += xs
         outs = [torch.empty(shape, dtype=dtype, device=f"node:{k}") for k in range(N)]
         dt.reduce_scatter(outs, grid(shape, dtype), op, **own)
@@ -74,15 +74,15 @@ def everything(shape, dtype, **own):
     dt.all_gather(lists, xs, **own)
     results += itertools.chain(*lists)
     there = like(1)
-    dt.gather(on_nodes([random(k, *shape, dtype=dtype) for k in range(N)]), there, 1)
+    dt.collectives.gather(on_nodes([random(k, *shape, dtype=dtype) for k in range(N)]), there, 1)
     results += there
     xs = [like(k)[0] for k in range(N)]
-    dt.scatter(xs, grid(shape, dtype)[2], 2)
+    dt.collectives.scatter(xs, grid(shape, dtype)[2], 2)
     results += xs
     lists = [like(k) for k in range(N)]
-    dt.all_to_all(lists, grid(shape, dtype))
+    dt.collectives.all_to_all(lists, grid(shape, dtype))
     results += itertools.chain(*lists)
-    dt.barrier()
+    dt.collectives.barrier()
     return [x.cpu() for x in results]
 
 
@@ -110,8 +110,8 @@ def test_what_the_channel_has_not_is_done_by_ours(log):
     dt.all_reduce(xs)
     dt.all_reduce(on_nodes([torch.ones(4)] * N), transport=torch.bfloat16)
     dt.all_reduce(on_nodes([torch.ones(4)] * N), algorithm="ring")
-    dt.sendreceive(xs)
-    dt.all_reduce(xs[:1], group=dt.new_group([0]))
+    dt.collectives.sendreceive(xs)
+    dt.all_reduce(xs[:1], group=dt.collectives.new_group([0]))
     assert "native" not in algorithms(log)
     assert xs[1].tolist() == [3] * 4
     with pytest.raises(ValueError, match=r"the channel '\w+' has no all_reduce of its own for torch.int16"):

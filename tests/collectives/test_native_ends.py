@@ -24,13 +24,13 @@ def ranks():
 def test_a_rank_that_is_forgotten_breaks_everybody(ranks):
     """It never comes; the master tells the others of its death."""
 
-    def call(wire):
-        if wire.me == 2:
+    def call(exchange):
+        if exchange.me == 2:
             for channel in ranks.channels[:2]:
                 channel.forget(2, "killed")
         else:
             x = torch.zeros(5)
-            native(wire, "all_reduce", [x], [x], ReduceOp.SUM, 0, 1)
+            native(exchange, "all_reduce", [x], [x], ReduceOp.SUM, 0, 1)
 
     for outcome in ranks.outcomes(call)[:2]:
         assert isinstance(outcome, BrokenError)
@@ -38,9 +38,11 @@ def test_a_rank_that_is_forgotten_breaks_everybody(ranks):
 
 
 def test_the_poison_of_one_is_everybodys(ranks):
-    def call(wire):
+    def call(exchange):
         x = torch.zeros(5)
-        native(wire, "broadcast", [x] if wire.me == 0 else [], [] if wire.me == 0 else [x], ReduceOp.SUM, 0, 2)
+        native(
+            exchange, "broadcast", [x] if exchange.me == 0 else [], [] if exchange.me == 0 else [x], ReduceOp.SUM, 0, 2
+        )
 
     for outcome in ranks.outcomes(call, poison={1: (1, 33)}):
         assert isinstance(outcome, PoisonedError)
@@ -49,9 +51,9 @@ def test_the_poison_of_one_is_everybodys(ranks):
 
 
 def test_what_fails_on_one_rank_fails_on_all(ranks):
-    def call(wire):
+    def call(exchange):
         x = torch.zeros(5)
-        native(wire, "all_reduce", [x], [x], ReduceOp.SUM, 0, 3)
+        native(exchange, "all_reduce", [x], [x], ReduceOp.SUM, 0, 3)
 
     def broken(*args):
         type(ranks.channels[1]).collective(ranks.channels[1], *args)

@@ -41,16 +41,19 @@ def on_nodes() -> list[Any]:
 
 def test_broadcast() -> None:
     for obj in (thing(2), on_nodes()[2]):
-        copies = dt.broadcast_object(obj)
+        copies = dt.collectives.broadcast_object(obj)
         for k, copy in enumerate(copies):
             same(copy, thing(2))
             assert (copy["tied"][0] is copy["tied"][1]) == (obj["tied"][0] is obj["tied"][1])
             assert {x.get_node() for x in copy["tied"]} == {k}
         copies[0]["tied"][0].add_(1)
         same(copies[1], thing(2))
-        same([copy["tied"][1] for copy in dt.broadcast_object(obj, dt.new_group([3, 0]))], [thing(2)["tied"][1]] * 2)
+        same(
+            [copy["tied"][1] for copy in dt.collectives.broadcast_object(obj, dt.collectives.new_group([3, 0]))],
+            [thing(2)["tied"][1]] * 2,
+        )
     at = dt.device(1, "cuda:1")
-    assert [where(c) for c in dt.broadcast_object([torch.ones(1, device=at)])] == [
+    assert [where(c) for c in dt.collectives.broadcast_object([torch.ones(1, device=at)])] == [
         {dt.device(k, "cuda:1")} for k in range(N)
     ]
 
@@ -58,23 +61,23 @@ def test_broadcast() -> None:
 def test_scatter_gather_and_all_gather() -> None:
     local = [thing(k) for k in range(N)]
     for objs in (local, on_nodes(), [dt.run(thing, k, node=3 - k) for k in range(N)]):
-        spread = dt.scatter_object(objs)
+        spread = dt.collectives.scatter_object(objs)
         same(spread, local)
         assert [x["tied"][0].get_node() for x in spread] == list(range(N))
-        there = dt.gather_object(spread, 2)
+        there = dt.collectives.gather_object(spread, 2)
         same(there, local)
         assert {x["tied"][0].get_node() for x in there} == {2}
         there[2]["tied"][0].add_(1)
         same(spread, local)
-    rows = dt.all_gather_object(on_nodes())
+    rows = dt.collectives.all_gather_object(on_nodes())
     same(rows, [local] * N)
     assert [{x["tied"][0].get_node() for x in row} for row in rows] == [{0}, {1}, {2}, {3}]
-    same(dt.all_gather_object(["a", "b"], dt.new_group([1, 2])), [["a", "b"]] * 2)
+    same(dt.collectives.all_gather_object(["a", "b"], dt.collectives.new_group([1, 2])), [["a", "b"]] * 2)
 
 
 def test_gradients() -> None:
     w = torch.ones(2, requires_grad=True)
-    copies = dt.broadcast_object({"w": w})
+    copies = dt.collectives.broadcast_object({"w": w})
     for k, copy in enumerate(copies):
         (copy["w"] * k).sum().backward()
     assert w.grad is not None
@@ -86,8 +89,10 @@ def test_a_function_on_all_nodes() -> None:
         return threading.current_thread().name, name, x.sum(), k
 
     xs = [torch.full((2,), float(k), device=f"node:{k}") for k in range(N)]
-    for nodes in (dt.new_group(), range(N)):
-        results = dt.run(work, dt.Each(xs), dt.Each("abcd"), name=dt.Each(["p", "q", "r", "s"]), node=nodes)
+    for nodes in (dt.collectives.new_group(), range(N)):
+        results = dt.run(
+            work, dt.tasks.Each(xs), dt.tasks.Each("abcd"), name=dt.tasks.Each(["p", "q", "r", "s"]), node=nodes
+        )
         same(results, [(f"node {k}", "pqrs"[k], torch.tensor(2.0 * k), "abcd"[k]) for k in range(N)])
         assert [r[2].get_node() for r in results] == list(range(N))
     same(dt.run(work, torch.ones(3), 7, node=[2, 1]), [(f"node {k}", "?", torch.tensor(3.0), 7) for k in (2, 1)])
@@ -117,9 +122,9 @@ def test_all_end_and_the_first_failure_is_raised() -> None:
         return torch.ones(k)
 
     with pytest.raises(LookupError, match="no 1") as told:
-        dt.run(fail, dt.Each(range(N)), node=range(N))
+        dt.run(fail, dt.tasks.Each(range(N)), node=range(N))
     assert any("LookupError: no 3" in note for note in told.value.__notes__)
-    same(dt.run(fail, dt.Each([0, 2]), node=[0, 2]), [torch.ones(0), torch.ones(2)])
+    same(dt.run(fail, dt.tasks.Each([0, 2]), node=[0, 2]), [torch.ones(0), torch.ones(2)])
     bad = torch.ones(3, device="node:1")[torch.tensor([9], device="node:1")]
     with pytest.raises(IndexError):
         dt.run(lambda x: x, bad, node=[1])
@@ -127,10 +132,10 @@ def test_all_end_and_the_first_failure_is_raised() -> None:
 
 def test_mistakes_raise_here() -> None:
     with pytest.raises(ValueError, match="one object per node: 2 for the 4"):
-        dt.scatter_object([1, 2])
+        dt.collectives.scatter_object([1, 2])
     with pytest.raises(ValueError, match="Each has 2 values for the 4 nodes"):
-        dt.run(print, dt.Each([1, 2]), node=range(N))
+        dt.run(print, dt.tasks.Each([1, 2]), node=range(N))
     with pytest.raises(ValueError, match="node 9 does not exist"):
         dt.run(print, node=[0, 9])
     with pytest.raises(ValueError, match="node 9 does not exist"):
-        dt.gather_object([torch.ones(1)], 9)
+        dt.collectives.gather_object([torch.ones(1)], 9)

@@ -10,8 +10,8 @@ import torch
 from telling import said
 
 import disttensor as dt
-from disttensor import functional as F
 from disttensor import testing
+from disttensor.collectives import functional as F
 
 N = 4
 
@@ -54,8 +54,8 @@ def test_every_collective(device, async_op):
         torch.testing.assert_close(out.cpu(), sum(local))
         assert torch.equal(x.cpu(), y), "out of place the input stays"
         assert out.device == x.device
-    end(dt.all_reduce(outs, dt.ReduceOp.MAX, async_op=async_op))
-    end(dt.reduce(xs, 2, "AVG", async_op=async_op))
+    end(dt.all_reduce(outs, dt.collectives.ReduceOp.MAX, async_op=async_op))
+    end(dt.collectives.reduce(xs, 2, "AVG", async_op=async_op))
     torch.testing.assert_close(xs[2].cpu(), sum(local) / N)
     assert torch.equal(xs[1].cpu(), local[1])
     end(dt.broadcast(xs, 1, async_op=async_op))
@@ -66,10 +66,10 @@ def test_every_collective(device, async_op):
     end(dt.all_gather(lists, xs, async_op=async_op))
     assert all(torch.equal(out.cpu(), x) for outs in lists for out, x in zip(outs, local, strict=True))
     at_3 = [torch.empty(other.shape, device=xs[3].device) for other in local]
-    end(dt.gather(xs, at_3, 3, async_op=async_op))
+    end(dt.collectives.gather(xs, at_3, 3, async_op=async_op))
     assert all(torch.equal(out.cpu(), x) for out, x in zip(at_3, local, strict=True))
     back = [torch.zeros_like(x) for x in xs]
-    end(dt.scatter(back, at_3, 3, async_op=async_op))
+    end(dt.collectives.scatter(back, at_3, 3, async_op=async_op))
     assert all(torch.equal(out.cpu(), x) for out, x in zip(back, local, strict=True))
 
     rows = [[random(10 * i + j, j + 1) for j in range(N)] for i in range(N)]
@@ -79,18 +79,18 @@ def test_every_collective(device, async_op):
     for j, total in enumerate(sums):
         torch.testing.assert_close(total.cpu(), sum(row[j] for row in rows))
     turned = [[torch.empty(i + 1, device=there[i][0].device) for _ in range(N)] for i in range(N)]
-    end(dt.all_to_all(turned, there, async_op=async_op))
+    end(dt.collectives.all_to_all(turned, there, async_op=async_op))
     assert all(torch.equal(turned[i][j].cpu(), rows[j][i]) for i in range(N) for j in range(N))
 
     _, xs = on_nodes(lambda k: torch.tensor([k]), device)
-    end(dt.sendreceive(xs, async_op=async_op))
+    end(dt.collectives.sendreceive(xs, async_op=async_op))
     assert [x.item() for x in xs] == [3, 0, 1, 2]
-    end(dt.sendreceive(xs, -2, async_op=async_op))
+    end(dt.collectives.sendreceive(xs, -2, async_op=async_op))
     assert [x.item() for x in xs] == [1, 2, 3, 0]
-    end(dt.send(xs[3], xs[1], async_op=async_op))
-    end(dt.recv(xs[0], xs[2], async_op=async_op))
+    end(dt.collectives.send(xs[3], xs[1], async_op=async_op))
+    end(dt.collectives.recv(xs[0], xs[2], async_op=async_op))
     assert [x.item() for x in xs] == [3, 0, 3, 0]
-    end(dt.barrier(async_op=async_op))
+    end(dt.collectives.barrier(async_op=async_op))
 
 
 def test_what_the_ancestors_print():
@@ -98,7 +98,7 @@ def test_what_the_ancestors_print():
     _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
     for op, value in (("SUM", 6), ("MAX", 3)):
         ys = [x.clone() for x in xs]
-        dt.reduce(ys, 0, op)
+        dt.collectives.reduce(ys, 0, op)
         assert ys[0].item() == value
     for op, value in (("MIN", 1), ("MAX", 4), ("SUM", 10)):
         ys = [x + 1 for x in xs]
@@ -114,10 +114,10 @@ def test_what_the_ancestors_print():
     assert [torch.cat(row).tolist() for row in rows] == [[0, 0, 0, 1, 1, 1]] * 2
     pieces = torch.arange(40.0, device="node:1").chunk(N)
     outs = [torch.empty(10, device=f"node:{k}") for k in range(N)]
-    dt.scatter(outs, pieces, 1)
+    dt.collectives.scatter(outs, pieces, 1)
     assert [out[0].item() for out in outs] == [0, 10, 20, 30]
     back = [torch.empty(10, device="node:0") for _ in range(N)]
-    dt.gather(outs, back, 0)
+    dt.collectives.gather(outs, back, 0)
     assert torch.equal(torch.cat(back).cpu(), torch.arange(40.0))
 
 
@@ -166,8 +166,8 @@ def test_options():
         "direct",
         "ring",
         "tree",
-        dt.Way("tree", 3),
-        dt.Way("ring", chunk=64),
+        dt.collectives.Way("tree", 3),
+        dt.collectives.Way("ring", chunk=64),
     ):
         outs = [torch.empty_like(x) for x in xs]
         dt.all_reduce(xs, out=outs, algorithm=algorithm)
@@ -189,13 +189,55 @@ def test_torch_distributeds_reductions_mean_the_same():
         dt.all_reduce(xs, "sum")
 
 
+@pytest.mark.parametrize("transport", [torch.int8, "bfloat16", torch.bool])
+def test_what_travels_as_no_float_is_refused(transport) -> None:
+    """Values would have been cut to whole numbers on their way, silently."""
+    _, xs = on_nodes(lambda k: torch.full((2,), 0.75))
+    with pytest.raises(TypeError, match=r"all_reduce: transport is a dtype of floats, such as torch\.bfloat16, not "):
+        dt.all_reduce(xs, transport=transport)
+    assert [x.tolist() for x in xs] == [[0.75, 0.75]] * N
+
+
+GROUPED = {
+    "all_reduce": lambda xs, group: dt.all_reduce(xs, group=group),
+    "reduce": lambda xs, group: dt.collectives.reduce(xs, 0, group=group),
+    "broadcast": lambda xs, group: dt.broadcast(xs, 0, group),
+    "all_gather": lambda xs, group: dt.all_gather([[x] * N for x in xs], xs, group),
+    "gather": lambda xs, group: dt.collectives.gather(xs, [xs[0]] * N, 0, group),
+    "scatter": lambda xs, group: dt.collectives.scatter(xs, [xs[0]] * N, 0, group),
+    "reduce_scatter": lambda xs, group: dt.reduce_scatter(xs, [[x] * N for x in xs], group=group),
+    "all_to_all": lambda xs, group: dt.collectives.all_to_all([[x] * N for x in xs], [[x] * N for x in xs], group),
+    "sendreceive": lambda xs, group: dt.collectives.sendreceive(xs, group=group),
+    "barrier": lambda xs, group: dt.collectives.barrier(group),
+    "broadcast_object": lambda xs, group: dt.collectives.broadcast_object(xs[0], group),
+    "scatter_object": lambda xs, group: dt.collectives.scatter_object(xs, group),
+    "all_gather_object": lambda xs, group: dt.collectives.all_gather_object(xs, group),
+    "functional.all_reduce": lambda xs, group: dt.collectives.functional.all_reduce(xs, group=group),
+    "functional.broadcast": lambda xs, group: dt.collectives.functional.broadcast(xs[0], group),
+    "functional.scatter": lambda xs, group: dt.collectives.functional.scatter([xs[0]] * N, group),
+    "function": lambda xs, group: dt.all_reduce(xs, torch.add, group=group),
+}
+
+
+@pytest.mark.parametrize("group", [3, [0, 1, 2, 3], "all"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_is_no_group_is_named(name: str, group) -> None:
+    _, xs = on_nodes(lambda k: torch.ones(2))
+    with pytest.raises(TypeError, match=r": group is what disttensor.collectives.new_group\(\[0, 1\]\) gives, not "):
+        GROUPED[name](xs, group)
+
+
 # ---- groups --------------------------------------------------------------------------------------
 
 
 def test_groups():
-    everybody = dt.new_group(name="world")
+    everybody = dt.collectives.new_group(name="world")
     assert everybody.nodes == (0, 1, 2, 3)
-    assert dt.new_group([2, 0]) == dt.new_group((2, 0), "another name") != dt.new_group([0, 2])
+    assert (
+        dt.collectives.new_group([2, 0])
+        == dt.collectives.new_group((2, 0), "another name")
+        != dt.collectives.new_group([0, 2])
+    )
     parity = everybody.split(lambda node: node % 2)
     assert {key: group.nodes for key, group in parity.items()} == {0: (0, 2), 1: (1, 3)}
     assert parity.leaders.nodes == (0, 1)
@@ -209,7 +251,7 @@ def test_groups():
         everybody.nodes = (1,)
     for wrong, words in (([0, 4], "node 4 does not exist; there are 4"), ([1, 1], "each once"), ([], "at least one")):
         with pytest.raises(ValueError, match=words):
-            dt.new_group(wrong)
+            dt.collectives.new_group(wrong)
     with pytest.raises(ValueError, match="3 keys for the 4 nodes"):
         everybody.split([1, 2, 3])
 
@@ -217,17 +259,22 @@ def test_groups():
 def test_groups_at_once():
     """Halves, pairs across them, and the leaders, each in the order of issue, without a word between."""
     _, xs = on_nodes(lambda k: torch.full((50_000,), float(k)))
-    for group in (dt.new_group([0, 1]), dt.new_group([2, 3]), dt.new_group([0, 2]), dt.new_group([3, 1])):
+    for group in (
+        dt.collectives.new_group([0, 1]),
+        dt.collectives.new_group([2, 3]),
+        dt.collectives.new_group([0, 2]),
+        dt.collectives.new_group([3, 1]),
+    ):
         dt.all_reduce([xs[k] for k in group], group=group, async_op=True)
     assert [x[-1].item() for x in xs] == [6] * N
 
 
 def test_a_group_of_one():
     x, list_of_one = torch.ones(3, device="node:2"), [[torch.zeros(3, device="node:2")]]
-    group = dt.new_group([2])
-    for call in (dt.all_reduce, dt.sendreceive):
+    group = dt.collectives.new_group([2])
+    for call in (dt.all_reduce, dt.collectives.sendreceive):
         call([x], group=group)
-    dt.reduce([x], 2, "AVG", group)
+    dt.collectives.reduce([x], 2, "AVG", group)
     dt.broadcast([x], 2, group)
     dt.all_gather(list_of_one, [x], group)
     assert x.tolist() == list_of_one[0][0].tolist() == [1, 1, 1]
@@ -235,9 +282,9 @@ def test_a_group_of_one():
 
 def test_new_groups_by_key_add_up_as_in_torchmpi():
     _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
-    split = dt.new_group().split(lambda node: node // 2)
+    split = dt.collectives.new_group().split(lambda node: node // 2)
     for group in split.values():
-        dt.reduce([xs[k] for k in group], group.nodes[0], group=group)
+        dt.collectives.reduce([xs[k] for k in group], group.nodes[0], group=group)
     dt.all_reduce([xs[k] for k in split.leaders])
     for group in split.values():
         dt.broadcast([xs[k] for k in group], group.nodes[0])
@@ -258,20 +305,28 @@ def test_mistakes_raise_here():
             "tensor 1 has to be a tensor on a node, not a local",
             lambda: dt.all_reduce([xs[0], torch.ones(3)]),
         ),
-        (ValueError, r"one tensor per node; these are on nodes \[0, 0\]", lambda: dt.sendreceive([xs[0], xs[0]])),
+        (
+            ValueError,
+            r"one tensor per node; these are on nodes \[0, 0\]",
+            lambda: dt.collectives.sendreceive([xs[0], xs[0]]),
+        ),
         (ValueError, "tensor 1 is there twice", lambda: dt.all_reduce([xs[0], xs[0]])),
-        (ValueError, "but the group is", lambda: dt.all_reduce(xs, group=dt.new_group([0, 1]))),
+        (ValueError, "but the group is", lambda: dt.all_reduce(xs, group=dt.collectives.new_group([0, 1]))),
         (TypeError, "takes a list of tensors, one per node, not", lambda: dt.all_reduce(xs[0])),
         (ValueError, "at least one", lambda: dt.all_reduce([])),
-        (TypeError, "BAND cannot reduce torch.float32", lambda: dt.all_reduce(xs, dt.ReduceOp.BAND)),
+        (TypeError, "BAND cannot reduce torch.float32", lambda: dt.all_reduce(xs, dt.collectives.ReduceOp.BAND)),
         (TypeError, "AVG cannot reduce torch.int64", lambda: dt.all_reduce([x.long() for x in xs], "AVG")),
         (ValueError, "node 7 is not in", lambda: dt.broadcast(xs, 7)),
         (ValueError, "2 lists for 4 tensors", lambda: dt.all_gather([xs, xs], xs)),
         (ValueError, "list 0: tensors on nodes .0, 1, 2, 3., not .0, 0, 0, 0.", lambda: dt.all_gather([xs] * 4, xs)),
-        (ValueError, "gather_list has 1 tensors, and the group 4", lambda: dt.gather(xs, [xs[0]], 0)),
-        (ValueError, r"arrives", lambda: dt.send(xs[0], torch.ones(2, device="node:1"))),
-        (TypeError, "recv: the target", lambda: dt.recv(torch.ones(3), xs[0])),
-        (RuntimeError, "MAX has no gradient", lambda: F.all_reduce([x.requires_grad_() for x in xs], dt.ReduceOp.MAX)),
+        (ValueError, "gather_list has 1 tensors, and the group 4", lambda: dt.collectives.gather(xs, [xs[0]], 0)),
+        (ValueError, r"arrives", lambda: dt.collectives.send(xs[0], torch.ones(2, device="node:1"))),
+        (TypeError, "recv: the target", lambda: dt.collectives.recv(torch.ones(3), xs[0])),
+        (
+            RuntimeError,
+            "MAX has no gradient",
+            lambda: F.all_reduce([x.requires_grad_() for x in xs], dt.collectives.ReduceOp.MAX),
+        ),
     ]
     for kind, words, call in cases:
         with pytest.raises(kind, match=words):
@@ -301,7 +356,7 @@ def test_poison_reaches_all_and_names_its_line():
 def test_poison_that_is_overwritten_harms_nobody_else():
     _, xs = on_nodes(lambda k: torch.full((3,), float(k)))
     xs[2] = torch.ones(3, device="node:2")[torch.tensor([9, 9, 9], device="node:2")]
-    dt.broadcast(xs, 1, algorithm=dt.Way("tree", 1))
+    dt.broadcast(xs, 1, algorithm=dt.collectives.Way("tree", 1))
     assert [xs[k].tolist() for k in (0, 1, 3)] == [[1, 1, 1]] * 3
     with pytest.raises(IndexError):
         xs[2].cpu()
@@ -357,7 +412,7 @@ def test_in_a_graph():
         ys = [x * 2 for x in xs]
         dt.all_reduce(ys)
         zs = [y + 1 for y in ys]
-        with pytest.raises(dt.GraphError, match="async_op=True"):
+        with pytest.raises(dt.errors.GraphError, match="async_op=True"):
             dt.all_reduce(ys, async_op=True)
     for turn in range(3):
         g.replay()
@@ -377,14 +432,14 @@ def test_gradients_are_those_of_the_whole():
         "all_reduce": (F.all_reduce, local_all),
         "average": (lambda xs: F.all_reduce(xs, "AVG"), lambda xs: [y / N for y in local_all(xs)]),
         "reduce": (lambda xs: [F.reduce(xs, 1)], lambda xs: [sum(xs)]),
-        "mean": (lambda xs: [F.reduce(xs, 1, dt.ReduceOp.AVG)], lambda xs: [sum(xs) / N]),
-        "broadcast": (lambda xs: F.broadcast(xs[2], dt.new_group()), lambda xs: [xs[2] * 1 for _ in xs]),
+        "mean": (lambda xs: [F.reduce(xs, 1, dt.collectives.ReduceOp.AVG)], lambda xs: [sum(xs) / N]),
+        "broadcast": (lambda xs: F.broadcast(xs[2], dt.collectives.new_group()), lambda xs: [xs[2] * 1 for _ in xs]),
         "all_gather": (
             lambda xs: [torch.cat(row) for row in F.all_gather(xs)],
             lambda xs: [torch.cat(xs) for _ in xs],
         ),
         "gather": (lambda xs: F.gather(xs, 3), lambda xs: [x * 1 for x in xs]),
-        "scatter": (lambda xs: F.scatter(xs[1].split(1), dt.new_group()), lambda xs: list(xs[1].split(1))),
+        "scatter": (lambda xs: F.scatter(xs[1].split(1), dt.collectives.new_group()), lambda xs: list(xs[1].split(1))),
         "reduce_scatter": (
             lambda xs: F.reduce_scatter([x.split(1) for x in xs]),
             lambda xs: list(sum(xs).split(1)),

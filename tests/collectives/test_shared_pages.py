@@ -23,13 +23,13 @@ FITS = shared_pages.SLOT // 4
 
 @pytest.fixture
 def ranks():
-    made = Ranks("shm", N, boards=True)
+    made = Ranks("shm", N, shared_pages=True)
     yield made
     made.close()
 
 
 def made_pages(ranks, members=tuple(range(N))):
-    return [ranks.boards[rank]._known[id(ranks.channels[rank]), tuple(members)] for rank in members]
+    return [ranks.shared_pages[rank]._known[id(ranks.channels[rank]), tuple(members)] for rank in members]
 
 
 def operations(ranks):
@@ -43,7 +43,7 @@ def test_all_reduce(ranks, numel, op):
     gives = [contribution(rank, numel, torch.float32) for rank in range(N)]
     outs = [torch.empty_like(x) for x in gives]
     for _ in range(3):  # both slots, and the first one again
-        ranks.results(lambda wire: C.all_reduce(wire, gives[wire.me], outs[wire.me], op))
+        ranks.results(lambda exchange: C.all_reduce(exchange, gives[exchange.me], outs[exchange.me], op))
         for out in outs:
             torch.testing.assert_close(out, reduced(gives, op), rtol=1e-6, atol=0)
             assert torch.equal(out, outs[0])  # to the bit
@@ -51,7 +51,7 @@ def test_all_reduce(ranks, numel, op):
     if numel <= FITS:
         assert operations(ranks) == [3] * N
     else:
-        assert not any(boards._known for boards in ranks.boards)
+        assert not any(shared_pages._known for shared_pages in ranks.shared_pages)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_all_reduce(ranks, numel, op):
 def test_dtypes(ranks, dtype):
     xs = [contribution(rank, 33, dtype) for rank in range(N)]
     expected = reduced(xs, ReduceOp.SUM)
-    ranks.results(lambda wire: C.all_reduce(wire, xs[wire.me], xs[wire.me], ReduceOp.SUM))
+    ranks.results(lambda exchange: C.all_reduce(exchange, xs[exchange.me], xs[exchange.me], ReduceOp.SUM))
     assert all(torch.equal(x, expected) for x in xs)
 
 
@@ -69,15 +69,15 @@ def test_in_place_strided_and_of_many_kinds_in_turn(ranks):
     kept = [base.clone() for base in bases]
     others = [torch.full((5,), rank) for rank in range(N)]
 
-    def call(wire):
-        strided = bases[wire.me].t()[::2]
-        C.all_reduce(wire, strided, strided)
-        C.broadcast(wire, others[wire.me], 2)
-        C.barrier(wire)
+    def call(exchange):
+        strided = bases[exchange.me].t()[::2]
+        C.all_reduce(exchange, strided, strided)
+        C.broadcast(exchange, others[exchange.me], 2)
+        C.barrier(exchange)
         gathered = [torch.empty(i + 1) for i in range(N)]
-        C.all_gather(wire, torch.full((wire.me + 1,), float(wire.me)), gathered)
+        C.all_gather(exchange, torch.full((exchange.me + 1,), float(exchange.me)), gathered)
         total = torch.zeros(2)
-        C.reduce(wire, torch.full((2,), 1.0 + wire.me), total if wire.me == 1 else None, 1)
+        C.reduce(exchange, torch.full((2,), 1.0 + exchange.me), total if exchange.me == 1 else None, 1)
         return torch.cat(gathered).tolist(), total.tolist()
 
     for me, (gathered, total) in enumerate(ranks.results(call)):
@@ -92,10 +92,10 @@ def test_in_place_strided_and_of_many_kinds_in_turn(ranks):
 def test_a_barrier_waits_for_all(ranks):
     entered = [0] * N
 
-    def call(wire):
+    def call(exchange):
         for count in range(1, 20):
-            entered[wire.me] = count
-            C.barrier(wire)
+            entered[exchange.me] = count
+            C.barrier(exchange)
             assert min(entered) >= count, "this rank has returned before another one came"
 
     ranks.results(call)
@@ -104,14 +104,14 @@ def test_a_barrier_waits_for_all(ranks):
 
 def test_groups_have_their_own(ranks):
     for members in ([0, 2], [2, 0], [1, 2], [0, 1, 2]):
-        for x in ranks.results(lambda wire: _summed(wire), members=members):
+        for x in ranks.results(lambda exchange: _summed(exchange), members=members):
             assert x.tolist() == [sum(range(1, len(members) + 1))] * 4
         assert all(made_pages(ranks, members))
 
 
-def _summed(wire):
-    x = torch.full((4,), 1.0 + wire.me)
-    C.all_reduce(wire, x, x)
+def _summed(exchange):
+    x = torch.full((4,), 1.0 + exchange.me)
+    C.all_reduce(exchange, x, x)
     return x
 
 
@@ -129,7 +129,9 @@ def test_poison_reaches_everybody_and_the_next_is_fine(ranks, bad):
 def test_a_rank_that_cannot_read_a_contribution_tells_the_others(ranks):
     ranks.results(_summed)
     bad = torch.empty(4, device="meta")
-    outcomes = ranks.outcomes(lambda wire: made_pages(ranks)[wire.me].broadcast(wire, bad, 0) or wire.end())
+    outcomes = ranks.outcomes(
+        lambda exchange: made_pages(ranks)[exchange.me].broadcast(exchange, bad, 0) or exchange.end()
+    )
     assert [type(o) for o in outcomes[1:]] == [PoisonedError] * 2
     assert all((o.rank, o.seq) == (0, 7) for o in outcomes[1:])
     assert isinstance(outcomes[0], NotImplementedError)
@@ -164,11 +166,11 @@ def test_without_memory_for_more_all_use_messages(ranks, monkeypatch):
 def test_a_rank_that_is_lost_ends_the_waiting_of_the_others(ranks):
     ranks.results(_summed)
 
-    def call(wire):
-        if wire.me == 2:
+    def call(exchange):
+        if exchange.me == 2:
             ranks.channels[2].abort()
             return None
-        return _summed(wire)
+        return _summed(exchange)
 
     for _ in range(2):
         for outcome in ranks.outcomes(call)[:2]:
@@ -184,11 +186,11 @@ def test_who_waits_for_long_sleeps_until_it_is_woken(ranks, monkeypatch):
     monkeypatch.setattr(shared_pages, "_nap", (ctypes.c_long * 2)(1000, 0))
     late = made_pages(ranks)[2]
 
-    def call(wire):
-        if wire.me == 2:
+    def call(exchange):
+        if exchange.me == 2:
             while not late._sides[2].words[shared_pages._SLEEPER]:
                 os.sched_yield()
-        return _summed(wire)
+        return _summed(exchange)
 
     assert all(x.tolist() == [6.0] * 4 for x in ranks.results(call))
 

@@ -81,13 +81,15 @@ PLAIN = re.sub(r"init_master_worker\(.*\)", "init_master_worker()", PROGRAM)
 
 
 def test_dtrun_on_every_host(home: Path) -> None:
-    (home / "script.py").write_text(PLAIN.replace("dt.shutdown", "print(dt.node_count()); dt.shutdown"))
+    (home / "script.py").write_text(PLAIN.replace("dt.shutdown", "print(dt.session.node_count()); dt.shutdown"))
     first, second = (start(home, command) for command in section("dtrun on every host"))
     assert printed(first, second) == ["the sum is 12.0", "4"]
 
 
 def test_later(home: Path) -> None:
-    (home / "script.py").write_text(PLAIN.replace("dt.shutdown", f"{WAITING}print(dt.node_count())\ndt.shutdown"))
+    (home / "script.py").write_text(
+        PLAIN.replace("dt.shutdown", f"{WAITING}print(dt.session.node_count())\ndt.shutdown")
+    )
     [command] = section("Later, and fewer")
     job = start(home, command)
     worker = re.search(r"`(dtrun worker -n 2 [^`]*)`", PAGE)[1]

@@ -70,12 +70,12 @@ def test_start_and_stop() -> None:
     for n in (1, 3, 2):
         with dt.init_master_worker(nodes=n, launcher="inproc"):
             assert dt.is_initialized()
-            assert dt.node_count() == torch.node.device_count() == len(dt.nodes()) == n
+            assert dt.session.node_count() == torch.node.device_count() == len(dt.nodes()) == n
             assert (torch.ones(2, device=f"node:{n - 1}") + 1).tolist() == [2, 2]
         assert not dt.is_initialized()
     dt.shutdown()  # nothing to do
     with pytest.raises(dt.DisttensorError, match="init_master_worker"):
-        dt.zeros(1)
+        dt.factories.zeros(1)
 
 
 def test_elements_and_storages() -> None:
@@ -218,7 +218,7 @@ def test_a_channel_of_an_installed_package(script: Script, tmp_path: Path) -> No
 
 def test_a_channel_that_the_script_registers(script: Script, tmp_path: Path) -> None:
     (tmp_path / "my_channel.py").write_text(CHANNEL)
-    registers = "from my_channel import Mine\nimport disttensor as dt\ndt.register_channel('mine', Mine)\n"
+    registers = "from my_channel import Mine\nimport disttensor as dt\ndt.channels.register_channel('mine', Mine)\n"
     done = script(registers + SENDING)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == CARRIED

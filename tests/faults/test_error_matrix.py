@@ -132,7 +132,7 @@ OPERATIONS: dict[str, tuple[Cause, type[Exception], str]] = {
     "fails on the node": (lambda: fails_later().item(), RuntimeError, "gather"),
     "asked shape": (lambda: fails_later().nonzero(), RuntimeError, "gather"),
     "fetched": (lambda: fails_later().cpu(), RuntimeError, "gather"),
-    "function": (lambda: dt.run(boom, node=1), dt.RemoteError, "Boom"),
+    "function": (lambda: dt.run(boom, node=1), dt.errors.RemoteError, "Boom"),
 }
 
 

@@ -385,7 +385,7 @@ with dt.init_master_worker(nodes=2, launcher="inproc"):
     x = torch.ones(3, device="node:1")
     x.sum().item()
 zeros = lambda: torch.zeros(2, device="node:0")
-for use in (lambda: x + 1, lambda: x.cpu(), zeros, lambda: dt.zeros(2), dt.node_count):
+for use in (lambda: x + 1, lambda: x.cpu(), zeros, lambda: dt.factories.zeros(2), dt.session.node_count):
     try:
         use()
     except dt.DisttensorError as e:

@@ -281,7 +281,7 @@ def test_a_forked_child_is_refused_and_harms_nothing() -> None:
         if child == 0:
             try:
                 (x + 1).sum().item()
-            except dt.ForkError:
+            except dt.errors.ForkError:
                 del x
                 os._exit(7)
             os._exit(1)

@@ -71,7 +71,7 @@ for program in (
     lambda: torch.ones(3, device="node:0"), lambda: torch.randn(3, device=where),
     lambda: torch.tensor([1.0], device="node"),
     lambda: torch.ones(3).to("node:0"), lambda: nn.Linear(3, 3).to("node:1"), lambda: nn.Linear(3, 3, device="node:1"),
-    lambda: torch.empty_like(torch.ones(3), device="node:0"), lambda: dt.zeros(3), lambda: dt.run(print),
+    lambda: torch.empty_like(torch.ones(3), device="node:0"), lambda: dt.factories.zeros(3), lambda: dt.run(print),
     lambda: torch.node.synchronize(), lambda: dt.synchronize("node:1"),
 ):
     print(said(program))
@@ -180,18 +180,26 @@ NODES: dict[str, Mistake] = {
     "node far": (RuntimeError, "'node:7' does not exist", lambda: dt.run(where, node="node:7")),
     "node float": (TypeError, r"a node is an integer .*not 1\.5", lambda: dt.run(where, node=1.5)),
     "synchronize": (ValueError, "not 'cuda:1'", lambda: dt.synchronize("cuda:1")),
-    "group": (TypeError, r"such as \[0, 1\], not of 1", lambda: dt.new_group(1)),
-    "group of a text": (TypeError, r"such as \[0, 1\], not of 'node:1'", lambda: dt.new_group("node:1")),
-    "prefetch": (RuntimeError, "'node:9' does not exist", lambda: dt.prefetch([], "node:9")),
-    "prefetch depth": (TypeError, r"depth is a whole number, not 1\.5", lambda: dt.prefetch([], 1, depth=1.5)),
+    "group": (TypeError, r"such as \[0, 1\], not of 1", lambda: dt.collectives.new_group(1)),
+    "group of a text": (TypeError, r"such as \[0, 1\], not of 'node:1'", lambda: dt.collectives.new_group("node:1")),
+    "prefetch": (RuntimeError, "'node:9' does not exist", lambda: dt.data.prefetch([], "node:9")),
+    "prefetch depth": (TypeError, r"depth is a whole number, not 1\.5", lambda: dt.data.prefetch([], 1, depth=1.5)),
     "one tensor": (
         ValueError,
         r"all_reduce takes .*session has 2 nodes .*new_group\(\[1\]\)",
         lambda: dt.all_reduce(ones(1)),
     ),
-    "one of reduce": (ValueError, "reduce takes a list of one tensor per node", lambda: dt.reduce(ones(0), 0)),
+    "one of reduce": (
+        ValueError,
+        "reduce takes a list of one tensor per node",
+        lambda: dt.collectives.reduce(ones(0), 0),
+    ),
     "one of broadcast": (ValueError, "broadcast takes a list", lambda: dt.broadcast(ones(0), 0)),
-    "one differentiable": (ValueError, "all_reduce takes a list", lambda: dt.functional.all_reduce(ones(0))),
+    "one differentiable": (
+        ValueError,
+        "all_reduce takes a list",
+        lambda: dt.collectives.functional.all_reduce(ones(0)),
+    ),
     "keyword": (
         TypeError,
         r"all_reduce\(\) got .*'async'; did you mean async_op=\?",
@@ -200,7 +208,7 @@ NODES: dict[str, Mistake] = {
     "keyword of a group": (
         TypeError,
         r"barrier\(\) got .*'groups'; did you mean group=\?",
-        lambda: dt.barrier(groups=None),
+        lambda: dt.collectives.barrier(groups=None),
     ),
     "wait": (TypeError, "count is a whole number, not '2'", lambda: dt.wait_for_nodes("2")),
 }
@@ -215,8 +223,8 @@ def test_a_node_is_named_by_number_or_text_alike(settled: None) -> None:
     for node in (1, "node:1", torch.device("node:1")):
         assert dt.run(where, node=node) == [1]
         with dt.node(node):
-            assert dt.current_node() == 1
-    assert dt.new_group(["node:1", 0]).nodes == (1, 0)
+            assert dt.session.current_node() == 1
+    assert dt.collectives.new_group(["node:1", 0]).nodes == (1, 0)
     assert dt.run(where, node=["node:0", 1]) == [[1], [1]]
     assert dt.device("node:1", "cpu") == dt.device(1, "cpu")
 
@@ -229,7 +237,7 @@ def test_a_function_has_keywords_of_its_own(settled: None) -> None:
 
 def test_one_tensor_is_enough_where_it_is_said(settled: None) -> None:
     (x,) = ones(1)
-    dt.all_reduce([x], group=dt.new_group([1]))
+    dt.all_reduce([x], group=dt.collectives.new_group([1]))
     dt.all_reduce([x, torch.ones(2, device=dt.device(1, "cuda:1"))])
     assert x.tolist() == [2.0, 2.0]
 

@@ -343,7 +343,7 @@ def test_a_graph_says_what_runs_it(caplog: pytest.LogCaptureFixture, engine: str
     with dt.init_master_worker(nodes=1, launcher="inproc"):
         x = torch.eye(3, device="node:0") * 2
         g = dt.Graph()
-        with pytest.raises(dt.GraphError, match="empty"):
+        with pytest.raises(dt.errors.GraphError, match="empty"):
             g.engines()
         torch.linalg.inv_ex(x)
         with dt.graph(g, engine=engine):

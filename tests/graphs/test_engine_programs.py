@@ -68,7 +68,7 @@ def replays_alike(function: Callable[[], Sequence[Tensor]], numbers: int = 0, wr
 
 def stays(function: Callable[[], Sequence[Tensor]], why: str) -> None:
     program, inputs = record(function)
-    with pytest.raises(listing.Unfit, match=why):
+    with pytest.raises(listing.NotCompilable, match=why):
         traced(program, inputs)
 
 
@@ -129,7 +129,7 @@ def test_elements_that_overlap_are_written() -> None:
     program, inputs = record(lambda: [wide + 1])
     line = program.lines[0]
     overwrite = type(line)(torch.ops.aten.zero_.default, line.args[:1], {}, (), True)
-    with pytest.raises(listing.Unfit, match="overlap"):
+    with pytest.raises(listing.NotCompilable, match="overlap"):
         traced(Program((overwrite, line), program.inputs, program.outputs, 0), inputs)
 
 
@@ -206,7 +206,7 @@ def test_learning_rates_of_optimizers(name: str, foreach: bool) -> None:
 )
 def test_numbers_where_no_tensor_can_stand(x: Tensor, function: Callable[[Tensor], list[Tensor]], why: str) -> None:
     program, inputs = record(lambda: function(x), 1)
-    with pytest.raises(listing.Unfit, match=why):
+    with pytest.raises(listing.NotCompilable, match=why):
         traced(program, inputs)
 
 

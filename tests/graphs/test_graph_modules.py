@@ -117,7 +117,7 @@ def test_streams_in_a_recording_are_flattened() -> None:
     stream, done = dt.Stream(node=0), dt.Event()
 
     def step() -> torch.Tensor:
-        stream.wait_stream(dt.current_stream(0))
+        stream.wait_stream(dt.streams.current_stream(0))
         with dt.stream(stream):
             y = x + 1
             done.record()

@@ -95,7 +95,7 @@ def test_refused(name: str) -> None:
         step()
     before = state_of(optimizer) if name != "LBFGS" else None
     groups = [dict(group) for group in optimizer.param_groups]
-    with pytest.raises(dt.GraphError), dt.graph(dt.Graph()):
+    with pytest.raises(dt.errors.GraphError), dt.graph(dt.Graph()):
         step()
     if before is not None:
         assert state_of(optimizer) == before
@@ -105,7 +105,7 @@ def test_refused(name: str) -> None:
 
 def test_a_state_that_the_recording_would_make_is_refused() -> None:
     _, _, step = start("Adam", {"lr": 0.1})
-    with pytest.raises(dt.GraphError, match="take a step before"), dt.graph(dt.Graph()):
+    with pytest.raises(dt.errors.GraphError, match="take a step before"), dt.graph(dt.Graph()):
         step()
 
 
@@ -133,5 +133,5 @@ def test_a_rate_in_a_tensor_of_the_masters_is_refused() -> None:
     _, optimizer, step = start("Adam", {"lr": 0.1})
     step()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    with pytest.raises(dt.GraphError, match="give a float"), dt.graph(dt.Graph()):
+    with pytest.raises(dt.errors.GraphError, match="give a float"), dt.graph(dt.Graph()):
         step()

@@ -112,7 +112,7 @@ def test_a_float_that_no_operation_gets_is_refused() -> None:
 
     x = torch.ones(1, device="node:0")
     step(x, 4.0)
-    with pytest.raises(dt.GraphError, match="float argument 0 reached no operation"):
+    with pytest.raises(dt.errors.GraphError, match="float argument 0 reached no operation"):
         step(x, 4.0)
 
 
@@ -138,7 +138,7 @@ def test_a_result_that_is_held_elsewhere_too() -> None:
 
 def test_a_local_tensor_is_refused() -> None:
     step = dt.graphed(lambda x: x.to("node:0") * 2)
-    with pytest.raises(dt.GraphError, match="send it to a node"):
+    with pytest.raises(dt.errors.GraphError, match="send it to a node"):
         step(torch.ones(2))
 
 
@@ -178,7 +178,7 @@ def test_parameters_are_known_by_identity_and_what_has_a_history_is_refused() ->
         assert step(two, x).tolist() == [4, 4]
         assert one.grad is not None
         assert one.grad.tolist() == [i, i]
-    with pytest.raises(dt.GraphError, match=r"x\.detach\(\)"):
+    with pytest.raises(dt.errors.GraphError, match=r"x\.detach\(\)"):
         step(one * 2, x)
 
 
@@ -240,7 +240,7 @@ def test_verifying_says_what_differs() -> None:
 
     x = torch.ones(3, device="node:0")
     step(x)
-    with pytest.raises(dt.GraphError) as caught:
+    with pytest.raises(dt.errors.GraphError) as caught:
         step(x)
     text = said(caught.value)
     assert "result 0: 3 of 3 elements of (3,) differ; at [0] the replay has 3.0 and eager 4.0" in text

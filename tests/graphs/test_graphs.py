@@ -189,7 +189,7 @@ def test_a_declared_number() -> None:
         local = torch.ones(2)
         assert torch.equal(y.cpu(), local * (1 - rate) + rate)
         assert torch.equal(z.cpu(), torch.add(local, local, alpha=-rate))
-    with pytest.raises(dt.GraphError, match="no number 'other'; declared are: rate"):
+    with pytest.raises(dt.errors.GraphError, match="no number 'other'; declared are: rate"):
         g.replay(other=1.0)
 
 
@@ -220,7 +220,7 @@ def test_a_branch_on_a_number_is_refused_when_it_would_go_the_other_way() -> Non
         y = x + k if k > 0 else x - k
     g.replay(k=2.0)
     assert y.tolist() == [3, 3]
-    with pytest.raises(dt.GraphError, match=r"another way at .*test_graphs\.py"):
+    with pytest.raises(dt.errors.GraphError, match=r"another way at .*test_graphs\.py"):
         g.replay(k=-2.0)
 
 
@@ -229,7 +229,7 @@ def test_a_branch_on_a_number_is_refused_when_it_would_go_the_other_way() -> Non
 )
 def test_what_would_have_to_wait_is_refused_at_its_line(wait: Callable[[torch.Tensor], Any]) -> None:
     x = torch.ones(2, device="node:0")
-    with pytest.raises(dt.GraphError, match="while a graph is recorded"), dt.graph(dt.Graph()):
+    with pytest.raises(dt.errors.GraphError, match="while a graph is recorded"), dt.graph(dt.Graph()):
         wait(x)
     assert (x + 1).tolist() == [2, 2]
 
@@ -303,14 +303,14 @@ def test_a_block_that_fails_records_nothing() -> None:
     g = dt.Graph()
     with pytest.raises(IndexError, match="out of bounds"), dt.graph(g):
         x.add_(1)[2]
-    with pytest.raises(dt.GraphError, match="empty"):
+    with pytest.raises(dt.errors.GraphError, match="empty"):
         g.replay()
     assert x.tolist() == [1, 1]
     with dt.graph(g):
         x.add_(1)
     g.replay()
     assert x.tolist() == [2, 2]
-    with pytest.raises(dt.GraphError, match="has a recording"), dt.graph(g):
+    with pytest.raises(dt.errors.GraphError, match="has a recording"), dt.graph(g):
         pass
 
 

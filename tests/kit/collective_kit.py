@@ -13,7 +13,7 @@ from limits import HANG
 
 from disttensor.runtime.channel.gloo.channel import GlooChannel
 from disttensor.runtime.channel.tcp.frames import EAGER
-from disttensor.runtime.collective import IDS, ReduceOp, Wire, all_to_all
+from disttensor.runtime.collective import IDS, Exchange, ReduceOp, all_to_all
 from disttensor.runtime.collective.shared_pages import SharedPagesOfGroups
 
 __all__ = ["CHANNELS", "LIMIT", "Ranks", "contribution", "reduced"]
@@ -26,27 +26,27 @@ _bases = itertools.count(0, IDS)
 class Ranks:
     """Runs a function as every rank of a group. All connections are there from the start."""
 
-    def __init__(self, name: str, n: int, boards: bool = False) -> None:
+    def __init__(self, name: str, n: int, shared_pages: bool = False) -> None:
         self.channels = ranked(name, range(n))
-        self.boards: list[SharedPagesOfGroups] = []  #: what is small goes by these, as on nodes
+        self.shared_pages: list[SharedPagesOfGroups] = []  #: what is small goes by these, as on nodes
         self.size = n
         large = [torch.zeros(EAGER) for _ in range(n)]  # what is small is written by its caller, without a thread
         self.results(lambda wire: all_to_all(wire, large, [torch.empty(EAGER) for _ in range(n)]))
         for channel in self.channels:
             for carrier in channel._carriers() if isinstance(channel, GlooChannel) else ():
                 carrier.join(LIMIT)  # it connects beside all else
-        if boards:
-            self.boards = [SharedPagesOfGroups() for _ in range(n)]
+        if shared_pages:
+            self.shared_pages = [SharedPagesOfGroups() for _ in range(n)]
 
     def close(self) -> None:
-        for board in self.boards:
-            board.close()
+        for pages in self.shared_pages:
+            pages.close()
         for channel in self.channels:
             channel.close()
 
     def outcomes(
         self,
-        fn: Callable[[Wire], Any],
+        fn: Callable[[Exchange], Any],
         members: Sequence[int] | None = None,
         poison: dict[int, tuple[int, int]] | None = None,
         carry: torch.dtype | None = None,
@@ -58,12 +58,12 @@ class Ranks:
 
         def rank(me: int) -> None:
             try:
-                wire = Wire(
+                wire = Exchange(
                     self.channels[members[me]], members, me, base,
                     blame=(members[me], 7), poison=(poison or {}).get(members[me]), carry=carry,
                 )  # fmt: skip
-                if self.boards:
-                    wire.boards = self.boards[members[me]]
+                if self.shared_pages:
+                    wire.shared_pages = self.shared_pages[members[me]]
                 results[me] = fn(wire)
             except Exception as error:
                 results[me] = error
@@ -75,7 +75,7 @@ class Ranks:
             thread.join(LIMIT)
         return results
 
-    def results(self, fn: Callable[[Wire], Any], **kwargs: Any) -> list[Any]:
+    def results(self, fn: Callable[[Exchange], Any], **kwargs: Any) -> list[Any]:
         """The same where all succeed."""
         results = self.outcomes(fn, **kwargs)
         for result in results:

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 from disttensor.runtime.contracts.launcher import CHECKS, Make, run_check
-from disttensor.runtime.host.launch_spec import Host, Plan, plan_of_dtrun
+from disttensor.runtime.host.launch_spec import Host, LaunchSpec, spec_of_dtrun
 from disttensor.runtime.launch import Launcher, get_launcher, registry
 from disttensor.runtime.launch.starters.join import JoinLauncher
 from disttensor.runtime.launch.starters.local import LocalLauncher
-from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
+from disttensor.runtime.launch.starters.root_launcher import RootLauncher
 
 #: What the workers of the checks need, in place of torch.
 PRELOAD = ("disttensor.runtime.contracts.launcher_worker",)
@@ -28,10 +28,10 @@ def local(entry: str) -> LocalLauncher:
     return LocalLauncher(entry, PRELOAD)
 
 
-def nearby(entry: str) -> PlannedLauncher:
+def nearby(entry: str) -> RootLauncher:
     """A root with two agents."""
     hosts = Host("a", 2), Host("b", 1)
-    return PlannedLauncher(Plan("nearby", hosts=hosts, options={"preload": " ".join(PRELOAD)}), entry)
+    return RootLauncher(LaunchSpec("nearby", hosts=hosts, options={"preload": " ".join(PRELOAD)}), entry)
 
 
 #: `dtrun worker`, but for torch.
@@ -50,7 +50,7 @@ class Joined(JoinLauncher):
     def __init__(self, entry: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         file = str(Path(self._folder.name) / "job")
-        super().__init__(Plan("join", most=3, options={"connection_file": file, "all_come": "yes"}))
+        super().__init__(LaunchSpec("join", most=3, options={"connection_file": file, "all_come": "yes"}))
         self.entry = entry
         self._agents = [
             subprocess.Popen(
@@ -81,8 +81,8 @@ UNDER_DTRUN = [name for name in CHECKS if name not in BESIDE_DTRUN]
 
 def served(entry: str) -> Launcher:
     """What dtrun, or mpiexec, has started for this script."""
-    plan = plan_of_dtrun() or Plan(registry.automatic)
-    launcher = get_launcher(plan.launcher).of(plan)
+    spec = spec_of_dtrun() or LaunchSpec(registry.automatic)
+    launcher = get_launcher(spec.launcher).of(spec)
     launcher.entry = entry  # type: ignore[attr-defined]
     return launcher
 

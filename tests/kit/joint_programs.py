@@ -18,12 +18,12 @@ def step(rng, local, there, works):
     mine, theirs = [local[k] for k in nodes], [there[k] for k in nodes]
     async_op, root = rng.random() < 0.4, rng.randrange(len(nodes))
     work = None
-    group = dt.new_group(nodes) if len(nodes) == 1 else None  # one tensor alone is an error
+    group = dt.collectives.new_group(nodes) if len(nodes) == 1 else None  # one tensor alone is an error
     match rng.randrange(11):
         case 0:
             total = sum(mine) % 97
             outs = [torch.empty_like(x) for x in theirs]
-            algorithm = rng.choice([None, "ring", "halving", "tree", dt.Way("direct", chunk=64)])
+            algorithm = rng.choice([None, "ring", "halving", "tree", dt.collectives.Way("direct", chunk=64)])
             work = dt.all_reduce(theirs, out=outs, group=group, async_op=async_op, algorithm=algorithm)
             for k, out in zip(nodes, outs, strict=True):
                 local[k], there[k] = total.clone(), out % 97
@@ -32,10 +32,12 @@ def step(rng, local, there, works):
             for x in mine:
                 x.copy_(mine[root].clone())
         case 2:
-            work = dt.reduce(theirs, nodes[root], dt.ReduceOp.MAX, group=group, async_op=async_op)
+            work = dt.collectives.reduce(
+                theirs, nodes[root], dt.collectives.ReduceOp.MAX, group=group, async_op=async_op
+            )
             mine[root].copy_(torch.stack(mine).amax(0))
         case 3:
-            work = dt.sendreceive(theirs, group=group, async_op=async_op)
+            work = dt.collectives.sendreceive(theirs, group=group, async_op=async_op)
             shifted = [mine[i - 1].clone() for i in range(len(mine))]
             for x, y in zip(mine, shifted, strict=True):
                 x.copy_(y)
@@ -60,17 +62,19 @@ def step(rng, local, there, works):
                 local[k], there[k] = (2 * sum(mine) + len(mine)) % 97, y % 97
         case 8:  # one that grows
             outs = [x.new_empty(0) for x in theirs]
-            work = dt.all_gather_into_tensor(outs, theirs, group=group, async_op=async_op)
+            work = dt.collectives.all_gather_into_tensor(outs, theirs, group=group, async_op=async_op)
             for k, out in zip(nodes, outs, strict=True):
                 local[k], there[k] = sum(mine) % 79, (out * 1).view(len(nodes), -1).sum(0) % 79
         case 9:  # some have nothing
             values = [None if i != root and rng.random() < 0.3 else x for i, x in enumerate(theirs)]
-            sums, _ = dt.all_reduce(values, torch.add, dt.new_group(nodes), algorithm=dt.Way("tree", 3))
+            sums, _ = dt.all_reduce(
+                values, torch.add, dt.collectives.new_group(nodes), algorithm=dt.collectives.Way("tree", 3)
+            )
             total = sum(x for x, value in zip(mine, values, strict=True) if value is not None) % 73
             for k, y in zip(nodes, sums, strict=True):
                 local[k], there[k] = total.clone(), y % 73
         case 10:  # by parts
-            split = dt.new_group(nodes).split(lambda k: k % 2)
+            split = dt.collectives.new_group(nodes).split(lambda k: k % 2)
             work = dt.all_reduce(theirs, group=split, async_op=async_op)
             total = sum(mine)
             for k, x in zip(nodes, theirs, strict=True):
@@ -84,7 +88,7 @@ def run(seed, steps=40):
     numel = rng.choice([1, 7, 1001])
     local = [torch.randint(0, 50, (numel,), generator=torch.Generator().manual_seed(k)) for k in range(N)]
     there = [x.to(f"node:{k}") for k, x in enumerate(local)]
-    works: list[dt.Work] = []
+    works: list[dt.futures.Work] = []
     for _ in range(steps):
         step(rng, local, there, works)
     for x, y in zip(local, there, strict=True):

@@ -139,7 +139,7 @@ class Here(Builder):
                 tracing.check(module, tracing.examples(given, plan, program))
             build.plan = json.loads(json.dumps(plan.plain()))
             build.library = lambda: lambda arguments: list(module(*arguments))  # type: ignore[method-assign]
-        except listing.Unfit as e:
+        except listing.NotCompilable as e:
             build.why = str(e)
         build.done.set()
         BUILT.append(build.why)

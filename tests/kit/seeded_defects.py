@@ -40,13 +40,13 @@ def kernel(name: str, breaks: Callable[..., Any]) -> Callable[[pytest.MonkeyPatc
     """``breaks(original, *args)`` in the place of what nodes run for an operator."""
 
     def seed(patch: pytest.MonkeyPatch) -> None:
-        original = template.binding
+        original = template.fast_path
 
-        def binding(op: Any, *rest: Any) -> Callable[..., Any]:
+        def fast_path(op: Any, *rest: Any) -> Callable[..., Any]:
             fn = original(op, *rest)
             return (lambda *args, **kwargs: breaks(fn, *args, **kwargs)) if op.name() == name else fn
 
-        patch.setattr(template, "binding", binding)
+        patch.setattr(template, "fast_path", fast_path)
 
     return seed
 
@@ -324,7 +324,7 @@ DEFECTS: dict[str, Defect] = {
         "3 of 3 values",
     ),
     "collective": Defect(
-        lambda patch: patch.setitem(reduction._KERNELS, dt.ReduceOp.SUM, forgets),
+        lambda patch: patch.setitem(reduction._KERNELS, dt.collectives.ReduceOp.SUM, forgets),
         lambda: dt.all_reduce([torch.full((3,), k + 1.0, device=f"node:{k}") for k in range(2)]),
         "all_reduce",
         "tensor 0 of node",

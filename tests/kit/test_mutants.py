@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +160,19 @@ def test_each_applies_to_the_product(patch: Path) -> None:
     """Seen at once, not when `make mutants` runs."""
     done = subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("patch", sorted((ROOT / "tests/mutants").glob("*.patch")), ids=lambda path: path.stem)
+def test_each_is_another_program(patch: Path, tmp_path: Path) -> None:
+    """Valid, and not the same but for comments: else a test would be red for another reason, or for none."""
+    _, git, diff = patch.read_text().partition("diff --git")
+    names = [name for name in re.findall(r"(?m)^\+\+\+ b/(\S+)", diff) if name.endswith(".py")]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "apply"], cwd=tmp_path, input=git + diff, text=True, check=True)
+    assert names
+    for name in names:
+        before, after = (ast.dump(ast.parse((folder / name).read_text())) for folder in (ROOT, tmp_path))
+        assert before != after, name

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from checkout import search_path
 
-from disttensor.runtime.host.launch_spec import PLAN, Host, Plan
+from disttensor.runtime.host.launch_spec import PLAN, Host, LaunchSpec
 from disttensor.runtime.launch.starters.ssh import SSH
 
 LEFT, RIGHT = "10.77.0.1", "10.77.0.2"
@@ -111,8 +111,8 @@ def hosts(left: int, right: int) -> Iterator[None]:
             ssh.write_text(_SSH.format(left=LEFT, right=RIGHT, pid=other.pid))
             ssh.chmod(0o700)
             os.environ[SSH] = str(ssh)
-            plan = Plan("ssh", hosts=(Host("left", left), Host("right", right)))
-            os.environ[PLAN] = msgspec.json.encode(plan).decode()
+            spec = LaunchSpec("ssh", hosts=(Host("left", left), Host("right", right)))
+            os.environ[PLAN] = msgspec.json.encode(spec).decode()
             yield
         finally:
             other.kill()

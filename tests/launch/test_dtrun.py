@@ -336,7 +336,7 @@ def spy(self, bundles):
 LocalLauncher.start = spy
 def look():
     import disttensor
-    print(disttensor.__version__, disttensor.zeros.__name__)
+    print(disttensor.__version__, disttensor.factories.zeros.__name__)
 with dt.init_master_worker():
     print("sum", (torch.ones(3, device="node:2") * 2).sum().item())
     dt.run(look, node=1)

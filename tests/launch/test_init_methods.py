@@ -93,7 +93,7 @@ def test_a_node_that_does_not_come_is_named(start: Start) -> None:
     while b"dt-worker" not in Path(f"/proc/{worker.pid}/comm").read_bytes():
         time.sleep(0.01)
     with pytest.raises(
-        dt.StartError, match=r"nodes \[0, 1\] of 2 have not answered within 4.0 s:\nnodes 0-1: .*1 on .* of 2"
+        dt.errors.StartError, match=r"nodes \[0, 1\] of 2 have not answered within 4.0 s:\nnodes 0-1: .*1 on .* of 2"
     ):
         dt.init_master_worker(init_method=url, nodes=2, timeout=4.0)
 
@@ -116,7 +116,7 @@ def test_a_host_without_torch_is_named_with_what_it_said(start: Start, tmp_path:
     path = os.pathsep.join([str(tmp_path / "broken"), str(Path(dt.__file__).parent.parent)])
     worker = start("-m", "dtrun", "worker", "--init-method", url, PYTHONPATH=path)
     expected = rf"node 0 on {socket.gethostname()} did not start: .*No module named 'not_there'\nits last output:\n"
-    with pytest.raises(dt.StartError, match=expected):
+    with pytest.raises(dt.errors.StartError, match=expected):
         dt.init_master_worker(init_method=url, nodes=1)
     assert worker.wait(HANG) == 1
 
@@ -127,7 +127,9 @@ def test_another_version_of_torch_is_named(start: Start, tmp_path: Path) -> None
     path = os.pathsep.join([str(tmp_path), str(Path(dt.__file__).parent.parent)])
     start("-m", "dtrun", "worker", "--init-method", url, PYTHONPATH=path)
     mine = torch.__version__.split("+")[0]
-    with pytest.raises(dt.StartError, match=rf"node 0 \(.*\) has torch 1.2.3, this master {mine}: install one version"):
+    with pytest.raises(
+        dt.errors.StartError, match=rf"node 0 \(.*\) has torch 1.2.3, this master {mine}: install one version"
+    ):
         dt.init_master_worker(init_method=url, nodes=1)
 
 
@@ -157,13 +159,13 @@ def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Star
 
 @pytest.mark.cold
 def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
-    from disttensor.runtime.launch.rendezvous.rendezvous import meeting
+    from disttensor.runtime.launch.rendezvous.rendezvous import find_rendezvous
 
     url = f"tcp://localhost:{free_port()}"
     worker = start("-m", "dtrun", "worker", "--init-method", url)
     with dt.init_master_worker(init_method=url, nodes=1):
         secret = (tmp_path / ".config/disttensor/secret").read_text().strip()
-        found = meeting(url).invitation(0)
+        found = find_rendezvous(url).invitation(0)
         looked = set()
         for process in [*family(worker.pid), *psutil.Process().children(recursive=True)]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # those of others may end meanwhile
@@ -194,7 +196,7 @@ def test_nodes_join_while_the_session_runs(start: Start) -> None:
             dt.wait_for_nodes(4)
         second = worker()
         assert dt.wait_for_nodes(2, 50) == 2
-        assert dt.node_count() == 2
+        assert dt.session.node_count() == 2
         assert (x.to("node:1") * 2).tolist() == [0.0, 2.0, 4.0]
         y = torch.ones(3, device="node:1")
         dt.all_reduce([x, y])
@@ -213,5 +215,7 @@ def test_nodes_join_while_the_session_runs(start: Start) -> None:
 
 def test_a_host_that_does_not_answer() -> None:
     ssh = "sh -c 'case \"$*\" in *-G*) exit 1;; esac; exec sleep 600' ssh"  # -G asks for the user's settings
-    with pytest.raises(dt.StartError, match=r"ssh has not connected yet; is it up, .* `ssh 192.0.2.1 true` has to end"):
+    with pytest.raises(
+        dt.errors.StartError, match=r"ssh has not connected yet; is it up, .* `ssh 192.0.2.1 true` has to end"
+    ):
         dt.init_master_worker(hosts="192.0.2.1:1", timeout=2, interface="127.0.0.1", launcher_options={"ssh": ssh})

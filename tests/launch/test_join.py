@@ -15,13 +15,13 @@ from limits import HANG
 from ports import free_port
 from test_launch import bundles, collect
 
-from disttensor.runtime.host.launch_spec import Plan
+from disttensor.runtime.host.launch_spec import LaunchSpec
 from disttensor.runtime.launch import Exited, Started
 from disttensor.runtime.launch.rendezvous.credentials import Invitation, derived, fresh, invite, read_connection_file
-from disttensor.runtime.launch.rendezvous.rendezvous import meeting
+from disttensor.runtime.launch.rendezvous.rendezvous import find_rendezvous
 from disttensor.runtime.launch.starters.join import JoinLauncher
-from disttensor.runtime.launch.tree.control import Began, Ended, Knock, Order, Ready, Refuse, Start
-from disttensor.runtime.launch.tree.framed import Stream
+from disttensor.runtime.launch.tree.control import AgentHello, Began, Ended, Order, Ready, Refuse, Start
+from disttensor.runtime.launch.tree.framed import FramedSocket
 from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
 from disttensor.runtime.protocol.errors import BrokenError, StartError
 from disttensor.runtime.transport.tunnel import TunnelClient
@@ -46,9 +46,9 @@ def job() -> Iterator[Job]:
     with contextlib.ExitStack() as stack:
 
         def start(init_method: str, most: int, **more: object) -> JoinLauncher:
-            found = meeting(init_method)
+            found = find_rendezvous(init_method)
             assert found is not None
-            launcher = JoinLauncher(Plan("join", most=most, options=found.options, **more))
+            launcher = JoinLauncher(LaunchSpec("join", most=most, options=found.options, **more))
             stack.callback(launcher.stop, 0)
             return launcher
 
@@ -58,11 +58,11 @@ def job() -> Iterator[Job]:
 class Agent:
     """Joins, and says what an agent would say."""
 
-    def __init__(self, invitation: Invitation, knock: Knock) -> None:
+    def __init__(self, invitation: Invitation, agent_hello: AgentHello) -> None:
         keys = invitation.public_key, invitation.secret_key
         self._tunnel = TunnelClient(invitation.addresses, keys, invitation.server_key, LIMIT)
-        self.wire: Stream[Order] = Stream(Order, self._tunnel.socket.detach())
-        self.wire.say(knock)
+        self.wire: FramedSocket[Order] = FramedSocket(Order, self._tunnel.socket.detach())
+        self.wire.say(agent_hello)
         self._heard: list[Order] = []
 
     def hears(self, kind: type) -> Order:
@@ -91,8 +91,8 @@ class Agent:
         self.hang_up()
 
 
-def knock(host: str = "a", slots: int = 1, wish: int = -1, protocol: int = PROTOCOL) -> Knock:
-    return Knock(protocol, VERSION, "3.11", host, 4711, slots, wish)
+def agent_hello(host: str = "a", slots: int = 1, first_rank: int = -1, protocol: int = PROTOCOL) -> AgentHello:
+    return AgentHello(protocol, VERSION, "3.11", host, 4711, slots, first_rank)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -118,7 +118,10 @@ def test_nodes_join_by_a_connection_file(job: Job, tmp_path: Path) -> None:
     assert launcher.capacity == 2
     launcher.start(asked("x", "y"))
     invitation = read_connection_file(path, LIMIT)
-    with Agent(invitation, knock("a", wish=0)) as first, Agent(invitation, knock("b", wish=1)) as second:
+    with (
+        Agent(invitation, agent_hello("a", first_rank=0)) as first,
+        Agent(invitation, agent_hello("b", first_rank=1)) as second,
+    ):
         assert seated(first) == (0, 0, 1)
         assert seated(second) == (1, 0, 1)
         until(lambda: not path.exists())  # nobody else may come, so nobody needs it
@@ -137,7 +140,7 @@ def test_places_that_agents_know(job: Job, tmp_path: Path) -> None:
     launcher = job(f"file://{path}", 2)
     launcher.start(asked("x", "y"))
     invitation = read_connection_file(path, LIMIT)
-    own = [msgspec.structs.replace(knock("a", wish=k), local_rank=0, local_size=1) for k in range(2)]
+    own = [msgspec.structs.replace(agent_hello("a", first_rank=k), local_rank=0, local_size=1) for k in range(2)]
     with Agent(invitation, own[0]) as first, Agent(invitation, own[1]) as second:
         assert seated(first) == (0, 0, 1)
         assert seated(second) == (1, 0, 1)
@@ -163,7 +166,7 @@ def test_nodes_join_by_the_users_secret(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
-    with Agent(meeting(url).invitation(LIMIT), knock()) as agent:
+    with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello()) as agent:
         assert seated(agent) == (0, 0, 1)
 
 
@@ -174,7 +177,7 @@ def test_a_secret_in_the_environment_is_for_the_root_only(job: Job, monkeypatch:
     assert "DISTTENSOR_SECRET" not in os.environ
     launcher.start(asked("x"))
     mine = invite(derived(b"swordfish", f"port {number}"), (f"tcp://localhost:{number}",))
-    with Agent(mine, knock()) as agent:
+    with Agent(mine, agent_hello()) as agent:
         assert seated(agent) == (0, 0, 1)
 
 
@@ -183,7 +186,7 @@ def test_addresses(job: Job, url: str) -> None:
     url = url.format(free_port())
     launcher = job(url, 1)
     launcher.start(asked("x"))
-    with Agent(meeting(url).invitation(LIMIT), knock()) as agent:
+    with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello()) as agent:
         assert agent.hears(Start).bundle.address == "none"
 
 
@@ -191,8 +194,8 @@ def test_ranks_go_to_those_who_wish_for_them(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 4)
     launcher.start(asked("w", "x", "y", "z"))
-    invitation = meeting(url).invitation(LIMIT)
-    with Agent(invitation, knock("a", 2, 2)) as late, Agent(invitation, knock("b", 2, 0)) as early:
+    invitation = find_rendezvous(url).invitation(LIMIT)
+    with Agent(invitation, agent_hello("a", 2, 2)) as late, Agent(invitation, agent_hello("b", 2, 0)) as early:
         assert sorted(seated(late) for _ in range(2)) == [(2, 0, 2), (3, 1, 2)]
         assert sorted(seated(early) for _ in range(2)) == [(0, 0, 2), (1, 1, 2)]
 
@@ -201,9 +204,9 @@ def test_nodes_of_one_host_are_told_apart_whoever_started_them(job: Job) -> None
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 3)
     launcher.start(asked("x", "y", "z"))
-    invitation = meeting(url).invitation(LIMIT)
+    invitation = find_rendezvous(url).invitation(LIMIT)
     with contextlib.ExitStack() as stack:
-        agents = [stack.enter_context(Agent(invitation, knock("a", 1, wish))) for wish in (1, 0, 2)]
+        agents = [stack.enter_context(Agent(invitation, agent_hello("a", 1, first_rank))) for first_rank in (1, 0, 2)]
         assert sorted(seated(agent)[1:] for agent in agents) == [(0, 3), (1, 3), (2, 3)]
 
 
@@ -214,7 +217,7 @@ def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
-    with Agent(meeting(url).invitation(LIMIT), knock("old", protocol=PROTOCOL + 1)) as agent:
+    with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello("old", protocol=PROTOCOL + 1)) as agent:
         why = agent.hears(Refuse).why
         assert (
             f"old has disttensor {VERSION} (protocol {PROTOCOL + 1}), the master {VERSION} (protocol {PROTOCOL})" in why
@@ -227,20 +230,20 @@ def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
 def test_one_too_many(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 2)
-    invitation = meeting(url).invitation(LIMIT)
-    with Agent(invitation, knock("a", 2)):
+    invitation = find_rendezvous(url).invitation(LIMIT)
+    with Agent(invitation, agent_hello("a", 2)):
         assert vacant(launcher, 2)  # it is in
-        with Agent(invitation, knock("b")) as third:
+        with Agent(invitation, agent_hello("b")) as third:
             assert third.hears(Refuse).why == "the job has 2 of its 2 nodes already, so 1 more are too many"
 
 
 def test_a_rank_that_is_there_already(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 4)
-    invitation = meeting(url).invitation(LIMIT)
-    with Agent(invitation, knock("a", 2)), Agent(invitation, knock("b", 1, 1)):
+    invitation = find_rendezvous(url).invitation(LIMIT)
+    with Agent(invitation, agent_hello("a", 2)), Agent(invitation, agent_hello("b", 1, 1)):
         assert vacant(launcher, 3)  # they are in
-        with Agent(invitation, knock("c", 1, 1)) as third:
+        with Agent(invitation, agent_hello("c", 1, 1)) as third:
             assert third.hears(Refuse).why == "node 1 has joined already, from process 4711 on b"
 
 
@@ -250,7 +253,7 @@ def test_another_secret_opens_nothing(job: Job, monkeypatch: pytest.MonkeyPatch)
     job(url, 1)
     stranger = invite(derived(b"another secret", f"port {number}"), (f"tcp://127.0.0.1:{number}",))
     with (
-        Agent(meeting(url).invitation(LIMIT), knock()),  # so the door is there
+        Agent(find_rendezvous(url).invitation(LIMIT), agent_hello()),  # so the job listens there
         pytest.raises(BrokenError, match="does not prove to know this job's secret"),
     ):
         TunnelClient(stranger.addresses, (stranger.public_key, stranger.secret_key), stranger.server_key, 0.5)
@@ -262,7 +265,7 @@ def test_another_jobs_guest_is_refused_and_counted(job: Job, tmp_path: Path) -> 
     with pytest.raises(BrokenError, match="refused the key: it is another job's"):
         TunnelClient(mine.addresses, fresh().guest, mine.server_key, LIMIT)
     launcher.start(asked("x"))
-    assert "1 knocked with another job's key" in missing(launcher, "knocked")
+    assert "1 refused for another job's key" in missing(launcher, "refused")
 
 
 def missing(launcher: JoinLauncher, word: str) -> str:
@@ -280,11 +283,11 @@ def test_who_is_missing_is_said(job: Job) -> None:
     launcher = job(url, 3)
     launcher.start(asked("x", "y", "z"))
     assert "none of 3 have" in missing(launcher, "none of")
-    with Agent(meeting(url).invitation(LIMIT), knock("a", 1, 1)):
+    with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello("a", 1, 1)):
         text = missing(launcher, "1 on a of 3 have, of nodes 0,2 nothing was heard")
-    with Agent(meeting(url).invitation(LIMIT), knock("a", 2)):
+    with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello("a", 2)):
         text = missing(launcher, "2 on a of 3 have;")
-    assert f"the door is tcp://127.0.0.1:{url[-5:].strip(':')}" in text
+    assert f"the job listens at tcp://127.0.0.1:{url[-5:].strip(':')}" in text
 
 
 # ---- who leaves ------------------------------------------------------------------------------------------------------
@@ -294,7 +297,7 @@ def test_an_agent_that_hangs_up_loses_its_nodes(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
-    with Agent(meeting(url).invitation(LIMIT), knock("a")) as agent:
+    with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello("a")) as agent:
         agent.hears(Start)
         agent.wire.say(Began(0, 4712))
         assert collect(launcher, 1) == [Started(0, 4712, "a")]
@@ -307,8 +310,8 @@ def test_one_that_says_nonsense_is_lost_and_hurts_nobody(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 2)
     launcher.start(asked("x", "y"))
-    invitation = meeting(url).invitation(LIMIT)
-    with Agent(invitation, knock("a")) as good, Agent(invitation, knock("b")) as bad:
+    invitation = find_rendezvous(url).invitation(LIMIT)
+    with Agent(invitation, agent_hello("a")) as good, Agent(invitation, agent_hello("b")) as bad:
         good.hears(Start), bad.hears(Start)
         os.write(bad.wire.fileno(), b"\xff" * 8)
         [event] = collect(launcher, 1)
@@ -322,11 +325,11 @@ def test_a_seat_that_is_free_again_is_told(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 2, least=1)
     launcher.start(asked("x"))
-    invitation = meeting(url).invitation(LIMIT)
-    with Agent(invitation, knock("a")) as first:
+    invitation = find_rendezvous(url).invitation(LIMIT)
+    with Agent(invitation, agent_hello("a")) as first:
         first.hears(Start)
         assert vacant(launcher, 0)
-        with Agent(invitation, knock("b")):
+        with Agent(invitation, agent_hello("b")):
             assert vacant(launcher, 1)
         assert vacant(launcher, 0)
 

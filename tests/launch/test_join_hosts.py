@@ -19,7 +19,7 @@ SESSION = """
 import socket, sys, torch
 import disttensor as dt
 with dt.init_master_worker(**eval(sys.argv[1])):
-    xs = [torch.full((3,), float(k + 1), device=f"node:{k}") for k in range(dt.node_count())]
+    xs = [torch.full((3,), float(k + 1), device=f"node:{k}") for k in range(dt.session.node_count())]
     dt.all_reduce(xs)
     print([x.cpu().tolist() for x in xs])
     print([node["host"] for node in dt.nodes()])

@@ -31,8 +31,8 @@ from disttensor.runtime.launch import (
     registry,
 )
 from disttensor.runtime.launch.starters.local import LocalLauncher
-from disttensor.runtime.launch.tree.control import Ended, News, NodeOutput, Start, Took
-from disttensor.runtime.launch.tree.framed import Stream
+from disttensor.runtime.launch.tree.control import Ended, News, NodeOutput, OutputAck, Start
+from disttensor.runtime.launch.tree.framed import FramedSocket
 from disttensor.runtime.launch.tree.server import CREDIT
 from disttensor.runtime.launch.tree.spawn import spawn_server
 from disttensor.runtime.protocol.bundle import Bundle
@@ -208,7 +208,7 @@ def test_fork(launch: Launch) -> None:
 def test_output_that_goes_up() -> None:
     """To a boss that shows it: as it came, and not more at a time than that one takes."""
     sock, process = spawn_server(STUBS, output=Output(upward=True))
-    wire: Stream[News] = Stream(News, sock.detach())
+    wire: FramedSocket[News] = FramedSocket(News, sock.detach())
     wire.say(Start(bundles("flood")[0], "stub_workers:act"))
     text, untold, rounds, ended = b"", 0, 0, False
     while not ended:
@@ -221,7 +221,7 @@ def test_output_that_goes_up() -> None:
             ended = isinstance(news, Ended)
         assert untold <= CREDIT + (2 << 16)  # one more piece, and what is left in the pipe when the node ends
         if untold > CREDIT:  # nothing more comes before this
-            wire.say(Took(untold))
+            wire.say(OutputAck(untold))
             untold, rounds = 0, rounds + 1
     assert text == b"".join(b"%06d %s\n" % (i, b"x" * 40) for i in range(40_000))
     assert rounds >= 4

@@ -32,7 +32,7 @@ def test_a_script(mpi: Mpi) -> None:
     text = """
     print("arguments", sys.argv[1:], __name__, os.path.basename(__file__))
     with dt.init_master_worker():
-        n = dt.node_count()
+        n = dt.session.node_count()
         xs = [torch.full((3,), float(k + 1), device=f"node:{k}") for k in range(n)]
         dt.all_reduce(xs)
         print([x.cpu().tolist() for x in xs], xs[0].to("node:1").sum().item())
@@ -52,7 +52,7 @@ def test_a_script(mpi: Mpi) -> None:
     except ValueError as e:
         print(e)
     with dt.init_master_worker(nodes=1):
-        print("again", dt.node_count(), torch.equal(first.float(), torch.randn(2, device="node:0").cpu()))
+        print("again", dt.session.node_count(), torch.equal(first.float(), torch.randn(2, device="node:0").cpu()))
     """
     done = mpi.run(HEAD + dedented(text), "-x", "1", options=("--backend", "tcp"))
     assert done.returncode == 0, done.stderr
@@ -154,11 +154,11 @@ def test_mpiexec_is_killed(mpi: Mpi) -> None:
 def test_ctrl_c(mpi: Mpi) -> None:
     """The terminal sends it to the whole group of processes. Before that, a look at what others can see."""
     spy = """
-from disttensor.runtime.launch.starters.mpi import crew
+from disttensor.runtime.launch.starters.mpi import mpi_processes
 bundles = []
-crew().order = lambda rank, data, order=crew().order: (bundles.append(data), order(rank, data))
+mpi_processes().order = lambda rank, data, order=mpi_processes().order: (bundles.append(data), order(rank, data))
 """
-    tell = "print(dt.startup.start.current.session().board._secret.hex(), *bundles, flush=True)"
+    tell = "print(dt.startup.start.current.session().router._secret.hex(), *bundles, flush=True)"
     with mpi.start(
         waiting(tell + FOREVER).replace("dt.init_master_worker()", spy + "dt.init_master_worker()")
     ) as process:

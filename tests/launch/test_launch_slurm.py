@@ -180,7 +180,7 @@ def test_init_method(slurm: Slurm) -> None:
     """Without dtrun: every task runs the script, and all but the first are nodes from this call on."""
     text = """
     dt.init_master_worker(init_method="slurm://")
-    print("master of", dt.node_count(), torch.arange(3, device="node:2").sum().item())
+    print("master of", dt.session.node_count(), torch.arange(3, device="node:2").sum().item())
     """
     done = slurm.run(
         "srun", "-N2", "-n4", "--overcommit", "python", script(slurm, HEAD + textwrap.dedent(text)), timeout=120
@@ -199,7 +199,7 @@ COMMANDS = re.findall(r"^    ((?:srun|dtrun) .* script\.py)$", PAGE, re.MULTILIN
 def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
     """What docs/SLURM.md says to type; dtrun is typed below salloc."""
     below = [] if command.startswith("srun") else ["salloc", "-N", "2", "-n", "4", "--gpus-per-task=1"]
-    script(slurm, HEAD + "with dt.init_master_worker():\n    print(dt.node_count(), 'nodes')")
+    script(slurm, HEAD + "with dt.init_master_worker():\n    print(dt.session.node_count(), 'nodes')")
     done = slurm.run(*below, *shlex.split(command), timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "4 nodes\n"

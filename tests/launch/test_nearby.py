@@ -13,7 +13,7 @@ import disttensor as dt
 
 def test_a_session_on_three_agents() -> None:
     with dt.init_master_worker(launcher="nearby", hosts="a:2,b,c:2", threads=1):
-        assert dt.node_count() == 5
+        assert dt.session.node_count() == 5
         xs = [torch.full((3,), float(k), device=f"node:{k}") for k in range(5)]
         dt.all_reduce(xs)
         assert [x.cpu().tolist() for x in xs] == [[10.0] * 3] * 5
@@ -47,5 +47,5 @@ def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTTENSOR_SSH", "/no/ssh/here")
     with dt.init_master_worker(hosts=["localhost:1", socket.gethostname()], threads=1):
         assert torch.ones(2, device="node:1").sum().item() == 2
-    with pytest.raises(dt.StartError, match=r"ssh could not be started.*/no/ssh/here"):
+    with pytest.raises(dt.errors.StartError, match=r"ssh could not be started.*/no/ssh/here"):
         dt.init_master_worker(hosts="localhost,elsewhere.invalid")

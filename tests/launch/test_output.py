@@ -40,7 +40,7 @@ def say(rank=None):
     print("hello" if rank is None else f"I am {rank}")
 with dt.init_master_worker(nodes=3, threads=1, log_dir="logs"):
     dt.run(say, node=range(3))
-    dt.run(say, dt.Each([0, 1, 2]), node=range(3))
+    dt.run(say, dt.tasks.Each([0, 1, 2]), node=range(3))
 """
 
 

@@ -37,7 +37,7 @@ def reduced(x: torch.Tensor) -> tuple[int, int, str, torch.Tensor]:
 def test_an_all_reduce_is_the_local_sum(four: None) -> None:
     parts = list(torch.randn(3, 100))
     for _ in range(2):
-        found = dt.run(reduced, dt.Each([x.clone() for x in parts]), nodes=[0, 1, 2])
+        found = dt.run(reduced, dt.tasks.Each([x.clone() for x in parts]), nodes=[0, 1, 2])
         assert [one[:3] for one in found] == [(0, 3, "gloo"), (1, 3, "gloo"), (2, 3, "gloo")]
         for *_, total in found:
             torch.testing.assert_close(total.cpu(), sum(parts))
@@ -48,7 +48,7 @@ def test_ranks_are_in_the_groups_order(four: None) -> None:
     assert [one[:2] for one in dt.run(reduced, torch.ones(1), nodes=[3, 1])] == [(0, 2), (1, 2)]
     place = lambda: (dist.get_rank(), os.getpid())  # noqa: E731
     pids = [node["pid"] for node in dt.nodes()]
-    assert dt.run(place, nodes=dt.new_group([2, 0, 3])) == [(0, pids[2]), (1, pids[0]), (2, pids[3])]
+    assert dt.run(place, nodes=dt.collectives.new_group([2, 0, 3])) == [(0, pids[2]), (1, pids[0]), (2, pids[3])]
     assert dt.run(place, nodes=[2]) == [(0, pids[2])]
 
 
@@ -107,7 +107,7 @@ def test_data_parallel_training(four: None) -> None:
         return step(DistributedDataParallel(network()), x, y, dist.get_world_size())
 
     x, y = torch.randn(12, 5), torch.randn(12, 1)
-    each = dt.Each(x.chunk(3)), dt.Each(y.chunk(3))
+    each = dt.tasks.Each(x.chunk(3)), dt.tasks.Each(y.chunk(3))
     found = dt.run(train, *each, nodes=[0, 1, 2])
     torch.testing.assert_close(torch.tensor(found), torch.tensor([step(network(), x, y)] * 3))
 
@@ -178,7 +178,7 @@ def test_an_argument_that_has_failed(four: None) -> None:
         with dt.stream(stream):
             bad = x[torch.tensor([7], device="node:1")]
             with pytest.raises(IndexError) as caught:
-                dt.run(reduced, dt.Each([torch.ones(1), bad, torch.ones(1)]), nodes=[0, 1, 2])
+                dt.run(reduced, dt.tasks.Each([torch.ones(1), bad, torch.ones(1)]), nodes=[0, 1, 2])
         assert "and 2 other nodes broke off, as ranks wait for each other" in caught.value.__notes__
     dt.synchronize()
 
@@ -190,7 +190,7 @@ def test_a_function_that_cannot_be_loaded(four: None) -> None:
 
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-            dt.run(reduced, dt.Each([Unloadable(), torch.ones(1)]), nodes=[0, 1])
+            dt.run(reduced, dt.tasks.Each([Unloadable(), torch.ones(1)]), nodes=[0, 1])
     dt.run(reduced, torch.ones(1), nodes=[0, 1])
 
 

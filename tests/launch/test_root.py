@@ -17,24 +17,24 @@ from output_kit import unfolded
 from processes import alive_after
 from test_launch import STUBS, bundles, collect
 
-from disttensor.runtime.host.launch_spec import Host, Plan
+from disttensor.runtime.host.launch_spec import Host, LaunchSpec
 from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.launch import Exited, Started
-from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
+from disttensor.runtime.launch.starters.root_launcher import RootLauncher
 from disttensor.runtime.launch.tree.control import Order
-from disttensor.runtime.launch.tree.framed import Stream
+from disttensor.runtime.launch.tree.framed import FramedSocket
 from disttensor.runtime.launch.tree.host_starter import Branch
 from disttensor.runtime.launch.tree.root import Root
 from disttensor.runtime.protocol.bundle import Bundle
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
 
-Tree = Callable[..., PlannedLauncher]
+Tree = Callable[..., RootLauncher]
 
 
-def plan(*slots: int, **options: str) -> Plan:
+def spec(*slots: int, **options: str) -> LaunchSpec:
     hosts = tuple(Host(name, n) for name, n in zip("abcdefgh", slots, strict=False))
-    return Plan("nearby", hosts=hosts, options={"preload": " ".join(STUBS)} | options)
+    return LaunchSpec("nearby", hosts=hosts, options={"preload": " ".join(STUBS)} | options)
 
 
 def asked(*jobs: str) -> list[Bundle]:
@@ -45,8 +45,8 @@ def asked(*jobs: str) -> list[Bundle]:
 def tree() -> Iterator[Tree]:
     with contextlib.ExitStack() as stack:
 
-        def start(*slots: int, **options: str) -> PlannedLauncher:
-            launcher = PlannedLauncher(plan(*slots, **options), "stub_workers:act")
+        def start(*slots: int, **options: str) -> RootLauncher:
+            launcher = RootLauncher(spec(*slots, **options), "stub_workers:act")
             stack.callback(launcher.stop, 0)
             return launcher
 
@@ -88,7 +88,7 @@ def test_a_node_killed(tree: Tree) -> None:
 
 def test_hosts_that_are_of_no_use_before_anybody_asks() -> None:
     hosts = (Host("a", 1), Host("b", 2))
-    launcher = PlannedLauncher(Plan("nearby", hosts=hosts, options={"preload": "no_such_module"}))
+    launcher = RootLauncher(LaunchSpec("nearby", hosts=hosts, options={"preload": "no_such_module"}))
     try:
         while not launcher._server_pid or launcher.vacant:  # the root has begun, and both hosts are lost again
             assert select.select([launcher], [], [], HANG)[0]
@@ -158,7 +158,7 @@ def test_what_is_too_much_for_a_wire_at_once_goes_on_in_the_next_turn() -> None:
             pass
 
     try:
-        with Stream(Order, theirs.detach()) as wire:
+        with FramedSocket(Order, theirs.detach()) as wire:
             root = Root(wire)
             root.add(Slow("a", 1))
             root.loop.later(0, lambda: None)

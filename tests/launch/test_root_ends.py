@@ -16,7 +16,7 @@ from test_root import Tree, asked, tree
 from variants import variants
 
 from disttensor.runtime.launch import Exited
-from disttensor.runtime.launch.starters.root_launcher import PlannedLauncher
+from disttensor.runtime.launch.starters.root_launcher import RootLauncher
 from disttensor.runtime.launch.tree.agent import EX_ROOT_GONE
 from disttensor.runtime.launch.tree.framed import MARK
 from disttensor.runtime.protocol.errors import StartError
@@ -29,7 +29,7 @@ __all__ = ["tree"]
 class Levels:
     """The processes of a tree of two hosts with two nodes each."""
 
-    def __init__(self, launcher: PlannedLauncher) -> None:
+    def __init__(self, launcher: RootLauncher) -> None:
         launcher.start(asked("serve", "stubborn", "serve", "stubborn"))
         self.nodes = {e.rank: e.pid for e in collect(launcher, 4)}
         self.root = launcher._server_pid

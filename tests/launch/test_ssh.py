@@ -96,7 +96,7 @@ FAILING = """
 import disttensor as dt
 try:
     dt.init_master_worker(hosts={hosts!r}, threads=1, launcher_options={options!r})
-except dt.StartError as error:
+except dt.errors.StartError as error:
     print(error)
 """
 

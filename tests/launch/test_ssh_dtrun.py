@@ -27,7 +27,7 @@ def dtrun(hosts: Hosts, *arguments: str) -> str:
 WHERE = """
 import socket, disttensor as dt
 dt.init_master_worker()
-print(dt.run(socket.gethostname, node=range(dt.node_count())))
+print(dt.run(socket.gethostname, node=range(dt.session.node_count())))
 dt.shutdown()
 """
 

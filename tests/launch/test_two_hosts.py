@@ -51,7 +51,7 @@ with hosts(NODES - 2, 2), dt.init_master_worker(BACKEND, nodes=NODES, threads=1)
     count("from the last", dt.broadcast, ys, NODES - 1)
     outs = [[torch.empty_like(x) for _ in xs] for x in xs]
     count("all_gather", dt.all_gather, outs, xs)
-    hosts_of = dt.new_group().by_host()
+    hosts_of = dt.collectives.new_group().by_host()
     seen["hosts"] = {{name: list(group) for name, group in hosts_of.items()}}
     left = hosts_of["left"]
     count("on the left", dt.all_reduce, [xs[k] for k in left], out=[ys[k] for k in left])

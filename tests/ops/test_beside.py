@@ -94,10 +94,10 @@ def test_the_accelerator_is_the_nodes() -> None:
             assert acc.current_stream() == torch.node.default_stream(0)
             assert not acc.current_stream().is_capturing()  # as optimizers ask since torch 2.15
             with acc.device_index(2):
-                assert torch.ones(1, device="node").get_node() == dt.current_node() == 2
+                assert torch.ones(1, device="node").get_node() == dt.session.current_node() == 2
                 acc.set_device_index(1)
                 assert torch.ones(1).to("node").get_node() == 1
-            assert dt.current_node() == 0
+            assert dt.session.current_node() == 0
             acc.set_device_index("node:1")
             assert acc.current_device_index() == 1
             own = torch.node.Stream(2)

@@ -209,11 +209,13 @@ def test_one_storage_at_a_time_is_fetched() -> None:
     """A checkpoint of a large model must not need all of it in the master's memory."""
     x = numbers("node:1")
     values = [x, x[1], torch.ones(3, device="node:1")]
-    dt.reset_stats()
+    dt.channels.reset_stats()
     with testing.MessageLog() as log:
         saved(values)
     assert log[1].commands.count("Send") == 2
-    received = sum((row.received for row in dt.stats() if row.at == "master"), type(dt.stats().received)())
+    received = sum(
+        (row.received for row in dt.channels.stats() if row.at == "master"), type(dt.channels.stats().received)()
+    )
     assert (received.calls, received.bytes) == (2, 96 + 12)
 
 

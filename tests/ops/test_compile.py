@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -203,3 +204,54 @@ def test_local_functions_go_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     assert torch.compile(lambda a: a + 1)(torch.ones(2)).tolist() == [2.0, 2.0]
     assert seen == [1]
+
+
+LOCALLY = "assert torch.compile(lambda a: a + 1, backend='eager')(torch.ones(2)).tolist() == [2, 2]"
+START = "dt.init_master_worker(nodes=1)"
+#: What a program has done before it compiles for a node.
+BEFORE = {
+    "compiled, then imported disttensor": f"import torch\n{LOCALLY}\nimport disttensor as dt\n{START}",
+    "compiled, then started": f"import torch, disttensor as dt\n{LOCALLY}\n{START}",
+    "started anew": f"import torch, disttensor as dt\n{START}\n{LOCALLY}\ndt.shutdown()\n{LOCALLY}\n{START}",
+    "started": f"import torch, disttensor as dt\n{START}\ntorch.compiler.reset()",
+}
+COMPILES = """
+def f(a):
+    a = a * 2
+    if a.sum().item() > 0:
+        a = a.sin()
+    return a.cos()
+x = torch.ones(2)
+assert torch.equal(torch.compile(f, backend="eager")(x.to("node:0")).cpu(), f(x))
+assert torch.compile(lambda a: a + 1, backend="eager", fullgraph=True)(x.to("node:0")).tolist() == [2, 2]
+"""
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_whatever_a_program_did_before(before: str, script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = script(BEFORE[before] + COMPILES)
+    assert done.returncode == 0, done.stderr
+
+
+UNTOUCHED = """
+import torch, disttensor as dt
+from torch._dynamo.variables import builder
+seen = lambda: (torch._TorchCompileInductorWrapper.__call__, builder.infer_subclass_type)
+before = seen()
+dt.init_master_worker(nodes=1)
+model = torch.nn.Linear(2, 2).to("node:0")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(3, 2, device="node:0")).sum().backward()
+optimizer.step()
+print(seen() == before, dt.DistributedTensor in builder.VariableBuilder._type_dispatch())
+torch.compile(model, backend="eager")
+print(seen() == before, dt.DistributedTensor in builder.VariableBuilder._type_dispatch())
+"""
+
+
+def test_a_program_that_compiles_nothing_has_torchs_own_compiler(
+    script: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = script(UNTOUCHED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False", "False", "True"]

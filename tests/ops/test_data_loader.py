@@ -49,7 +49,7 @@ def test_a_worker_that_uses_a_node(script: Callable[..., subprocess.CompletedPro
     body = """
         try:
             next(iter(DataLoader(Numbers(torch.arange(12.0, device="node:1")), num_workers=2)))
-        except dt.ForkError as e:
+        except dt.errors.ForkError as e:
             print("only the master" in str(e))"""
     done = script(PROGRAM.replace("{body}", body))
     assert done.stdout.split() == ["True", "14850.0", "end"]

@@ -23,7 +23,7 @@ class TestIssue241:
     """The program that the project exists for, verbatim but for the start."""
 
     def test_placement(self) -> None:
-        x = dt.FloatTensor(20, 20).fill_(4)
+        x = dt.factories.FloatTensor(20, 20).fill_(4)
         local_y = torch.randn(20, 20)
         y = local_y.dist_send()
         z = x + y
@@ -31,13 +31,13 @@ class TestIssue241:
         cuda_x = x.cuda()
         assert placed(cuda_x) == (0, 0)
         with dt.node(1):
-            a = dt.FloatTensor(10, device=1)
+            a = dt.factories.FloatTensor(10, device=1)
             assert placed(a) == (1, 1)
             cuda_y = y.cuda()
             assert placed(cuda_y) == (0, 0)
             q = cuda_x + cuda_y
             assert placed(q) == (0, 0)
-        assert dt.current_node() == 0
+        assert dt.session.current_node() == 0
         same(x, torch.full((20, 20), 4.0))
         same(y, local_y)
         same(z, local_y + 4)
@@ -45,7 +45,7 @@ class TestIssue241:
         assert a.shape == (10,)
 
     def test_values_come_back(self) -> None:
-        x = dt.FloatTensor(2, 3).fill_(4)
+        x = dt.factories.FloatTensor(2, 3).fill_(4)
         assert x.cpu().tolist() == [[4.0] * 3] * 2
         assert type(x.cpu()) is torch.Tensor
         assert x.sum().item() == 24.0
@@ -55,24 +55,24 @@ class TestIssue241:
 
 
 def test_node_blocks_nest() -> None:
-    assert dt.current_node() == 0
+    assert dt.session.current_node() == 0
     with dt.node(1):
-        assert dt.zeros(1).get_node() == 1
+        assert dt.factories.zeros(1).get_node() == 1
         with dt.node(0):
-            assert dt.zeros(1).get_node() == 0
+            assert dt.factories.zeros(1).get_node() == 0
         assert torch.node.current_device() == 1
         with pytest.raises(KeyError), dt.node(0):
             raise KeyError
-        assert dt.current_node() == 1
-    assert dt.current_node() == 0
+        assert dt.session.current_node() == 1
+    assert dt.session.current_node() == 0
 
 
 def test_node_object_is_reusable() -> None:
     one = dt.node(1)
     for _ in range(2):
         with one, one:
-            assert dt.current_node() == 1
-        assert dt.current_node() == 0
+            assert dt.session.current_node() == 1
+        assert dt.session.current_node() == 0
 
 
 @pytest.mark.parametrize(
@@ -179,24 +179,24 @@ FACTORIES = {
 @pytest.mark.parametrize("node", [0, 1])
 def test_factories(name: str, node: int) -> None:
     with dt.node(node):
-        got = FACTORIES[name](dt)
+        got = FACTORIES[name](dt.factories)
     assert placed(got) == (node, -1)
     same(got, FACTORIES[name](torch))
 
 
 def test_factory_devices() -> None:
     with dt.node(1):
-        assert placed(dt.zeros(2, device="cuda:1")) == (1, 1)
-        assert placed(dt.zeros(2, device=0)) == (1, 0)
-        assert placed(dt.zeros(2, device="node:0")) == (0, 0)
-        assert placed(dt.zeros(2, device=dt.device(0, "cpu"))) == (0, -1)
-    assert dt.rand(3, requires_grad=True).requires_grad
+        assert placed(dt.factories.zeros(2, device="cuda:1")) == (1, 1)
+        assert placed(dt.factories.zeros(2, device=0)) == (1, 0)
+        assert placed(dt.factories.zeros(2, device="node:0")) == (0, 0)
+        assert placed(dt.factories.zeros(2, device=dt.device(0, "cpu"))) == (0, -1)
+    assert dt.factories.rand(3, requires_grad=True).requires_grad
 
 
 def test_shapes_of_draws() -> None:
-    assert dt.rand(2, 3).shape == dt.randn(2, 3).shape == (2, 3)
-    assert sorted(dt.randperm(5).tolist()) == [0, 1, 2, 3, 4]
-    assert dt.randint(0, 3, (4,)).dtype == torch.int64
+    assert dt.factories.rand(2, 3).shape == dt.factories.randn(2, 3).shape == (2, 3)
+    assert sorted(dt.factories.randperm(5).tolist()) == [0, 1, 2, 3, 4]
+    assert dt.factories.randint(0, 3, (4,)).dtype == torch.int64
 
 
 LEGACY = {
@@ -215,7 +215,7 @@ LEGACY = {
 
 @pytest.mark.parametrize("name", LEGACY)
 def test_legacy(name: str) -> None:
-    make, dtype = getattr(dt, name), LEGACY[name]
+    make, dtype = getattr(dt.factories, name), LEGACY[name]
     x = make(2, 3)
     assert x.shape == (2, 3)
     assert x.dtype == dtype
@@ -396,7 +396,7 @@ def test_numpy() -> None:
 
 def test_device_module() -> None:
     assert torch.node.is_available()
-    assert torch.node.device_count() == dt.node_count() == 2
+    assert torch.node.device_count() == dt.session.node_count() == 2
     assert torch.node.current_device() == 0
     torch.node.synchronize()
     torch.node.synchronize("node:1")

@@ -126,5 +126,5 @@ def test_elsewhere(where: str) -> None:
 
 def test_graphs_refuse() -> None:
     g = torch.Generator("node:1")
-    with pytest.raises(dt.GraphError, match="each replay would draw the same"), dt.graph(dt.Graph()):
+    with pytest.raises(dt.errors.GraphError, match="each replay would draw the same"), dt.graph(dt.Graph()):
         torch.rand(2, device="node:1", generator=g)

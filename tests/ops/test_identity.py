@@ -249,4 +249,4 @@ def test_a_failed_tensor_is_not_copied() -> None:
         copy.deepcopy(bad)
     with pytest.raises(RuntimeError, match="aten::gather"):
         bad.untyped_storage()
-    assert dt.ones(1).item() == 1
+    assert dt.factories.ones(1).item() == 1

@@ -66,7 +66,7 @@ def test_what_has_a_meta_kernel_is_not_asked(theirs: Any) -> None:
     with testing.MessageLog() as log:
         y = theirs.told(remote)
     assert log.commands == ["Usable", "Define theirs::told", "Call theirs::told"]
-    assert log.replies == ["Answer"]
+    assert log.replies == ["Unusable"]
     with testing.MessageLog() as log:
         theirs.told(other)
     assert log.commands == ["Call theirs::told"]

@@ -128,7 +128,7 @@ def test_a_switch_is_heeded_where_the_same_call_was_made_before() -> None:
 
 def test_nodes_tell_what_they_can() -> None:
     session = current.session()
-    for hello in session.link.hellos.values():
+    for hello in (node.hello for node in session.nodes):
         assert hello.abilities == abilities.own(2)
         assert hello.abilities.capabilities == ((0, 0), (0, 0))
     for place in session.places.by_slot.values():
@@ -305,7 +305,7 @@ def trained(weights, x):
         (out.square().sum() + h.sum() + c.sum()).backward()
     return [t.detach().cpu() for t in (out, h, c, x.grad, *(p.grad for p in layer.parameters()))]
 with dt.init_master_worker(nodes=1, threads=1):
-    told = state.session().link.hellos[0].abilities
+    told = state.session().nodes[0].hello.abilities
     expected = dt.run(trained, weights, x, node=0)
     got = trained(weights, x.to("node:0"))
     assert [torch.equal(a, b.cpu()) for a, b in zip(got, expected, strict=True)] == [True] * len(got)

@@ -42,9 +42,9 @@ def test_tables_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disttensor.session.places.GENERATION", 8)
+    monkeypatch.setattr("disttensor.runtime.master.node.GENERATION", 8)
     x = torch.arange(60.0, device="node:1") % 5
-    node = x._place.state  # type: ignore[attr-defined]
+    node = x._place.home  # type: ignore[attr-defined]
     for i in range(60):
         torch.empty(i + 1, device="node:1")
         assert torch.bincount(x.to(torch.int64), minlength=i).shape == (max(i, 5),)

@@ -20,7 +20,7 @@ from checkout import ROOT
 from seeded_defects import ALWAYS_FOUND, DEFECTS, NODE, kernel, off, ones
 
 import disttensor as dt
-from disttensor import DistributedTensor, selfcheck, testing
+from disttensor import DistributedTensor, testing
 from disttensor.collectives import issue
 from disttensor.dispatch import dispatch, method_shortcuts
 from disttensor.runtime.protocol.errors import GeometryError, VerifyError
@@ -28,6 +28,7 @@ from disttensor.session import current
 from disttensor.tasks import functions
 from disttensor.torch_backend import register
 from disttensor.torch_backend.composites import linear
+from disttensor.verify import selfcheck
 
 
 def session(verify: float = 1.0, nodes: int = 2, simulate_cuda: int = 0) -> Any:
@@ -230,7 +231,7 @@ def test_what_is_not_compared_is_counted() -> None:
     with session(simulate_cuda=1):
         x = ones(3)
         torch.empty_like(x)
-        dt.barrier()
+        dt.collectives.barrier()
         with dt.graph(g := dt.Graph()):
             x * 3
         g.replay()
@@ -277,21 +278,29 @@ def test_what_has_no_memory_is_no_failure() -> None:
 
 COLLECTIVES: list[Callable[[list[torch.Tensor]], Any]] = [
     lambda xs: [
-        dt.all_reduce(xs, op) for op in (dt.ReduceOp.SUM, dt.ReduceOp.AVG, dt.ReduceOp.MAX, dt.ReduceOp.PRODUCT)
+        dt.all_reduce(xs, op)
+        for op in (
+            dt.collectives.ReduceOp.SUM,
+            dt.collectives.ReduceOp.AVG,
+            dt.collectives.ReduceOp.MAX,
+            dt.collectives.ReduceOp.PRODUCT,
+        )
     ],
     lambda xs: dt.all_reduce(xs, transport=torch.bfloat16),
     lambda xs: dt.all_reduce(xs, async_op=True).result(),
     lambda xs: dt.all_reduce([*xs, xs[0] * 3]),
-    lambda xs: dt.reduce(xs, dst=2),
+    lambda xs: dt.collectives.reduce(xs, dst=2),
     lambda xs: dt.broadcast(xs, src=1),
     lambda xs: dt.all_gather([[torch.empty_like(x) for _ in xs] for x in xs], xs),
-    lambda xs: dt.all_gather_into_tensor([torch.empty_like(x) for x in xs], xs),
-    lambda xs: dt.gather(xs, [torch.empty_like(xs[1]) for _ in xs], dst=1),
-    lambda xs: dt.scatter(xs, [xs[2] * k for k in range(3)], src=2),
+    lambda xs: dt.collectives.all_gather_into_tensor([torch.empty_like(x) for x in xs], xs),
+    lambda xs: dt.collectives.gather(xs, [torch.empty_like(xs[1]) for _ in xs], dst=1),
+    lambda xs: dt.collectives.scatter(xs, [xs[2] * k for k in range(3)], src=2),
     lambda xs: dt.reduce_scatter(xs, [[x * k for k in range(3)] for x in xs]),
-    lambda xs: dt.all_to_all([[torch.empty_like(x) for _ in xs] for x in xs], [[x * k for k in range(3)] for x in xs]),
-    lambda xs: dt.sendreceive(xs, 2),
-    lambda xs: dt.send(xs[0], xs[2]),
+    lambda xs: dt.collectives.all_to_all(
+        [[torch.empty_like(x) for _ in xs] for x in xs], [[x * k for k in range(3)] for x in xs]
+    ),
+    lambda xs: dt.collectives.sendreceive(xs, 2),
+    lambda xs: dt.collectives.send(xs[0], xs[2]),
 ]
 
 

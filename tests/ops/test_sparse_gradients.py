@@ -215,14 +215,14 @@ def test_it_passes_the_self_check() -> None:
     """In a process of its own session: its parts are compared, and it is no failure."""
     program = """
 import torch, disttensor as dt
-from disttensor import selfcheck
+from disttensor import verify
 with dt.init_master_worker(nodes=1, launcher="inproc", verify=1.0):
     table = torch.nn.Embedding(6, 3, sparse=True).to("node:0")
     optimizer = torch.optim.SparseAdam(table.parameters())
     for _ in range(2):
         table(torch.tensor([1, 2, 1], device="node:0")).pow(2).sum().backward()
         optimizer.step()
-print(sorted(selfcheck.counts().skipped))
+print(sorted(verify.counts().skipped))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
     parts = "its parts are compared"

@@ -74,7 +74,7 @@ def test_bytes_come_while_the_node_is_busy() -> None:
     pieces = [c.Piece(k, f, True) for k, f in zip(keys, functions, strict=True)]
     script = Script(
         batches(
-            (c.Peer(MASTER, channel.address(), key), receive(1)),
+            (c.Peer(MASTER, c.Addresses(channel.address()), key), receive(1)),
             (*pieces, c.Run(1, *keys, False, "a line")),
             (receive(2),),
             (c.Stop(),),

@@ -66,7 +66,7 @@ def test_tensors_at_any_depth_and_everything_else() -> None:
         }
 
     seen = 0
-    for i, sent in enumerate(dt.prefetch([batch(i) for i in range(5)], "node:1")):
+    for i, sent in enumerate(dt.data.prefetch([batch(i) for i in range(5)], "node:1")):
         same(sent, batch(i))
         assert sent["list"][0].device == torch.device("node:1")
         seen += 1
@@ -75,24 +75,24 @@ def test_tensors_at_any_depth_and_everything_else() -> None:
 
 def test_what_has_a_way_of_its_own() -> None:
     packed = [pack_sequence([torch.ones(3) * i, torch.ones(2)]) for i in range(3)]
-    for i, sent in enumerate(dt.prefetch(packed, "node:0")):
+    for i, sent in enumerate(dt.data.prefetch(packed, "node:0")):
         assert type(sent) is type(packed[0])
         same(sent.data, packed[i].data)
         assert torch.equal(sent.batch_sizes, packed[i].batch_sizes)
 
 
 def test_tensors_of_another_node() -> None:
-    for i, x in enumerate(dt.prefetch((torch.full((2,), i, device="node:0") for i in range(4)), "node:1")):
+    for i, x in enumerate(dt.data.prefetch((torch.full((2,), i, device="node:0") for i in range(4)), "node:1")):
         assert x.device == torch.device("node:1")
         assert x.tolist() == [i, i]
 
 
 def test_devices() -> None:
     for device in ("node:1", torch.device("node", 1), 1):
-        assert [x.device for x in dt.prefetch([torch.ones(2)], device)] == [torch.device("node", 1)]
-    assert [x.device.type for x in dt.prefetch([torch.ones(2)], "cpu")] == ["cpu"]
+        assert [x.device for x in dt.data.prefetch([torch.ones(2)], device)] == [torch.device("node", 1)]
+    assert [x.device.type for x in dt.data.prefetch([torch.ones(2)], "cpu")] == ["cpu"]
     with dt.node(1):
-        assert [x.device for x in dt.prefetch([torch.ones(2)])] == [torch.device("node", 1)]
+        assert [x.device for x in dt.data.prefetch([torch.ones(2)])] == [torch.device("node", 1)]
 
 
 def test_as_the_loader_itself() -> None:
@@ -105,12 +105,12 @@ def test_as_the_loader_itself() -> None:
 
     expected = list(loader())
     for workers in (0, 2):
-        batches = dt.prefetch(loader(workers), "node:0", depth=3)
+        batches = dt.data.prefetch(loader(workers), "node:0", depth=3)
         assert len(batches) == len(expected)
         for batch, local in zip(batches, expected, strict=True):
             same(batch, local)
-    assert list(dt.prefetch([], 0)) == []
-    batches = dt.prefetch([torch.ones(2)], 0)
+    assert list(dt.data.prefetch([], 0)) == []
+    batches = dt.data.prefetch([torch.ones(2)], 0)
     assert len(list(batches)) == len(list(batches)) == 1
 
 
@@ -125,20 +125,20 @@ def test_breaking_off_closes_a_generator_that_somebody_else_holds() -> None:
             closed.append(True)
 
     loader = batches()
-    for _ in dt.prefetch(loader, "node:1"):
+    for _ in dt.data.prefetch(loader, "node:1"):
         break
     assert closed == [True]
 
 
 def test_a_loader_without_a_length() -> None:
     with pytest.raises(TypeError):
-        len(dt.prefetch(iter([1]), 0))
-    assert list(dt.prefetch(iter([1]), 0)) == [1]
+        len(dt.data.prefetch(iter([1]), 0))
+    assert list(dt.data.prefetch(iter([1]), 0)) == [1]
 
 
 def test_a_depth_of_none_is_refused() -> None:
     with pytest.raises(ValueError, match="depth=0: at least 1 is needed"):
-        dt.prefetch([], 0, depth=0)
+        dt.data.prefetch([], 0, depth=0)
 
 
 # ---- ahead -----------------------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ def test_a_depth_of_none_is_refused() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_so_many_are_sent_ahead(depth: int) -> None:
     loader = Loader(10)
-    taken = [(x[0].item(), loader.taken) for x in dt.prefetch(loader, "node:1", depth)]
+    taken = [(x[0].item(), loader.taken) for x in dt.data.prefetch(loader, "node:1", depth)]
     assert taken == [(i, min(10, i + depth + 1)) for i in range(10)]
 
 
 def test_they_come_while_the_node_computes(tmp_path: Path) -> None:
     """What the node was told to expect before its long work has come after it without anything of the script's."""
-    batches = iter(dt.prefetch((torch.full((1 << 20,), float(i)) for i in range(4)), "node:1"))
+    batches = iter(dt.data.prefetch((torch.full((1 << 20,), float(i)) for i in range(4)), "node:1"))
     x = next(batches)
     dt.synchronize(0)
     with Busy(1, tmp_path) as busy:
@@ -173,7 +173,7 @@ def test_the_script_does_not_run_ahead_of_the_node(tmp_path: Path) -> None:
             yield torch.full((1 << 21,), float(i))
 
     def consume() -> None:
-        for x in dt.prefetch(load(), "node:1"):
+        for x in dt.data.prefetch(load(), "node:1"):
             seen.append(x[-1])
 
     def note() -> None:
@@ -198,7 +198,7 @@ def test_the_script_does_not_run_ahead_of_the_node(tmp_path: Path) -> None:
 
 def test_breaking_off_closes_the_loader_and_frees_what_was_sent() -> None:
     loader, before = Loader(10), testing.usage(1)
-    for x in dt.prefetch(loader, "node:1", depth=4):
+    for x in dt.data.prefetch(loader, "node:1", depth=4):
         if x[0].item() == 2:
             break
     assert loader.closed
@@ -211,7 +211,7 @@ def test_breaking_off_closes_the_loader_and_frees_what_was_sent() -> None:
 def test_an_error_of_the_loader_comes_after_the_batches_before_it() -> None:
     loader, seen = Loader(10, fails_at=5), []
     with pytest.raises(OSError, match="batch 5 can't be read"):  # noqa: PT012
-        for x in dt.prefetch(loader, "node:1", depth=3):
+        for x in dt.data.prefetch(loader, "node:1", depth=3):
             seen.append(x[0].item())
     assert seen == [0, 1, 2, 3, 4]
     assert loader.closed
@@ -220,14 +220,14 @@ def test_an_error_of_the_loader_comes_after_the_batches_before_it() -> None:
 def test_an_error_of_the_consumer_ends_it() -> None:
     loader = Loader(10)
     with pytest.raises(ZeroDivisionError):  # noqa: PT012
-        for _ in dt.prefetch(loader, "node:1"):
+        for _ in dt.data.prefetch(loader, "node:1"):
             1 // 0  # noqa: B018
     assert loader.closed
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_a_batch_that_cannot_be_sent() -> None:
-    batches = iter(dt.prefetch([torch.ones(2), torch.eye(2).to_sparse_csr(), torch.ones(2)], "node:1"))
+    batches = iter(dt.data.prefetch([torch.ones(2), torch.eye(2).to_sparse_csr(), torch.ones(2)], "node:1"))
     assert next(batches).sum().item() == 2
     with pytest.raises(NotImplementedError, match="sparse_csr can't be on a node"):
         next(batches)
@@ -235,7 +235,9 @@ def test_a_batch_that_cannot_be_sent() -> None:
 
 def test_an_operation_on_a_batch_that_fails_is_told_as_ever() -> None:
     table = torch.ones(3, 2, device="node:1")
-    works = [dt.fetch(torch.nn.functional.embedding(i, table)) for i in dt.prefetch(torch.tensor([[1], [7]]), "node:1")]
+    works = [
+        dt.fetch(torch.nn.functional.embedding(i, table)) for i in dt.data.prefetch(torch.tensor([[1], [7]]), "node:1")
+    ]
     assert works[0].result().tolist() == [[1, 1]]
     with pytest.raises(IndexError, match=r"issued: .*test_prefetch.py"):
         works[1].result()

@@ -78,7 +78,9 @@ def test_a_node_with_a_busy_stream_is_lost() -> None:
         with pytest.raises(dt.NodeLost):
             s.query()
         same(x, torch.full((2,), 2.0))  # what was waited for will not come: that is an error, and the stream goes on
-        with pytest.raises(dt.RemoteError, match=r"BrokenError: .*rank 0[^$]* in test_a_node_with_a_busy_stream"):
+        with pytest.raises(
+            dt.errors.RemoteError, match=r"BrokenError: .*rank 0[^$]* in test_a_node_with_a_busy_stream"
+        ):
             t.synchronize()
         t.synchronize()
 
@@ -110,7 +112,7 @@ def test_a_stream_does_not_outlive_its_session() -> None:
         for use in (s.synchronize, s.query, event.wait, event.synchronize):
             with pytest.raises(dt.DisttensorError, match="shut down"):
                 use()
-        assert dt.current_stream() == dt.default_stream()
+        assert dt.streams.current_stream() == dt.streams.default_stream()
         with dt.stream(dt.Stream()):
             assert torch.ones(3, device="node:0").sum().item() == 3
 

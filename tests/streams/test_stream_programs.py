@@ -148,7 +148,7 @@ class There(Here):
 
     def __init__(self) -> None:
         super().__init__()
-        self.streams = [dt.Stream(n) if i else dt.default_stream(n) for n in range(2) for i in range(3)]
+        self.streams = [dt.Stream(n) if i else dt.streams.default_stream(n) for n in range(2) for i in range(3)]
         self.pool = [x.to(f"node:{n}") for x, n in zip(self.pool, self.nodes, strict=True)]
         self.own = [x.to(f"node:{k // 3}") for k, x in enumerate(self.own)]
         self.fed = [x.to(f"node:{n}") for n, x in enumerate(self.fed)]

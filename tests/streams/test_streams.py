@@ -72,7 +72,7 @@ def test_using_a_tensor_waits_for_the_stream_that_makes_it() -> None:
         far = w.to("node:1") * 2
         part = y[:2]
         assert not t.query()
-        assert not dt.default_stream(0).query()
+        assert not dt.streams.default_stream(0).query()
         other = dt.Stream(0)
         with dt.stream(other):
             assert (x * 3).sum().item() == 18
@@ -90,9 +90,9 @@ def test_events_order_writes_in_place() -> None:
             written = dt.Event()
             written.record()
         assert not written.query()
-        dt.default_stream(0).wait_event(written)
+        dt.streams.default_stream(0).wait_event(written)
         x.mul_(3)
-        s.wait_stream(dt.default_stream(0))
+        s.wait_stream(dt.streams.default_stream(0))
         with dt.stream(s):
             x.add_(0.5)
         let_go()
@@ -111,9 +111,9 @@ def test_events_order_a_write_and_what_reads_the_same_memory() -> None:
         with dt.stream(s):
             twice = x * 2
             part.mul_(3)
-        dt.default_stream(0).wait_event(s.record_event())
+        dt.streams.default_stream(0).wait_event(s.record_event())
         x.add_(1)
-        t.wait_stream(dt.default_stream(0))
+        t.wait_stream(dt.streams.default_stream(0))
         with dt.stream(t):
             part.mul_(10)
             seen = x + 0
@@ -144,9 +144,9 @@ def test_events_between_nodes_cost_no_round_trip() -> None:
 def test_the_default_stream_waits_for_another_node() -> None:
     s = dt.Stream(0)
     with busy(s) as let_go:
-        dt.default_stream(1).wait_event(s.record_event())
+        dt.streams.default_stream(1).wait_event(s.record_event())
         x = torch.ones(3, device="node:1")
-        waiting = dt.default_stream(1).record_event()
+        waiting = dt.streams.default_stream(1).record_event()
         assert not waiting.query()
         assert (torch.ones(3, device="node:0") + 1).sum().item() == 6
         let_go()
@@ -161,7 +161,7 @@ def test_a_write_waits_for_what_is_still_to_be_sent() -> None:
         t.wait_event(s.record_event())  # so what is sent from node 0 to node 1 comes after that
         far = x.to("node:1")
         x.add_(1)
-        waiting = dt.default_stream(0).record_event()
+        waiting = dt.streams.default_stream(0).record_event()
         with dt.stream(u):
             assert torch.ones(3, device="node:0").sum().item() == 3
         assert not waiting.query()
@@ -190,7 +190,7 @@ def test_what_elapsed_time_refuses() -> None:
     timed, plain, far = dt.Event(enable_timing=True), dt.Event(), dt.Event(enable_timing=True)
     with pytest.raises(RuntimeError, match="must be recorded"):
         timed.elapsed_time(timed)
-    far.record(dt.default_stream(1))
+    far.record(dt.streams.default_stream(1))
     timed.record(s)
     with pytest.raises(RuntimeError, match="enable_timing=True"):
         timed.elapsed_time(plain)
@@ -203,7 +203,7 @@ def test_what_elapsed_time_refuses() -> None:
 def test_an_event_counts_what_is_on_its_way_to_the_node() -> None:
     x = torch.ones(1 << 20)
     y = x.to("node:0")
-    event = dt.default_stream(0).record_event()
+    event = dt.streams.default_stream(0).record_event()
     event.synchronize()
     assert event.query()
     same(y, x)
@@ -213,10 +213,10 @@ def test_events_can_be_recorded_again_and_need_not_be_at_all() -> None:
     event = dt.Event()
     assert event.query()
     event.synchronize()
-    event.wait(dt.default_stream(1))
+    event.wait(dt.streams.default_stream(1))
     s = dt.Stream(0)
     with busy(s) as let_go:
-        event.record(dt.default_stream(0))
+        event.record(dt.streams.default_stream(0))
         event.synchronize()
         event.record(s)
         assert not event.query()
@@ -255,23 +255,23 @@ def test_random_numbers_on_a_stream() -> None:
 
 def test_which_stream_is_current() -> None:
     s, t, far = dt.Stream(0), dt.Stream(0, "cpu"), dt.Stream(1, priority=-1)
-    assert dt.current_stream() == dt.default_stream() == dt.default_stream(0)
+    assert dt.streams.current_stream() == dt.streams.default_stream() == dt.streams.default_stream(0)
     seen: list[object] = []
     with dt.stream(s), dt.stream(far):
-        assert dt.current_node() == 1
-        assert (dt.current_stream(), dt.current_stream(0)) == (far, s)
+        assert dt.session.current_node() == 1
+        assert (dt.streams.current_stream(), dt.streams.current_stream(0)) == (far, s)
         with dt.stream(None), dt.stream(t):
-            assert (dt.current_stream(), dt.current_stream(1)) == (t, far)
-            with dt.stream(dt.default_stream(0)):
-                assert dt.current_stream() == dt.default_stream()
-        assert dt.current_stream(0) is s
-        thread(lambda: seen.append(dt.current_stream(0))).join()
-    assert seen == [dt.default_stream(0)]
-    assert dt.current_node() == 0
+            assert (dt.streams.current_stream(), dt.streams.current_stream(1)) == (t, far)
+            with dt.stream(dt.streams.default_stream(0)):
+                assert dt.streams.current_stream() == dt.streams.default_stream()
+        assert dt.streams.current_stream(0) is s
+        thread(lambda: seen.append(dt.streams.current_stream(0))).join()
+    assert seen == [dt.streams.default_stream(0)]
+    assert dt.session.current_node() == 0
     assert torch.node.Stream is dt.Stream  # type: ignore[attr-defined]
-    assert torch.node.current_stream("node:1") == dt.default_stream(1)  # type: ignore[attr-defined]
+    assert torch.node.current_stream("node:1") == dt.streams.default_stream(1)  # type: ignore[attr-defined]
     assert far.priority == -1
-    assert len({s, t, far, dt.default_stream(0), dt.default_stream(0)}) == 4
+    assert len({s, t, far, dt.streams.default_stream(0), dt.streams.default_stream(0)}) == 4
     with pytest.raises(ValueError, match="node 9"):
         dt.Stream(9)
     with pytest.raises(RuntimeError, match="no device cuda:7"):
@@ -322,7 +322,7 @@ def test_streams_inside_of_a_graph_and_beside_its_replays() -> None:
         t.wait_event(event)
         with dt.stream(t):
             z = y.to("node:1") * 2
-        with pytest.raises(dt.GraphError):
+        with pytest.raises(dt.errors.GraphError):
             event.synchronize()
     with dt.stream(s), pytest.raises(RuntimeError, match="has not been replayed yet"):
         y.sum().item()
@@ -341,7 +341,7 @@ def test_a_task_has_a_current_stream_of_its_own() -> None:
         x = torch.zeros(1, device="node:0")
         with dt.stream(stream):
             for _ in range(steps):
-                assert dt.current_stream(0) == stream
+                assert dt.streams.current_stream(0) == stream
                 x.add_(1)
                 await asyncio.sleep(0)
             return x.item()
@@ -350,7 +350,7 @@ def test_a_task_has_a_current_stream_of_its_own() -> None:
         return await asyncio.gather(work(s, 20), work(t, 30))
 
     assert asyncio.run(both()) == [20, 30]
-    assert dt.current_stream(0) == dt.default_stream(0)
+    assert dt.streams.current_stream(0) == dt.streams.default_stream(0)
 
 
 def test_code_for_cuda_streams_runs() -> None:

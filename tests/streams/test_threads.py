@@ -145,26 +145,26 @@ def test_the_current_node_is_each_threads_own() -> None:
     together = threading.Barrier(THREADS)
 
     def program(k: int) -> tuple[int, int, int]:
-        outside = dt.current_node()
+        outside = dt.session.current_node()
         with dt.node(k % 2):
             together.wait(10)
-            inside = dt.zeros(1).get_node()
+            inside = dt.factories.zeros(1).get_node()
             together.wait(10)
-        return outside, inside, dt.current_node()
+        return outside, inside, dt.session.current_node()
 
     with dt.node(1):
         assert at_once(program) == [(0, k % 2, 0) for k in range(THREADS)]
-        assert dt.current_node() == 1
+        assert dt.session.current_node() == 1
 
 
 def test_the_current_node_is_each_tasks_own() -> None:
     async def program(k: int) -> tuple[int, int]:
-        before = dt.current_node()
+        before = dt.session.current_node()
         with dt.node(k % 2):
             await asyncio.sleep(0)
-            node = dt.zeros(1).get_node()
+            node = dt.factories.zeros(1).get_node()
             await asyncio.sleep(0)
-            assert dt.current_node() == k % 2
+            assert dt.session.current_node() == k % 2
         return before, node
 
     async def main() -> list[tuple[int, int]]:
@@ -172,4 +172,4 @@ def test_the_current_node_is_each_tasks_own() -> None:
             return await asyncio.gather(*(program(k) for k in range(6)))
 
     assert asyncio.run(main()) == [(1, k % 2) for k in range(6)]
-    assert dt.current_node() == 0
+    assert dt.session.current_node() == 0

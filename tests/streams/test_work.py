@@ -220,7 +220,7 @@ def test_cancelling_ends_the_waiting_and_not_the_work(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_has_closed_meanwhile(tmp_path: Path) -> None:
-    x, works = torch.ones(3, device="node:1"), list[dt.Work]()
+    x, works = torch.ones(3, device="node:1"), list[dt.futures.Work]()
 
     async def program() -> None:
         works.append(dt.fetch(x))
@@ -238,11 +238,11 @@ def test_a_loop_that_has_closed_meanwhile(tmp_path: Path) -> None:
 def test_callbacks_may_use_tensors_and_wait() -> None:
     x, seen, done = torch.ones(3, device="node:1"), [], threading.Event()
 
-    def second(work: dt.Work) -> None:
+    def second(work: dt.futures.Work) -> None:
         seen.append((work.result().tolist(), threading.current_thread().name))
         done.set()
 
-    def first(work: dt.Work) -> None:
+    def first(work: dt.futures.Work) -> None:
         seen.append((x + work.result().to("node:1")).sum().item())
         dt.fetch(x + 1).add_done_callback(second)
 
@@ -265,7 +265,7 @@ def test_a_callback_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> No
 def test_a_callback_of_what_failed() -> None:
     seen, done = list[object](), threading.Event()
 
-    def look(work: dt.Work) -> None:
+    def look(work: dt.futures.Work) -> None:
         seen.append(work.exception())
         done.set()
 

@@ -64,7 +64,7 @@ def test_lost_nodes_end_what_is_awaited_in_any_order(killed: list[int]) -> None:
         works = [dt.fetch(xs[k % 2]) for k in range(6)]
         for k in killed:
             os.kill(pids[k], signal.SIGKILL)
-        ended = list(dt.as_completed(works))
+        ended = list(dt.futures.as_completed(works))
         assert len(ended) == 6
         for k, work in enumerate(works):
             assert type(work.exception()) is (dt.NodeLost if k % 2 in killed else type(None))
@@ -89,7 +89,7 @@ def test_a_node_that_is_lost_while_batches_are_on_their_way() -> None:
     seen = 0
     with dt.init_master_worker(nodes=2, threads=1):
         with pytest.raises(dt.NodeLost, match="SIGKILL"):  # noqa: PT012
-            for x in dt.prefetch((torch.ones(1 << 20) for _ in range(1000)), "node:1"):
+            for x in dt.data.prefetch((torch.ones(1 << 20) for _ in range(1000)), "node:1"):
                 assert x[-1].item() == 1
                 seen += 1
                 if seen == 3:
@@ -108,7 +108,7 @@ seen = []
 
 def loop():
     works = []
-    for i, x in enumerate(dt.prefetch(batches, "node:1")):
+    for i, x in enumerate(dt.data.prefetch(batches, "node:1")):
         work = dt.fetch(x.to("node:0") + 1)
         work.add_done_callback(lambda work: seen.append(work.result()[0].item()))
         works.append((i, work))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("calm")
 @pytest.mark.parametrize("n", [3, 1 << 20])
 def test_a_fetch_passes_a_busy_default_stream(n: int) -> None:
     x, side = torch.ones(n, device="node:1"), dt.Stream(1)
-    with busy(dt.default_stream("node:1")), dt.stream(side):
+    with busy(dt.streams.default_stream("node:1")), dt.stream(side):
         assert dt.fetch(x + 1).result().sum().item() == 2 * n
 
 
@@ -32,7 +32,7 @@ def test_a_fetch_waits_for_the_stream_that_makes_its_tensor() -> None:
 
 def test_it_holds_what_the_tensor_held_then() -> None:
     x, side = torch.zeros(1 << 20, device="node:1"), dt.Stream(1)
-    side.wait_stream(dt.default_stream("node:1"))
+    side.wait_stream(dt.streams.default_stream("node:1"))
     with dt.stream(side):
         works = []
         for _ in range(20):
@@ -51,8 +51,8 @@ def test_a_failure_on_a_stream() -> None:
 
 def test_batches_pass_a_busy_default_stream() -> None:
     side, works = dt.Stream(1), []
-    with busy(dt.default_stream("node:1")), dt.stream(side):
-        for x in dt.prefetch((torch.full((1 << 18,), float(i)) for i in range(10)), "node:1"):
+    with busy(dt.streams.default_stream("node:1")), dt.stream(side):
+        for x in dt.data.prefetch((torch.full((1 << 18,), float(i)) for i in range(10)), "node:1"):
             works.append(dt.fetch(x * 2))
         assert [work.result()[-1].item() for work in works] == [2.0 * i for i in range(10)]
 

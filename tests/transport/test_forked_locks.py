@@ -6,10 +6,13 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 from limits import HANG
 
 
-def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
+@pytest.mark.parametrize("meanwhile", ["", "session.link._unexplained[0] = 'its connection ended', float('inf')"])
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(meanwhile: str) -> None:
+    """Nor for the launcher, where the fork came while it was asked why a node is gone."""
     script = """
         import contextlib, os, signal, threading, torch, disttensor as dt
         from disttensor.session import current as state
@@ -20,7 +23,8 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
 
         def hold():
             with contextlib.ExitStack() as locks:
-                for holder in (session, *session.__dict__.values(), *session.states, *session.link.outboxes):
+                boxes = [node.outbox for node in session.nodes]
+                for holder in (session, *session.__dict__.values(), *session.nodes, *boxes):
                     for value in getattr(holder, "__dict__", {}).values():
                         if isinstance(value, type(threading.RLock())):
                             locks.enter_context(value)
@@ -30,6 +34,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
         thread = threading.Thread(target=hold)
         thread.start()
         held.wait()
+        MEANWHILE
         child = os.fork()
         if child == 0:
             signal.alarm(20)
@@ -46,15 +51,19 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks() -> None:
             ):
                 try:
                     use()
-                except dt.ForkError:
+                except dt.errors.ForkError:
                     refused += 1
             os._exit(refused)
+        session.link._unexplained.clear()
         done.set()
         thread.join()
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (x + 1).sum().item())
     """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=HANG
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script).replace("MEANWHILE", meanwhile)],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
     )
     assert done.stdout == "8 8.0\n", done.stderr
     assert done.stderr == ""

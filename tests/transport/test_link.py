@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +18,15 @@ from handlers import TimeUp, handled, time_up
 import disttensor as dt
 from disttensor import testing
 from disttensor.runtime.channel.base import Transfer
+from disttensor.runtime.host.launcher import Exited, Launcher, Started
 from disttensor.runtime.master.link import Link
 from disttensor.runtime.master.outbox import Outbox
 from disttensor.runtime.master.requests import Request, Waker
-from disttensor.runtime.process.signals import whole
+from disttensor.runtime.process.signals import uninterrupted
 from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import BrokenError
+from disttensor.runtime.transport.inproc import InprocHub
 from disttensor.session import current
 from disttensor.startup import start
 
@@ -35,12 +41,13 @@ def link() -> Iterator[Link]:
         yield current.session().link
 
 
-def cut(link: Link, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next message to a node finds its connection broken."""
+def cut(link: Link, rank: int, monkeypatch: pytest.MonkeyPatch, found: Callable[[], object] = int) -> None:
+    """The next message to a node finds its connection broken, and calls ``found``."""
     send = link.hub.send
 
     def broken(to: int, message: bytes) -> None:
         if to == rank:
+            found()
             raise BrokenError(f"node {rank} is gone")
         send(to, message)
 
@@ -57,7 +64,7 @@ def use(x: torch.Tensor, until: type[Exception]) -> None:
 
 @pytest.mark.parametrize("end", ["lost", "shut down"])
 def test_nothing_is_kept_for_a_node_that_gets_nothing(end: str, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, box = torch.ones(3, device="node:1"), link.outboxes[1]
+    x, box = torch.ones(3, device="node:1"), link.nodes[1].outbox
     dt.synchronize()
     if end == "lost":
         cut(link, 1, monkeypatch)
@@ -74,7 +81,7 @@ def test_a_lost_node_is_said_to_those_who_use_it(link: Link, monkeypatch: pytest
     dt.synchronize()
     fetches: list[Callable[[], object]] = [lambda: y.sum().item(), lambda: y.cpu().sum().item()]
     for fetch in fetches:
-        link.outboxes[1].add(c.Free(0, ()))  # to be flushed before the master blocks
+        link.nodes[1].outbox.add(c.Free(0, ()))  # to be flushed before the master blocks
         cut(link, 1, monkeypatch)
         assert fetch() == 3
     with pytest.raises(dt.NodeLost):
@@ -121,7 +128,7 @@ def test_synchronize_ends_in_time_at_a_full_window(pool: ThreadPoolExecutor) -> 
 
 
 def test_the_line_that_a_busy_node_is_at(link: Link, pool: ThreadPoolExecutor) -> None:
-    assert link.outboxes[1].running() is not None
+    assert link.nodes[1].outbox.running() is not None
 
 
 @pytest.mark.parametrize("flush", ["flush", "exchange"])
@@ -135,7 +142,7 @@ def test_the_end_of_the_session_overtakes_a_flush(flush: str, link: Link, pool: 
     x = torch.ones(3, device="node:1")
     link.check = note  # type: ignore[method-assign]
     with link._lock:
-        ending = pool.submit(lambda: link.flush(link.outboxes[1]) if flush == "flush" else x.sum().item())
+        ending = pool.submit(lambda: link.flush(link.nodes[1].outbox) if flush == "flush" else x.sum().item())
         assert checked.wait(SOON)  # it is about to send
         link.close()
     with pytest.raises(dt.DisttensorError, match="shut down"):
@@ -157,8 +164,8 @@ class Broken(Transfer):
 @pytest.mark.usefixtures("pool")
 def test_a_broken_transfer_is_told_though_the_node_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     session = current.session()
-    sync = session._sync
-    monkeypatch.setattr(session, "_sync", lambda node, timeout: sync(node, 0.01))
+    sync = session.transfers._sync
+    monkeypatch.setattr(session.transfers, "_sync", lambda node, timeout: sync(node, 0.01))
     with pytest.raises(BrokenError, match="a broken cable"):
         session.transfers.end(Broken(), 1)
 
@@ -183,19 +190,19 @@ def test_small_collectives_leave_with_what_follows_and_to_all_nodes_at_once() ->
         xs = [torch.ones(3, device=f"node:{k}") for k in range(4)]
         dt.synchronize()
         with link._lock:  # nothing else sends
-            for box in link.outboxes:
-                box.urge(100)
-            sent = [box.messages for box in link.outboxes]
+            for box in (node.outbox for node in link.nodes):
+                box.set_flush_threshold(100)
+            sent = [box.messages for box in (node.outbox for node in link.nodes)]
             dt.all_reduce(xs[1:])
             dt.all_reduce(xs[:2])
-            assert [box.messages for box in link.outboxes] == sent
-            link.flush(link.outboxes[3])
-            assert [box.messages for box in link.outboxes] == [n + 1 for n in sent]
+            assert [box.messages for box in (node.outbox for node in link.nodes)] == sent
+            link.flush(link.nodes[3].outbox)
+            assert [box.messages for box in (node.outbox for node in link.nodes)] == [n + 1 for n in sent]
         assert [x.tolist() for x in xs] == [[4.0] * 3, [4.0] * 3, [3.0] * 3, [3.0] * 3]
 
 
 def test_what_no_safe_point_follows_arrives_again() -> None:
-    @whole
+    @uninterrupted
     def finalizer() -> None:
         signal.raise_signal(signal.SIGALRM)
 
@@ -204,3 +211,176 @@ def test_what_no_safe_point_follows_arrives_again() -> None:
         with pytest.raises(TimeUp):  # noqa: PT012
             finalizer()
             threading.Event().wait(SOON)
+
+
+def test_a_session_ends_though_a_window_is_full() -> None:
+    """Of a node that is stopped: an exception has left the block, and nobody waits for what was issued."""
+    with contextlib.suppress(ZeroDivisionError), dt.init_master_worker(nodes=2, threads=1):
+        link = current.session().link
+        x = torch.ones(3, device="node:1")
+        dt.synchronize()
+        testing.stop(1)
+        link.patient = False
+        while not link.nodes[1].outbox.full:
+            x.add_(1)
+        link.patient = True
+        raise ZeroDivisionError
+    assert not dt.is_initialized()
+
+
+def test_a_loss_is_told_whole_beside_threads_that_ask() -> None:
+    """They take their requests out without the lock."""
+    hub = InprocHub(1)
+    link = Link(hub, 1, None, lambda error: None)
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            link.drop(link.request(0))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            for _ in range(3000):
+                link.nodes[0].outbox.lost = None
+                link.losses.clear()
+                link.lose(0, "its cable was cut")
+        finally:
+            over.set()
+            sys.setswitchinterval(before)
+        for one in asking:
+            with contextlib.suppress(dt.NodeLost):
+                one.result(SOON)
+    link.close()
+
+
+class SlowLauncher(Launcher):
+    """Says why node 1 is gone when ``answer`` is set, and not before; meanwhile whoever asks waits."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0)
+        self.broken, self.asked, self.answer = threading.Event(), threading.Event(), threading.Event()
+        self.in_time: list[bool] = []
+
+    def start(self, bundles: Sequence[Bundle]) -> None: ...
+
+    def stop(self, grace: float) -> None: ...
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def events(self) -> list[Started | Exited]:
+        if not self.broken.is_set() or self.in_time:
+            return []
+        self.asked.set()
+        self.in_time.append(self.answer.wait(SOON))
+        return [Exited(1, 5, "exit code 3", 3, ())]
+
+
+def test_nobody_waits_for_a_launcher_that_is_asked_why_another_node_is_gone(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
+    dt.synchronize()
+    launcher = SlowLauncher()
+
+    cut(link, 1, monkeypatch, launcher.broken.set)
+    monkeypatch.setattr(link, "launcher", launcher)
+    with ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(lambda: there.sum().item())
+        assert launcher.asked.wait(SOON)
+        for _ in range(100):
+            here += 1
+        assert here.sum().item() == 303
+        assert not lost.done()
+        launcher.answer.set()
+        with pytest.raises(dt.NodeLost, match="exit code 3"):
+            lost.result(SOON)
+    assert launcher.in_time == [True]
+    monkeypatch.setattr(link, "launcher", None)
+    os.close(launcher.descriptor)
+
+
+class Finalized(SlowLauncher):
+    """Has a finalizer run in the middle of a question, as the collector may, which waits for the node that is gone."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__()
+        self.wait, self.said = wait, ""
+
+    def events(self) -> list[Started | Exited]:
+        if self.broken.is_set() and not self.asked.is_set():
+            self.asked.set()
+            try:
+                self.wait()
+            except dt.NodeLost as e:
+                self.said = str(e)
+        return []
+
+
+@pytest.mark.parametrize("then", ["waits", "closes"])
+def test_what_a_launchers_question_is_interrupted_by_does_not_wait_for_its_end(
+    then: str, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(3, device="node:1")
+    dt.synchronize()
+    launcher = Finalized(lambda: x.sum().item() if then == "waits" else link.close())
+
+    cut(link, 1, monkeypatch, launcher.broken.set)
+    monkeypatch.setattr(link, "launcher", launcher)
+    with ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(lambda: x.sum().item())
+        with pytest.raises(dt.errors.DisttensorError, match="node 1 is gone" if then == "waits" else "shut down"):
+            lost.result(SOON)
+    assert launcher.asked.is_set()
+    assert ("node 1 is gone" in launcher.said) == (then == "waits")
+    monkeypatch.setattr(link, "launcher", None)
+    os.close(launcher.descriptor)
+    start._end(report=False)
+
+
+released = threading.Event()
+
+
+def until_released() -> bool:
+    return released.wait(SOON)
+
+
+def test_who_waits_does_not_spin_while_another_thread_asks_the_launcher(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor stays readable meanwhile: one look tells, and the next polls leave it out."""
+    here, there = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
+    dt.synchronize()
+    launcher, looks = SlowLauncher(), 0
+    readable = link._readable
+
+    def counted(*args: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return readable(*args)
+
+    os.eventfd_write(launcher.descriptor, 1)
+    cut(link, 1, monkeypatch, launcher.broken.set)
+    monkeypatch.setattr(link, "launcher", launcher)
+    monkeypatch.setattr(link, "_readable", counted)
+    released.clear()
+    with ThreadPoolExecutor(2) as pool:
+        lost = pool.submit(lambda: there.sum().item())
+        assert launcher.asked.wait(SOON)
+        looks = 0
+        waiting = pool.submit(lambda: dt.run(until_released, node=0))
+        with contextlib.suppress(TimeoutError):
+            waiting.result(1.5)
+        seen = looks
+        released.set()
+        assert waiting.result(SOON)
+        launcher.answer.set()
+        with pytest.raises(dt.NodeLost):
+            lost.result(SOON)
+    assert seen < 50
+    assert here.sum().item() == 3
+    monkeypatch.setattr(link, "launcher", None)
+    os.close(launcher.descriptor)

@@ -237,6 +237,6 @@ def test_printing_fetches_little() -> None:
     text = repr(x)
     assert "node:1" in text
     assert "..." in text
-    dt.reset_stats()
+    dt.channels.reset_stats()
     repr(x)
-    assert 0 < dt.stats().received.bytes <= 400
+    assert 0 < dt.channels.stats().received.bytes <= 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,7 +24,7 @@ from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
 
 def hello(*devices: str) -> c.Hello:
     told = c.Abilities("AVX2", True, False, False, capabilities=((8, 0),) * (len(devices) - 1))
-    return c.Hello(1, "job", 1, "host", "2.13.0", "3", devices, False, "", told)
+    return c.Hello(1, "job", 1, "host", "2.13.0", "3", devices, False, c.Addresses(""), told)
 
 
 HELLO = hello("cpu", "cuda:0")
@@ -82,6 +83,11 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
     "dtype": (c.Shapes, c.Shapes(1, (geometry(dtype=255),))),
     "device": (c.Shapes, c.Shapes(1, (geometry(device="cuda:zz"),))),
     "long device": (c.Shapes, c.Shapes(1, (geometry(device="x" * 100_000),))),
+    "negative memory": (c.MemoryUsage, c.MemoryUsage(1, 2, -8)),
+    "negative address": (c.StorageInfo, c.StorageInfo(1, 5, -4096, 8, 0, (1,))),
+    "negative stride in a storage": (c.StorageInfo, c.StorageInfo(1, 5, 4096, 8, 0, (2, -1))),
+    "empty state": (c.RngState, c.RngState(1, b"")),
+    "text for a state": (c.RngState, c.Answer(1, "00ff")),
     "second hello": (c.Done, HELLO),
 }
 
@@ -124,10 +130,10 @@ UNABLE = {
 @pytest.mark.parametrize("name", UNABLE)
 def test_abilities_that_no_node_has_fail_it(name: str, wire: Wire) -> None:
     wire.say(UNABLE[name])
-    lost = str(wire.link.outboxes[0].lost)
+    lost = str(wire.link.nodes[0].outbox.lost)
     assert "broke the protocol" in lost
     assert len(lost) < 4000
-    assert not wire.link.hellos
+    assert all(node.said_hello is None for node in wire.link.nodes)
 
 
 def test_abilities_of_another_form_fail_a_node(wire: Wire) -> None:
@@ -147,8 +153,8 @@ def test_abilities_of_another_form_fail_a_node(wire: Wire) -> None:
 )
 def test_a_wrong_first_word_fails_the_node(reply: c.Reply, wire: Wire) -> None:
     wire.say(reply)
-    assert "broke the protocol" in str(wire.link.outboxes[0].lost)
-    assert not wire.link.hellos
+    assert "broke the protocol" in str(wire.link.nodes[0].outbox.lost)
+    assert all(node.said_hello is None for node in wire.link.nodes)
 
 
 @pytest.mark.parametrize("done", [-1, 1, 1 << 40])
@@ -157,8 +163,8 @@ def test_a_node_cannot_have_done_what_it_was_not_sent(done: int, wire: Wire) -> 
     wire.say(HELLO)
     wire.spoke.send(codec.encode(c.Report(done, ())))
     wire.link.drain()
-    assert f"broke the protocol: node 0 reports {done} of 0 commands" in str(wire.link.outboxes[0].lost)
-    assert wire.link.outboxes[0].done == 0
+    assert f"broke the protocol: node 0 reports {done} of 0 commands" in str(wire.link.nodes[0].outbox.lost)
+    assert wire.link.nodes[0].outbox.done == 0
 
 
 def test_a_node_cannot_answer_for_another() -> None:
@@ -172,7 +178,7 @@ def test_a_node_cannot_answer_for_another() -> None:
     for rank, value in ((1, "false"), (0, "true")):
         spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, value),))))
     assert link.wait(request, 20) == c.Answer(request.id, "true")
-    assert "broke the protocol: node 1 answers a request to node 0" in str(link.outboxes[1].lost)
+    assert "broke the protocol: node 1 answers a request to node 0" in str(link.nodes[1].outbox.lost)
     link.close()
     for spoke in spokes:
         spoke.close()
@@ -183,6 +189,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.ended: list[int] = []
+        self.told = threading.Event()
         self._news, self._never = os.pipe()
 
     def fileno(self) -> int:
@@ -193,6 +200,7 @@ class Ends:
 
     def end(self, rank: int) -> None:
         self.ended.append(rank)
+        self.told.set()
 
     def close(self) -> None:
         os.close(self._news)
@@ -211,6 +219,7 @@ def test_a_lost_node_is_ended_and_the_others_are_told() -> None:
     link.flush_all()
     told = [spokes[rank].recv(1) for rank in (0, 2)]
     assert [codec.decode_batch(message or b"").commands for message in told] == [(c.Lost(1, "its cable was cut"),)] * 2
+    assert launcher.told.wait(20)  # by the thread that flushes, with no lock held
     assert launcher.ended == [1]
     link.close()
     for spoke in spokes:
@@ -221,7 +230,7 @@ def test_a_lost_node_is_ended_and_the_others_are_told() -> None:
 def test_what_a_failed_node_still_says_is_dropped(wire: Wire) -> None:
     wire.say(HELLO)
     wire.say(HELLO)
-    assert wire.link.outboxes[0].lost is not None
+    assert wire.link.nodes[0].outbox.lost is not None
     wire.say(FAILED)
     assert not wire.link.failures
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.runtime.host.launch_spec import Plan
+from disttensor.runtime.host.launch_spec import LaunchSpec
 from disttensor.runtime.launch.tree.agent import Agent
 from disttensor.runtime.launch.tree.root import Root
 from disttensor.runtime.launch.tree.server import Server
+from disttensor.runtime.master.node import Node
 from disttensor.runtime.node.store import Store
 from disttensor.session import current
 from disttensor.testing import cut
@@ -32,9 +33,13 @@ def test_a_session(session: Any) -> None:
     assert re.fullmatch(rf"<Session \w+ nodes=2 {link}>", repr(session))
     assert (x * 2).shape == (3,)
     assert re.fullmatch(r"<Link nodes=2 queued=\d+ inflight=\d+ waiting=0>", repr(session.link))
-    assert re.fullmatch(r"<Outbox node=1 queued=\d+ inflight=\d+ dead=\d+>", repr(session.link.outboxes[1]))
+    assert re.fullmatch(r"<Outbox node=1 queued=\d+ inflight=\d+ dead=\d+>", repr(session.link.nodes[1].outbox))
     assert re.fullmatch(r"<Handle \d+ <\(3,\) torch.float32 at node 1 cpu>>", repr(x._h))
     assert repr(x.view(3, 1)._h).startswith("<Lazy not made yet ")
+    assert re.fullmatch(
+        rf"<Node 1 \S+:{session.nodes[1].hello.pid} gpu=0 queued=\d+ inflight=\d+>", repr(session.nodes[1])
+    )
+    assert repr(Node(2)) == "<Node 2 not there yet>"
 
 
 def test_a_session_that_has_lost_a_node(session: Any) -> None:
@@ -42,6 +47,7 @@ def test_a_session_that_has_lost_a_node(session: Any) -> None:
     with pytest.raises(dt.NodeLost):
         dt.synchronize()
     assert " nodes=2 lost=[1] <Link " in repr(session)
+    assert re.fullmatch(r"<Node 1 \S+:\d+ lost>", repr(session.nodes[1]))
 
 
 def test_a_store() -> None:
@@ -53,7 +59,7 @@ def test_a_store() -> None:
 def test_what_starts_nodes() -> None:
     """Without what they open when they are made."""
     root, server, agent = (kind.__new__(kind) for kind in (Root, Server, Agent))
-    root.plan, root._branches, root._asked, root._ending = Plan("ssh"), [], 2, None
+    root.spec, root._branches, root._asked, root._ending = LaunchSpec("ssh"), [], 2, None
     assert repr(root) == "<Root ssh branches=[] asked=2>"
     server._nodes, server._deadline = {1: None, 0: None}, 5.0
     assert repr(server) == "<Server nodes=[0, 1] stopping>"

@@ -338,7 +338,7 @@ def test_without_a_session(script: Callable[..., subprocess.CompletedProcess[str
 
 IMPORTS = """
 import sys, disttensor
-disttensor.zeros
+disttensor.run, disttensor.nodes, __import__("torch").node.is_available()  # the front end
 before = set(sys.modules)
 print("disttensor.testing" in before)
 import disttensor.testing
@@ -360,7 +360,7 @@ def test_nothing_stays_wrapped() -> None:
     from disttensor.session import current
 
     session = current.session()
-    owners = [session, session.link, session.link.hub, session.channel, *session.link.outboxes]
+    owners = [session, session.link, session.link.hub, session.channel, *(node.outbox for node in session.nodes)]
     before = [set(vars(owner)) for owner in owners]
     points = ["window", "wait", "ask", "pack", "bury", "send", "receive", "acknowledge", "upload"]
     for point in points:

@@ -59,7 +59,7 @@ def test_cutting_the_data_connection_loses_copies_and_not_the_node(backend: str)
         x, y = torch.ones(3, device="node:1"), torch.ones(3, device="node:0")
         assert (x.cpu().tolist(), y.cpu().tolist()) == ([1, 1, 1], [1, 1, 1])
         testing.cut(1, control=False, data=True)
-        with pytest.raises(dt.ChannelError, match=r"disttensor\.testing\.cut"):
+        with pytest.raises(dt.errors.ChannelError, match=r"disttensor\.testing\.cut"):
             x.cpu()
         assert x.sum().item() == 3
         assert y.cpu().tolist() == [1, 1, 1]

@@ -367,15 +367,15 @@ def test_every_socket_has_its_options():
     ctx = sockets.context()
     keys = sockets.Curve(*curve_pair())
     router = sockets.router(ctx, "tcp://127.0.0.1", keys)
-    dealer = sockets.dealer(ctx, "tcp://127.0.0.1", keys, b"name")
-    every = (router, dealer, sockets.pair(ctx), sockets.rep(ctx))
+    scheduler = sockets.dealer(ctx, "tcp://127.0.0.1", keys, b"name")
+    every = (router, scheduler, sockets.pair(ctx), sockets.rep(ctx))
     for sock in every:
         assert (sock.LINGER, sock.SNDHWM, sock.RCVHWM) == (0, 0, 0)
-        if sock in (router, dealer):
+        if sock in (router, scheduler):
             assert (sock.MAXMSGSIZE, sock.HANDSHAKE_IVL) == (MEBI + 64, 2000)
             assert (sock.HEARTBEAT_IVL, sock.HEARTBEAT_TIMEOUT, sock.HEARTBEAT_TTL) == (1000, 5000, 5000)
             assert sock.MECHANISM == zmq.CURVE
-    assert dealer.RECONNECT_IVL > 3600_000
+    assert scheduler.RECONNECT_IVL > 3600_000
     for sock in every:
         sock.close()
     ctx.term()

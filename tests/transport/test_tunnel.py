@@ -15,7 +15,7 @@ from transport_kit import LIMIT, Proxy, nothing_leaks
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.transport import tunnel, tunnel_io
-from disttensor.runtime.transport.tunnel import TunnelServer, TunnelClient
+from disttensor.runtime.transport.tunnel import TunnelClient, TunnelServer
 from disttensor.runtime.transport.tunnel_io import WINDOW
 
 HOST, GUEST = curve_pair(), curve_pair()

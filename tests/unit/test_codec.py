@@ -44,7 +44,7 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
         if args[-1] is Ellipsis:
             return st.lists(of_type(args[0]), max_size=4).map(tuple)
         return st.tuples(*map(of_type, args))
-    if isinstance(kind, type) and issubclass(kind, c.Wire):
+    if isinstance(kind, type) and issubclass(kind, c.Message):
         return st.builds(kind, *(of_type(f.type) for f in msgspec.structs.fields(kind)))
     return st.one_of(*map(of_type, get_args(kind)))
 

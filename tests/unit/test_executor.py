@@ -119,14 +119,14 @@ def test_frees(ready: Node) -> None:
 
 
 def test_memory_and_seed(ready: Node) -> None:
-    assert ready.do(c.Memory(1, "")) == [c.Answer(1, "2 32")]
+    assert ready.do(c.Memory(1, "")) == [c.MemoryUsage(1, 2, 32)]
     before = torch.get_rng_state()
     ready.do(c.Seed(5))
     expected = torch.Generator().manual_seed(5)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
     torch.set_rng_state(before)
     (reply,) = ready.do(c.Random(2, "cpu", b""))
-    assert bytes.fromhex(reply.value) == before.numpy().tobytes()  # type: ignore[union-attr, arg-type]
+    assert reply == c.RngState(2, before.numpy().tobytes())
 
 
 def test_transfers(ready: Node) -> None:
@@ -341,7 +341,7 @@ def test_a_failed_write_beside_sparse_tensors(ready: Node) -> None:
         failed = ready.failed(c.Call(20, 50, (50 - target, 48, 48)))
         assert ready[target] == Poison(0, failed.seq)
     assert isinstance(ready[41], torch.Tensor)
-    assert ready.do(c.Memory(1, "")) == [c.Answer(1, "2 16")]
+    assert ready.do(c.Memory(1, "")) == [c.MemoryUsage(1, 2, 16)]
 
 
 @pytest.mark.parametrize("first", [1, -1, 10**6])

@@ -3,25 +3,100 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
+import inspect
 import pkgutil
+import re
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from checkout import ROOT
 
 import disttensor as dt
 from disttensor import moved, public
 
-#: Documented modules that ``import disttensor`` gives, too.
-MODULES = {"selfcheck"}
+THEMES = (
+    "channels",
+    "collectives",
+    "data",
+    "errors",
+    "factories",
+    "futures",
+    "graphs",
+    "session",
+    "streams",
+    "tasks",
+    "testing",
+    "verify",
+)
+FIRST = [name for name in dir(dt) if not name.startswith("__")]
+PAGE = (ROOT / "docs" / "dev" / "NAMES.md").read_text()
+
+
+def of_theme(theme: str) -> set[str]:
+    module = importlib.import_module(f"disttensor.{theme}")
+    return set(getattr(module, "__all__", ())) or {name for name in vars(module) if not name.startswith("_")}
+
+
+def section(title: str) -> str:
+    """What the page says under a heading."""
+    return PAGE.split(f"\n{title}\n", 1)[1].split("\n#", 1)[0]
+
+
+def named(text: str) -> list[str]:
+    return re.findall(r"`(\w+)`", text)
 
 
 def test_every_public_name_is_somewhere_and_nothing_else() -> None:
     there = {name for name in vars(public) if not name.startswith("_")} - {"annotations"}
-    assert there == {*dt.__all__} | MODULES
+    assert there == set(FIRST)
     assert len(dt.__all__) == len(set(dt.__all__))
+
+
+def test_the_first_level_has_room_for_what_is_to_come() -> None:
+    now, _, coming = section("## The first level").partition("To come, and counted: ")
+    assert sorted(named(now.partition("\n\n`init` is")[0])) == FIRST
+    assert len({*FIRST, *named(coming.partition("(")[0])}) <= 40
+    assert not {*named(coming.partition("(")[0])} & {*FIRST}
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_page_lists_each_theme(theme: str) -> None:
+    listed = named(section(f"### `dt.{theme}`").rstrip().rpartition("\n\n")[2])
+    assert sorted(set(listed)) == sorted(of_theme(theme))
+
+
+def test_a_star_shadows_nothing() -> None:
+    space: dict[str, object] = {}
+    exec("from disttensor import *", space)
+    ours = {name for name in space if not name.startswith("__")}
+    assert ours == set(dt.__all__)
+    for theirs in (vars(builtins), torch.__all__):
+        assert not ours & set(theirs)
+    for theme in THEMES:
+        assert not set(getattr(importlib.import_module(f"disttensor.{theme}"), "__all__", ())) & set(vars(builtins))
+
+
+@pytest.mark.parametrize("name", moved.NAMES)
+def test_an_old_name_is_found_with_a_warning(name: str) -> None:
+    theme, _, attribute = moved.NAMES[name].rpartition(".")
+    with pytest.warns(DeprecationWarning, match=rf"disttensor\.{name} is ") as told:
+        old = getattr(dt, name)
+    assert told[0].filename == __file__
+    assert old is getattr(importlib.import_module(f"disttensor.{theme}".rstrip(".")), attribute)
+    assert name not in FIRST
+    assert f"| `dt.{name}` |" in PAGE
+
+
+def test_torch_node_shows_what_is_public() -> None:
+    names = [name for name in dir(torch.node) if not name.startswith("__")]
+    assert [name for name in names if name.startswith("_")] == []
+    assert [name for name in names if inspect.ismodule(getattr(torch.node, name))] == []
+    assert {"device", "synchronize", "memory_allocated", "manual_seed", "current_device"} <= set(names)
 
 
 def test_type_checkers_see_each_name() -> None:
@@ -32,7 +107,8 @@ def test_type_checkers_see_each_name() -> None:
 
 
 def test_dir_shows_what_is_public() -> None:
-    assert [name for name in dir(dt) if not name.startswith("__")] == sorted(dt.__all__)
+    assert set(dt.__all__) < set(FIRST)
+    assert all(getattr(dt, name) is not None for name in FIRST)
 
 
 def test_a_misspelt_name_is_told_the_right_one() -> None:
@@ -43,7 +119,7 @@ def test_a_misspelt_name_is_told_the_right_one() -> None:
 def test_no_module_bears_the_name_of_a_public_function() -> None:
     """After importing every module: an import binds a module's name in its package."""
     for found in pkgutil.iter_modules(dt.__path__):
-        if found.name in dt.__all__:
+        if found.name in FIRST:
             value = getattr(dt, found.name)
             assert found.name == "run" or value is importlib.import_module(f"disttensor.{found.name}"), found.name
 
@@ -62,3 +138,24 @@ def test_what_has_moved_is_found_with_a_warning(name: str) -> None:
 def test_what_never_was_is_not_found() -> None:
     with warnings.catch_warnings(), pytest.raises(ModuleNotFoundError, match=r"disttensor\.nothing"):
         importlib.import_module("disttensor.nothing")
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("host.launch_spec", "Plan", "LaunchSpec"),
+        ("host.launch_spec", "plan_of_dtrun", "spec_of_dtrun"),
+        ("launch.tree.host_starter", "Engine", "HostStarter"),
+        ("launch.starters.piped", "PipedEngine", "PipedStarter"),
+        ("launch.starters.ssh", "SshEngine", "SshStarter"),
+        ("launch.starters.root_launcher", "PlannedLauncher", "RootLauncher"),
+        ("launch.starters.server_launcher", "ServedLauncher", "ServerLauncher"),
+    ],
+)
+def test_what_launchers_of_others_may_build_on_is_found_by_its_old_name(module: str, old: str, new: str) -> None:
+    found = importlib.import_module(f"disttensor.runtime.{module}")
+    with pytest.warns(DeprecationWarning, match=rf"{old} is {new} now") as told:
+        assert getattr(found, old) is getattr(found, new)
+    assert told[0].filename == __file__
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        found.Nothing  # noqa: B018

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from disttensor.runtime.node.op_fast_path import FUNCTIONS, METHODS, NETWORKS, binding
+from disttensor.runtime.node.op_fast_path import FUNCTIONS, METHODS, NETWORKS, fast_path
 from disttensor.runtime.protocol.allow_list import AllowList
 
 x = torch.rand(3, 3) + 0.5
@@ -93,7 +93,7 @@ class Seen(TorchDispatchMode):
 @pytest.mark.parametrize("name", sorted(METHODS | FUNCTIONS | NETWORKS))
 def test_a_binding_runs_its_operator(name: str) -> None:
     op = AllowList().resolve(name)
-    assert binding(op) is not op._op
+    assert fast_path(op) is not op._op
     for call in CALLS.get(name, [(x.clone(),)]):
         args, kwargs = call if len(call) == 2 and isinstance(call[1], dict) else (call, {})
         given, twins = copy.deepcopy(args), copy.deepcopy(args)
@@ -102,7 +102,7 @@ def test_a_binding_runs_its_operator(name: str) -> None:
             expected = op._op(*given, **kwargs)
         torch.manual_seed(0)
         with torch.no_grad(), Seen() as ours:
-            got = binding(op)(*twins, **kwargs)
+            got = fast_path(op)(*twins, **kwargs)
         if expected is None:  # a binding gives the list that it has written
             got = None
         for one, other in zip(tree_leaves((twins, got)), tree_leaves((given, expected)), strict=True):

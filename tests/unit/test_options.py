@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.cli.checked_options import worker_options_of, parse, spec_of, settings
+from disttensor.cli.checked_options import parse, spec_of, worker_options_of
 from disttensor.cli.options import parser
-from disttensor.runtime.host.launch_spec import Host, Plan
+from disttensor.runtime.host.launch_spec import Host, LaunchSpec
+from disttensor.runtime.host.precedence import for_script
 from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
 
 
@@ -171,7 +172,7 @@ def test_torchruns_options_are_known() -> None:
 
 def test_settings(script: str) -> None:
     options = parse(["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", script, "-n", "9"])
-    assert settings(options, spec_of(options)) == {
+    assert for_script(options, spec_of(options)) == {
         "DISTTENSOR_NODES": "3",
         "DISTTENSOR_SIMULATE_CUDA": "2",
         "DISTTENSOR_BACKEND": "tcp",
@@ -182,15 +183,15 @@ def test_settings(script: str) -> None:
 
 
 def test_plan(script: str) -> None:
-    assert spec_of(parse([script])) == Plan("local")
+    assert spec_of(parse([script])) == LaunchSpec("local")
     options = parse(["--hosts", "a:3,b", "-n", "2", "--launcher", "nearby", "--interface", "eth0, ::1", script])
     hosts, ways = (Host("a", 3), Host("b", 2)), ("eth0", "::1")
-    assert spec_of(options) == Plan("nearby", hosts=hosts, interface=ways, folder=os.path.realpath("."))
+    assert spec_of(options) == LaunchSpec("nearby", hosts=hosts, interface=ways, folder=os.path.realpath("."))
     assert spec_of(parse(["--hosts", "a", "--launcher", "nearby", "-m", "x"])).folder == os.getcwd()
-    assert settings(options, spec_of(options)) == {}  # how many there are, the plan knows
+    assert for_script(options, spec_of(options)) == {}  # how many there are, the spec knows
     assert spec_of(parse(["--timeout", "7", script])).timeout == 7
     reach = ["--python", "/opt/python", "--ssh-options=-p 2222", "--launcher-option", "ssh=slow ssh", script]
-    assert spec_of(parse(["--hosts", "a", *reach])) == Plan(
+    assert spec_of(parse(["--hosts", "a", *reach])) == LaunchSpec(
         "ssh",
         hosts=(Host("a"),),
         python="/opt/python",
@@ -202,10 +203,10 @@ def test_plan(script: str) -> None:
 def test_joining(script: str) -> None:
     """torchrun's way: the same command on every host, with its rank or without."""
     here = ["--nnodes", "2:3", "-n", "4", "--master-port", "29500", "--master-addr", "localhost", script]
-    plan = spec_of(parse(here))
-    assert (plan.launcher, plan.least, plan.most) == ("join", 8, 12)
-    assert plan.hosts == (Host(socket.gethostname(), 4),)
-    assert plan.options["host"] == "localhost"
+    spec = spec_of(parse(here))
+    assert (spec.launcher, spec.least, spec.most) == ("join", 8, 12)
+    assert spec.hosts == (Host(socket.gethostname(), 4),)
+    assert spec.options["host"] == "localhost"
     assert worker_options_of(parse(here)) is None
     there = ["--nnodes", "2:3", "-n", "4", "--rdzv-endpoint", "192.0.2.77:29500", "--timeout", "9"]
     asked = ["--nproc-per-node", "4", "--master-addr", "192.0.2.77", "--master-port", "29500"]

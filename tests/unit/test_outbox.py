@@ -110,7 +110,7 @@ def test_add_says_when_to_flush() -> None:
 
 def test_what_died_is_freed_in_the_middle_of_a_batch() -> None:
     box = Outbox(0)
-    box.urge(2 * outbox.MAX_BATCH)
+    box.set_flush_threshold(2 * outbox.MAX_BATCH)
     for n in range(3 * outbox.SWEEP):
         box.dead.append(n + 1)
         if box.add(call(n)):

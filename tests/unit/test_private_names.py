@@ -6,6 +6,8 @@ So they survive a change of what lies inside. Tests of something internal may im
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from checkout import ROOT
 
 import disttensor as dt
+from disttensor import moved
 
 #: Where tests of behaviour lie.
 FOLDERS = ("ops", "autograd", "graphs", "streams", "collectives", "faults", "docs", "launch")
@@ -24,10 +27,11 @@ FILES = [path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder)
 PUBLIC = {
     "disttensor",
     "dtrun",
+    *(f"disttensor.{name}" for name in dir(dt) if inspect.ismodule(getattr(dt, name))),
+    "disttensor.collectives.functional",
+    "disttensor.factories",
     "disttensor.testing",
-    "disttensor.channels",
-    "disttensor.functional",
-    "disttensor.selfcheck",
+    "disttensor.verify",
     "disttensor.runtime.channel",
 }
 
@@ -93,6 +97,10 @@ def reaches(text: str) -> Iterator[tuple[int, str]]:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in ours:
                 if _private_name("disttensor", attribute):
                     yield node.lineno, f"{name}.{attribute}"
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id=name), attr=theme), attr=attribute) if (
+                name in ours and f"disttensor.{theme}" in PUBLIC and _private_name(f"disttensor.{theme}", attribute)
+            ):
+                yield node.lineno, f"{name}.{theme}.{attribute}"
             case ast.Attribute(attr=attribute) if _is_private(attribute) and attribute not in TORCHS:
                 if _root(node) not in foreign:
                     yield node.lineno, ast.unparse(node)
@@ -129,8 +137,13 @@ def _private_name(module: str, name: str) -> bool:
     """Whether ``from module import name`` takes what users don't have."""
     if _private_module(module) or _is_private(name):
         return True
-    if module != "disttensor" or name in dt.__all__ or f"disttensor.{name}" in PUBLIC:
+    if module != "disttensor":
+        themes = getattr(importlib.import_module(module), "__all__", None) if _is_ours(module) else None
+        return themes is not None and name not in themes and module.count(".") == 1
+    if name in dir(dt) or f"disttensor.{name}" in PUBLIC:
         return False
+    if name in moved.NAMES:
+        return True
     return hasattr(dt, name) and not name.startswith("__")
 
 
@@ -163,14 +176,14 @@ REACHES = {
     "from disttensor.session import current": "disttensor.session.current",
     "from disttensor.dispatch.op_plan import Entry": "disttensor.dispatch.op_plan.Entry",
     "import disttensor.runtime.master.link": "disttensor.runtime.master.link",
-    "import disttensor as dt\ndt.session.current.session()": "dt.session",
-    "import disttensor as dt\nx = dt.ones(1)\nx._place": "x._place",
-    "import disttensor as dt\n(dt.ones(1) + 1)._h.ref": "(dt.ones(1) + 1)._h",
+    "import disttensor as dt\ndt.session.current.session()": "dt.session.current",
+    "import disttensor as dt\nx = dt.factories.ones(1)\nx._place": "x._place",
+    "import disttensor as dt\n(dt.factories.ones(1) + 1)._h.ref": "(dt.factories.ones(1) + 1)._h",
     "from disttensor import fetch\nfetch(x)._arrival": "fetch(x)._arrival",
     "from disttensor.testing import _place": "disttensor.testing._place",
     "monkeypatch.setattr('disttensor.dispatch.op_plan.MAX_PLANS', 3)": "disttensor.dispatch.op_plan.MAX_PLANS",
     'PROGRAM = """\nimport disttensor as dt\nfrom disttensor.session import current\n"""': "disttensor.session.current",
-    "PART = 'print(dt.session.current.session())'": "dt.session",
+    "PART = 'print(dt.session.current.session())'": "dt.session.current",
     "import dtrun\ndtrun._main()": "dtrun._main",
 }
 
@@ -181,7 +194,8 @@ def test_the_scan_finds(program: str) -> None:
 
 
 PASSES = [
-    "import disttensor as dt\nfrom disttensor import testing, functional as F\ndt.channels.reset(), dt.__version__",
+    "import disttensor as dt\nfrom disttensor import testing\ndt.channels.reset(), dt.__version__",
+    "from disttensor.collectives import functional as F",
     "import torch\ntorch.ones(1)._version, torch._foreach_mul([], 2), torch.utils._pytree.tree_leaves(1)",
     "from torch.library import _scoped_library\nimport os\nos._exit(1)",
     "class A:\n    def f(self):\n        return self._x",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.runtime.host.launch_spec import Plan
+from disttensor.runtime.host.launch_spec import LaunchSpec
 from disttensor.runtime.launch.starters import ray
 from disttensor.runtime.protocol.errors import StartError
 
@@ -14,14 +14,14 @@ THERE = {"address": "127.0.0.1:6379"}
 
 
 def test_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan("ray", most=3, python="/opt/python", options={**THERE, "num_gpus": "0.5", "strategy": "spread"})
+    spec = LaunchSpec("ray", most=3, python="/opt/python", options={**THERE, "num_gpus": "0.5", "strategy": "spread"})
     asked = {"nodes": 3, "address": "127.0.0.1:6379", "python": "/opt/python"}
-    assert ray.request(plan) == {**asked, "num_cpus": 1.0, "num_gpus": 0.5, "strategy": "SPREAD"}
-    assert ray.listening(plan) == ("127.0.0.1",)
-    assert ray.listening(Plan("ray", interface=("::1",))) == ("::1",)
+    assert ray.request(spec) == {**asked, "num_cpus": 1.0, "num_gpus": 0.5, "strategy": "SPREAD"}
+    assert ray.listening(spec) == ("127.0.0.1",)
+    assert ray.listening(LaunchSpec("ray", interface=("::1",))) == ("::1",)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert ray.cluster(Plan("ray")) == "10.0.0.1:6379"
-    assert ray.cluster(plan) == "127.0.0.1:6379"
+    assert ray.cluster(LaunchSpec("ray")) == "10.0.0.1:6379"
+    assert ray.cluster(spec) == "127.0.0.1:6379"
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_request(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes(options: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ray.request(Plan("ray", most=1, options={**THERE, **options}))
+        ray.request(LaunchSpec("ray", most=1, options={**THERE, **options}))
 
 
 def test_how_many() -> None:
     with pytest.raises(ValueError, match="launcher='ray' has to know how many nodes: nodes=4, or dtrun -n 4"):
-        ray.request(Plan("ray", options=THERE))
+        ray.request(LaunchSpec("ray", options=THERE))
 
 
 def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +47,6 @@ def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = tmp_path / "ray_current_cluster"
     monkeypatch.setattr(ray, "_CURRENT", str(note))
     with pytest.raises(StartError, match="no Ray cluster runs on this host"):
-        ray.cluster(Plan("ray"))
+        ray.cluster(LaunchSpec("ray"))
     note.write_text("10.0.0.2:6379")
-    assert ray.cluster(Plan("ray", options={"address": "auto"})) == "10.0.0.2:6379"
+    assert ray.cluster(LaunchSpec("ray", options={"address": "auto"})) == "10.0.0.2:6379"

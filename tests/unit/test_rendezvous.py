@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous, meeting
+from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous, find_rendezvous
 
 ENVIRONMENT = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "2", "WORLD_SIZE": "5"}
 
 
 def test_none_is_needed_for_local_nodes() -> None:
-    assert meeting("local://") is None
+    assert find_rendezvous("local://") is None
 
 
 @pytest.mark.parametrize(
@@ -22,33 +22,33 @@ def test_none_is_needed_for_local_nodes() -> None:
     ],
 )
 def test_a_host_and_a_port(url: str, host: str, text: str) -> None:
-    found = meeting(url, 1, 3)
+    found = find_rendezvous(url, 1, 3)
     assert found == Rendezvous("tcp", host, 29500, rank=1, size=3)
     assert str(found) == text
 
 
 def test_rank_and_size_as_torch_takes_them_in_the_url() -> None:
-    assert meeting("tcp://node1:1?rank=1&world_size=2") == Rendezvous("tcp", "node1", 1, rank=1, size=2)
-    assert meeting("file:///a/b?rank=0&world_size=2") == Rendezvous("file", path="/a/b", rank=0, size=2)
+    assert find_rendezvous("tcp://node1:1?rank=1&world_size=2") == Rendezvous("tcp", "node1", 1, rank=1, size=2)
+    assert find_rendezvous("file:///a/b?rank=0&world_size=2") == Rendezvous("file", path="/a/b", rank=0, size=2)
 
 
 def test_a_path() -> None:
-    found = meeting("file:///home/me/my%20job")
+    found = find_rendezvous("file:///home/me/my%20job")
     assert found == Rendezvous("file", path="/home/me/my job")
     assert found.options == {"connection_file": "/home/me/my job"}
 
 
 def test_the_environment() -> None:
-    assert meeting("env://", environ=ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=2, size=5)
-    assert meeting("env://", 0, 9, ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=0, size=9)
+    assert find_rendezvous("env://", environ=ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=2, size=5)
+    assert find_rendezvous("env://", 0, 9, ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=0, size=9)
 
 
 def test_the_environment_of_torchrun() -> None:
     run = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}
-    found = meeting("env://", environ=ENVIRONMENT | run | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    found = find_rendezvous("env://", environ=ENVIRONMENT | run | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert found == Rendezvous("torchrun", "node1", 29500, run="7 0", rank=2, size=5, local_rank=1, local_size=2)
     assert found.options["port"] == "0"
-    assert found.name != meeting("env://", environ=ENVIRONMENT | run | {"TORCHELASTIC_RESTART_COUNT": "1"}).name
+    assert found.name != find_rendezvous("env://", environ=ENVIRONMENT | run | {"TORCHELASTIC_RESTART_COUNT": "1"}).name
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_the_environment_of_torchrun() -> None:
 )
 def test_what_says_too_little(url: str, rank: int | None, size: int | None, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        meeting(url, rank, size)
+        find_rendezvous(url, rank, size)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_an_environment_that_lacks_something(name: str) -> None:
     with pytest.raises(ValueError, match=f"'env://' needs {name} in the environment"):
-        meeting("env://", environ={k: v for k, v in ENVIRONMENT.items() if k != name})
+        find_rendezvous("env://", environ={k: v for k, v in ENVIRONMENT.items() if k != name})
 
 
 def test_all_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ValueError, match="needs MASTER_ADDR and MASTER_PORT and RANK and WORLD_SIZE in"):
-        meeting("env://", environ={})
+        find_rendezvous("env://", environ={})

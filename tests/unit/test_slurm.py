@@ -9,7 +9,7 @@ import pytest
 
 from disttensor.cli.checked_options import parse, spec_of
 from disttensor.runtime.host import slurm_env
-from disttensor.runtime.launch.rendezvous.rendezvous import meeting
+from disttensor.runtime.launch.rendezvous.rendezvous import find_rendezvous
 
 #: Task 3 of `srun -N2 -n4`, as Slurm 22.05 tells it.
 STEP = {
@@ -88,17 +88,17 @@ def test_what_slurm_has_divided() -> None:
 
 def test_seats() -> None:
     """Node k is task k + 1; on the first host, the master is the first task."""
-    far = meeting("slurm://", environ=STEP)
+    far = find_rendezvous("slurm://", environ=STEP)
     assert far is not None
-    assert far.seat == (2, 0, 1)
+    assert far.assigned == (2, 0, 1)
     assert far.path.endswith("/disttensor/slurm-hal-17.0")
-    near = meeting(
+    near = find_rendezvous(
         "slurm:///shared/file", environ={**STEP, "SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}
     )
     assert near is not None
-    assert (near.path, near.seat) == ("/shared/file", (1, 1, 2))
+    assert (near.path, near.assigned) == ("/shared/file", (1, 1, 2))
     with pytest.raises(ValueError, match=r"needs the tasks of one srun: srun -n 5 python script\.py"):
-        meeting("slurm://", environ=BATCH)
+        find_rendezvous("slurm://", environ=BATCH)
 
 
 def test_the_plan_of_a_step(job: pytest.MonkeyPatch, tmp_path: Path) -> None:

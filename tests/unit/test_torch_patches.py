@@ -14,7 +14,7 @@ from checkout import ROOT
 
 from disttensor import torch_patches
 from disttensor.runtime.protocol.errors import DisttensorError
-from disttensor.torch_patches import ELSEWHERE, IMPORT, PATCHES, RECORDING, SESSION, Patch
+from disttensor.torch_patches import COMPILING, ELSEWHERE, IMPORT, PATCHES, RECORDING, SESSION, Patch
 
 PRODUCT = [
     path
@@ -42,7 +42,7 @@ def ids(patch: Patch) -> str:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=ids)
 def test_a_row_says_what_and_why(patch: Patch) -> None:
-    assert patch.when in (IMPORT, SESSION, ELSEWHERE, RECORDING)
+    assert patch.when in (IMPORT, SESSION, COMPILING, ELSEWHERE, RECORDING)
     assert len(patch.why) > 10
     assert patch.wanted
     module, _, function = patch.make.partition(":")
@@ -53,8 +53,15 @@ def test_no_target_stands_twice() -> None:
     assert len({patch.target for patch in PATCHES}) == len(PATCHES)
 
 
+def test_a_session_looks_at_nothing_of_dynamos() -> None:
+    """What is dynamo's changes with each torch; who compiles nothing does not depend on it."""
+    of_dynamo = {patch.when for patch in PATCHES if patch.target.startswith("torch._dynamo")}
+    assert of_dynamo == {COMPILING}
+
+
 def assigned(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, what) of all that a file sets on names that it has imported from torch, or by setattr on whatever."""
+    """(line, what) of all that a file sets on names that it has imported from torch, or by setattr on whatever; and of
+    each function, whosever, that it gives other code: no debugger shows that one."""
     tree = ast.parse(path.read_text())
     torchs = {
         alias.asname or alias.name.partition(".")[0]
@@ -70,10 +77,10 @@ def assigned(path: Path) -> Iterator[tuple[int, str]]:
                 if text.partition(".")[0] in torchs or text == "module":
                     named = name.value if isinstance(name, ast.Constant) else ast.unparse(name)
                     yield node.lineno, f"{text}.{named}"
-            case ast.Assign(targets=targets):
-                for target in targets:
-                    if isinstance(target, ast.Attribute) and ast.unparse(target).partition(".")[0] in torchs:
-                        yield node.lineno, ast.unparse(target)
+            case ast.Attribute(attr=attr, ctx=ast.Store()):
+                text = ast.unparse(node)
+                if text.partition(".")[0] in torchs or attr in ("__code__", "__defaults__", "__kwdefaults__"):
+                    yield node.lineno, text
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -84,8 +91,11 @@ def test_nothing_is_replaced_outside_of_the_list(path: Path) -> None:
 
 def test_the_scan_finds(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import torch\nfrom torch.optim import swa_utils\ntorch.x = 1\nsetattr(swa_utils, 'y', 2)\n")
-    assert [what for _, what in assigned(program)] == ["torch.x", "swa_utils.y"]
+    program.write_text(
+        "import torch\nfrom torch.optim import swa_utils\n"
+        "torch.x = 1\nsetattr(swa_utils, 'y', 2)\nf = torch.f\nf.__code__, torch.z = g.__code__, 3\n"
+    )
+    assert sorted(what for _, what in assigned(program)) == ["f.__code__", "swa_utils.y", "torch.x", "torch.z"]
 
 
 def test_exceptions_are_there() -> None:
@@ -106,7 +116,7 @@ def test_it_all_goes_back(none_installed: None) -> None:
         return [vars(owner).get(name) for owner, name in found]
 
     before = seen()
-    for when in (IMPORT, SESSION, ELSEWHERE, RECORDING):
+    for when in (IMPORT, SESSION, COMPILING, ELSEWHERE, RECORDING):
         torch_patches.install(when)
     assert len(torch_patches._undo) == len(before)
     assert seen() != before
@@ -126,7 +136,7 @@ def test_it_is_done_once(none_installed: None) -> None:
 @pytest.mark.parametrize("target", ["torch.nothing.at_all", "torch.Tensor.not_there", "torch.optim.*.not_there"])
 def test_a_target_that_is_gone_is_named(target: str, none_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = replace(PATCHES[0], target=target, when="never")
-    there = replace(PATCHES[0], target="torch.Tensor.to", make="session.current_node:following", when="never")
+    there = replace(PATCHES[0], target="torch.Tensor.to", make="session.node_context:following", when="never")
     monkeypatch.setattr(torch_patches, "PATCHES", (there, gone))
     before = torch.Tensor.to
     for _ in range(2):  # it is no installed moment: a second session hears the same

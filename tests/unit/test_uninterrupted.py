@@ -9,7 +9,7 @@ import weakref
 import pytest
 from handlers import TimeUp, handled, time_up
 
-from disttensor.runtime.process.signals import SIGNALS, Interrupts, whole
+from disttensor.runtime.process.signals import SIGNALS, Interrupts, uninterrupted
 
 
 def test_what_a_finalizer_would_swallow_arrives_again() -> None:
@@ -67,7 +67,7 @@ def test_handlers_that_call_each_other() -> None:
         signal.signal(signal.SIGALRM, mine)
         interrupts.look()
 
-        @whole
+        @uninterrupted
         def untouched() -> list[int]:
             signal.raise_signal(signal.SIGALRM)
             signal.raise_signal(signal.SIGALRM)

@@ -13,18 +13,21 @@ from checkout import ROOT
 from msgspec.structs import replace
 
 from disttensor.runtime.host.capabilities import own
+from disttensor.runtime.master.node import Node
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import PROTOCOL
 from disttensor.runtime.protocol.errors import StartError
 from disttensor.startup.start import meet
 from disttensor.torch_backend import tested_versions
 
-HELLO = c.Hello(PROTOCOL, "a job", 1, "host", str(torch.__version__), "3", ("cpu",), False, "", own())
+HELLO = c.Hello(PROTOCOL, "a job", 1, "host", str(torch.__version__), "3", ("cpu",), False, c.Addresses(""), own())
 
 
 def met(hello: c.Hello) -> None:
     """Meets a node that says this."""
-    link = SimpleNamespace(hellos={0: hello}, losses=[])
+    node = Node(0)
+    node.said_hello = hello
+    link = SimpleNamespace(nodes=[node], losses=[])
     meet(cast(Any, SimpleNamespace(link=link, job="a job", launcher=None)), [0], 1)
 
 

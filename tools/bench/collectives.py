@@ -39,27 +39,27 @@ def ours(name: str, rank: int, size: int, pipe: Connection) -> Callable[[str, to
     pipe.send(channel.address())
     addresses, keys = pipe.recv()
     channel.connect({r: PeerInfo(r, a, keys[min(r, rank), max(r, rank)]) for r, a in enumerate(addresses) if r != rank})
-    bases, ranks, boards = itertools.count(0, C.IDS), list(range(size)), SharedPagesOfGroups()
+    bases, ranks, shared_pages = itertools.count(0, C.IDS), list(range(size)), SharedPagesOfGroups()
     way = None
     if given := os.environ.get("WAY"):
         algorithm, _, chunk = given.partition(":")
         way = C.Way(algorithm, chunk=parse_size(chunk or "512K"))
 
     def op(collective: str, x: torch.Tensor) -> Op:
-        def wire() -> C.Wire:
-            made = C.Wire(channel, ranks, rank, next(bases))
-            made.boards = boards  # as on nodes
+        def exchange() -> C.Exchange:
+            made = C.Exchange(channel, ranks, rank, next(bases))
+            made.shared_pages = shared_pages  # as on nodes
             return made
 
         if collective == "all_reduce":
-            return lambda: C.all_reduce(wire(), x, x, way=way)
+            return lambda: C.all_reduce(exchange(), x, x, way=way)
         if collective == "broadcast":
-            return lambda: C.broadcast(wire(), x, 0, way=way)
+            return lambda: C.broadcast(exchange(), x, 0, way=way)
         if collective == "reduce":
-            return lambda: C.reduce(wire(), x, x, 0, way=way)
+            return lambda: C.reduce(exchange(), x, x, 0, way=way)
         if collective == "all_gather":
             outs = list(torch.empty(size, x.numel()))
-            return lambda: C.all_gather(wire(), x, outs, way=way)
+            return lambda: C.all_gather(exchange(), x, outs, way=way)
         raise ValueError(collective)
 
     return op
@@ -158,7 +158,7 @@ class Master:
         if collective == "broadcast":
             return lambda: dt.broadcast(xs, 0)
         if collective == "reduce":
-            return lambda: dt.reduce(xs, 0)
+            return lambda: dt.collectives.reduce(xs, 0)
         if collective == "all_gather":
             lists = [[torch.empty_like(x) for _ in xs] for x in xs]
             return lambda: dt.all_gather(lists, xs)

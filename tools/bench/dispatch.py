@@ -1,4 +1,4 @@
-"""python tools/bench/dispatch.py [--nodes 2] [--security none]
+"""python tools/bench/dispatch.py [--security none] [--repeats 9] [--calls 3000]
 
 The eager hot path: what the master pays to issue small operations, against the same operations done locally in the
 same run. `issue` is the time until the calls have returned; `sustained` until the last value has been fetched.

@@ -65,7 +65,7 @@ def ready(g: dt.Graph, replay: Step) -> None:
 def compare(make: Callable[[str, str], Step], optimizer: str, engine: str, steps: int, repeats: int) -> Any:
     """(local seconds, replayed seconds, local over replayed, commands per replayed step) of one session."""
     with dt.init_master_worker(nodes=1, threads=1):
-        box = current.session().link.outboxes[0]
+        box = current.session().nodes[0].outbox
         local, remote = make("cpu", optimizer), make("node:0", optimizer)
         timed(local, 3), timed(remote, 3)
         g = dt.Graph()

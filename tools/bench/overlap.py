@@ -3,7 +3,7 @@
 The same transfer-heavy loop with overlap and without, in turns in one run, one compute thread per node. Round trip: a
 batch goes to a node, is computed with, and the result of its size comes back; node to node: node 0 makes it, node 1
 computes with it, the result comes back. Without: each batch waits for the one before, as a loop with `.cpu()` does.
-With: `dt.prefetch` and `dt.fetch`. The computation is made to take as long as the transfers.
+With: `dt.data.prefetch` and `dt.fetch`. The computation is made to take as long as the transfers.
 
 Once through shared memory, where a transfer is one copy, and once at the speed of a 10 Gbit/s network (see network.py),
 where it waits for the wire. (TCP over loopback copies twice and keeps two cores busy by itself, so that on a machine of
@@ -49,10 +49,10 @@ class Loop:
         return [self.compute(x.to("node:0")).cpu() for x in self.batches]
 
     def overlapped(self) -> list[torch.Tensor]:
-        return collect(dt.fetch(self.compute(x)) for x in dt.prefetch(self.batches, "node:0"))
+        return collect(dt.fetch(self.compute(x)) for x in dt.data.prefetch(self.batches, "node:0"))
 
     def transfers(self) -> None:
-        collect(dt.fetch(x) for x in dt.prefetch(self.batches, "node:0"))
+        collect(dt.fetch(x) for x in dt.data.prefetch(self.batches, "node:0"))
 
     def computation(self) -> None:
         x = self.batches[0].to("node:0")
@@ -89,9 +89,9 @@ class Between(Loop):
         dt.synchronize()
 
 
-def collect(works: Iterable[dt.Work]) -> list[torch.Tensor]:
+def collect(works: Iterable[dt.futures.Work]) -> list[torch.Tensor]:
     """Their results, while a few are under way."""
-    out, under_way = [], deque[dt.Work]()
+    out, under_way = [], deque[dt.futures.Work]()
     for work in works:
         under_way.append(work)
         if len(under_way) > UNDER_WAY:
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dt.register_channel("network", Network)
+    dt.channels.register_channel("network", Network)
     for channel in ("shm", "network"):
         with dt.init_master_worker(channel, nodes=2, threads=1):
             for kind in (Loop, Between):

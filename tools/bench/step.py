@@ -54,7 +54,7 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> float:
 def compare(width: int, batch: int, steps: int, repeats: int) -> tuple[float, float, float, float, float]:
     """(local seconds, node seconds, local over node, commands a step, bytes a command) of one session."""
     with dt.init_master_worker(nodes=1, threads=1):
-        box = current.session().link.outboxes[0]
+        box = current.session().nodes[0].outbox
         local, remote = trainer("cpu", width, batch), trainer("node:0", width, batch)
         timed(local, 3), timed(remote, 3)
         sent, size = box.sent, box.bytes

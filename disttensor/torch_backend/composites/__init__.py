@@ -1,1 +1,1 @@
-"""Composite operators that would choose other kernels for proxies than for local tensors."""
+"""Overrides of composite operators that would choose other kernels for proxies than for local tensors."""

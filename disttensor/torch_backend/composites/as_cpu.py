@@ -1,9 +1,10 @@
-"""Composites that choose their kernels by device type, shown a CPU: what computes as a CPU is then used like one.
+"""Runs composites that choose their kernels by device type (RNNs) on proxies that report "cpu", so that torch selects
+the CPU kernels.
 
-Torch's recurrent layers, for example, pick mkldnn on the CPU, cuDNN on CUDA, and for our device kernels that exist on
-CUDA only. Where a node computes as a CPU does, such a composite is run on proxies whose torch device is "cpu": the same
-remote tensors, at the `twin` of their place. Its parts become commands as ever. Putting the disguise on and off are
-operations to autograd, and send nothing.
+Torch's recurrent layers, for example, pick mkldnn on the CPU, cuDNN on CUDA, and for device type "node" kernels that
+exist on CUDA only. Where a node computes as a CPU does, such a composite is run on proxies whose torch device is "cpu":
+the same remote tensors, at the `twin` of their place. Its parts become commands as ever. To move a proxy to the twin
+and back are operations of autograd, and send nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .. import autocast
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
-#: Composites that are shown a CPU.
+#: The composites that are run on such proxies.
 OPERATORS = (
     *(getattr(aten, kind).input for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
     *(getattr(aten, kind).data for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
@@ -42,8 +43,8 @@ OPERATORS = (
 
 def _seen(x: torch.Tensor, place: Place) -> torch.Tensor:
     if type(x) is not DistributedTensor:
-        return upload(x, place)  # a gradient that a formula of torch's made from nothing
-    # by detach, for what it gives shares the version counter: writing one of the two is noticed by the other's graph
+        return upload(x, place)  # a local gradient that one of torch's formulas made
+    # by detach, because its result shares the version counter: the other's graph notices a write to one of the two
     seen_at.target.place = place
     try:
         return x.detach()
@@ -52,7 +53,7 @@ def _seen(x: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """To a place's twin, or back. ``kept`` lives as long as the graph does."""
+    """The autograd function that moves a tensor to a place's twin, or back. ``kept`` lives as long as the graph."""
 
     @staticmethod
     def forward(x: torch.Tensor, here: Place, there: Place, kept: Any) -> torch.Tensor:
@@ -74,16 +75,17 @@ class _Move(torch.autograd.Function):
 def _move(x: torch.Tensor, here: Place, there: Place, kept: Any = None) -> torch.Tensor:
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return _Move.apply(x, here, there, kept)  # type: ignore[no-untyped-call, no-any-return]
-    # without a graph the flag still matters: matmul folds what requires a gradient
+    # without a graph the flag still matters: matmul folds tensors that require a gradient
     return _seen(x, there).requires_grad_(x.requires_grad)
 
 
-#: By a weight's id, its twin as long as a graph keeps it. One for all calls, so that gradients add up in torch's order.
+#: Weights' twins, by the weight's id, as long as a graph keeps them. One for all calls, so that gradients add up in
+#: torch's order.
 _twins: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _as_cpu(x: Any, place: Place, weights: list[Any], cast: Callable[[Any], Any]) -> Any:
-    """The twin of ``x``, noted in ``weights`` if others may share it."""
+    """Returns the twin of ``x``, and adds it to ``weights`` if other calls may share it."""
     if not isinstance(x, torch.Tensor):
         return x
     shared = x.is_leaf and x.requires_grad and torch.is_grad_enabled()
@@ -98,15 +100,15 @@ def _as_cpu(x: Any, place: Place, weights: list[Any], cast: Callable[[Any], Any]
 
 
 def _leads_to(twin: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a gradient of ``twin`` goes to ``x``; another tensor may have had its id."""
+    """Returns whether a gradient of ``twin`` goes to ``x``, as another tensor may have had the same id."""
     node: Any = twin.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return node.variable is x if x.is_leaf else node is x.grad_fn
 
 
-def disguised(op: OpOverload) -> Callable[..., Any]:
-    """``op``, run as local CPU would where all its tensors are at one place that computes so.
+def runs_as_cpu(op: OpOverload) -> Callable[..., Any]:
+    """Returns a function that runs ``op`` as on a local CPU, where all its tensors are at one place that computes so.
 
-    Raises RuntimeError for operands that are at two places, or local.
+    The function raises RuntimeError for operands that are at two places, or local.
     """
     # lengths of packed sequences are local everywhere
     local = [i for i, a in enumerate(op._schema.arguments) if a.name == "batch_sizes"]
@@ -130,13 +132,13 @@ def disguised(op: OpOverload) -> Callable[..., Any]:
     return function
 
 
-#: Held while an LSTM picks its kernel: the switch is the whole process's.
+#: Held while an LSTM picks its kernel, because the switch (oneDNN's) is that of the whole process.
 _switch = threading.RLock()
 
 
 def _composed(op: OpOverload, record: kernel_choice.Record, args: Any, kwargs: Any) -> Any:
-    """Torch's composite on what it takes for local tensors. An LSTM asks this machine's CPU what it can: where the
-    node's is another, it is led to that one's choice."""
+    """Runs torch's composite on tensors that it takes for local ones. An LSTM chooses by the abilities of this
+    machine's CPU: where the node's choice is another, it is led to that."""
     if op is not aten.lstm.input:
         return op._op_dk(_COMPOSITE, *args, **kwargs)
     args = [*args, *(kwargs[a.name] for a in op._schema.arguments[len(args) :])]
@@ -165,7 +167,7 @@ def _by_onednn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Torch's LSTM of oneDNN's layers. Source: aten/src/ATen/native/mkldnn/RNN.cpp, mkldnn_rnn."""
+    """Runs an LSTM by oneDNN's layers, as torch does. Source: aten/src/ATen/native/mkldnn/RNN.cpp, mkldnn_rnn."""
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     h, c = hx[0].contiguous(), hx[1].contiguous()
     ways, own = 1 + bidirectional, 4 if biases else 2
@@ -203,7 +205,8 @@ _LSTM = 2
 
 
 def _transformed(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Inside ``torch.func``'s transforms, which `_Move` can't cross: torch's decomposition, with nearly the numbers."""
+    """Runs torch's decomposition, for ``torch.func``'s transforms, which `_Move` can't cross. It gives nearly the same
+    numbers."""
     if op is aten.lstm_cell.default:
         x, (h, c), *weights = args
         weights = [w for w in weights if w is not None]
@@ -236,7 +239,8 @@ def _check(op: OpOverload, args: Any, kwargs: Any, place: Place) -> None:
 
 @contextlib.contextmanager
 def _autocast() -> Iterator[Callable[[Any], Any]]:
-    """What autocast says for nodes, said for the CPU. Gives what casts parameters: torch's cache knows no twins."""
+    """Applies the autocast state of nodes to the CPU. Yields the cast of parameters, as torch's cache knows no
+    twins."""
     if not torch.is_autocast_enabled("node"):
         yield lambda x: x
         return

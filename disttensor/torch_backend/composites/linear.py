@@ -1,9 +1,9 @@
-"""``linear``, the operation that training steps are made of, as one operation of autograd's.
+"""``linear``, the commonest operation of training steps, as one autograd operation.
 
-Torch's composite is two operations of autograd's (``t`` and ``addmm``), and its backward seven, each with a way through
+Torch's composite is two autograd operations (``t`` and ``addmm``), and its backward seven, each with a path through
 torch and back to Python. Here each direction is one. A node computes the same products and sums for it, and so the same
-bits, with fewer commands. What torch alone knows to handle (transforms, modes, forward derivatives, strange strides)
-goes torch's way; a second derivative, too, but it adds the terms of tensors used more than once in another order.
+bits, with fewer commands. Cases that only torch can handle (transforms, modes, forward derivatives, unusual strides)
+use torch's composite; a second derivative, too, but it adds the terms of tensors used more than once in another order.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _transforms = torch._C._are_functorch_transforms_active
 _linear = enter(aten.linear.default)
 _mm, _t, _sum, _view = aten.mm.default, aten.t.default, aten.sum.dim_IntList, aten.view.default
 
-#: (metas of input, weight and bias) -> whether they are ours to compute
+#: (metas of input, weight and bias) -> whether this file computes them
 _known: dict[tuple[Meta, Meta, Meta | None], bool] = {}
 caches.plans(_known.clear)
 
 
 def _plain(x: Meta, weight: Meta, bias: Meta | None) -> bool:
-    """Whether torch computes this as one matrix product, with the steps that `_backward` takes back."""
+    """Returns whether torch computes this as one matrix product, whose derivative is that of `_backward`."""
     if not x.dtype.is_floating_point or len(x.shape) < 2 or len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
         return False
     for meta in (x, weight, bias):
@@ -45,13 +45,13 @@ def _plain(x: Meta, weight: Meta, bias: Meta | None) -> bool:
             return False
         if meta.stride != contiguous(meta.shape):
             return False
-    # of a single element it is hard to say whether its matrix is transposed; torch's derivative asks
+    # whether a matrix of one element is transposed is hard to tell, and torch's derivative depends on it
     return (bias is None or bias.shape == weight.shape[:1]) and x.shape[-2:] != (1, 1)
 
 
 @chosen(aten.linear.default)
 def linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
-    """As ``torch.nn.functional.linear``."""
+    """Computes ``torch.nn.functional.linear``."""
     if (
         type(input) is DistributedTensor
         and type(weight) is DistributedTensor
@@ -73,12 +73,12 @@ def linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Its operands are in the order of addmm's."""
+    """The autograd function of linear. Its operands are in the order of addmm's."""
 
     @staticmethod
     def forward(ctx: Any, bias: Any, input: Any, weight: Any) -> Any:
         _, of_input, of_weight = ctx.needs_input_grad
-        # what torch's own derivative saves: neither may be written if it is needed, and either if it is not
+        # saved as by torch's own derivative: an operand must not be written if it is needed, and may be if it is not
         ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
         ctx.set_materialize_grads(False)
         ctx.shape = input._h.meta.shape
@@ -120,9 +120,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _backward(grad: Any, input: Any, weight: Any, shape: tuple[int, ...], wants: tuple[bool, ...]) -> Any:
-    """With torch's own operations: for a derivative of it, and what is no plain proxy.
+    """Computes the gradients by torch's own operations: for a second derivative, and for operands that are no plain
+    proxies.
 
-    In the order of torch's derivative, for that decides in which order the terms of a second one are added.
+    It keeps the order of torch's derivative, which decides in which order the terms of a second one are added.
     """
     grad = grad.reshape(-1, grad.shape[-1]) if len(shape) > 2 else grad
     of_input = grad.mm(weight) if wants[1] else None
@@ -132,7 +133,8 @@ def _backward(grad: Any, input: Any, weight: Any, shape: tuple[int, ...], wants:
 
 
 def _named(name: str) -> Any:
-    """A way in without what a function of the user's needs. Its results say that they are by ``name``, as torch's."""
+    """Returns the ``apply`` of a subclass of `_Linear`, without the checks that users' functions need. The ``grad_fn``
+    of its results has the name ``name``, as torch's."""
     function = type(name, (_Linear,), {})
     function._backward_cls.__name__ = name  # type: ignore[attr-defined]
     return torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
@@ -141,10 +143,11 @@ def _named(name: str) -> Any:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _name(deep: bool, biased: bool) -> str:
-    """What this torch's result is by: which of its views ends the composite differs between versions."""
+    """Returns the name of the ``grad_fn`` of this torch's linear: versions differ in the view that ends the
+    composite."""
     x, weight, bias = (torch.empty(s, device="cpu").requires_grad_() for s in ((1,) * (2 + deep), (1, 1), (1,)))
     return type(aten.linear.default(x, weight, bias if biased else None).grad_fn).__name__
 
 
-#: (more than a matrix, with a bias) -> a way in
+#: (more than a matrix, with a bias) -> the function to apply
 _WAYS = {(deep, biased): _named(_name(deep, biased)) for deep in (False, True) for biased in (False, True)}

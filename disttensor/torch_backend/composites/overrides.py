@@ -1,6 +1,6 @@
-"""Composites that take another path for tensor subclasses, or off the CPU, than local torch does: put right here.
+"""Overrides of composites that take another path for tensor subclasses, or off the CPU, than for local tensors.
 
-Numbers follow from the path: LAPACK finds other singular values when it is asked for vectors as well.
+The path decides the numbers: LAPACK finds other singular values when it is asked for vectors as well.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _kernels: list[tuple[OpOverload, Callable[..., Any]]] = []
 
 
 def register(library: torch.library.Library) -> None:
-    """Puts this module's functions in the place of torch's composites for our device."""
+    """Puts this module's functions in the place of torch's composites for device type "node"."""
     for op, function in _kernels:
         library.impl(op.name().removeprefix("aten::"), function, "AutogradPrivateUse1")
 
 
-#: What is called in the place of each composite's function, if anything is, by those that stand there then.
+#: The function, if any, that is called in the place of each composite's override.
 _around: list[Callable[..., Any]] = []
 _library: list[torch.library.Library] = []
 
@@ -41,8 +41,8 @@ _library: list[torch.library.Library] = []
 def surround(by: Callable[..., Any] | None) -> None:
     """Has ``by(op, function, *args, **kwargs)`` called in the place of the functions for composites; None ends that.
 
-    What stands there then stays, and does nothing without: torch keeps what was registered, and whatever that holds,
-    even where something else has taken its place or its library is gone.
+    The kernels that this registers stay, and without ``by`` call the function itself: torch keeps registered kernels,
+    and everything that they hold, even where others have replaced them or their library is gone.
     """
     _around[:] = [by] if by is not None else []
     if _library or by is None:
@@ -50,7 +50,7 @@ def surround(by: Callable[..., Any] | None) -> None:
     _library.append(torch.library.Library("aten", "IMPL"))
     ours = [(aten.scaled_dot_product_attention.default, sdpa.attention), *_kernels]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says once that a kernel takes another's place, which is the purpose
+        warnings.simplefilter("ignore")  # torch warns once that a kernel replaces another, which is the purpose
         for op, function in ours:
             name, caller = op.name().removeprefix("aten::"), partial(_surrounded, op, function)
             _library[0].impl(name, caller, "AutogradPrivateUse1", allow_override=True)
@@ -65,7 +65,8 @@ def _surrounded(op: OpOverload, function: Callable[..., Any], *args: Any, **kwar
 def averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
     @wraps(original)
     def devices() -> list[str]:
-        """For whom AveragedModel interpolates all parameters at once, with other roundings: CUDA, never CPU nodes."""
+        """Returns the device types for which AveragedModel interpolates all parameters at once, with other roundings:
+        CUDA nodes, never CPU nodes."""
         session = current.current()
         places = session.places.by_slot.values() if session else ()
         at_once = any(kernel_choice.averages_at_once(place.record) for place in places)
@@ -75,7 +76,7 @@ def averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
 
 
 def chosen(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function in the place of torch's composite ``op``: above autograd, and where autograd is left out."""
+    """Registers a function in the place of torch's composite ``op``: above autograd, and in inference mode."""
 
     def put(function: Callable[..., Any]) -> Callable[..., Any]:
         _kernels.append((op, function))
@@ -91,37 +92,37 @@ def chosen(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _differentiated(x: torch.Tensor) -> bool:
-    """Whether torch would have a derivative of ``x`` in mind; it always has for subclasses."""
+    """Returns whether torch would prepare for a derivative of ``x``, as it always does for subclasses."""
     if type(x) is not DistributedTensor or (torch.is_grad_enabled() and x.requires_grad):
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 for _op in as_cpu.OPERATORS:
-    chosen(_op)(as_cpu.disguised(_op))
+    chosen(_op)(as_cpu.runs_as_cpu(_op))
 
 
 @chosen(aten.linalg_svdvals.default)
 def svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
-    """As ``torch.linalg.svdvals``: without the vectors, unless a derivative needs them."""
+    """Computes ``torch.linalg.svdvals`` without the vectors, unless a derivative needs them."""
     return aten._linalg_svd(A, False, _differentiated(A), driver=driver)[1]  # type: ignore[no-any-return]
 
 
 @chosen(aten.linalg_eigvalsh.default)
 def eigvalsh(A: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
-    """As ``torch.linalg.eigvalsh``: without the vectors, unless a derivative needs them."""
+    """Computes ``torch.linalg.eigvalsh`` without the vectors, unless a derivative needs them."""
     return aten._linalg_eigh(A, UPLO, _differentiated(A))[0]  # type: ignore[no-any-return]
 
 
 @chosen(aten.linalg_eigvals.default)
 def eigvals(A: torch.Tensor) -> torch.Tensor:
-    """As ``torch.linalg.eigvals``: without the vectors, unless a derivative needs them."""
+    """Computes ``torch.linalg.eigvals`` without the vectors, unless a derivative needs them."""
     return aten.linalg_eig(A)[0] if _differentiated(A) else aten._linalg_eigvals(A)  # type: ignore[no-any-return]
 
 
 @chosen(aten.ctc_loss.Tensor)
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
-    """As ``torch.nn.functional.ctc_loss``, which takes local lengths on any device: they are sent to the node."""
+    """Computes ``torch.nn.functional.ctc_loss``, which takes local lengths on any device: they are sent to the node."""
     place = getattr(log_probs, "_place", None)
     sent = [
         upload(x, place) if place is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
@@ -134,5 +135,6 @@ def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **op
 
 @handler(aten.mkldnn_rnn_layer.default)
 def _rnn_layer(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """``train`` means nothing to torch's kernel, which looks at the grad mode; so it takes that to the node."""
+    """Runs oneDNN's layer. Torch's kernel looks at the grad mode instead of ``train``, so ``train`` takes that mode to
+    the node."""
     return run(entry, (*args[:-1], torch.is_grad_enabled()), kwargs, None)

@@ -1,6 +1,6 @@
-"""Scaled dot product attention through the kernel that the node itself would choose.
+"""Runs scaled dot product attention by the kernel that the node itself would choose.
 
-Torch picks the fused kernel by device type and knows none for ours, so it would take the slow, decomposed path.
+Torch picks the fused kernel by device type and knows none for "node", so it would take the slow, decomposed path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ caches.plans(_choices.clear)
 
 
 def register(library: torch.library.Library) -> None:
-    """Puts ``attention`` in the place of torch's composite for our device."""
+    """Puts ``attention`` in the place of torch's composite for device type "node"."""
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
 
 
@@ -39,18 +39,18 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As ``torch.nn.functional.scaled_dot_product_attention``. Source: torch's composite, attention.cpp."""
+    """Computes ``torch.nn.functional.scaled_dot_product_attention``. Source: torch's composite, attention.cpp."""
     training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, training)
     mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:  # first of all: to every kernel a mask is what is added
+    if mask is not None and mask.dtype == torch.bool:  # first of all, as every kernel adds its mask
         never = -65504.0 if backend == CUDNN else float("-inf")
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), never)
     if backend == MATH:
         return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-    if query.dim() == 3:  # which fused kernels take since torch 2.15
+    if query.dim() == 3:  # fused kernels take 3 dimensions since torch 2.15
         while mask is not None and mask.dim() < 4:
             mask = mask.unsqueeze(0)
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -84,14 +84,14 @@ def _fused(
         return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
             query, key, value, _aligned(mask, query, key), training, dropout_p, is_causal, scale=scale
         )[0]
-    # always with the sums that only a backward needs: torch's meta kernel says that they are there
+    # always with the sums that only a backward needs, because torch's meta kernel returns them
     return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
         query, key, value, mask, True, dropout_p, is_causal, False, scale=scale
     )[0]
 
 
 def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask in memory as the memory-efficient kernel wants it: rows that begin at multiples of 8 elements."""
+    """Returns the mask in the layout of the memory-efficient kernel: rows that begin at multiples of 8 elements."""
     if mask is None:
         return None
     if mask.stride(-1) != 1 or any(s % 8 for s in mask.stride()[:-1]):
@@ -110,7 +110,7 @@ def _choose(
 ) -> int:
     operands = (query, key, value) if mask is None else (query, key, value, mask)
     if not all(isinstance(t, DistributedTensor) for t in operands):
-        return MATH  # whose first operation says what is wrong
+        return MATH  # its first operation raises the error
     learned = mask is not None and mask.requires_grad
     metas = [t._h.meta for t in operands]
     facts = (dropout, causal, gqa, training, learned)

@@ -1,6 +1,7 @@
-"""What CUDA computes and a CPU does not, on CPU nodes: libraries take CUDA's way for any device that isn't "cpu".
+"""Operations that CUDA has a kernel for and a CPU has none, on CPU nodes: libraries take the path for CUDA for any
+device that isn't "cpu".
 
-It is computed in a wider type and rounded, as CUDA computes it. A CUDA node uses torch's own kernels.
+They are computed in a wider dtype and rounded, as CUDA computes them. A CUDA node uses torch's own kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...dispatch.dispatch import dispatch
 from ...dispatch.op_plan import Entry
-from ...dispatch.op_table import instead
+from ...dispatch.op_table import fallback
 from ...proxy.proxy import DistributedTensor
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _BOOL = frozenset({torch.bool})
 
-#: narrow type -> for each type beside it, or of a result, the one to compute in
+#: narrow dtype -> for each dtype of an operand or result, the one to compute in
 _WIDER: dict[torch.dtype, dict[torch.dtype, torch.dtype]] = {
     torch.float16: {torch.float16: torch.float32, torch.complex32: torch.complex64},
     torch.bfloat16: {torch.bfloat16: torch.float32},
@@ -34,7 +35,7 @@ _WIDER: dict[torch.dtype, dict[torch.dtype, torch.dtype]] = {
     **{dtype: {dtype: torch.float64} for dtype in _INTEGERS},
 }
 
-#: operator, whatever its overload -> the types that CUDA has a kernel for, and the CPU none
+#: operator, with any overload -> the dtypes that CUDA has a kernel for, and the CPU none
 NARROW: dict[str, frozenset[torch.dtype]] = {
     "histc": _INTEGERS,
     **dict.fromkeys(
@@ -70,9 +71,10 @@ def _computes_as_cpu(tensors: list[Any]) -> bool:
     return any(type(t) is DistributedTensor and t._place.kernels == "cpu" for t in tensors)
 
 
-@instead(*NARROW)
+@fallback(*NARROW)
 def widened(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """The operation in the wider type, where it is one of `NARROW`'s and its node computes as a CPU."""
+    """Runs an operation in the wider dtype if it is one of `NARROW` and its node computes as a CPU; else returns
+    NotImplemented."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     types = {t.dtype for t in tensors}
     types = {dtype for dtype in types if dtype.is_floating_point or dtype.is_complex} or types  # without indices
@@ -105,9 +107,9 @@ def _cast(x: torch.Tensor, to: dict[torch.dtype, torch.dtype]) -> Any:
     return x if dtype is None else dispatch(aten._to_copy.default, (), (x,), {"dtype": dtype})
 
 
-@instead("nansum")
+@fallback("nansum")
 def nansum(entry: Entry, args: Any, kwargs: Any) -> Any:
-    """The sum of complex numbers without those that are NaN in either part."""
+    """Sums complex numbers without those that are NaN in either part; returns NotImplemented for other dtypes."""
     x, *dims = args
     if not x.dtype.is_complex or not _computes_as_cpu([x]):
         return NotImplemented

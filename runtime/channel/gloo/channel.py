@@ -1,8 +1,8 @@
-"""The data channel "gloo": as "tcp", but large payloads go through torch's gloo, and collectives are gloo's.
+"""The data channel "gloo": like "tcp", but large payloads go through torch's gloo, and collectives are gloo's.
 
-For comparison, and for who has gloo tuned for a network. Gloo's connections (from random ports of the channel's own
-address) neither authenticate nor encrypt: between hosts it belongs on a trusted network. Who may join a group is told
-over the authenticated connections (``gloo_store``), which also tell of a peer's end.
+For comparison, and for users who have gloo tuned for a network. Gloo's connections (from random ports of the channel's
+own address) neither authenticate nor encrypt: between hosts it belongs on a trusted network. The members of a group
+are told over the authenticated connections (``store.py``), which also tell of a peer's end.
 
     groups      one of each pair that has sent something large, made in the background; till then the connection does
                 one of each set of ranks, at its first collective
@@ -26,10 +26,10 @@ from ..payload import plain
 from ..tcp.dial import split_address
 from .group import GlooGroup
 
-#: Seconds in which members connect once they are known. A pair that fails has the connection; and gloo's wait cannot be
-#: broken off where a peer is lost in the meantime.
+#: Seconds in which members connect once they are known. A pair that fails has the connection; and gloo's wait cannot
+#: be broken off where a peer is lost in the meantime.
 _CONNECT, _CONNECT_PAIR = 60.0, 3.0
-#: What gloo reduces as we do; of floats, its minimum and maximum are of another opinion about NaN.
+#: Reductions that gloo does as this project does; its minimum and maximum of floats treat NaN differently.
 _REDUCES = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), ("SUM", "AVG", "PRODUCT")),
     **dict.fromkeys(
@@ -43,7 +43,7 @@ _log = logging.getLogger("disttensor.channel")
 
 
 class GlooChannel(GroupedChannel):
-    """See above."""
+    """TCP whose large payloads and collectives go through torch's gloo."""
 
     name: ClassVar[str] = "gloo"
     library: ClassVar[str] = "gloo"
@@ -61,7 +61,7 @@ class GlooChannel(GroupedChannel):
     def has_collective(
         self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
     ) -> bool:
-        """Of equal lengths, on the CPU; reductions of the usual dtypes."""
+        """Returns whether gloo does it: of equal lengths, on the CPU; reductions of the usual dtypes."""
         fits = "reduce" not in kind or op in _REDUCES.get(dtype, ())
         return kind in self.capabilities.collectives and device == "cpu" and even and fits
 
@@ -69,19 +69,19 @@ class GlooChannel(GroupedChannel):
         return self.meet(name, ranks, lambda: self.given_up(ranks) or self.hung_up(ranks), _CONNECT)
 
     def meet(self, name: str, ranks: Sequence[int], over: Callable[[], BrokenError | None], limit: float) -> GlooGroup:
-        """A new group. Raises as GlooGroup does."""
+        """Makes a group with the others. Raises as GlooGroup does."""
         hosts, tell = [self.host_of(rank) for rank in ranks], self.teller(ranks)
-        return GlooGroup(name, hosts, list(ranks).index(self.rank), self.board, tell, over, limit)
+        return GlooGroup(name, hosts, list(ranks).index(self.rank), self.mailbox, tell, over, limit)
 
     def hung_up(self, ranks: Sequence[int]) -> BrokenError | None:
-        """As ``lost``, for what the readers of our connections have no time to see while they wait for gloo."""
+        """Returns the error for a rank that has hung up, which readers do not see while they wait for gloo; or None."""
         for rank in ranks:
             if rank != self.rank and (peer := self._peers.get(rank)) is not None and peer.hung_up():
                 return BrokenError(peer.lost(EOFError("it hung up")), rank)
         return None
 
     def host_of(self, rank: int) -> str:
-        """Its IP address."""
+        """Returns a rank's IP address."""
         return split_address(self.address() if rank == self.rank else self._peer(rank, 0).info.address)[0]
 
     def _carrier(self, peer: int) -> partial[GlooCarrier]:
@@ -97,7 +97,10 @@ class GlooChannel(GroupedChannel):
             carrier.join(join)
 
     def _disown(self) -> None:
-        """Gloo's threads are not in the child: to destroy what they belong to would wait for them."""
+        """Keeps gloo's groups alive in a forked child.
+
+        Gloo's threads are not there, and destroying a group would wait for them.
+        """
         for group in [*self._groups.values(), *(carrier.group for carrier in self._carriers())]:
             if isinstance(group, GlooGroup):
                 group.leave_alone()
@@ -105,7 +108,7 @@ class GlooChannel(GroupedChannel):
 
 
 class _Payload(Parcel):
-    """One that the peer sends by gloo at this moment."""
+    """A payload that the peer sends by gloo at this moment."""
 
     def __init__(self, carrier: GlooCarrier, nbytes: int) -> None:
         self._carrier, self._nbytes = carrier, nbytes
@@ -118,7 +121,7 @@ class _Payload(Parcel):
 
 
 class GlooCarrier(Carrier):
-    """One pair's."""
+    """The gloo group of one pair of peers, for large payloads."""
 
     def __init__(self, channel: GlooChannel, peer: int, say: Say) -> None:
         super().__init__(say)
@@ -126,7 +129,7 @@ class GlooCarrier(Carrier):
         self.pair = tuple(sorted((channel.rank, peer)))
         self._name = f"pair {self.pair}"
         self.group: GlooGroup | None = None
-        self._last: GlooGroup | None = None  #: the same, once it is closed
+        self._last: GlooGroup | None = None  #: the group, once this carrier is closed
         self._lock = threading.RLock()
         self._meeting: threading.Thread | None = None
         self._met = False  #: the peer has its end of the group
@@ -148,7 +151,7 @@ class GlooCarrier(Carrier):
             self.group.recv(memory, self.pair.index(self._peer))
 
     def tell(self, key: str, value: bytes) -> None:
-        """To the peer's board."""
+        """Puts a value into the peer's mailbox."""
         self.say(key.encode() + b"\0" + value)
 
     def hear(self, word: bytes) -> None:
@@ -156,12 +159,12 @@ class GlooCarrier(Carrier):
             self._met = True
             return
         key, _, value = word.partition(b"\0")
-        self._channel.board.put(key.decode(), value)
+        self._channel.mailbox.put(key.decode(), value)
         if key.startswith(self._name.encode()):
             self._begin()
 
     def _begin(self) -> None:
-        """Makes the pair's group, once, beside all else."""
+        """Makes the pair's group, once, in the background."""
         with self._lock:
             if self._meeting is None and not self._closed:
                 name = f"disttensor-gloo-{self._channel.rank}-{self._peer}-meet"
@@ -188,7 +191,7 @@ class GlooCarrier(Carrier):
         self.say(_MET)
 
     def join(self, seconds: float) -> None:
-        """Waits for the thread, and for the end of the group if this is closed."""
+        """Waits for the thread, and for the end of the group if this carrier is closed."""
         if self._meeting is not None and self._meeting is not threading.current_thread():
             self._meeting.join(seconds)
         if self._last is not None:

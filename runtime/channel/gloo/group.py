@@ -1,11 +1,11 @@
-"""One process group of torch's gloo: two peers that send each other large tensors, or the ranks of collectives.
+"""A process group of torch's gloo: two peers that send each other large tensors, or the ranks of collectives.
 
-It owns a thread or two, and a listening socket, of gloo's, until it is closed: who holds on to the object, as the
-traceback of an error does, does not hold on to these.
+It owns a thread or two, and a listening socket, of gloo's, until it is closed: a reference to the object, such as the
+traceback of an error has, does not keep these.
 
-When a connection ends, gloo tells everybody who waits for a message to come, but not who waits for the message that it
-was just reading, nor for one that it was to write: they would wait until their patience ends, and keep a thread and the
-listening socket. So peers wait for a small message, which comes after the large one.
+When a connection ends, gloo tells every thread that waits for a message to come, but not one that waits for the message
+that gloo was just reading, nor for one that it was to write: these would wait until their time limit ends, and keep a
+thread and the listening socket. So peers wait for a small message, which comes after the large one.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d
 
-from ..library_groups import Board
+from ..library_groups import Mailbox
 from .store import MailboxStore, addresses_in, cut
 
 c10d: Any = torch.distributed.distributed_c10d  # half of it is not in torch's stubs
 
-#: For gloo's own patience. Whoever waits for a peer that computes for long waits for long.
+#: The time limit of gloo's waits. A rank that waits for a peer that computes for long waits for long.
 _PATIENCE = timedelta(minutes=30)
-#: How often who waits looks whether it is over, seconds.
+#: The interval at which a waiting thread checks whether the group is over, seconds.
 _GLANCE = 0.1
-#: How long a call that was cut may take to come out, seconds.
+#: The time that a call that was cut may take to come out, seconds.
 _LAST_WORDS = 2.0
-#: For what has happened, as a later message has come, and is yet to be noted.
+#: The time limit for events that have happened, as a later message has come, and are yet to be noted.
 _MOMENT = timedelta(seconds=30)
-#: Kinds of messages: a tensor, what follows it, and that it has come.
+#: Kinds of messages: a tensor, the small message behind it, and the answer that it has arrived.
 _PAYLOAD, _THERE, _END = range(3)
-#: How often gloo tries to connect, each time for all of its timeout, even to where nobody listens any more.
+#: The number of times that gloo tries to connect, each for all of its timeout, even to where nobody listens any more.
 _TRIES = 5
 
 Tensors = Sequence[torch.Tensor]
 
 
 class GlooGroup:
-    """``hosts``: the IP address of each member, in the group's order; we are number ``me``.
+    """A gloo process group.
 
-    ``over`` says why it has no sense any more, or None: asked while the others are looked for, when the board wakes.
+    ``hosts`` are the IP addresses of the members, in the group's order; this one is number ``me``. ``over`` returns the
+    reason why the group can't be used any more, or None: asked while the others are looked for, when the mailbox wakes.
     """
 
     def __init__(
@@ -53,45 +54,50 @@ class GlooGroup:
         name: str,
         hosts: Sequence[str],
         me: int,
-        board: Board,
+        mailbox: Mailbox,
         tell: Callable[[str, bytes], None],
         over: Callable[[], Exception | None],
         limit: float,
     ) -> None:
-        """Returns when all members have come, however long they compute before. Raises what ``over`` gives, and
-        RuntimeError of gloo's: when one has not connected within ``limit`` seconds since we know where all are."""
+        """Connects the members; returns when all have come, however long they compute before.
+
+        Raises the error that ``over`` returns, and RuntimeError of gloo's: when a member has not connected within
+        ``limit`` seconds since it is known where all are.
+        """
         self.size, self.me = len(hosts), me
-        self._ours: set[tuple[str, int]] = set()  #: where we listen
+        self._ours: set[tuple[str, int]] = set()  #: the addresses on which this member listens
         self._theirs: set[tuple[str, int]] = set()
         self._cut, self._over = False, over
         self._lock = threading.RLock()
-        self._calls: set[threading.Thread] = set()  #: that are in gloo
-        self._out = threading.Condition(self._lock)  #: one of them is not any more
+        self._calls: set[threading.Thread] = set()  #: threads that are in gloo
+        self._out = threading.Condition(self._lock)  #: notified when one of them has left
         self._ending: threading.Thread | None = None
         self._word: Any = None  #: the last small message that nobody waits for: gloo sends it as long as it is held
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=hosts[me])]
         options._timeout = timedelta(seconds=limit / _TRIES)
         options._threads = 1
-        store = MailboxStore(name, board, tell, over)
+        store = MailboxStore(name, mailbox, tell, over)
         try:
             self._group: Any = c10d.ProcessGroupGloo(store, me, self.size, options)
         finally:
-            del options  # it holds what listens, and an error holds this frame
-            board.clear(f"{name}/")
+            del options  # it holds the listening socket, and an error holds this frame
+            mailbox.clear(f"{name}/")
         self._ours = addresses_in(store.told, [hosts[me]])
         self._theirs = addresses_in(store.heard, list(dict.fromkeys(hosts))) - self._ours
 
     def cut(self) -> None:
-        """Everybody who waits in it comes out with an error. In any thread, any number of times."""
+        """Has every thread that waits in the group come out with an error. In any thread, any number of times."""
         with self._lock:
             first, self._cut = not self._cut, True
         if first:
             cut(self._ours, self._theirs)
 
     def close(self) -> None:
-        """Gives back gloo's threads and sockets, beside all else: gloo waits for what is in the group. Calls that are
-        under way are cut. In any thread, any number of times."""
+        """Releases gloo's threads and sockets, in the background: gloo waits for operations in the group.
+
+        Calls that are under way are cut. In any thread, any number of times.
+        """
         with self._lock:
             last, self._group = [self._group], None
             if self._calls:
@@ -103,26 +109,27 @@ class GlooGroup:
                 self._ending.start()
 
     def _give_back(self, last: list[Any]) -> None:
-        with self._out:  # gloo forgets who waits in a group that is destroyed before it has seen the connection's end
+        # gloo forgets threads that wait in a group that is destroyed before it has seen the connection's end
+        with self._out:
             self._out.wait_for(lambda: not self._calls, _LAST_WORDS)
             self._word = None
         last.clear()
 
     def join(self, seconds: float) -> None:
-        """Waits until what ``close`` gives back is given back."""
+        """Waits until the resources that ``close`` releases are released."""
         if self._ending is not None:
             self._ending.join(seconds)
 
     def leave_alone(self) -> None:
-        """In a forked child: nothing of gloo's is ever destroyed."""
+        """Keeps gloo's objects from ever being destroyed, in a forked child."""
         for held in (self._group, self._word):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
-    # The calls below block, and raise RuntimeError of gloo's when a connection ended, and what ``over`` gives. An error
-    # keeps the variables of the functions that it left: nothing of gloo's may be in them.
+    # The calls below block, and raise RuntimeError of gloo's when a connection ended, and the error that ``over``
+    # returns. An error keeps the variables of the functions that it left: nothing of gloo's may be in them.
 
     def send(self, payload: torch.Tensor, to: int) -> None:
-        """Returns when it is there, so that who closes afterwards cuts nothing off."""
+        """Sends a tensor; returns when it has arrived, so that a close afterwards cuts nothing off."""
 
         def call() -> None:
             there = self._group.recv([torch.empty(1)], to, _THERE)
@@ -144,7 +151,7 @@ class GlooGroup:
         self._apart(call)
 
     def _apart(self, call: Callable[[], object]) -> None:
-        """Does it in another thread, which is left alone if it does not come back."""
+        """Runs ``call`` in another thread, which is left alone if it does not come back."""
         done, errors = threading.Event(), list[Exception]()
 
         def thread() -> None:
@@ -168,23 +175,28 @@ class GlooGroup:
             raise errors[0]
 
     def _wait(self, start: Callable[[], Any]) -> None:
-        """Starts a collective and waits for it. (Not all of them have a future, and none says when it is completed
-        before it is waited for.)"""
-        work = [start()]  # here, as the tensors may be made in this thread's inference mode
+        """Starts a collective and waits for it.
+
+        (Not all collectives have a future, and none says when it is completed before it is waited for.)
+        """
+        work = [start()]  # started here, as the tensors may be made in this thread's inference mode
         self._apart(lambda: work.pop().wait())
 
     def _until(self, done: threading.Event) -> None:
-        """Gloo misses the end of a connection in the middle of a message."""
+        """Waits for ``done``, and checks ``over``: gloo misses the end of a connection in the middle of a message."""
         while not done.wait(_GLANCE):
             if (error := self._over()) is not None:
-                if done.wait(_GLANCE):  # who hangs up may have given us all before
+                if done.wait(_GLANCE):  # a peer that hangs up may have sent all before
                     return
                 self.cut()
                 self.close()
                 raise error
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
-        """As ``DataChannel.collective``, of tensors of one length that is not 0."""
+        """Does this rank's part of a collective (``DataChannel.collective``).
+
+        All tensors have one length, which is not 0.
+        """
         if kind == "all_reduce":
             outs[0].copy_(inputs[0])
             self._wait(
@@ -208,7 +220,7 @@ class GlooGroup:
             self._move(kind, [_raw(x) for x in inputs], [_raw(x) for x in outs], root)
 
     def _move(self, kind: str, inputs: list[torch.Tensor], outs: list[torch.Tensor], root: int) -> None:
-        """Bytes: gloo does not know all dtypes."""
+        """Does a collective that only moves data, as bytes: gloo does not know all dtypes."""
         if kind == "broadcast":
             self._wait(
                 lambda: self._group.broadcast((inputs or outs)[:1], _with(c10d.BroadcastOptions(), rootRank=root))

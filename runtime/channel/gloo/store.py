@@ -1,7 +1,7 @@
-"""How the processes of a gloo group find each other: a store that lives on the connections of the data channel, which
-are authenticated, in place of torch's TCPStore, which anybody may read and write.
+"""The rendezvous of a gloo group: a store over the data channel's authenticated connections.
 
-What one sets it tells the others, each on its own connection; what one gets has been told. A name is used once.
+It replaces torch's TCPStore, which anybody may read and write. A value that one process sets it sends to the others,
+each on its own connection; a value that one gets has been sent to it. A name is used once.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from ..library_groups import Board
+from ..library_groups import Mailbox
 
 
 class MailboxStore(Store):
-    """The part of a store that gloo uses, for one group. ``tell(key, value)`` tells the others."""
+    """The part of a torch Store that gloo uses, for one group. ``tell(key, value)`` sends a value to the others."""
 
     def __init__(
         self,
         name: str,
-        board: Board,
+        mailbox: Mailbox,
         tell: Callable[[str, bytes], None],
         over: Callable[[], Exception | None],
     ) -> None:
         super().__init__()
-        self._name, self._board, self._tell, self._over = name, board, tell, over
-        self.told: list[bytes] = []  #: what was set
-        self.heard: list[bytes] = []  #: and got
+        self._name, self._mailbox, self._tell, self._over = name, mailbox, tell, over
+        self.told: list[bytes] = []  #: the values that were set
+        self.heard: list[bytes] = []  #: the values that were got
 
     def set(self, key: str, value: str | bytes) -> None:
         blob = value.encode() if isinstance(value, str) else bytes(value)
         self.told.append(blob)
-        self._board.put(f"{self._name}/{key}", blob)
+        self._mailbox.put(f"{self._name}/{key}", blob)
         self._tell(f"{self._name}/{key}", blob)
 
     def get(self, key: str) -> bytes:
-        blob = self._board.get(f"{self._name}/{key}", self._over)
+        blob = self._mailbox.get(f"{self._name}/{key}", self._over)
         self.heard.append(blob)
         return blob
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._board.get(f"{self._name}/{key}", self._over)
+            self._mailbox.get(f"{self._name}/{key}", self._over)
 
 
 def addresses_in(blobs: Sequence[bytes], hosts: Sequence[str]) -> set[tuple[str, int]]:
-    """(IP address, port) of every socket address of one of ``hosts`` (IP addresses) in what gloo has told."""
+    """Returns (IP address, port) of every socket address of one of ``hosts`` (IP addresses) in the values of gloo."""
     found = set()
     for host in hosts:
         for family, gap in ((socket.AF_INET, 0), (socket.AF_INET6, 4)):  # IPv6 has a flow label between
@@ -64,10 +64,10 @@ def addresses_in(blobs: Sequence[bytes], hosts: Sequence[str]) -> set[tuple[str,
 
 
 def cut(ours: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> int:
-    """Shuts down the connections that came to our listeners or go to theirs, and says how many there were. Not the
-    other ends of these, which may be in this process: what is on its way to them is to arrive.
+    """Shuts down the connections that came to this group's listeners or go to theirs; returns their number.
 
-    Gloo cannot be told to give up what it waits for (its abort does nothing), but it does when a connection ends.
+    Not the other ends of these, which may be in this process: data on its way to them is to arrive. Gloo cannot be told
+    to give up what it waits for (its abort does nothing), but it does when a connection ends.
     """
     count = 0
     for name in os.listdir("/proc/self/fd"):
@@ -77,7 +77,7 @@ def cut(ours: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> int:
             twin = os.dup(int(name))
             try:
                 sock = socket.socket(fileno=twin)
-            except OSError:  # by now the number is another's, who has no socket
+            except OSError:  # by now the number is another descriptor's, which is not a socket
                 os.close(twin)
                 continue
             with sock:

@@ -1,8 +1,8 @@
-"""The data channel "mpi": as "tcp", but large payloads go by MPI's point-to-point messages, and collectives are MPI's.
+"""The data channel "mpi": like "tcp", but MPI carries large payloads, by point-to-point messages, and does collectives.
 
 For processes that mpiexec has started (``launch/starters/mpi.py``), and networks that MPI knows how to use. MPI neither
 authenticates nor encrypts. A payload's message is posted when its header has come over the connection, so nobody waits
-in MPI for a peer that computes; and all waiting looks now and then, instead of spinning as MPI itself does.
+in MPI for a peer that computes; and all waiting polls now and then, instead of spinning as MPI itself does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..payload import byte_view, plain
 from ..tcp.channel import TcpChannel
 from .group import KINDS, REDUCES, MpiGroup
 
-#: What carriers say: where do you receive? (and here am I); I receive there; a collective broke off.
+#: Words between carriers: where do you receive? (and this side's place); I receive there; a collective broke off.
 _ASK, _HERE, _BROKE = b"?", b"!", b"x"
-#: Where a carrier receives: its process's rank in MPI, and a tag that no other one of that process has.
+#: The place where a carrier receives: its process's rank in MPI, and a tag that no other one of that process has.
 _PLACE = struct.Struct("<iq")
 
-#: Bytes of one message: a count of MPI's is an int.
+#: The most bytes of one message: a count of MPI's is an int.
 _CHUNK = 1 << 30
 
 _tags = itertools.count()
 
 
 class MpiChannel(TcpChannel):
-    """See above. Raises StartError where ``unavailable`` says why."""
+    """TCP whose large payloads and collectives go by MPI. Raises StartError where ``unavailable`` says why."""
 
     name: ClassVar[str] = "mpi"
     capabilities: ClassVar[Capabilities] = Capabilities(collectives=KINDS)
@@ -49,14 +49,14 @@ class MpiChannel(TcpChannel):
     def __init__(self, context: ChannelContext) -> None:
         self.world = mpi_env.world()
         self.rank = context.rank
-        self.broken: dict[int, str] = {}  #: collective, by its number -> who could not take part, and why
+        self.broken: dict[int, str] = {}  #: collective, by its number -> the rank that could not take part, and why
         self._groups: dict[tuple[int, ...], MpiGroup] = {}
         super().__init__(context)
 
     def has_collective(
         self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
     ) -> bool:
-        """On the CPU; reductions of the dtypes that MPI knows."""
+        """Returns whether MPI does it: on the CPU; reductions of the dtypes that MPI knows."""
         fits = "reduce" not in kind or op in REDUCES.get(dtype, ())
         return kind in KINDS and device == "cpu" and fits
 
@@ -85,7 +85,7 @@ class MpiChannel(TcpChannel):
             self._groups.pop(ranks, None)
             if isinstance(error, ClosedError):
                 raise
-            if not isinstance(error, BrokenError) or error.rank is not None:  # else it is one of them who has told us
+            if not isinstance(error, BrokenError) or error.rank is not None:  # else another rank has told this one
                 why = f"rank {self.rank} could not take part: {type(error).__name__}: {error}".encode()[:500]
                 for carrier in self._others(ranks):
                     carrier.say(_BROKE + number.to_bytes(8, "little") + why)
@@ -98,7 +98,7 @@ class MpiChannel(TcpChannel):
         return [carrier for carrier in carriers if isinstance(carrier, MpiCarrier)]
 
     def _check(self, ranks: Sequence[int], number: int) -> None:
-        """Raises what makes a collective of these ranks hopeless."""
+        """Raises the error that makes a collective of these ranks hopeless, if there is one."""
         self._check_open()
         for rank in ranks:
             if rank != self.rank and (why := self.failure(rank)):
@@ -111,7 +111,7 @@ class MpiChannel(TcpChannel):
 
 
 class _Payload(Parcel):
-    """One that the peer sends at this moment."""
+    """A payload that the peer sends at this moment."""
 
     def __init__(self, carrier: MpiCarrier, source: int, nbytes: int) -> None:
         self._carrier, self._source, self._nbytes = carrier, source, nbytes
@@ -124,7 +124,7 @@ class _Payload(Parcel):
 
 
 class MpiCarrier(Carrier):
-    """One pair's. A descriptor is the sender's rank in MPI."""
+    """The MPI messages of one pair of peers. A descriptor is the sender's rank in MPI."""
 
     size: ClassVar[int] = 4
 
@@ -132,8 +132,9 @@ class MpiCarrier(Carrier):
         super().__init__(say)
         self._channel, self._peer = channel, peer
         self._world = channel.world
-        self._tag = next(_tags) % self._world.tags  # what comes late for an earlier one is long over when they repeat
-        self._there: tuple[int, int] | None = None  #: where the peer receives, once it has said so
+        # late messages for an earlier carrier are long over when tags repeat
+        self._tag = next(_tags) % self._world.tags
+        self._there: tuple[int, int] | None = None  #: the peer's place, once it has told it
         self._asked = False
         self._failed = ""
 

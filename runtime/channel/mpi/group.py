@@ -1,7 +1,7 @@
 """The collectives of one set of ranks, done by MPI.
 
-Before large ones comes a barrier that may take its time: from there on all are at it, and waiting is busy while data
-moves.
+Before large ones comes a barrier that may take its time: from there on all ranks take part, and waiting is busy while
+data moves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KINDS = frozenset(
     ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "barrier")
 )
 
-#: The names of MPI's types for what it reduces as we do; of floats, its minimum and maximum know nothing of NaN.
+#: The names of MPI's types for dtypes that it reduces as this project does; its MIN and MAX of floats know no NaN.
 _NUMBERS = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
@@ -37,10 +37,10 @@ REDUCES: dict[torch.dtype, tuple[str, ...]] = {
     dtype: ("SUM", "AVG", "PRODUCT") if dtype.is_floating_point else tuple(op for op in _OPS if op != "AVG")
     for dtype in _NUMBERS
 }
-#: By the size of an element, for what is only moved: a count of MPI's is an int, so bytes would not go far.
+#: MPI's types by the size of an element, for data that is only moved: a count is an int, so bytes would not go far.
 _WORDS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
 
-#: Bytes up to which no barrier comes first, where all ranks have as many.
+#: The most bytes for which no barrier comes first, where all ranks have as many.
 _SMALL = 64 << 10
 _SAME_LENGTHS = frozenset(("all_reduce", "reduce", "broadcast"))
 
@@ -48,7 +48,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class MpiGroup:
-    """A communicator of these ranks of nodes. ``check`` raises when there is no hope any more; see ``World.finish``.
+    """A communicator of these ranks of nodes. ``check`` raises when the collective is hopeless; see ``World.finish``.
 
     Making one waits for all of them. It is never freed: that would take all of them, too.
     """
@@ -56,14 +56,14 @@ class MpiGroup:
     def __init__(self, world: World, ranks: Sequence[int], me: int, number: int, check: Callable[[], None]) -> None:
         self.check = check
         self._world = world
-        self._busy = False  #: all are at it
+        self._busy = False  #: all ranks take part by now
         places = [rank + 1 for rank in ranks]
         self._meet(places, me, number)
         members = world.data.Get_group().Incl(places)
         self._comm: Any = world.data.Create_group(members, number % world.tags)
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
-        """As ``DataChannel.collective``."""
+        """Does this rank's part of a collective: see ``DataChannel.collective``."""
         self._busy = False
         if kind not in _SAME_LENGTHS or (*inputs, *outs)[0].nbytes > _SMALL:
             self._wait(self._comm.Ibarrier())
@@ -74,7 +74,7 @@ class MpiGroup:
             outs[0].div_(self._comm.size)
 
     def _meet(self, places: Sequence[int], me: int, number: int) -> None:
-        """Everybody has heard from everybody, if by others: MPI makes a communicator in a busy loop."""
+        """Returns when every rank has heard from every other, if by others: MPI makes a communicator in a busy loop."""
         data, byte, size = self._world.data, self._world.mpi.BYTE, len(places)
         tag = self._world.tags + number % self._world.tags
         distance = 1
@@ -151,7 +151,7 @@ class MpiGroup:
 
 
 def _room(outs: Tensors) -> torch.Tensor:
-    """For all of them, one after the other."""
+    """Makes memory for all outputs, one after the other."""
     return torch.empty(sum(map(len, outs)) * outs[0].element_size(), dtype=torch.uint8).view(outs[0].dtype)
 
 

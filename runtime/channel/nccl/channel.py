@@ -1,9 +1,8 @@
-"""The data channel "nccl": as "auto", but collectives of CUDA tensors are NCCL's.
+"""The data channel "nccl": like "auto", but collectives of CUDA tensors are NCCL's.
 
-Every node needs a GPU of its own for that; the master, which is no rank of NCCL's, needs none. What makes a
-communicator is told over the authenticated connections; NCCL's own neither authenticate nor encrypt, so that between
-hosts it belongs on a trusted network. Collectives are waited for on the node: who waits sees when a peer is lost, and
-gives up.
+Every node needs a GPU of its own for that; the master, which has no rank in NCCL, needs none. A communicator's id is
+told over the authenticated connections; NCCL's own neither authenticate nor encrypt, so that between hosts it belongs
+on a trusted network. Collectives are waited for on the node: a waiting thread sees when a peer is lost, and gives up.
 
 It has been tested with a stand-in for the library only.
 """
@@ -26,16 +25,16 @@ from ..shm.cuda_ipc import CudaSharing
 from .library import DTYPES, Communicator, load
 
 _KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
-#: A word of ours, among those of the carrier.
+#: The first byte of a word of this channel, among those of the carrier.
 _TELL = b"@"
-#: Seconds between two looks at what is under way.
+#: Seconds between two checks of work that is under way.
 _PAUSE = 50e-6
 
 Tensors = Sequence[torch.Tensor]
 
 
 class NcclChannel(GroupedChannel, AutoChannel):
-    """See above."""
+    """Shared memory and TCP for transfers, NCCL for collectives of CUDA tensors."""
 
     name: ClassVar[str] = "nccl"
     library: ClassVar[str] = "NCCL"
@@ -57,8 +56,10 @@ class NcclChannel(GroupedChannel, AutoChannel):
     def has_collective(
         self, kind: str, *, dtype: torch.dtype, op: str = "SUM", device: str = "cpu", even: bool = True
     ) -> bool:
-        """Of equal lengths, on CUDA devices; reductions of the usual dtypes, of floats without MIN and MAX, in which
-        NaN may get lost."""
+        """Returns whether NCCL does it: of equal lengths, on CUDA devices; reductions of the usual dtypes.
+
+        MIN and MAX are done of integers only: of floats, NaN may get lost in them.
+        """
         ops = ("SUM", "PRODUCT", "AVG") if dtype.is_floating_point else ("SUM", "PRODUCT", "MIN", "MAX")
         fits = "reduce" not in kind or (dtype in DTYPES and op in ops)
         return kind in _KINDS and device == "cuda" and even and fits
@@ -70,8 +71,8 @@ class NcclChannel(GroupedChannel, AutoChannel):
             id = self.communicator.unique_id()
             tell(f"{name};", id)
         else:
-            id = self.board.get(f"{name};", partial(self.given_up, ranks))
-        self.board.clear(f"{name};")
+            id = self.mailbox.get(f"{name};", partial(self.given_up, ranks))
+        self.mailbox.clear(f"{name};")
         return NcclGroup(partial(self.communicator, size=len(ranks), id=id, me=me), partial(self.given_up, ranks))
 
     def _carrier(self, peer: int) -> Callable[[Say], NcclSharing]:
@@ -79,7 +80,7 @@ class NcclChannel(GroupedChannel, AutoChannel):
 
 
 class NcclSharing(CudaSharing):
-    """What moves tensors between two, and what is told beside."""
+    """The carrier of one pair of peers: moves their tensors, and puts values into the peer's mailbox."""
 
     def __init__(self, channel: NcclChannel, peer: int, say: Say) -> None:
         super().__init__(say)
@@ -93,7 +94,7 @@ class NcclSharing(CudaSharing):
             super().hear(word)
             return
         key, _, value = word.removeprefix(_TELL).partition(b"\0")
-        self._channel.board.put(key.decode(), value)
+        self._channel.mailbox.put(key.decode(), value)
 
     def fail(self, why: str) -> None:
         super().fail(why)
@@ -101,7 +102,7 @@ class NcclSharing(CudaSharing):
 
 
 class NcclGroup:
-    """A communicator. It is made at the first collective, on the device of whose tensors it stays."""
+    """A communicator. It is made at the first collective, and stays on the device of that one's tensors."""
 
     def __init__(self, make: Callable[..., Communicator], over: Callable[[], BrokenError | None]) -> None:
         self._make, self._over = make, over
@@ -109,11 +110,11 @@ class NcclGroup:
         self._cut = False
 
     def cut(self) -> None:
-        """Who waits looks, and aborts: NCCL wants no two threads in one communicator."""
+        """Has the waiting thread abort when it looks next: NCCL wants no two threads in one communicator."""
         self._cut = True
 
     def close(self) -> None:
-        """The communicator ends with this object."""
+        """Does nothing: the communicator ends with this object."""
 
     def join(self, seconds: float) -> None:
         pass
@@ -127,13 +128,16 @@ class NcclGroup:
             time.sleep(_PAUSE)
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
-        """As ``DataChannel.collective``, of tensors of one length that is not 0."""
+        """Does this rank's part of a collective (``DataChannel.collective``).
+
+        All tensors have one length, which is not 0.
+        """
         if self._comm is None:
             there = [x.device for x in (*inputs, *outs) if x.device.type != "cpu"]
             self._comm = self._make(device=there[0] if there else _default())
         comm = self._comm
         self._wait(comm, comm.ready)
-        given = [x.to(comm.device) for x in inputs]  # they are elsewhere where there is poison
+        given = [x.to(comm.device) for x in inputs]  # tensors that stand for poison are on another device
         made = _begin(comm, kind, given, [x.to(comm.device) for x in outs], op, root)
         self._wait(comm, comm.ready)
         self._wait(comm, comm.mark())
@@ -149,14 +153,14 @@ def _default() -> torch.device:
 
 
 def _begin(comm: Communicator, kind: str, given: Tensors, outs: Tensors, op: str, root: int) -> Tensors:
-    """Gives the device what there is to do. Returns where the results will be."""
+    """Gives the device the collective's work. Returns the tensors that the results will be in."""
     n, everybody = comm.size, range(comm.size)
     if kind == "all_reduce":
         comm.all_reduce(given[0], outs[0], op)
     elif kind == "reduce":
         comm.reduce(given[0], outs[0] if outs else torch.empty_like(given[0]), op, root)
     elif kind == "broadcast":
-        moved = _raw((given or outs)[0])  # it does not know all dtypes
+        moved = _raw((given or outs)[0])  # NCCL does not know all dtypes
         comm.broadcast(moved, moved, root)
     elif kind == "all_gather":
         both = torch.cat([_raw(given[0])] * n)

@@ -1,7 +1,7 @@
-"""NCCL by ctypes: the little that is used, without ever blocking in it.
+"""Binds NCCL by ctypes: the few functions that are used, without ever blocking in it.
 
-A communicator is made so that no call waits for others; whoever waits asks ``ready`` and ``done`` again and again, and
-can give up: ``abort``. Errors of NCCL's are RuntimeError, with its own words.
+A communicator is made so that no call waits for others; a waiting thread asks ``ready``, and the function that ``mark``
+returns, again and again, and can give up: ``abort``. Errors of NCCL's are RuntimeError, with its own words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Id(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of 2.14: later versions take it, by its size and version."""
+    """The struct ncclConfig_t of version 2.14: later versions take it, by its size and version."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -39,12 +39,12 @@ class _Config(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL:
-    """Torch has loaded it, in builds with CUDA. Raises OSError."""
+    """Loads NCCL, which torch has loaded already in builds with CUDA. Raises OSError."""
     return ctypes.CDLL(NAME)
 
 
 class Communicator:
-    """One rank's end of one, on a device. Tensors are contiguous and on it; work goes to its current stream."""
+    """One rank's end of a communicator, on a device. Tensors are contiguous and on it; it uses the current stream."""
 
     def __init__(self, device: torch.device, size: int, id: bytes, me: int) -> None:
         self.device, self.size, self.me = device, size, me
@@ -66,20 +66,20 @@ class Communicator:
         return bytes(id)
 
     def ready(self) -> bool:
-        """Whether the last call has been taken. Raises RuntimeError if it went wrong."""
+        """Returns whether the last call has been accepted. Raises RuntimeError if it went wrong."""
         state = ctypes.c_int()
         self._call(self._lib.ncclCommGetAsyncError, self._comm, ctypes.byref(state))
         self._check(state.value)
         return state.value == _SUCCESS
 
     def mark(self) -> Callable[[], bool]:
-        """Whether the device has done all that it was given until now."""
+        """Returns a function that says whether the device has done all work that it was given until now."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event.query
 
     def abort(self) -> None:
-        """Ends it, and what is under way in it."""
+        """Ends the communicator, and operations under way in it."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._lib.ncclCommAbort(comm)
@@ -100,7 +100,7 @@ class Communicator:
         self._on_stream(self._lib.ncclReduceScatter, source, target, target, OPS[op])
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Many sends and receives, each with a rank, as one."""
+        """Does many sends and receives, each with a rank, as one operation."""
         self._call(self._lib.ncclGroupStart)
         for call, tensors in ((self._lib.ncclSend, sends), (self._lib.ncclRecv, receives)):
             for tensor, rank in tensors:

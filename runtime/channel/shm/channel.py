@@ -1,9 +1,9 @@
-"""The data channel "shm", for processes of one host: as "tcp", but large payloads go through shared memory.
+"""The data channel "shm", for processes of one host: like "tcp", but large payloads go through shared memory.
 
-One copy brings a tensor into memory that the other process maps as well (``segments``). There it is used as it is where
-a node lets the channel choose the memory (``iarrive``), else copied once more. Small tensors and all headers take the
-connection, which also tells of a peer's end. Where two processes turn out not to see the same memory (containers), all
-of it does. CUDA tensors go between nodes by buffers on their devices (``cuda_ipc``).
+One copy brings a tensor into memory that the other process maps as well (``segments``). A receiver uses it there where
+a node lets the channel choose the memory (``iarrive``), else copies it once more. Small tensors and all headers take
+the connection, which also tells of a peer's end. Where two processes turn out not to see the same memory (containers),
+everything takes the connection. CUDA tensors go between nodes by buffers on their devices (``cuda_ipc``).
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from .sharing import Sharing
 
 
 class ShmChannel(TcpChannel):
-    """See above."""
+    """Moves large payloads through shared memory, and everything else over TCP, between peers on one host."""
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, same_host=True, shared_memory=True)
 
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
-        """The tensor is where the sender's copy is, if that is in shared memory. Not on the master: processes that a
-        script forks (a DataLoader's workers) would write into its tensors."""
+        """Starts receiving a tensor; where the sender's copy is in shared memory, the tensor is that copy.
+
+        Not on the master: processes that a script forks (a DataLoader's workers) would write into its tensors.
+        """
         if self._context.rank == MASTER:
             return super().iarrive(shape, dtype, peer, transfer)
         ticket = self._peer(peer, transfer).arrive(shape, dtype, transfer)
         return Arrival(ticket, lambda: ticket.tensor)
 
     def _carrier(self, peer: int) -> Callable[[Say], Sharing]:
-        # What the master sends and gets is on the CPU, and it should not open a device for it.
+        # Tensors that the master sends and gets are on the CPU, and it should not open a device for them.
         return Sharing if MASTER in (peer, self._context.rank) else CudaSharing

@@ -1,12 +1,12 @@
-"""Shared memory as a carrier, of CUDA devices too: tensors between processes of one host never leave their devices.
+"""Shared memory of CUDA devices as a carrier: tensors between processes of one host never leave their devices.
 
     sender's thread   copy into a buffer that the peer has mapped; say where it is
     reader's thread   copy out of it, to wherever the receive wants it; mark it as free
 
 A buffer is exported by a CUDA IPC handle, and mapped once, which takes long. Beside it a page of the CPU's memory is
-shared (``segments``), where the peer notes that it has mapped the buffer, and that it is free again. While none is to
-be had, and where the peer can't map one (in another container, or of a device that it doesn't see), tensors go by the
-CPU's memory.
+shared (``segments``), where the peer notes that it has mapped the buffer, and that it is free again. While no buffer is
+to be had, and where the peer can't map one (in another container, or of a device that it doesn't see), tensors go by
+the CPU's memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from ..payload import store
 from .segments import DESCRIPTOR, FREE, RETIRED, USED, Mapping, Segment
 from .sharing import Sharing
 
-#: A payload's descriptor: something that no segment's has (its process), and the id of the buffer's page.
+#: A payload's descriptor: two numbers of which the first, a segment's process, is 0 here; the id of the buffer's page;
+#: and the bytes.
 _PAYLOAD = struct.Struct("<IIQQ")
-#: What one says to the other: here is a buffer.
+#: The word that offers the peer a buffer.
 _OFFER = b"+"
-#: Bytes of what a buffer holds when it is offered.
+#: The size of the random sign that a buffer holds when it is offered, bytes.
 _SIGN = 16
-#: Bytes of all buffers of a pair in one direction.
+#: The most bytes of all buffers of a pair in one direction.
 MOST = 1 << 30
 
 
@@ -40,17 +41,18 @@ def is_cuda(tensor: torch.Tensor) -> bool:
 
 
 def export(buffer: torch.Tensor) -> bytes:
-    """What another process needs to map it."""
+    """Returns the bytes by which another process can map the buffer."""
     device, *rest = buffer.untyped_storage()._share_cuda_()
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return json.dumps([uuid, *(b64encode(x).decode() if isinstance(x, bytes) else x for x in rest)]).encode()
 
 
 def imported(exported: bytes) -> torch.Tensor:
-    """Raises RuntimeError, ValueError when this process can't map it."""
+    """Maps another process's buffer. Raises RuntimeError, ValueError when this process can't map it."""
     uuid, handle, size, offset, counter, counter_offset, event, sync = json.loads(exported)
     devices = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    device = devices.index(uuid) if uuid in devices else 0  # CUDA 10.1 and later map what a process doesn't see, too
+    # CUDA 10.1 and later map the memory of a device that this process doesn't see, too
+    device = devices.index(uuid) if uuid in devices else 0
     storage = torch.UntypedStorage._new_shared_cuda(
         device, b64decode(handle), size, offset, b64decode(counter), counter_offset, b64decode(event), sync
     )
@@ -58,13 +60,13 @@ def imported(exported: bytes) -> torch.Tensor:
 
 
 def finish(device: torch.device) -> None:
-    """Waits for what this thread has given the device."""
+    """Waits for the work that this thread has given the device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class _Buffer:
-    """The sender's side of one."""
+    """The sender's side of a buffer."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Raises OSError, RuntimeError when there is no memory."""
@@ -84,13 +86,13 @@ class _Buffer:
 
 
 class CudaSharing(Sharing):
-    """Both directions of one pair, seen from one end."""
+    """Both directions of one pair, seen from one end: segments for CPU tensors, buffers for CUDA tensors."""
 
     def __init__(self, say: Say) -> None:
         super().__init__(say)
         self._buffers: list[_Buffer] = []
         self._choosing = threading.Lock()
-        self._theirs: dict[int, tuple[Mapping, torch.Tensor]] = {}  #: by the page's id
+        self._theirs: dict[int, tuple[Mapping, torch.Tensor]] = {}  #: the peer's buffers by their pages' ids
 
     def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
         if not is_cuda(tensor) or not self._fits(tensor):
@@ -110,7 +112,7 @@ class CudaSharing(Sharing):
         return super().stage(tensor)
 
     def _fits(self, tensor: torch.Tensor) -> list[_Buffer]:
-        """The buffers that would do and that the peer has mapped. Offers one more if all are in use."""
+        """Returns the buffers that are large enough and that the peer has mapped. Offers one more if all are in use."""
         nbytes = tensor.numel() * tensor.element_size()
         with self._choosing:
             large = [b for b in self._buffers if b.nbytes >= nbytes and b.memory.device == tensor.device]
@@ -120,7 +122,7 @@ class CudaSharing(Sharing):
             return found
 
     def _offer(self, nbytes: int, device: torch.device) -> None:
-        """Makes a buffer, in place of idle ones if there are many."""
+        """Makes a buffer and offers it, in place of idle ones if there are many."""
         for old in [buffer for buffer in self._buffers if buffer.page.state == FREE and buffer.mapped()]:
             if sum(buffer.nbytes for buffer in self._buffers) + nbytes > MOST:
                 self._buffers.remove(old)
@@ -147,7 +149,7 @@ class CudaSharing(Sharing):
             if bytes(memory[:_SIGN].tolist()) != sign:
                 return
             mapping = Mapping.of(word[1 : 1 + DESCRIPTOR], 1)  # the other sees that it is mapped
-        except (OSError, RuntimeError, ValueError):  # no answer means no
+        except (OSError, RuntimeError, ValueError):  # no answer means that it can't be used
             return
         self._theirs[mapping.id] = mapping, memory
 

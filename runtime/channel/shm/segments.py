@@ -1,5 +1,6 @@
-"""Shared memory that carries payloads between two processes of one host: who sends owns *segments*, who receives maps
-them, and a tensor over one is the receiver's own for as long as it lives.
+"""Shared memory that carries payloads between two processes of one host.
+
+The sender owns *segments*, the receiver maps them, and a tensor over one is the receiver's own for as long as it lives.
 
     sender:   take a segment (warm, if one is free), copy the tensor in, say where it is
     receiver: map it once; then the tensor *is* the mapping (no copy), or is copied out
@@ -9,7 +10,7 @@ them, and a tensor over one is the receiver's own for as long as it lives.
 A segment is a sealed memfd: it has no name that another user could open, cannot shrink under its reader (SIGBUS), and
 goes away with the two processes, however they end. The receiver opens it through ``/proc/<pid>/fd/<fd>``, which the
 kernel allows to processes of the same user only. In another container that may be somebody else's, as pids and
-descriptors come again there: so each has a random id, in its first page and in what the sender says of it.
+descriptors come again there: so each has a random id, in its first page and in the sender's description of it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from ..payload import store
 #: The first page is the segment's state; the payload starts on a page of its own.
 HEAD = mmap.PAGESIZE
 FREE, USED, RETIRED = 0, 1, 2
-#: There, beside the state, whether the receiver has mapped it, and whether it has taken the payload: its id.
+#: The other bytes of the first page: the receiver has mapped the segment (1), has taken the payload (2); and its id.
 _ID, _WORD = slice(8, 16), struct.Struct("<Q")
 _NAME = "disttensor"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-#: Free segments are looked for among so many of their size at most: many are in use where tensors live long.
+#: The most segments of a size that are searched for a free one: many are in use where tensors live long.
 _LOOKS = 64
-#: Idle segments that are kept: their memory is warm. The first touch of fresh pages is many times slower than a copy.
+#: The most bytes of idle segments, which are warm. The first touch of fresh pages is many times slower than a copy.
 MOST_IDLE = 512 << 20
 
 _DESCRIPTOR = struct.Struct("<IIQQ")
-#: Bytes of a descriptor on the wire.
+#: The size of a descriptor on the wire, bytes.
 DESCRIPTOR = _DESCRIPTOR.size
 
 
@@ -54,7 +55,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def _mapped(fd: int, nbytes: int, inherited: bool) -> ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a descriptor, which may be closed then (the mmap module would keep a duplicate of it).
+    """Maps a descriptor, which may be closed then (the mmap module would keep a duplicate of it); returns the memory.
 
     Not ``inherited``: a forked child has none of it. Raises OSError.
     """
@@ -69,7 +70,7 @@ def _mapped(fd: int, nbytes: int, inherited: bool) -> ctypes.Array[ctypes.c_ubyt
 
 
 class Segment:
-    """The sender's side of one. ``nbytes`` is what fits into it."""
+    """The sender's side of a segment. ``nbytes`` is the size of the largest payload."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError when there is no descriptor, mapping or memory left for it."""
@@ -78,7 +79,7 @@ class Segment:
         try:
             os.ftruncate(self.fd, HEAD + nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            # not inherited: a child would keep the memory, and could write into what is another's by now
+            # not inherited: a child would keep the memory, and could write into a payload that is another's by now
             self._map = _mapped(self.fd, HEAD + nbytes, inherited=False)
             self.id = secrets.randbits(64)
             self._map[_ID] = list(_WORD.pack(self.id))
@@ -88,11 +89,11 @@ class Segment:
 
     @property
     def memory(self) -> ctypes.Array[ctypes.c_ubyte]:
-        """All of it, its first page included."""
+        """The whole memory, its first page included."""
         return self._map
 
     def describe(self) -> bytes:
-        """Where the receiver finds it."""
+        """Returns the descriptor by which the receiver finds the segment."""
         return _DESCRIPTOR.pack(os.getpid(), max(self.fd, 0), self.id, self.nbytes)
 
     @property
@@ -105,11 +106,11 @@ class Segment:
 
     @property
     def taken(self) -> bool:
-        """Whether what was announced last is in the receiver's hands."""
+        """True when the receiver has taken the payload that was announced last."""
         return bool(self._map[2])
 
     def announce(self) -> None:
-        """Its payload is about to be told of."""
+        """Marks the payload, which is about to be announced, as not taken."""
         self._map[2] = 0
 
     def fill(self, tensor: torch.Tensor) -> None:
@@ -119,13 +120,13 @@ class Segment:
         store(target.view(tensor.dtype).view(tensor.shape), tensor)
 
     def forget_descriptor(self) -> None:
-        """Once the receiver has mapped it, nobody needs the descriptor: processes have few of them."""
+        """Closes the descriptor once the receiver has mapped the segment: processes have few of them."""
         if self.fd >= 0 and self._map[1]:
             os.close(self.fd)
             self.fd = -1
 
     def retire(self) -> None:
-        """Lets go of it, and has the receiver do so as well."""
+        """Lets go of the segment, and has the receiver do so as well."""
         self._map[0] = RETIRED
         if self.fd >= 0:
             os.close(self.fd)
@@ -133,14 +134,14 @@ class Segment:
 
 
 class Segments:
-    """The segments that one peer is sent. Used by one thread at a time."""
+    """The segments for payloads to one peer. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, list[Segment]] = {}
-        self._fresh: list[Segment] = []  #: not mapped by the receiver yet, as far as we know
+        self._fresh: list[Segment] = []  #: segments that the receiver has not mapped yet, as far as is known
 
     def take(self, nbytes: int) -> Segment:
-        """One that nobody uses, of at least ``nbytes``. Raises OSError when a new one can't be had."""
+        """Takes a free segment of at least ``nbytes``. Raises OSError when a new one can't be had."""
         for segment in self._fresh:
             segment.forget_descriptor()
         self._fresh = [segment for segment in self._fresh if segment.fd >= 0]
@@ -203,36 +204,39 @@ class Mapping:
 
     @classmethod
     def of(cls, descriptor: bytes, nbytes: int) -> Mapping:
-        """The segment that ``descriptor`` names, which has to be of ``nbytes``. Raises as the constructor."""
+        """Maps the segment that ``descriptor`` names, which has to be of ``nbytes``. Raises as the constructor."""
         pid, fd, id, size = _DESCRIPTOR.unpack(descriptor)
         if size != nbytes:
             raise ProtocolError(f"a segment of {size} bytes where one of {nbytes} was due")
         return cls(pid, fd, id, size)
 
     def take(self) -> None:
-        """The payload that is in it now was wanted: the sender may announce more."""
+        """Marks the payload in it as taken: it was wanted, and the sender may announce more."""
         self.map[2] = 1
 
     def lease(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """The payload. When it (and every tensor over it) is gone, the segment is free again."""
+        """Returns the payload. When it (and every tensor over it) is gone, the segment is free again."""
         payload = np.frombuffer(memoryview(self.map), dtype=np.uint8, count=nbytes, offset=HEAD)
         self._lease = weakref.ref(payload, lambda _: self.free())
         return payload
 
     def free(self) -> None:
-        """May run in a finalizer, and in a forked child, whose tensors are not the ones that count."""
+        """Frees the segment. May run in a finalizer, and in a forked child, whose tensors do not count."""
         if os.getpid() == self._pid and self.map[0] == USED:
             self.map[0] = FREE
 
 
 class Mappings:
-    """The segments that one peer sends. Used by its reader."""
+    """The segments of one peer's payloads. Used by its reader."""
 
     def __init__(self) -> None:
         self._known: dict[int, Mapping] = {}
 
     def open(self, descriptor: bytes, nbytes: int) -> Mapping:
-        """Raises OSError when this process can't open it, ProtocolError for what is no such segment."""
+        """Returns the mapping of a segment.
+
+        Raises OSError when this process can't open it, ProtocolError for another segment.
+        """
         pid, fd, id, size = _DESCRIPTOR.unpack(descriptor)
         if not 0 <= nbytes <= size:
             raise ProtocolError(f"a payload of {nbytes} bytes in a segment of {size}")

@@ -1,4 +1,4 @@
-"""Shared memory as a carrier, once a probe has shown that both see the same."""
+"""Shared memory as a carrier, once a probe has shown that both processes see the same."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..carrier import Carrier, Parcel, Say
 from ..payload import plain
 from .segments import DESCRIPTOR, FREE, HEAD, Mapping, Mappings, Segment, Segments
 
-#: Bytes that the peer has not asked for, at most, but for one payload of any size.
+#: The most bytes that the peer has not taken yet, but for one payload of any size.
 AHEAD = 16 << 20
-#: What the two say to each other: can you open this segment? I can.
+#: Words between the two carriers: can you open this segment? I can.
 _TRY, _YES = b"?", b"!"
 
 
@@ -41,13 +41,14 @@ class Sharing(Carrier):
 
     def __init__(self, say: Say) -> None:
         super().__init__(say)
-        self.works = False  #: the peer has opened our probe
+        self.works = False  #: the peer has opened this side's probe
         self._asked = False
         self._segments = Segments()
         self._lock = threading.Lock()  #: guards the segments
-        self._reserved: dict[int, Segment] = {}  #: by address
+        self._reserved: dict[int, Segment] = {}  #: reserved segments by address
         self._mappings = Mappings()
-        self._announced: deque[tuple[Segment, int]] = deque()  #: what the peer may not have taken yet, with its bytes
+        #: payloads that the peer may not have taken yet, with their bytes
+        self._announced: deque[tuple[Segment, int]] = deque()
         self._over = False
 
     def reserve(self, nbytes: int) -> torch.Tensor | None:
@@ -61,7 +62,7 @@ class Sharing(Carrier):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _drop(self, address: int, segment: Segment) -> None:
-        """The tensor over it is gone: nobody uses it, unless it was sent."""
+        """Frees a reserved segment whose tensor is gone, unless it was sent."""
         if self._reserved.get(address) is segment:
             del self._reserved[address]
             segment.state = FREE
@@ -74,7 +75,7 @@ class Sharing(Carrier):
             return None
 
     def stage(self, tensor: torch.Tensor) -> bytes | None:
-        """Copies a tensor to where the peer can see it. None if there is no memory, or not yet an answer."""
+        """Copies a tensor to memory that the peer can see. None if there is no memory, or not yet an answer."""
         if not self.works:
             self._probe()
             return None
@@ -92,8 +93,10 @@ class Sharing(Carrier):
         return segment.describe()
 
     def _hold_back(self, nbytes: int) -> None:
-        """Waits until the peer has taken enough, as a socket without room would make us: who sends to a peer that
-        computes for long must not fill the memory."""
+        """Waits until the peer has taken enough (back-pressure), as a socket without room would make the sender wait.
+
+        Sends to a peer that computes for long must not fill the memory.
+        """
         announced, pause = self._announced, 1e-4
         while not self._over:
             while announced and announced[0][0].taken:
@@ -117,16 +120,16 @@ class Sharing(Carrier):
         if word == _YES:
             self.works = True
             return
-        if not word.startswith(_TRY):  # from a peer that has more ways than this one
+        if not word.startswith(_TRY):  # from a peer that has more words than this one
             return
         try:
             self._mappings.open(word.removeprefix(_TRY), 1)
-        except (OSError, ProtocolError):  # in another container, say: no answer means no
+        except (OSError, ProtocolError):  # in another container, say: no answer means that it can't be used
             return
         self.say(_YES)
 
     def open(self, descriptor: bytes, nbytes: int) -> Parcel:
-        """Raises OSError, ProtocolError."""
+        """Returns the payload that the peer has announced. Raises OSError, ProtocolError."""
         mapping = self._mappings.open(descriptor, nbytes)
         mapping.take()
         return Loan(mapping, nbytes)

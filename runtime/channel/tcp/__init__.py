@@ -1,4 +1,4 @@
-"""The data channel "tcp": one authenticated connection between two peers. ``TcpChannel`` is what others build on."""
+"""The data channel "tcp": one authenticated connection between two peers. Other channels build on ``TcpChannel``."""
 
 from .channel import TcpChannel
 

@@ -1,6 +1,6 @@
 """The data channel "tcp": a direct TCP connection between any two peers, at first use.
 
-Who may talk is proved by a mutual challenge-response (``handshake``), every header is authenticated (``frame``), the
+Peers authenticate by a mutual challenge-response (``handshake``), every header is authenticated (``frames``), the
 payload travels in clear, straight from and to the tensors' memory. There is no pickle anywhere.
 
 Threads: one that listens; per peer in use one that reads and, once something had to be queued, one that writes.
@@ -30,7 +30,10 @@ from .peer import Limits, TcpPeer
 
 
 class TcpChannel(DataChannel):
-    """See above. A peer that was lost or closed stays broken until ``connect`` tells another key for its rank."""
+    """Moves tensors over TCP connections, one per pair of peers.
+
+    A peer that was lost or closed stays broken until ``connect`` tells another key for its rank.
+    """
 
     name: ClassVar[str] = "tcp"
     capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True)
@@ -41,7 +44,7 @@ class TcpChannel(DataChannel):
         self._peers: dict[int, TcpPeer] = {}
         self._lock = threading.RLock()  #: guards the table of peers, not the peers
         self._replaced: list[TcpPeer] = []  #: peers that were started anew
-        self._closed = ""  #: why nothing can be started any more
+        self._closed = ""  #: the reason why nothing can be started any more
         self._pool = WarmPool()
         self._listener = Listener(
             (context.host, *context.further),
@@ -56,13 +59,13 @@ class TcpChannel(DataChannel):
         return f"<TcpChannel rank={self._context.rank} {self.address()} {self._closed or list(self._peers.values())}>"
 
     def address(self) -> str:
-        """``host:port``, or several with commas between them."""
+        """Returns ``host:port``, or several with commas between them."""
         return self._listener.address
 
     def connect(self, peers: Mapping[int, PeerInfo]) -> None:
-        """Learns ``peers``; our own rank among them is passed over.
+        """Learns ``peers``; this peer's own rank among them is passed over.
 
-        Another key for a known rank means that the rank was started anew: what is under way with the old one breaks.
+        Another key for a known rank means that the rank was started anew: transfers under way with the old one break.
         Raises ValueError for a key that isn't 32 bytes, ClosedError.
         """
         for rank, info in peers.items():
@@ -94,7 +97,7 @@ class TcpChannel(DataChannel):
         self._peer(peer, transfer).poison(transfer, rank, seq)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a warm buffer, if it is large: receiving into fresh pages costs half of the speed."""
+        """Makes a tensor over a warm buffer, if it is large: receiving into fresh pages costs half of the speed."""
         return self._pool.empty(shape, dtype)
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> torch.Tensor:
@@ -113,7 +116,7 @@ class TcpChannel(DataChannel):
         return "" if found is None or found.failure is None else found.failure[1]
 
     def close(self) -> None:
-        """Waits at most ``limits.flush`` seconds until what is being sent has reached the peers' kernels."""
+        """Waits at most ``limits.flush`` seconds until sends under way have reached the peers' kernels, then ends."""
         self._closed = self._closed or "was closed"
         deadline = time.monotonic() + self.limits.flush
         peers = list(self._peers.values())
@@ -159,11 +162,14 @@ class TcpChannel(DataChannel):
             raise ValueError(f"rank {rank} is not a peer of rank {self._context.rank}; known: {known}") from None
 
     def _carrier(self, peer: int) -> Callable[[Say], Carrier] | None:
-        """For channels made of this one: makes what moves large payloads beside the connection to ``peer``."""
+        """Returns a function that makes the carrier of large payloads to ``peer``; None: there is none.
+
+        To be overridden.
+        """
         return None
 
     def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> bool:
-        """The listener's question. False for a rank that we were not told of: the others may know us before."""
+        """Handles a hello for the listener. False for a rank that is not known yet: others may know this one before."""
         peer = self._peers.get(hello.rank)
         if peer is None:
             return False
@@ -180,7 +186,7 @@ class TcpChannel(DataChannel):
             peer.look()
 
     def _disown(self) -> None:
-        """In a forked child, whose copies of our sockets would keep the peers from seeing our end."""
+        """Closes a forked child's copies of the sockets, which would keep the peers from seeing this one's end."""
         self._closed = "belongs to the process that forked this one; a child cannot use it"
         self._listener.disown()
         for peer in self._peers.values():

@@ -1,4 +1,7 @@
-"""Sockets, and calling a peer: TCP connection and handshake, within a time limit, with errors that name the address."""
+"""Calls a peer: TCP connection and handshake, within a time limit, with errors that name the address.
+
+Also tunes sockets.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,18 @@ from .handshake import CROSSED, WELCOME, Secrets, call
 #: On loopback a socket buffer that stays in the CPU's cache beats a large one by a third; between hosts the kernel's
 #: own tuning knows better, since there the buffer has to hold a round trip's worth of bytes.
 _LOOPBACK_BUFFER = 256 << 10
-#: With nothing under way the peer's kernel is asked after so many seconds, then so often, before it counts as gone.
+#: Keepalive: with nothing under way the peer's kernel is asked after so many seconds, then at this interval, so often
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
-#: The kernel has tried so often for nothing: 6 to 14 seconds, as the time between two tries doubles from 0.2 on.
+#: The number of vain tries of the kernel after which the peer's host is gone: 6 to 14 seconds, as the time between two
+#: tries doubles from 0.2 on.
 _TRIES = 6
-#: A hang-up before the verdict may be a flood of strangers on their side, or news of us that did not reach them yet.
+#: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or
+#: news of this rank that has not reached the peer yet.
 _ATTEMPTS = 3
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port``; the first of several. Raises ValueError."""
+    """Splits ``host:port`` or ``[v6]:port``; the first of several. Raises ValueError."""
     host, _, port = address.partition(",")[0].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is no address of a tcp channel; it has to be host:port")
@@ -36,7 +41,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _reached(address: str, deadline: float) -> str:
-    """Of several addresses one that answers; the first if none does."""
+    """Returns one of several addresses that answers; the first if none does."""
     if "," not in address:
         return address
     found = first_to_answer([f"tcp://{one}" for one in address.split(",")], (deadline - time.monotonic()) / 2)
@@ -48,14 +53,14 @@ def join_address(host: str, port: int) -> str:
 
 
 def tune_before(sock: socket.socket, ip: str) -> None:
-    """Options that have to be set before connect or listen; accepted sockets inherit them."""
+    """Sets options that have to be set before connect or listen; accepted sockets inherit them."""
     if is_loopback(ip):
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _LOOPBACK_BUFFER)
 
 
 def tune_after(sock: socket.socket) -> None:
-    """Options of a connection in use: blocking, nothing held back."""
+    """Sets the options of a connection in use: blocking, nothing held back."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -68,21 +73,24 @@ def is_loopback(ip: str) -> bool:
 
 
 def is_deaf(sock: socket.socket) -> bool:
-    """Whether the peer's kernel has not answered to what we send for long: its host, or the network, is gone. (Ours
-    would go on for a quarter of an hour. That of a process which doesn't read answers.)"""
+    """Returns whether the peer's kernel has not answered for long: its host, or the network, is gone.
+
+    (This side's kernel would go on sending for a quarter of an hour. The kernel of a process that doesn't read
+    answers.)
+    """
     _, _, retransmits, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
     return max(retransmits, probes) >= _TRIES
 
 
 def shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
-    """Wakes whoever blocks in ``sock``."""
+    """Shuts ``sock`` down, which wakes threads that block in it."""
     if sock is not None:
         with suppress(OSError):
             sock.shutdown(how)
 
 
 def unacknowledged(sock: socket.socket) -> int:
-    """Bytes that the peer's kernel does not have yet."""
+    """Returns the number of bytes that the peer's kernel does not have yet."""
     (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
     return int(count)
 
@@ -90,10 +98,10 @@ def unacknowledged(sock: socket.socket) -> int:
 def dial(
     info: PeerInfo, job: str, me: int, limit: float, watch: Callable[[socket.socket | None], bool]
 ) -> tuple[socket.socket | None, Secrets]:
-    """A connection to ``info``'s peer and its secrets, within ``limit`` seconds.
+    """Returns a connection to ``info``'s peer and its secrets, within ``limit`` seconds.
 
-    The socket is None when the peer calls us at this moment and its call is the one to use. ``watch`` is given each
-    socket before it is used, so that another thread can shut it down, and None before it is closed; it returns
+    The socket is None when the peer calls this one at this moment and its call is the one to use. ``watch`` is given
+    each socket before it is used, so that another thread can shut it down, and None before it is closed; it returns
     False to give up. Raises BrokenError.
     """
     deadline = time.monotonic() + limit

@@ -19,16 +19,16 @@ from ...protocol.errors import ProtocolError
 
 DATA = 1  #: a tensor; the payload follows
 NACK = 2  #: transfer refused: the receiver's tensor has this dtype and this numel; no payload
-POISON = 3  #: transfer has no tensor: command `numel` of node `nbytes - 1` failed; no payload
+POISON = 3  #: the transfer has no tensor: command `numel` of node `nbytes - 1` failed; no payload
 CARRIED = 4  #: a tensor that the carrier brings; the carrier's descriptor follows, under the header's MAC
-WORD = 5  #: from carrier to carrier: `nbytes` bytes follow, under the header's MAC
+WORD = 5  #: a word from carrier to carrier: `nbytes` bytes follow, under the header's MAC
 
 _FIELDS = struct.Struct("<BB14xQQQQ")
 _MAC = 16
 SIZE = _FIELDS.size + _MAC
-#: A payload of at most so many bytes is small: it is written and read by whoever calls, if nothing stands before it.
+#: The size of a small payload, at most: it is written and read by the calling thread, if nothing is queued before it.
 EAGER = 64 << 10
-#: What follows a header under its MAC has at most so many bytes.
+#: The most bytes that follow a header under its MAC.
 MOST_EXTRA = 8 << 10
 
 
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
 
 
 def nbytes_of(header: bytes) -> int:
-    """``Frame.nbytes`` of a header that was not checked: not to be trusted."""
+    """Returns ``Frame.nbytes`` of a header that was not checked: not to be trusted."""
     nbytes: int = _FIELDS.unpack_from(header)[4]
     return nbytes
 
@@ -56,7 +56,7 @@ class Sealer:
         self._sequence = 0
 
     def seal(self, frame: Frame, extra: bytes = b"") -> bytes:
-        """The next header, 64 bytes, and ``extra``."""
+        """Makes the next header, 64 bytes, and appends ``extra``."""
         kind, transfer, dtype, numel, nbytes = frame
         fields = _FIELDS.pack(kind, dtype, transfer, numel, nbytes, self._sequence)
         self._sequence += 1
@@ -73,7 +73,7 @@ class Opener:
         self._sequence = 0
 
     def open(self, header: bytes, extra: bytes = b"") -> Frame:
-        """The frame in ``header``. Raises ProtocolError unless it is exactly the one that was sealed next."""
+        """Returns the frame in ``header``. Raises ProtocolError unless it is exactly the one that was sealed next."""
         fields = header[: _FIELDS.size]
         mac = self._mac.copy()
         mac.update(fields + extra)

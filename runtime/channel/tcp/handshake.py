@@ -1,4 +1,4 @@
-"""How two peers prove to each other that they hold the pair's key, before any other byte.
+"""The handshake: two peers prove to each other that they hold the pair's key, before any other byte.
 
     acceptor                                     initiator
     nonce (32 bytes)              ------------>
@@ -23,21 +23,21 @@ from ...protocol.errors import BrokenError
 _MAGIC = b"DTt1"  #: raise the digit with every change of handshake or frames
 _HELLO = struct.Struct("<4sii32s32s")
 _VERDICT = struct.Struct("<B32s")
-NONCE = 32  #: bytes that the acceptor sends first
-HELLO = _HELLO.size  #: bytes that the initiator answers
+NONCE = 32  #: the number of bytes that the acceptor sends first
+HELLO = _HELLO.size  #: the number of bytes that the initiator answers
 
 WELCOME = 1  #: the connection is taken
-CROSSED = 2  #: both sides called; the acceptor's call (it has the lower rank) is the one to use
+CROSSED = 2  #: both sides called; the acceptor's call (it has the lower rank) is used
 TAKEN = 3  #: there is, or was, a connection between the two: a second one is never business as usual
 
 
 def hkdf(key: bytes, salt: bytes, info: bytes) -> bytes:
-    """HKDF-SHA256 (RFC 5869), one block: 32 bytes."""
+    """Computes HKDF-SHA256 (RFC 5869), one block: 32 bytes."""
     return hmac.digest(hmac.digest(salt, key, "sha256"), info + b"\x01", "sha256")
 
 
 class Hello(NamedTuple):
-    """What an initiator says of itself; true only once ``Secrets.check_hello`` returned True."""
+    """An initiator's claims about itself; true only once ``Secrets.check_hello`` returned True."""
 
     rank: int
     to: int
@@ -46,7 +46,7 @@ class Hello(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes) -> Hello | None:
-        """None for what isn't a hello of this version."""
+        """Parses a hello; returns None for bytes that are not a hello of this version."""
         magic, rank, to, nonce, proof = _HELLO.unpack(data)
         return cls(rank, to, nonce, proof) if magic == _MAGIC else None
 
@@ -71,13 +71,13 @@ class Secrets:
         return hmac.compare_digest(self.hello_proof(), proof)
 
     def verdict(self, verdict: int) -> bytes:
-        """The acceptor's answer as sent."""
+        """Returns the acceptor's answer as sent."""
         said = bytes([verdict]) + _MAGIC + self._ids + self._nonces
         return _VERDICT.pack(verdict, hmac.digest(self._acceptor_proves, said, "sha256"))
 
 
 def call(sock: socket.socket, key: bytes, job: str, me: int, peer: int) -> tuple[int, Secrets]:
-    """The initiator's part over ``sock``, whose timeout holds for each step: the verdict and the secrets.
+    """Does the initiator's part over ``sock``, whose timeout holds for each step; returns the verdict and the secrets.
 
     Raises EOFError when the acceptor hung up before its verdict, BrokenError when it is not who it should be.
     """
@@ -92,7 +92,7 @@ def call(sock: socket.socket, key: bytes, job: str, me: int, peer: int) -> tuple
 
 
 def answer(hello: Hello, nonce: bytes, job: str, me: int, key: bytes) -> Secrets | None:
-    """The acceptor's check of a hello to its ``nonce``: the secrets, or None for one who doesn't hold ``key``."""
+    """Checks a hello to the acceptor's ``nonce``; returns the secrets, or None for a peer that doesn't hold ``key``."""
     secrets = Secrets(key, job, hello.rank, me, nonce + hello.nonce)
     return secrets if hello.to == me and secrets.check_hello(hello.proof) else None
 

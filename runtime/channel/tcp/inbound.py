@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 
-#: A small frame and its payload come with one system call; of a large payload at most this much is copied once more.
+#: The buffer's size: a small frame and its payload come with one system call; of a large payload at most this much is
+#: copied once more.
 _BUFFER = 16 << 10
 
 
@@ -15,10 +16,10 @@ class Inbound:
         self._sock = sock
         self._data = bytearray(_BUFFER)
         self._view = memoryview(self._data)
-        self._start = self._end = 0  #: what was read and not yet taken is _data[_start:_end]
+        self._start = self._end = 0  #: bytes that were read and not yet taken are _data[_start:_end]
 
     def take(self, n: int) -> bytes:
-        """The next ``n`` bytes, at most 16 KiB."""
+        """Returns the next ``n`` bytes, at most 16 KiB."""
         while self._end - self._start < n:
             if self._start:
                 rest = self._data[self._start : self._end]
@@ -33,7 +34,7 @@ class Inbound:
         return bytes(self._view[start : start + n])
 
     def at_boundary(self) -> bool:
-        """Whether nothing is left that was read and not taken."""
+        """Returns whether all bytes that were read have been taken."""
         return self._start == self._end
 
     def read_into(self, out: memoryview) -> None:

@@ -14,15 +14,16 @@ from contextlib import suppress
 from .dial import is_loopback, join_address, tune_before
 from .handshake import HELLO, NONCE, Hello
 
-#: Handshakes under way at once. One more pushes the oldest out: a peer needs milliseconds, a silent stranger the limit.
+#: The most handshakes under way. One more pushes the oldest out: a peer needs milliseconds, a silent stranger
+#: the limit.
 _PENDING = 64
-#: How often a hello from a rank that isn't known yet is looked at again, seconds.
+#: The interval at which a hello from a rank that isn't known yet is looked at again, seconds.
 _RETRY = 0.02
-#: How often the peers are looked after, seconds.
+#: The interval at which peers are checked, seconds.
 _ROUND = 2.0
 
 
-class _Guest:
+class _Pending:
     """A connection that has proved nothing yet."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
@@ -33,7 +34,7 @@ class _Guest:
 
 
 class Listener:
-    """Accepts on each of ``hosts`` at a random port and hands whoever said hello to ``admit``.
+    """Accepts on each of ``hosts`` at a random port and hands each connection that said hello to ``admit``.
 
     ``admit(sock, hello, nonce)`` returns True when it took or closed the socket, False when it doesn't know the rank
     (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a word. Both are
@@ -49,7 +50,7 @@ class Listener:
         look: Callable[[], None],
     ) -> None:
         self._limit, self._admit, self._look = limit, admit, look
-        self._pending: list[_Guest] = []  #: oldest first
+        self._pending: list[_Pending] = []  #: oldest first
         self._stopping = threading.Event()
         self._socks: list[socket.socket] = []
         addresses = []
@@ -63,7 +64,7 @@ class Listener:
             raise
         self.address = ",".join(addresses)
         self._round = None if all(is_loopback(sock.getsockname()[0]) for sock in self._socks) else _ROUND
-        self._poll = selectors.PollSelector()  # poll, not epoll: a forked child shares no kernel object with us
+        self._poll = selectors.PollSelector()  # poll, not epoll: a forked child shares no kernel object with this one
         for sock in self._socks:
             self._poll.register(sock, selectors.EVENT_READ)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -77,9 +78,9 @@ class Listener:
                 sock.shutdown(socket.SHUT_RDWR)  # wakes the poll
 
     def disown(self) -> None:
-        """In a forked child: closes the descriptors and leaves the connections to the parent."""
-        for guest in list(self._pending):
-            guest.sock.close()
+        """Closes a forked child's copies of the descriptors, and leaves the connections to the parent."""
+        for pending in list(self._pending):
+            pending.sock.close()
         self._close()
 
     def _run(self) -> None:
@@ -94,8 +95,8 @@ class Listener:
                 if self._round is not None:
                     self._look()
         finally:
-            for guest in list(self._pending):
-                self._drop(guest)
+            for pending in list(self._pending):
+                self._drop(pending)
             self._poll.close()
             self._close()
 
@@ -103,7 +104,7 @@ class Listener:
         if not self._pending:
             return self._round
         until = max(0.0, self._pending[0].deadline - time.monotonic())
-        return min(until, _RETRY) if any(guest.hello for guest in self._pending) else until
+        return min(until, _RETRY) if any(pending.hello for pending in self._pending) else until
 
     def _close(self) -> None:
         for sock in self._socks:
@@ -121,55 +122,55 @@ class Listener:
             else:
                 self._stopping.wait(0.1)
             return
-        guest = _Guest(sock, time.monotonic() + self._limit)
+        pending = _Pending(sock, time.monotonic() + self._limit)
         try:
             sock.setblocking(False)
-            sock.send(guest.nonce)
+            sock.send(pending.nonce)
         except OSError:
             sock.close()
             return
         if len(self._pending) >= _PENDING:
             self._drop(self._pending[0])
-        self._pending.append(guest)
-        self._poll.register(sock, selectors.EVENT_READ, guest)
+        self._pending.append(pending)
+        self._poll.register(sock, selectors.EVENT_READ, pending)
 
-    def _hear(self, guest: _Guest) -> None:
-        if guest not in self._pending:  # dropped since the poll
+    def _hear(self, pending: _Pending) -> None:
+        if pending not in self._pending:  # dropped since the poll
             return
         try:
-            piece = guest.sock.recv(HELLO - len(guest.said))
+            piece = pending.sock.recv(HELLO - len(pending.said))
         except BlockingIOError:
             return
         except OSError:
             piece = b""
-        guest.said += piece
+        pending.said += piece
         if not piece:
-            self._drop(guest)
-        elif len(guest.said) == HELLO:
-            guest.hello = Hello.parse(guest.said)
-            if guest.hello is None:
-                self._drop(guest)
+            self._drop(pending)
+        elif len(pending.said) == HELLO:
+            pending.hello = Hello.parse(pending.said)
+            if pending.hello is None:
+                self._drop(pending)
             else:
-                # Until its fate is known nothing more is read, and a hang-up must not keep the poll awake.
-                self._poll.unregister(guest.sock)
+                # Until the hello's fate is known nothing more is read, and a hang-up must not keep the poll awake.
+                self._poll.unregister(pending.sock)
 
     def _look_again(self) -> None:
         now = time.monotonic()
-        for guest in list(self._pending):
-            if guest.hello is not None and self._admit(guest.sock, guest.hello, guest.nonce):
-                self._pending.remove(guest)
-            elif guest.deadline <= now:
-                self._drop(guest)
+        for pending in list(self._pending):
+            if pending.hello is not None and self._admit(pending.sock, pending.hello, pending.nonce):
+                self._pending.remove(pending)
+            elif pending.deadline <= now:
+                self._drop(pending)
 
-    def _drop(self, guest: _Guest) -> None:
-        self._pending.remove(guest)
-        if guest.sock in self._poll.get_map():
-            self._poll.unregister(guest.sock)
-        guest.sock.close()
+    def _drop(self, pending: _Pending) -> None:
+        self._pending.remove(pending)
+        if pending.sock in self._poll.get_map():
+            self._poll.unregister(pending.sock)
+        pending.sock.close()
 
 
 def _listen(host: str) -> tuple[socket.socket, str]:
-    """A socket that listens there, and the address that it is. Raises ValueError, OSError."""
+    """Returns a listening socket on the host, and its address. Raises ValueError, OSError."""
     if not host:
         raise ValueError("the tcp channel needs the address of an interface to listen on, not an empty one")
     family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

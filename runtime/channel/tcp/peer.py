@@ -1,14 +1,14 @@
-"""One peer of a tcp channel: at most one connection in its life, used in both directions.
+"""The peer of a tcp channel: at most one connection in its life, used in both directions.
 
-    users' threads             sender thread                       reader thread (or who waits for a receive)
+    users' threads             sender thread                       reader thread (or one that waits for a receive)
     send: small and idle   ->  (nothing: written at once, without blocking)
     send: otherwise        ->  queue -> write, end ticket
     receive -> _receives                                           frame -> claim -> fill the tensor, end ticket
     first use              ->  call the peer (it may be faster)
                                a mismatch's nack <- queue  <-----  refuse
 
-Whichever side uses the pair first calls the other. If both do at once, the call of the lower rank is used. A receive
-calls too, so that a peer's death is noticed by whoever waits for it.
+The side that uses the pair first calls the other. If both do at once, the call of the lower rank is used. A receive
+calls too, so that a thread that waits for it notices the peer's death.
 
 ``lock`` is held for short, non-blocking steps only. It is re-entrant, since the collector may run a finalizer that
 aborts the channel inside of such a step.
@@ -48,7 +48,7 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds."""
+    """The time limits of a connection, in seconds."""
 
     handshake: float = 2.0  #: for a stranger to prove itself
     connect: float = 10.0  #: to reach a peer at first use
@@ -65,7 +65,10 @@ class _State(Enum):
 
 
 class TcpPeer:
-    """See above. ``me`` is our rank, ``info`` the peer's; ``empty`` makes what is received into if nobody else does."""
+    """One peer, and the connection to it. ``me`` is this side's rank, ``info`` the peer's address and key.
+
+    ``empty`` makes the memory of a receive if nothing else does.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,8 @@ class TcpPeer:
         self.empty = empty
         self.carrier = None if carrier is None else carrier(self._say)
         self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)  #: the state or failure
-        self._posted = threading.Condition(self.lock)  #: a receive was added, or a failure
+        self._changed = threading.Condition(self.lock)  #: notified when the state or failure changes
+        self._posted = threading.Condition(self.lock)  #: notified when a receive was added, or of a failure
         self._state = _State.NEW
         self.failure: tuple[type[ChannelError], str] | None = None
         self._receives: dict[int, Receive] = {}
@@ -116,7 +119,7 @@ class TcpPeer:
         return out.ticket
 
     def poison(self, transfer: int, rank: int, seq: int) -> None:
-        """Tells, in the order of sends, that there is no tensor because command ``seq`` of node ``rank`` failed."""
+        """Sends, in the order of sends, that there is no tensor because command ``seq`` of node ``rank`` failed."""
         self._put(Out(Frame(POISON, transfer, 0, seq, rank + 1), None, Ticket()))
 
     def receive(self, tensor: torch.Tensor, transfer: int) -> ReceiveTicket:
@@ -125,7 +128,7 @@ class TcpPeer:
         return self._announce(Receive(tensor, dtype_id(tensor), tensor.numel(), view, ReceiveTicket(self)), transfer)
 
     def arrive(self, shape: tuple[int, ...], dtype: torch.dtype, transfer: int) -> ReceiveTicket:
-        """Announces a transfer into memory that is chosen when it is there. Raises BusyError."""
+        """Announces a transfer into memory that is chosen when its data arrives. Raises BusyError."""
         like = torch.empty(0, dtype=dtype)
         entry = Receive(None, dtype_id(like), math.prod(shape), None, ReceiveTicket(self), (shape, dtype))
         return self._announce(entry, transfer)
@@ -144,11 +147,11 @@ class TcpPeer:
         return entry.ticket
 
     def flush(self, deadline: float) -> None:
-        """Waits until what was sent has been written, at most until ``deadline`` (time.monotonic)."""
+        """Waits until all sends have been written, at most until ``deadline`` (time.monotonic)."""
         self._sender.flush(deadline)
 
     def close(self, why: str) -> None:
-        """Ends as ``fail(ClosedError, why)``, but what was written may still reach the peer: ``linger`` comes next."""
+        """Ends as ``fail(ClosedError, why)``, but written bytes may still reach the peer: call ``linger`` next."""
         with self.lock:
             if self.failure is None and self._sock is not None:
                 self._users += 1
@@ -157,7 +160,10 @@ class TcpPeer:
         self._end(victims, ClosedError, why)
 
     def linger(self, deadline: float) -> None:
-        """Waits until the peer's kernel has what was written: ours would drop it if it had to refuse more from them."""
+        """Waits until the peer's kernel has all bytes.
+
+        This side's kernel would drop them if it had to refuse more from the peer.
+        """
         with self.lock:
             lingers, self._lingering = self._lingering, False
         if lingers and self._sock is not None:
@@ -167,7 +173,7 @@ class TcpPeer:
             self.leave()
 
     def look(self) -> None:
-        """Fails the peer if its host, or the network to it, is gone; then no end of the connection tells."""
+        """Fails the peer if its host, or the network to it, is gone; the connection does not report its end then."""
         sock = self._sock
         with suppress(OSError):  # closed meanwhile
             if sock is not None and self.failure is None and is_deaf(sock):
@@ -180,7 +186,7 @@ class TcpPeer:
         self._end(victims, kind, why)
 
     def _fail_with_lock(self, kind: type[ChannelError], why: str) -> list[Ticket]:
-        """Gives the tickets to fail once the lock is released: their callbacks may take others."""
+        """Returns the tickets to fail once the lock is released: their callbacks may take others."""
         if self.failure is not None:
             return []
         self.failure = kind, why
@@ -195,14 +201,14 @@ class TcpPeer:
         return victims
 
     def _end(self, victims: list[Ticket], kind: type[ChannelError], why: str) -> None:
-        """What is done about a failure without the lock."""
+        """Does the part of a failure that needs the lock to be released: fails the tickets and the carrier."""
         for ticket in victims:
             ticket.fail(kind, why)
         if self.carrier is not None and self.failure is not None:
             self.carrier.fail(self.failure[1])
 
     def hung_up(self) -> bool:
-        """Whether the peer has ended the connection, even if not all was read."""
+        """Returns whether the peer has ended the connection, even if not all was read."""
         poll = select.poll()
         with self.lock:
             if self._sock is None or self._sock.fileno() < 0:
@@ -211,7 +217,7 @@ class TcpPeer:
             return bool(poll.poll(0))
 
     def lost(self, error: Exception) -> str:
-        """Words for a connection that ended by ``error``."""
+        """Returns words for a connection that ended by ``error``."""
         return f"rank {self.rank} closed its end or died; its connection with rank {self.me} is gone: {error}"
 
     # ***** the connection *****
@@ -225,7 +231,10 @@ class TcpPeer:
         return thread
 
     def leave(self) -> None:
-        """A thread's last word. Closing is left to the last, for the descriptor's number may be used anew at once."""
+        """Ends a thread's use of the socket.
+
+        The last one closes it, for the descriptor's number may be used anew at once.
+        """
         with self.lock:
             self._users -= 1
             if self._users == 0 and self._sock is not None:
@@ -234,7 +243,7 @@ class TcpPeer:
                     self.carrier.close()
 
     def offer(self, sock: socket.socket, secrets: Secrets) -> None:
-        """A connection on which the peer has proved itself: takes or refuses it. Called by the listener."""
+        """Takes or refuses a connection on which the peer has proved itself. Called by the listener."""
         with self.lock:
             if self.failure is not None or self._state is _State.UP:
                 verdict = TAKEN
@@ -263,7 +272,7 @@ class TcpPeer:
             self._fail_unless_up(str(error))
             return
         if sock is None:
-            limit = 2 * self._limits.connect  # its own is over before, so that it is the one to say why
+            limit = 2 * self._limits.connect  # its own limit is over before, so that it is the one to say why
             with self.lock:
                 self._changed.wait_for(lambda: self.failure or self._state is _State.UP, limit)
             why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
@@ -295,7 +304,7 @@ class TcpPeer:
         self._changed.notify_all()
 
     def disown(self) -> None:
-        """In a forked child: closes the descriptors without a word to the peer. Takes no lock: its holder is gone."""
+        """Closes a forked child's descriptors without a word to the peer. Takes no lock: its holder is gone."""
         for sock in (self._sock, self._calling):
             if sock is not None:
                 sock.close()
@@ -303,9 +312,10 @@ class TcpPeer:
     # ***** called by the reader *****
 
     def claim(self, transfer: int, patient: bool) -> Receive | None:
-        """What was announced for ``transfer``. Waits for it if ``patient``, else gives None for what isn't there yet.
+        """Takes the receive announced for ``transfer``.
 
-        Raises BrokenError after a failure, or when it wasn't announced within ``limits.announce``.
+        Waits for it if ``patient``, else returns None if it isn't there yet. Raises BrokenError after a failure, or
+        when it wasn't announced within ``limits.announce``.
         """
         limit = self._limits.announce
         deadline = time.monotonic() + limit
@@ -326,7 +336,7 @@ class TcpPeer:
             return self._receives.pop(transfer)
 
     def unclaim(self) -> None:
-        """The memory of what was claimed is no longer used."""
+        """Notes that the claimed receive's memory is no longer used."""
         self._claimed = None
 
     def refuse(self, frame: Frame) -> None:
@@ -334,7 +344,7 @@ class TcpPeer:
         self._put(Out(frame, None, Ticket()))
 
     def _say(self, word: bytes) -> None:
-        """What our carrier tells the peer's."""
+        """Sends the peer's carrier a word of this side's carrier."""
         self._put(Out(Frame(WORD, 0, 0, 0, len(word)), None, Ticket(), word))
 
     def _put(self, out: Out) -> None:
@@ -343,7 +353,7 @@ class TcpPeer:
                 self._sender.put_with_lock(out)
 
     def refused(self, frame: Frame) -> None:
-        """The peer's nack: fails the send if it is still under way."""
+        """Handles the peer's nack: fails the send if it is still under way."""
         out = self._sender.writing()
         if out is not None and out.frame.kind in (DATA, CARRIED) and out.frame.transfer == frame.transfer:
             out.ticket.fail(

@@ -1,9 +1,10 @@
 """The reading half of a tcp peer: from frames to tensors.
 
 One thread at a time reads, the one that holds ``_role``: normally the reader thread, which sleeps in the kernel. Waking
-it and then having it wake who waits costs twice, so after it has served a small transfer that somebody waited for it
-*parks*: the next one who waits takes the role and reads for itself. When nobody has for a moment, or somebody asks in
-another way (a callback, ``is_completed``), or a frame is large or early, the reader thread takes over again.
+that thread, and then having it wake the waiting one, costs twice. So after it has served a small transfer that somebody
+waited for it *parks*: the next thread that waits takes the role and reads for itself. When none has for a moment, or
+one asks in another way (a callback, ``is_completed``), or a frame is large or early, the reader thread takes over
+again.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from ..ticket import Ticket, poisoned
 from .frames import CARRIED, EAGER, MOST_EXTRA, NACK, POISON, SIZE, WORD, Frame, Opener, nbytes_of
 from .inbound import Inbound
 
-#: For how long the reader thread leaves the connection to those who wait, seconds. A transfer that nobody waits for
+#: Seconds for which the reader thread leaves the connection to waiting threads. A transfer that nobody waits for
 #: is late by this at most.
 _GRACE = 0.002
 _MAIN = threading.main_thread()
 
 
 class Peer(Protocol):
-    """What the reading half knows of the peer that it belongs to."""
+    """The part of its peer that the reading half knows."""
 
     me: int
     rank: int
@@ -60,8 +61,10 @@ class Peer(Protocol):
 
 @dataclass(eq=False)
 class Receive:
-    """A receive that waits for its data. ``view`` is None when the tensor has to be staged. Without a tensor, one of
-    ``form`` (shape, dtype) is found for the data when it arrives."""
+    """A receive that waits for its data. ``view`` is None when the tensor has to be staged.
+
+    Without a tensor, one of ``form`` (shape, dtype) is found for the data when it arrives.
+    """
 
     tensor: torch.Tensor | None
     dtype: int
@@ -72,18 +75,21 @@ class Receive:
 
 
 def _interruptible() -> bool:
-    """Whether a signal's handler may raise in this thread, anywhere: whoever reads must not be torn out of it."""
+    """Returns whether a signal's handler may raise in this thread, anywhere: a read must not be interrupted."""
     return get_ident() == _MAIN.ident and callable(signal.getsignal(signal.SIGINT))
 
 
 class ReceiveTicket(Ticket):
-    """Its waiter may read the connection, unless it could be interrupted (workers ignore SIGINT, the master can't)."""
+    """The ticket of a receive. Its waiter may read the connection, unless a signal could interrupt it.
+
+    (Workers ignore SIGINT, the master can't.)
+    """
 
     def __init__(self, peer: Peer) -> None:
         super().__init__()
         self._peer = peer
-        self.tensor: torch.Tensor | None = None  #: what arrived, where the channel chose the memory
-        self.waited = False  #: whether somebody who may read came to wait before it ended
+        self.tensor: torch.Tensor | None = None  #: the tensor that arrived, where the channel chose the memory
+        self.waited = False  #: a thread that may read came to wait before the transfer ended
 
     def wait(self, timeout: float | None = None) -> None:
         left = timeout
@@ -115,23 +121,26 @@ class ReceiveTicket(Ticket):
 
 
 class Reader:
-    """Reads what ``peer`` sends over ``sock``. A transfer that it has claimed is ended by it and nobody else."""
+    """Reads the frames that ``peer`` sends over ``sock``.
+
+    A transfer that it has claimed is ended by it and nobody else.
+    """
 
     def __init__(self, peer: Peer, sock: socket.socket, key: bytes) -> None:
         self._peer, self._inbound, self._opener = peer, Inbound(sock), Opener(key)
         self._role = allocate_lock()
-        self._frame: Frame | None = None  #: its header was read, it was not dealt with yet
-        self._extra = b""  #: what came with it
+        self._frame: Frame | None = None  #: a frame whose header was read, and that was not dealt with yet
+        self._extra = b""  #: the bytes that came with that frame's header
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.parked = False
         self._awaited = False  #: the last frame was small, and somebody waited for it
-        self._helped = False  #: somebody has read since the reader thread last looked
+        self._helped = False  #: another thread has read since the reader thread last looked
         self._rouse = allocate_lock()
         self._rouse.acquire()
 
     def run(self) -> None:
-        """The reader thread. A payload is read only once its receive is there: TCP holds back the sender."""
+        """Runs the reader thread. A payload is read only once its receive is there: TCP holds back the sender."""
         try:
             while True:
                 with self._role:
@@ -175,23 +184,24 @@ class Reader:
                 return
 
     def _park(self) -> None:
-        self._rouse.acquire(False)  # what was asked before is answered
+        """Leaves the reading to waiting threads, until none has read for a moment or one has called ``rouse``."""
+        self._rouse.acquire(False)  # earlier requests are answered
         self.parked = True
         while True:
             self._helped = False
             if self._peer.failure is not None or self._rouse.acquire(True, _GRACE):
                 break
             if not self._role.acquire(False):
-                self._role.acquire()  # somebody waits and reads: until then there is nothing to do
+                self._role.acquire()  # another thread waits and reads: until then there is nothing to do
             self._role.release()
             if not self._helped:
                 break
         self.parked = False
 
     def _step_or_fail(self, patient: bool) -> bool:
-        """One frame. False if it was left for the (patient) reader thread. Raises after it has failed the peer.
+        """Handles one frame. False if it was left for the (patient) reader thread. Raises after it has failed the peer.
 
-        It must not give the receive to its caller, who would keep the tensor alive until the next frame.
+        It must not return the receive to its caller, which would keep the tensor alive until the next frame.
         """
         peer = self._peer
         try:
@@ -199,7 +209,7 @@ class Reader:
         except (OSError, EOFError) as error:
             peer.fail(BrokenError, peer.lost(error))
             raise
-        except BaseException as error:  # an exit too: what was read of the frame is lost
+        except BaseException as error:  # an exit too: the bytes of the frame that were read are lost
             why = str(error) or type(error).__name__
             peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
             raise
@@ -232,7 +242,7 @@ class Reader:
         return True
 
     def _read(self, frame: Frame, entry: Receive) -> None:
-        """Ends ``entry``'s transfer. Raises what ends the connection, after it has."""
+        """Ends ``entry``'s transfer. Raises an error that ends the connection, after it has ended the transfer."""
         peer, ticket = self._peer, entry.ticket
         what = f"transfer {frame.transfer} from rank {peer.rank} to rank {peer.me}"
         try:
@@ -278,7 +288,7 @@ class Reader:
         ticket.finish()
 
     def _make(self, entry: Receive, what: str) -> torch.Tensor | None:
-        """Memory for what was received without any. None, and the transfer has failed, if there is none."""
+        """Makes memory for data whose receive has none. None, and the transfer has failed, if no memory can be had."""
         try:
             made = entry.ticket.tensor = self._peer.empty(*entry.form)
             entry.view = byte_view(made)
@@ -289,13 +299,13 @@ class Reader:
         return made
 
     def _carrier(self) -> Carrier:
-        """Raises ProtocolError."""
+        """Returns the peer's carrier. Raises ProtocolError if there is none."""
         if self._peer.carrier is None:
             raise ProtocolError("it is for a carrier, which this channel doesn't have")
         return self._peer.carrier
 
     def _extra_size(self, header: bytes) -> int:
-        """Of what comes with a header, which is not checked yet. Raises ProtocolError."""
+        """Returns the size of the bytes that come with a header, which is not checked yet. Raises ProtocolError."""
         size = self._carrier().size if header[0] == CARRIED else nbytes_of(header)
         if size > MOST_EXTRA:
             raise ProtocolError(f"a word of {size} bytes")
@@ -308,7 +318,7 @@ class Reader:
             self._inbound.skip(frame.nbytes)
 
     def _put(self, entry: Receive, parcel: Parcel, what: str) -> bool:
-        """Ends ``entry``'s transfer if the parcel finds its way into the tensor by itself."""
+        """Ends ``entry``'s transfer if the parcel brings itself into the tensor; returns whether it did."""
         if entry.tensor is None:
             return False
         try:
@@ -323,8 +333,10 @@ class Reader:
         return True
 
     def _borrow(self, entry: Receive, parcel: Parcel, what: str) -> bool:
-        """Ends ``entry``'s transfer with bytes that are lent: as they are, or copied into the tensor that waits. False
-        if they are not."""
+        """Ends ``entry``'s transfer with lent bytes: as they are, or copied into the waiting tensor.
+
+        Returns False if the parcel lends none.
+        """
         payload = parcel.lend()
         if payload is None:
             return False

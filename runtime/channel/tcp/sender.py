@@ -1,7 +1,7 @@
-"""The writing half of a tcp peer: a queue, a thread that is started when something had to be queued, and a short cut.
+"""The writing half of a tcp peer: a queue, a thread that is started when something had to be queued, and a fast path.
 
-A small frame with nothing queued before it is written by its caller, without blocking: a thread less to wake. What the
-kernel does not take of it is left to the sender thread.
+A small frame with nothing queued before it is written by its caller, without blocking: a thread less to wake. Bytes
+that the kernel does not take are left to the sender thread.
 
 ``_with_lock`` methods are called with the peer's lock held; it is held for short, non-blocking steps only.
 """
@@ -32,13 +32,13 @@ class Out:
     frame: Frame
     tensor: torch.Tensor | None
     ticket: Ticket
-    extra: bytes = b""  #: what goes with the frame, under its MAC
-    header: bytes = b""  #: what is to be written before the payload
+    extra: bytes = b""  #: bytes that go with the frame, under its MAC
+    header: bytes = b""  #: bytes to write before the payload
     rest: bool = False  #: ``header`` holds all that is left to be written
 
 
 class Peer(Protocol):
-    """What the writing half knows of the peer that it belongs to."""
+    """The part of its peer that the writing half knows."""
 
     me: int
     rank: int
@@ -62,10 +62,10 @@ class Sender:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._work = threading.Condition(peer.lock)  #: something to write, or a failure
-        self._idle = threading.Condition(peer.lock)  #: nothing to write, or a failure
+        self._work = threading.Condition(peer.lock)  #: notified of something to write, or a failure
+        self._idle = threading.Condition(peer.lock)  #: notified when there is nothing to write, or of a failure
         self._queue: deque[Out] = deque()
-        self._writing: Out | None = None  #: what the thread writes at this moment
+        self._writing: Out | None = None  #: the frame that the thread is writing
         self._sock: socket.socket | None = None
         self._sealer: Sealer | None = None
         self._thread: threading.Thread | None = None
@@ -74,24 +74,24 @@ class Sender:
         return len(self._queue) + (self._writing is not None)
 
     def attach_with_lock(self, sock: socket.socket, key: bytes) -> None:
-        """The connection is up."""
+        """Starts writing: the connection is up."""
         self._sock, self._sealer = sock, Sealer(key)
         self._work.notify_all()
 
     def put_with_lock(self, out: Out) -> None:
-        """Writes or queues."""
+        """Writes or queues a frame."""
         if not (self._sock and out.frame.nbytes <= EAGER and not len(self) and self._write_now_with_lock(out)):
             self._queue.append(out)
             self.want_thread_with_lock()
 
     def want_thread_with_lock(self) -> None:
-        """Has the thread look at the queue; it is started if need be, and connects first if nobody has."""
+        """Has the thread look at the queue; starts it if need be, and it connects first if nobody has."""
         if self._thread is None:
             self._thread = self._peer.start_with_lock(self._run, "send")
         self._work.notify()
 
     def give_up_with_lock(self) -> list[Ticket]:
-        """The peer failed: empties the queue and gives its tickets; the frame being written ends by itself."""
+        """Empties the queue after the peer's failure; returns its tickets. The frame being written ends by itself."""
         tickets = [out.ticket for out in self._queue]
         self._queue.clear()
         self._work.notify_all()
@@ -99,17 +99,17 @@ class Sender:
         return tickets
 
     def writing(self) -> Out | None:
-        """What is being written by the thread."""
+        """Returns the frame that the thread is writing."""
         return self._writing
 
     def flush(self, deadline: float) -> None:
-        """Waits until what was put has been written, at most until ``deadline`` (time.monotonic)."""
+        """Waits until all queued frames have been written, at most until ``deadline`` (time.monotonic)."""
         with self._peer.lock:
             while len(self) and self._peer.failure is None and (left := deadline - time.monotonic()) > 0:
                 self._idle.wait(left)
 
     def _write_now_with_lock(self, out: Out) -> bool:
-        """Writes what the kernel takes at once. False if some is left, which is in ``out`` then."""
+        """Writes the bytes that the kernel takes at once. False if some are left, which are in ``out`` then."""
         if self._sock is None or self._sealer is None:
             return False
         header = self._sealer.seal(out.frame, out.extra)
@@ -145,7 +145,10 @@ class Sender:
         return True
 
     def _seal(self, out: Out) -> None:
-        """Only now that it is its turn: sequence numbers are those of the wire. Large tensors may go another way."""
+        """Seals a frame when its turn has come: sequence numbers are those of the wire.
+
+        Large tensors may go to the carrier.
+        """
         sealer, carrier = self._sealer, self._peer.carrier
         if sealer is None:
             raise OSError("it was closed")
@@ -186,7 +189,7 @@ class Sender:
             out.ticket.finish()
 
     def _wrote(self) -> None:
-        # Before the ticket ends: who waited for it and sends again may then write by itself.
+        # Before the ticket ends: a thread that waited for it and sends again may then write by itself.
         with self._peer.lock:
             self._writing = None
             if not self._queue:

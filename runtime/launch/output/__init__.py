@@ -1,1 +1,1 @@
-"""What nodes print, on its way to the user."""
+"""The output of nodes, on its way to the user."""

@@ -1,7 +1,8 @@
-"""One line for what many nodes print at about the same time: ``[4 nodes] epoch 1``.
+"""Folds lines: one line for the same line of many nodes at about the same time, ``[4 nodes] epoch 1``.
 
-A line waits up to ``HOLD`` for the same one of other nodes; what all have printed does not wait. The lines of a node
-stay in their order: a node joins a line that is waiting only if it has printed nothing that would be shown after it.
+A line waits up to ``HOLD`` for the same one of other nodes; a line that all have printed does not wait. The lines of a
+node stay in their order: a node joins a line that is waiting only if it has printed nothing that would be shown after
+it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from operator import attrgetter
 
-#: How long a line waits for others (seconds). Nodes that do the same are a few milliseconds apart.
+#: The time that a line waits for others (seconds). Nodes that do the same are a few milliseconds apart.
 HOLD = 0.02
-#: Bytes that wait at most.
+#: The most bytes that wait.
 ROOM = 1 << 18
 
 
@@ -34,14 +35,14 @@ _place = attrgetter("place")
 
 
 class OutputFolding:
-    """What waits, in order. No I/O, and no clock: times are the caller's, in seconds."""
+    """The waiting lines, in order. No I/O, and no clock: times are the caller's, in seconds."""
 
     def __init__(self, hold: float = HOLD) -> None:
         self._hold = hold
         self._queue: OrderedDict[Group, None] = OrderedDict()  #: by place
         self._ages: deque[Group] = deque()  #: by deadline
-        self._same: dict[tuple[int, bytes], list[Group]] = {}  #: what waits with this text, by place
-        self._last: dict[int, Group] = {}  #: where each node's latest line is
+        self._same: dict[tuple[int, bytes], list[Group]] = {}  #: waiting groups with this text, by place
+        self._last: dict[int, Group] = {}  #: the group of each node's latest line
         self._places = 0
         self._size = 0
 
@@ -67,7 +68,7 @@ class OutputFolding:
         after = bisect_right(same, last.place, key=_place)
         if after < len(same):
             return same[after]
-        # It stands before something that this node has printed already. If nothing of its own nodes comes after it, it
+        # It stands before a line that this node has printed already. If no line of its own nodes comes after it, it
         # can as well be shown later.
         newest = same[-1]
         if rank not in newest.ranks and all(self._last[other] is newest for other in newest.ranks):
@@ -81,7 +82,7 @@ class OutputFolding:
         return self._places
 
     def take(self, now: float, everyone: int) -> list[Group]:
-        """What is to be shown now. ``everyone``: of how many nodes something may come."""
+        """Takes the groups that are to be shown now. ``everyone``: the number of nodes that may print."""
         out: list[Group] = []
         ages = self._ages
         while ages and (ages[0].gone or ages[0].deadline <= now):
@@ -104,7 +105,7 @@ class OutputFolding:
         return group
 
     def due(self) -> float | None:
-        """When the next one has waited long enough."""
+        """Returns the time when the next group has waited long enough."""
         while self._ages and self._ages[0].gone:
             self._ages.popleft()
         return self._ages[0].deadline if self._ages else None

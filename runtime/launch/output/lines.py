@@ -1,7 +1,7 @@
-"""From the pieces that come out of a pipe to lines: what a terminal would show of them in the end.
+"""Turns pieces from a pipe into lines, as a terminal would show them in the end.
 
-A progress bar is a line that is written again and again, with ``\\r`` between. What was overwritten is nobody's to see:
-only its states from time to time, and its last one.
+A progress bar is a line that is written again and again, with ``\\r`` between. Overwritten states are not shown, but
+for one from time to time, and the last one.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections import deque
 
 TAIL_LINES = 20
 TAIL_WIDTH = 500
-_LOOK = 2 * TAIL_LINES  #: of so many the last ones are taken, as some are left out
+_LOOK = 2 * TAIL_LINES  #: the number of lines from which the last ones are taken, as some are left out
 
 #: A line without an end is passed on in pieces of this size.
 LONG = 1 << 16
 
-#: In what faulthandler writes of a crash: what is the same each time, and would leave no room for what came before.
+#: Lines of faulthandler's output that are the same in each crash, and would leave no room for the lines before.
 _OURS = re.compile(r'  File ".*runtime/launch/[\w/]+\.py", line \d+ in |Extension modules: ')
 
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
 def without_escapes(line: bytes) -> bytes:
-    """Without what a terminal takes as orders."""
+    """Removes escape sequences of a terminal."""
     return _ESCAPE.sub(b"", line) if b"\x1b" in line else line
 
 
 def showable(line: bytes) -> bytes:
-    """A line as it looks in the end, colours included; without orders that would move the cursor elsewhere."""
+    """Returns a line as it looks in the end, colours included; without orders that would move the cursor elsewhere."""
     if b"\r" in line or b"\b" in line:
         states = line.replace(b"\b", b"\r").split(b"\r")
         line = next((state for state in reversed(states) if state.strip()), b"")
@@ -38,14 +38,14 @@ def showable(line: bytes) -> bytes:
 
 
 class Lines:
-    """Takes pieces, gives whole lines."""
+    """Takes pieces, returns complete lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def take(self, piece: bytes) -> list[bytes]:
         *lines, rest = (self._rest + piece).split(b"\n")
-        if b"\r" in rest:  # keep what it shows now, and whether that is to be overwritten
+        if b"\r" in rest:  # keep the state that it shows now, and whether that is to be overwritten
             rest = b"\r" + showable(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         elif len(rest) >= LONG:
             lines.append(rest)
@@ -55,11 +55,11 @@ class Lines:
 
     @property
     def bar(self) -> bytes:
-        """What a progress bar shows now; empty if there is none."""
+        """The state that a progress bar shows now; empty if there is none."""
         return showable(self._rest) if self._rest.startswith(b"\r") else b""
 
     def end(self) -> list[bytes]:
-        """The line that was not finished."""
+        """Returns the unfinished line."""
         rest, self._rest = showable(self._rest), b""
         return [rest] if rest else []
 
@@ -79,7 +79,7 @@ class Tail:
             self._append(line)
 
     def lines(self) -> tuple[str, ...]:
-        """With what was not finished."""
+        """Returns the last lines, with the unfinished ones."""
         for stream, rest in self._rests.items():
             self._rests[stream] = b""
             if rest:

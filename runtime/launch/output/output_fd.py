@@ -1,7 +1,7 @@
-"""Where nodes' output is written to: an inherited descriptor, or a terminal with somebody's unfinished line on it.
+"""The destinations of nodes' output: an inherited descriptor, or a terminal with somebody's unfinished line on it.
 
 A terminal that is stopped (Ctrl-S) or a reader that is slow must not keep the fork server from ending its workers, so
-a sink never blocks: it writes when there is room, and sources wait while it holds too much.
+a destination never blocks: it writes when there is room, and sources wait while it holds too much (back-pressure).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import unicodedata
 
 from .lines import without_escapes
 
-#: What a pipe takes at once when it is writable at all, and does not mix with what others write (POSIX's PIPE_BUF).
+#: Bytes that a pipe takes at once when it is writable at all, and does not mix with others' output (POSIX's PIPE_BUF).
 _ATOM = select.PIPE_BUF
-#: The same of a terminal: Linux writes that much under one lock.
+#: The same for a terminal: Linux writes that much under one lock.
 _TERMINAL_ATOM = 2048
 
 
 class OutputFd:
-    """An inherited descriptor that others write to as well, so its flags (O_NONBLOCK) are not ours to set."""
+    """An inherited descriptor that others write to as well, so its flags (O_NONBLOCK) must not be set here."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -43,16 +43,16 @@ class OutputFd:
         return []
 
     def put(self, data: bytes) -> None:
-        """Whole lines."""
+        """Queues complete lines."""
         self._queue += data
 
     def push(self, patience: float = 0.0) -> None:
-        """Writes what there is room for; waits ``patience`` seconds in all for more."""
+        """Writes as much as there is room for; waits ``patience`` seconds in all for more room."""
         deadline = time.monotonic() + patience
         while self.pending and self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             try:
                 self._write()
-            except BlockingIOError:  # somebody else made it non-blocking and filled it just now
+            except BlockingIOError:  # another process made it non-blocking and filled it just now
                 return
             except OSError:  # its reader is gone, the disk is full: output is lost, nodes are not
                 self._queue.clear()
@@ -70,7 +70,7 @@ class Terminal(OutputFd):
     """
 
     def __init__(self, fd: int) -> None:
-        # Opened once more it can be non-blocking for us alone: one that is writable may still block in the middle.
+        # Opened once more it can be non-blocking for this process alone: one that is writable may still block midway.
         self._own = []
         with contextlib.suppress(OSError):  # another user's, after su
             fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -100,7 +100,7 @@ class Terminal(OutputFd):
         """Takes as many lines as fit into one block."""
         try:
             columns, height = os.get_terminal_size(self.fd)
-        except OSError:  # it has hung up, as writing will say
+        except OSError:  # it has hung up, which the next write will tell
             columns, height = 80, 24
         block, rows = bytearray(), 0
         while self._queue:
@@ -119,7 +119,7 @@ class Terminal(OutputFd):
 
 
 def _rows(line: bytes, columns: int) -> int:
-    """How many rows of a terminal it takes."""
+    """Returns the number of terminal rows that a line takes."""
     text = without_escapes(line).decode(errors="replace")
     if text.isascii():
         width = len(text)

@@ -1,9 +1,9 @@
-"""What nodes print, on its way to the user: log files, ``[node 1]`` before each line, many nodes' same line once.
+"""Prints the output of nodes: log files, ``[node 1]`` before each line, many nodes' same line once.
 
     pieces of a node's stdout --> log file (as they are)
                               \\-> Lines --> OutputFolding (20 ms at most) --> "[node 1] ..." --> OutputFd --> stdout
 
-Used by whoever is nearest to the user: the fork server of a local session, the root of one on several hosts.
+Used by the process nearest to the user: the fork server of a local session, the root of one on several hosts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...host.output_options import STREAMS, Choice, Output
-from .folding import OutputFolding, Group
+from .folding import Group, OutputFolding
 from .lines import Lines, showable
 from .output_fd import OutputFd, Terminal
 
-#: A progress bar is shown that often (seconds), and when it has ended.
+#: The interval at which a progress bar is shown (seconds); it is also shown when it has ended.
 BAR = 5.0
 
 #: A colour for each node: the bright ones after the others; no red, which means trouble, and neither black nor white.
@@ -26,7 +26,10 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 class Printer:
-    """Not for several threads. ``push`` is to be called when ``due`` says so and when there is room in ``waiting``."""
+    """Shows and stores the output of nodes. Not for several threads.
+
+    ``push`` is to be called when ``due`` says so and when there is room in ``waiting``.
+    """
 
     def __init__(
         self,
@@ -55,13 +58,13 @@ class Printer:
         self._teed = Choice(output.tee if output.tee or output.redirects else "3")
 
     def show(self, output: Output) -> None:
-        """How to show what comes from nodes that begin after this. Raises ValueError."""
+        """Sets how to show the output of nodes that begin after this. Raises ValueError."""
         self._set(output)
 
-    # ---- what nodes print ------------------------------------------------------------------------------------------
+    # ---- output of nodes -------------------------------------------------------------------------------------------
 
     def begin(self, rank: int) -> None:
-        """Something may come of this node. Raises OSError when its log files cannot be opened."""
+        """Notes that a node may print. Raises OSError when its log files cannot be opened."""
         for stream in STREAMS:
             self._streams[rank, stream] = self._open(rank, stream)
         self._begun.add(rank)
@@ -79,9 +82,9 @@ class Printer:
         return _Stream(rank, stream, log, silent)
 
     def take(self, rank: int, stream: int, piece: bytes) -> None:
-        """A piece of what the node writes to its stdout (1) or stderr (2)."""
+        """Takes a piece of a node's output to its stdout (1) or stderr (2)."""
         source = self._streams.get((rank, stream))
-        if source is None:  # of a node that has ended for us: a straggler of its host
+        if source is None:  # of a node whose end was noted: a straggler of its host
             source = self._streams[rank, stream] = _Stream(rank, stream, -1, silent=False)
         if trouble := source.keep(piece):
             self._put(2, b"", [trouble])
@@ -104,11 +107,11 @@ class Printer:
         self._show(self._folder.take(now, len(self._running)))
 
     def remark(self, host: str, lines: Iterable[bytes]) -> None:
-        """What a host has said on its stderr, not one of its nodes."""
+        """Shows output of a host to its stderr, not of one of its nodes."""
         self._put(2, f"[{host}] ".encode(), map(showable, lines))
 
     def end(self, rank: int) -> None:
-        """Nothing more comes of this node."""
+        """Notes that a node prints nothing more."""
         for stream in STREAMS:
             source = self._streams.pop((rank, stream), None)
             if source is not None:
@@ -118,7 +121,7 @@ class Printer:
                 source.close()
         self._running.discard(rank)
 
-    # ---- where it goes ---------------------------------------------------------------------------------------------
+    # ---- destinations ----------------------------------------------------------------------------------------------
 
     def _show(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -142,7 +145,7 @@ class Printer:
 
     @property
     def full(self) -> bool:
-        """So much is waiting to be written that nodes should wait."""
+        """True when so much is waiting to be written that nodes should wait."""
         return any(sink.full for sink in self._sinks.values())
 
     @property
@@ -152,17 +155,17 @@ class Printer:
 
     @property
     def waiting(self) -> list[int]:
-        """Those of them that have to take something before anything else can be written."""
+        """The descriptors of ``outputs`` that need room before anything else can be written."""
         return [sink.fd for sink in self._sinks.values() if sink.pending]
 
     @property
     def due(self) -> float | None:
-        """When ``push`` has something to do, by ``time.monotonic``; None if nothing waits for a time."""
+        """The time when ``push`` has something to do, by ``time.monotonic``; None if nothing waits for a time."""
         times = [t for t in (self._folder.due(), *self._bars.values()) if t is not None]
         return min(times) if times else None
 
     def push(self, patience: float = 0.0) -> None:
-        """Writes what is to be shown by now and what there is room for; waits for room so many seconds in all."""
+        """Writes what is to be shown by now and fits; waits for room so many seconds in all."""
         now = time.monotonic()
         for source in [s for s, when in self._bars.items() if when <= now]:
             del self._bars[source]
@@ -173,17 +176,17 @@ class Printer:
             sink.push(patience)
 
     def flush(self, patience: float = 0.0) -> None:
-        """As ``push``, of everything that has come, finished lines at least."""
+        """Does what ``push`` does, with all output that has arrived, finished lines at least."""
         self._show(self._folder.take(float("inf"), 0))
         self.push(patience)
 
     def fds(self) -> list[int]:
-        """What a child of this process must not keep open."""
+        """Returns the descriptors that a child of this process must not keep open."""
         logs = [source.log for source in self._streams.values() if source.log >= 0]
         return [*logs, *(fd for sink in self._sinks.values() for fd in sink.fds)]
 
     def close(self) -> None:
-        """Gives back the descriptors that it has opened. Nothing may come after this."""
+        """Closes the descriptors that it has opened. Nothing may come after this."""
         for fd in self.fds():
             os.close(fd)
 
@@ -195,12 +198,12 @@ class _Stream:
         self.rank = rank
         self.stream = stream
         self.log = log  #: its log file or -1
-        self.silent = silent  #: its log file has it and nobody else
+        self.silent = silent  #: its output goes to the log file only
         self.lines = Lines()
         self.shown = float("-inf")  #: when its progress bar was shown last
 
     def keep(self, piece: bytes) -> bytes:
-        """Writes it to the log file; gives what to say if that has failed, once."""
+        """Writes a piece to the log file; returns the message if that has failed, once."""
         if self.log < 0:
             return b""
         try:
@@ -219,7 +222,7 @@ class _Stream:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """``0,2-4``."""
+    """Formats ranks as ranges: ``0,2-4``."""
     out: list[list[int]] = []
     for rank in sorted(ranks):
         if out and rank == out[-1][-1] + 1:
@@ -230,8 +233,11 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def _is_terminal(fd: int, environment: Mapping[str, str]) -> bool:
-    """Whether somebody looks at it who moves a cursor as he is told. Notebooks (``!dtrun``), builders of software and
-    containers also give terminals to what they run, and show everything that is written there."""
+    """Returns whether ``fd`` is a terminal that moves a cursor as it is told.
+
+    Notebooks (``!dtrun``), builders of software and containers also give terminals to what they run, and show
+    everything that is written there.
+    """
     with contextlib.suppress(OSError):
         plain = (
             environment.get("TERM", "") in ("", "dumb") or environment.get("JPY_PARENT_PID") or environment.get("CI")

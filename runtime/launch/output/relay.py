@@ -1,4 +1,4 @@
-"""The way of a worker's output out of its pipe, to whoever shows and keeps it."""
+"""Relays a worker's output from its pipe to the function that shows and stores it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Source:
         self._then = then
 
     def read(self) -> bool:
-        """Takes one piece; False when there was none (now or, with ``ended``, for ever)."""
+        """Takes one piece; returns False when there was none (now or, with ``ended``, for ever)."""
         try:
             piece = os.read(self.fd, LONG)
         except BlockingIOError:
@@ -30,7 +30,7 @@ class Source:
         return not self.ended
 
     def close(self) -> None:
-        """Takes what is left; not for ever, as an escaped grandchild may go on writing."""
+        """Takes the remaining output; not for ever, as an escaped grandchild may go on writing."""
         for _ in range(64):
             if not self.read():
                 break

@@ -1,1 +1,1 @@
-"""How nodes that a job did not start find it, and prove that they may join."""
+"""The rendezvous of a job and nodes that it did not start: they find it, and prove that they may join."""

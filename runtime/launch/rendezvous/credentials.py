@@ -1,11 +1,11 @@
-"""What a node needs to join a job that it was not started by: where its root listens, and keys that prove both ends.
+"""The credentials of a node that joins a job: the addresses of the job's root, and keys that authenticate both ends.
 
     root                                                  somewhere else
       keys = fresh()            -> connection file --->     read_connection_file()      keys go by a file, 0600
       keys = derived(secret)    <- secret file ------->     derived(secret)             both ends know host:port already
 
-The keys open the door and nothing else: each node gets keys of its own over the connection that they authenticate.
-Nothing of this is ever an argument or, unless the user insists, an environment variable.
+The keys open the connection and nothing else: each node gets keys of its own over the connection that they
+authenticate. Nothing of this is ever an argument or, unless the user insists, an environment variable.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ import msgspec
 from ...protocol.errors import StartError
 from ...protocol.keys import curve_pair, curve_pair_of
 
-#: Where the secret is that all of a user's hosts share, unless DISTTENSOR_SECRET_FILE says otherwise.
+#: The file of the secret that all of a user's hosts share, unless DISTTENSOR_SECRET_FILE says otherwise.
 SECRET_FILE = "~/.config/disttensor/secret"
 
-#: Seconds between two looks for a file that is not there yet.
+#: Seconds between two tries to read a file that is not there yet.
 _PAUSE = 0.1
 
 
 class Keys(NamedTuple):
-    """The root's key pair, and the one that all guests share."""
+    """The root's key pair, and the one that all joining agents share."""
 
     server: tuple[str, str]
     guest: tuple[str, str]
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to join one job. ``repr`` hides the secret."""
+    """The addresses and keys by which to join one job. ``repr`` hides the secret."""
 
     addresses: tuple[str, ...]  #: of the root, such as tcp://10.0.0.1:41233; the first that answers is taken
-    server_key: str  #: its public key
-    public_key: str  #: the guests' key pair
+    server_key: str  #: the root's public key
+    public_key: str  #: the key pair of joining agents
     secret_key: str
-    host: str = ""  #: who has made it
+    host: str = ""  #: the host that has made it
     pid: int = 0
-    made: str = ""  #: when, in words
-    place: str = ""  #: where that pid means something
+    made: str = ""  #: the time when it was made, in words
+    place: str = ""  #: the boot and the pid namespace in which that pid is valid
 
     def __repr__(self) -> str:
         return f"<Invitation to {', '.join(self.addresses)}>"
 
     def whose(self) -> str:
-        """Who has made it, in words."""
+        """Names the process that has made it, in words."""
         return f"process {self.pid} on host {self.host} ({self.made})"
 
     @property
     def over(self) -> bool:
-        """Whether its maker is known to have ended; only processes that see the maker's pid can know."""
+        """True if its maker is known to have ended; only processes that see the maker's pid can know."""
         return self.place == _place() and not os.path.exists(f"/proc/{self.pid}")
 
 
 def fresh() -> Keys:
-    """Keys that nobody else has."""
+    """Makes keys that nobody else has."""
     return Keys(curve_pair(), curve_pair())
 
 
 def derived(secret: bytes, meeting: str) -> Keys:
-    """The keys that all who know ``secret`` have in common for one ``meeting``, such as "port 29500"."""
+    """Derives the keys that all who know ``secret`` have in common for one ``meeting``, such as "port 29500"."""
     key = hashlib.blake2b(secret).digest()
 
     def pair(role: str) -> tuple[str, str]:
@@ -81,13 +81,13 @@ def derived(secret: bytes, meeting: str) -> Keys:
 
 
 def invite(keys: Keys, addresses: tuple[str, ...]) -> Invitation:
-    """An invitation to this process."""
+    """Makes an invitation to this process."""
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return Invitation(addresses, keys.server[0], *keys.guest, socket.gethostname(), os.getpid(), made, _place())
 
 
 def _place() -> str:
-    """This run of this machine, and its space of pids."""
+    """Identifies this boot of this machine, and its pid namespace."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
     return ""
@@ -97,7 +97,7 @@ def _place() -> str:
 
 
 class ConnectionFile:
-    """A file that this process has made, for guests to read; ``remove`` it when nobody may come any more.
+    """A file that this process has made, for joining agents to read; ``remove`` it when none may come any more.
 
     Raises StartError when there is one already: its job may still run.
     """
@@ -113,7 +113,7 @@ class ConnectionFile:
             raise StartError(f"the connection file {self.path} cannot be made: {e.strerror}") from e
 
     def remove(self) -> None:
-        """Twice is fine, and so is a file that is gone, or another's by now."""
+        """Removes the file. Twice is fine, and so is a file that is gone, or another's by now."""
         with contextlib.suppress(OSError):
             if _id(os.stat(self.path, follow_symlinks=False)) == self._id:
                 os.unlink(self.path)
@@ -132,9 +132,10 @@ def _left_over(path: Path) -> str:
 
 
 def read_connection_file(path: str | Path, timeout: float) -> Invitation:
-    """Waits up to ``timeout`` seconds for the file to be there, as its job may begin later.
+    """Reads a connection file; waits up to ``timeout`` seconds for it, as its job may begin later.
 
-    Raises StartError when it is not, is not this user's alone, is none, or is left over from a job that has ended.
+    Raises StartError when it is not there, is not this user's alone, is not a connection file, or is left over from a
+    job that has ended.
     """
     path, deadline = Path(path).absolute(), time.monotonic() + timeout
     while True:
@@ -156,9 +157,10 @@ def read_connection_file(path: str | Path, timeout: float) -> Invitation:
 
 
 def shared_secret() -> bytes:
-    """The user's secret: of the file, which is made if there is none; in the last resort of the environment.
+    """Returns the user's secret.
 
-    Raises StartError for a file that others can read, or that cannot be made.
+    That of the file, which is made if there is none; in the last resort of the environment. Raises StartError for a
+    file that others can read, or that cannot be made.
     """
     text = os.environ.pop("DISTTENSOR_SECRET", "")
     if text:
@@ -173,7 +175,7 @@ def shared_secret() -> bytes:
     if data is None:
         _make_folder(path.parent)
         try:
-            with contextlib.suppress(FileExistsError):  # somebody else has made it just now
+            with contextlib.suppress(FileExistsError):  # another process has made it just now
                 _create(path, secrets.token_hex(32).encode() + b"\n")
         except OSError as e:
             raise StartError(f"the secret file {path} cannot be made: {e.strerror}") from e
@@ -186,7 +188,7 @@ def shared_secret() -> bytes:
 
 
 def secret_file() -> Path:
-    """Where the secret is, or would be."""
+    """Returns the path of the secret file, whether it exists or not."""
     return Path(os.environ.get("DISTTENSOR_SECRET_FILE") or SECRET_FILE).expanduser().absolute()
 
 
@@ -201,7 +203,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _create(path: Path, data: bytes) -> tuple[int, int]:
-    """A new file of mode 0600. Raises FileExistsError."""
+    """Makes a new file of mode 0600. Raises FileExistsError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(fd, 0o600)  # whatever the umask
@@ -213,7 +215,7 @@ def _create(path: Path, data: bytes) -> tuple[int, int]:
 
 
 def _read_private(path: Path, what: str) -> bytes | None:
-    """A file's bytes; None if there is none. Raises StartError unless it is this user's, and nobody else's."""
+    """Returns a file's bytes; None if there is none. Raises StartError unless it is this user's, and nobody else's."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where a master and its nodes meet, as ``init_method`` names it, and what each side makes of that.
+"""The rendezvous of a master and its nodes, as ``init_method`` names it, and what each side makes of that.
 
     env://              MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torch.distributed's scripts have them
     tcp://host:port     the same, in the call; nodes prove themselves by the user's secret file
@@ -28,49 +28,49 @@ FORMS = "'local://', 'env://', 'tcp://host:port', 'file:///path', 'slurm://'"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One way to meet. ``rank`` and ``size`` count the processes of one script; None where nobody has said."""
+    """A rendezvous. ``rank`` and ``size`` count the processes of one script; None where nobody has said."""
 
     kind: str  #: "tcp", "file", "slurm" or "torchrun"
     host: str = ""
     port: int = 0
     path: str = ""
-    run: str = ""  #: torchrun's: which of its runs, so that one does not meet another
+    run: str = ""  #: the name of torchrun's run, so that one run does not meet another
     rank: int | None = None
     size: int | None = None
     local_rank: int = -1  #: among the processes of its host, where something outside knows
     local_size: int = 0
 
     beside: bool = True  #: rank 0, the master, is on this host as well, where something outside knows
-    interface: tuple[str, ...] = ()  #: where the master is to listen; empty: what the rest says
+    interface: tuple[str, ...] = ()  #: where the master is to listen; empty: the other fields decide
 
     def __str__(self) -> str:
         return f"{self.kind}://{self.path}" if self.path else f"{self.kind}://{_bracketed(self.host)}:{self.port}"
 
     @property
     def options(self) -> dict[str, str]:
-        """For the root's plan."""
+        """The options of the root's launch spec."""
         if self.path:
             return {"connection_file": self.path}
-        found = {"host": self.host, "port": str(self.port), "meeting": self.name}
+        found = {"host": self.host, "port": str(self.port), "rendezvous": self.name}
         if self.kind == "torchrun":  # which itself listens there
             found |= {"port": "0", "store": str(self.port)}
         return found
 
     @property
     def name(self) -> str:
-        """What the keys are derived for, beside the secret: the same at both ends, whatever they call the host."""
+        """The name for which keys are derived from the secret: the same at both ends, whatever they call the host."""
         return f"port {self.port} {self.run}".rstrip()
 
     @property
-    def seat(self) -> tuple[int, int, int]:
-        """Which node this process is, and its rank among those of its host, and how many these are (-1, 0: unknown)."""
+    def assigned(self) -> tuple[int, int, int]:
+        """The rank of this process's node, its rank among those of its host, and their number (-1, 0: unknown)."""
         rank, master = (self.rank or 0) - 1, int(self.beside)
         return (rank, self.local_rank - master, self.local_size - master) if self.local_size else (rank, -1, 0)
 
     def invitation(self, timeout: float) -> Invitation:
-        """For a guest: waits up to ``timeout`` seconds where it can be told only by who has come before.
+        """Returns a joining agent's invitation; waits up to ``timeout`` seconds where the master has to make it first.
 
-        Raises StartError when that is not there in time, or there is no secret.
+        Raises StartError when it is not there in time, or there is no secret.
         """
         if self.path:
             return read_connection_file(self.path, timeout)
@@ -83,13 +83,13 @@ class Rendezvous:
         return msgspec.structs.replace(made, host="", pid=0, made="", place="")
 
 
-def meeting(
+def find_rendezvous(
     init_method: str,
     rank: int | None = None,
     size: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Rendezvous | None:
-    """What an ``init_method`` says; None for "local://". Raises ValueError for what says too little or is unknown."""
+    """Parses an ``init_method``; None for "local://". Raises ValueError for one that says too little or is unknown."""
     url = urlsplit(init_method)
     query = {name: values[0] for name, values in parse_qs(url.query).items()}
     rank = _number(query, "rank", init_method) if rank is None else rank
@@ -144,7 +144,7 @@ def _of_environment(environ: Mapping[str, str], rank: int | None, size: int | No
 def of_slurm(
     environ: Mapping[str, str] = os.environ, path: str = "", rank: int | None = None, size: int | None = None
 ) -> Rendezvous:
-    """Where the tasks of one srun meet. Raises ValueError in a process that is none of several."""
+    """Returns the rendezvous of the tasks of one srun. Raises ValueError in a process that is not a task."""
     task = slurm_env.task(environ)
     if task is None:
         raise ValueError("init_method 'slurm://' needs the tasks of one srun: srun -n 5 python script.py")

@@ -1,6 +1,6 @@
-"""Under torchrun MASTER_PORT is that of torchrun's own store: there the master says where its nodes find it.
+"""The rendezvous under torchrun, whose own store is at MASTER_PORT: the master publishes its addresses there.
 
-Everybody who reaches that store may read and write it, so it gets addresses only. Who is there proves itself by keys.
+Everybody who reaches that store may read and write it, so it gets addresses only. Both ends authenticate by keys.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ...protocol.errors import StartError
 
 
 def publish(host: str, port: int, meeting: str, addresses: Sequence[str], timeout: float) -> None:
-    """Says in the store at this host and port where the root of a meeting listens.
+    """Publishes, in the store at this host and port, the addresses on which the root of a meeting listens.
 
     Raises StartError when the store cannot be reached.
     """
     try:
         _store(host, port, timeout).set(_key(meeting), " ".join(addresses))
-    except RuntimeError as e:  # torch.distributed's errors are
+    except RuntimeError as e:  # torch.distributed's errors are of this type
         raise StartError(f"torchrun's store at {host}:{port} cannot be reached: {_first_line(e)}") from e
 
 
 def look_up(host: str, port: int, meeting: str, timeout: float) -> tuple[str, ...]:
-    """Waits for what the master says. Raises StartError when it says nothing in time."""
+    """Waits for the addresses that the master publishes. Raises StartError when none come in time."""
     deadline = time.monotonic() + timeout
     try:
         store = _store(host, port, timeout)

@@ -1,7 +1,7 @@
 """``dtrun worker``: nodes that join a job which did not start them.
 
     dtrun worker --connection-file F          torchrun --nproc-per-node 4 -m disttensor.run worker
-        invitation --> tunnel (CURVE) --> an agent as any other, whose first word says how many nodes it is for
+        invitation --> tunnel (CURVE) --> an agent as any other, whose hello says how many nodes it is for
 
 A script that finds itself to be a node (rank 1 and above of ``init_method``) becomes this command by ``execv``, so
 that nothing of the script goes on in it; its invitation goes along in a file that is nowhere but in memory.
@@ -26,18 +26,16 @@ import msgspec
 from ...host import slurm_env
 from ...host.addresses import split
 from ...host.affinity import OWN, gpus
+from ...host.precedence import setting
 from ...process.lifetime import name_process
 from ...protocol.errors import BrokenError, ProtocolError, StartError
 from ...transport.tunnel import TunnelClient
-from ..tree.agent import Agent, knock
-from ..tree.control import Order, Unfit
-from ..tree.framed import Stream, Wire
+from ..tree.agent import Agent, agent_hello
+from ..tree.control import LaunchFailed, Order
+from ..tree.framed import FramedSocket, FramedStream
 from ..tree.spawn import BOOT
 from .credentials import Invitation, secret_file
-from .rendezvous import Rendezvous, meeting
-
-#: Seconds for the job to begin; its nodes may come before it.
-TIMEOUT = 60.0
+from .rendezvous import Rendezvous, find_rendezvous
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,14 +56,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-port", metavar="PORT", help="its port")
     add("--init-method", metavar="URL", help="the same as tcp://host:port or file:///path; env:// by the environment")
     add("--rank", metavar="R", type=int, help="which nodes these are, from R on (default: any)")
-    add("--timeout", metavar="S", type=float, default=TIMEOUT, help="seconds for the job to be there (default: 60)")
+    add(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=setting("timeout", None, {}),
+        help="seconds for the job to be there (default: 60)",
+    )
     it.add_argument("--invitation-fd", type=int, help=argparse.SUPPRESS)
     it.add_argument("--local", type=int, nargs=2, default=(-1, 0), help=argparse.SUPPRESS)
     return it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Joins, and returns when all its nodes have ended; gives the exit code. Never raises for what users do wrong."""
+    """Joins a job, and returns the exit code when all its nodes have ended. Never raises for users' mistakes."""
     it = _parser()
     try:
         options = it.parse_args(argv)
@@ -79,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found is not None and found.kind == "slurm" and options.slots == 1:
         _note_own()
     if found is not None and found.kind != "file" and options.rank is None and found.rank is not None:
-        rank, local = found.rank, (found.local_rank, found.local_size)  # all of them are nodes
+        rank, local = found.rank, (found.local_rank, found.local_size)  # all ranks are nodes
     try:
         invitation = _take(options.invitation_fd) if found is None else found.invitation(options.timeout)
         return join(invitation, options.timeout, options.slots, rank, *local, typed=found is not None)
@@ -102,10 +106,10 @@ def _where(options: argparse.Namespace) -> Rendezvous:
         if not (options.master_addr and options.master_port):
             raise ValueError("--master-addr and --master-port go together")
         host = f"[{options.master_addr}]" if ":" in options.master_addr else options.master_addr
-        return meeting(f"tcp://{host}:{options.master_port}")  # type: ignore[return-value]
+        return find_rendezvous(f"tcp://{host}:{options.master_port}")  # type: ignore[return-value]
     if not options.init_method and "MASTER_ADDR" not in os.environ:
         raise ValueError("where is the job? Give --connection-file, --master-addr and --master-port, or --init-method")
-    found = meeting(options.init_method or "env://")
+    found = find_rendezvous(options.init_method or "env://")
     if found is not None and found.kind == "torchrun":
         found = replace(found, run="")  # all ranks are nodes here, and their master knows nothing of torchrun's runs
     if found is None:
@@ -123,33 +127,40 @@ def join(
     *,
     typed: bool = False,
 ) -> int:
-    """Makes this process an agent of the job with so many nodes; gives its exit code when they have ended.
+    """Makes this process an agent of the job with so many nodes; returns its exit code when they have ended.
 
-    ``typed``: by a user, whose Ctrl-C is meant for it and not for the master.
+    Args:
+        invitation: the job's addresses and keys.
+        timeout: seconds to reach the job.
+        slots: the number of nodes.
+        rank: the rank of the first one; -1 for any.
+        local_rank: its place among the nodes of its host; -1 for not known.
+        local_size: the number of nodes of its host; 0 for not known.
+        typed: started by a user, whose Ctrl-C is meant for it and not for the master.
 
     Raises StartError when the job cannot be reached in ``timeout`` seconds or does not let this process in.
     """
     name_process("dt-worker")
     try:
         keys = invitation.public_key, invitation.secret_key
-        visit = TunnelClient(invitation.addresses, keys, invitation.server_key, timeout)
+        tunnel = TunnelClient(invitation.addresses, keys, invitation.server_key, timeout)
     except BrokenError as e:
         raise StartError(f"the job cannot be joined: {e}{_hint(invitation)}") from None
-    up: Wire[Order] = Stream(Order, visit.socket.detach())
+    up: FramedStream[Order] = FramedSocket(Order, tunnel.socket.detach())
     try:
-        agent = Agent(up, knock(slots, rank, local_rank, local_size))
+        agent = Agent(up, agent_hello(slots, rank, local_rank, local_size))
         if typed:
             signal.signal(signal.SIGINT, lambda *_: None)
         return agent.run()
     except StartError as e:
-        up.say(Unfit(str(e)))
+        up.say(LaunchFailed(str(e)))
         up.push(1.0)
         raise
     except (ProtocolError, msgspec.DecodeError) as e:
         raise StartError(f"what answers there is no disttensor of this version: {e}") from None
     finally:
         up.close()
-        visit.close()
+        tunnel.close()
 
 
 def _hint(invitation: Invitation) -> str:
@@ -170,7 +181,7 @@ def become_node(where: Rendezvous, timeout: float) -> NoReturn:
 
     Raises StartError when the invitation is not there within ``timeout`` seconds.
     """
-    rank, *local = where.seat
+    rank, *local = where.assigned
     if where.kind == "slurm":
         _note_own()
     told = os.memfd_create("invitation", 0)
@@ -185,14 +196,14 @@ def become_node(where: Rendezvous, timeout: float) -> NoReturn:
 
 
 def worker_command(*arguments: str) -> list[str]:
-    """The command line of ``dtrun worker`` with this interpreter and this process's path of modules."""
+    """Returns the command line of ``dtrun worker`` with this interpreter and this process's path of modules."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     path = json.dumps([p for p in sys.path if isinstance(p, str)])
     return [sys.executable, *flags, "-P", BOOT, "worker", path, *arguments]
 
 
 def _note_own() -> None:
-    """For a task that is one node."""
+    """Notes in the environment the GPUs and cores that are this task's own. For a task that is one node."""
     os.environ[OWN] = slurm_env.divided(len(gpus()), len(os.sched_getaffinity(0)))
 
 

@@ -1,19 +1,19 @@
 """The launcher for this machine: a fork server beside the master.
 
 Starting it takes as long as importing torch once; a worker more takes milliseconds. Make the launcher early and ask for
-workers later, and the import runs beside whatever the master does in between.
+workers later, and the import runs beside the master's other work in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...host.launch_spec import Plan, plan_of_dtrun
+from ...host.launch_spec import LaunchSpec, spec_of_dtrun
 from ..tree.spawn import PRELOAD, inherited_server, spawn_server
-from .server_launcher import WORKER, ServedLauncher
+from .server_launcher import WORKER, ServerLauncher
 
 
-class LocalLauncher(ServedLauncher):
+class LocalLauncher(ServerLauncher):
     """Starts workers on this machine. Making one starts the fork server (or takes dtrun's) and returns at once.
 
     Raises StartError. ``entry`` and ``preload`` are for tests.
@@ -22,13 +22,13 @@ class LocalLauncher(ServedLauncher):
     server_name, unfit = "the fork server", "no node can be started on this machine"
 
     def __init__(self, entry: str = WORKER, preload: Sequence[str] = PRELOAD) -> None:
-        plan = plan_of_dtrun()
-        sock = inherited_server() if plan is None or plan.launcher == "local" else None
+        spec = spec_of_dtrun()
+        sock = inherited_server() if spec is None or spec.launcher == "local" else None
         process = None
         if sock is None:
             sock, process = spawn_server(preload)
         super().__init__(sock, process, entry)
 
     @classmethod
-    def of(cls, plan: Plan) -> LocalLauncher:
-        return cls.again(plan) or cls()
+    def of(cls, spec: LaunchSpec) -> LocalLauncher:
+        return cls.again(spec) or cls()

@@ -8,8 +8,8 @@
                      --- nothing -----------------> MPI_Finalize, on all of them
 
 A node makes its key pair itself, so that no secret travels: MPI encrypts nothing. mpiexec ends all processes as soon as
-one of them ends without MPI_Finalize, on all hosts: a node that is killed ends the job, as it is usual with MPI, and
-that is also how nodes are ended that are stuck. This host's processes are watched; of others, their connections tell.
+one of them ends without MPI_Finalize, on all hosts: a node that is killed ends the job, as is usual with MPI, and that
+is also how stuck nodes are ended. This host's processes are watched; the end of others shows in their connections.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ...process.lifetime import adopt_orphans, end_children
 from ...protocol.bundle import Bundle
 from ...protocol.errors import ForkError, StartError
 
-#: Seconds for a process of mpiexec to be ready when a session starts.
+#: Seconds within which a process of mpiexec has to be ready when a session starts.
 ARRIVE = 60.0
-#: Seconds at the end for nodes to come back from their last session, and then for what the script has left behind.
+#: Seconds at the end for nodes to come back from their last session, and then for processes that the script has left.
 _PATIENCE = 3.0
-#: The longest pause between two looks at what has come (seconds). MPI itself would wait in a busy loop.
+#: The longest pause between two probes (seconds). MPI itself would wait in a busy loop.
 _PAUSE = 0.01
 
 OFFER, ORDER = 1, 2  #: tags
@@ -54,7 +54,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def await_true(look: Callable[[], bool], timeout: float | None = None) -> bool:
-    """Looks until it is true; False after ``timeout`` seconds."""
+    """Polls ``look`` until it returns True; returns False after ``timeout`` seconds."""
     deadline, pause = None if timeout is None else time.monotonic() + timeout, 1e-4
     while not look():
         if deadline is not None and time.monotonic() > deadline:
@@ -65,7 +65,7 @@ def await_true(look: Callable[[], bool], timeout: float | None = None) -> bool:
 
 
 def take(world: mpi_env.World, status: Any) -> bytes:
-    """Receives what a probe has found."""
+    """Receives the message that a probe has found."""
     data = bytearray(status.Get_count(world.mpi.BYTE))
     world.comm.Recv([data, world.mpi.BYTE], status.source, status.tag)
     return bytes(data)
@@ -78,8 +78,11 @@ def flush() -> None:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """As ``os._exit``, after MPI_Finalize: MPICH does the rest of that in a handler of C's ``exit``, without which its
-    mpiexec kills the processes that have not ended yet."""
+    """Ends this process as ``os._exit`` does, after MPI_Finalize.
+
+    MPICH does the rest of that in a handler of C's ``exit``, without which its mpiexec kills the processes that have
+    not ended yet.
+    """
     flush()
     ctypes.CDLL(None).exit(code)
     raise AssertionError("exit has returned")
@@ -92,13 +95,13 @@ class MpiLauncher(Launcher):
     """
 
     def __init__(self) -> None:
-        self._processes = crew()
+        self._processes = mpi_processes()
         self.capacity = self._processes.world.comm.size - 1
         self.listen = self._processes.world.ways_out() or (LOOPBACK,)
         self._running: set[int] = set()
         self._events: list[Started | Exited] = []
-        self._epoll = select.epoll()  #: of the nodes' processes, and of the bell
-        self._bell = os.eventfd(0)  #: rings for what no process tells
+        self._epoll = select.epoll()  #: watches the nodes' processes, and the bell
+        self._bell = os.eventfd(0)  #: an eventfd, written for events that no process's end tells
         self._epoll.register(self._bell, select.EPOLLIN)
         self._pidfds: dict[int, int] = {}  #: descriptor -> rank
 
@@ -159,7 +162,7 @@ class MpiLauncher(Launcher):
         return events
 
     def show(self, output: Output) -> None:
-        """Raises StartError: they show it themselves, and have begun to."""
+        """Raises StartError: nodes show their output themselves, and have begun to."""
         raise StartError("under mpiexec the files of nodes' output are named to dtrun: mpiexec ... dtrun --log-dir DIR")
 
     def stop(self, grace: float) -> None:
@@ -195,7 +198,7 @@ class MpiProcesses:
         atexit.register(self._at_exit)
 
     def gather(self, ranks: Collection[int], timeout: float) -> list[int]:
-        """Waits for offers of these nodes; gives those that have made none in time."""
+        """Waits for offers of these nodes; returns those that have made none in time."""
         comm, status = self.world.comm, self.world.mpi.Status()
 
         def look() -> bool:
@@ -208,13 +211,16 @@ class MpiProcesses:
         return [rank for rank in ranks if rank not in self.offers]
 
     def order(self, rank: int, data: bytes) -> None:
-        """Takes up a node's offer, so it is waiting for this. Nothing means that there is nothing more to do."""
+        """Takes up a node's offer, so that it is waiting for this order.
+
+        Empty data means that there is nothing more to do.
+        """
         del self.offers[rank]
         self.used = self.used or bool(data)
         self.world.comm.Send([data, self.world.mpi.BYTE], rank + 1, ORDER)
 
     def leave(self, code: int) -> None:
-        """Ends all nodes, and MPI, as this process is about to end with that exit code. It may do so itself."""
+        """Ends all nodes, and MPI, as this process is about to end with that exit code. It may end the process."""
         if self._left or os.getpid() != self.pid:
             return
         self._left = True
@@ -235,8 +241,8 @@ class MpiProcesses:
     def _abort(self, code: int) -> NoReturn:
         """Ends this process, and by that all of them."""
         flush()
-        if not self.world.is_open_mpi:  # whose mpiexec says more about an abort than about an exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # that this was an abort is nobody's business
+        if not self.world.is_open_mpi:  # Open MPI's mpiexec prints more about an abort than about an exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody needs to read that this was an abort
             self.world.comm.Abort(code)
         os._exit(code)
 
@@ -245,18 +251,18 @@ class MpiProcesses:
 
 
 @cache
-def crew() -> MpiProcesses:
-    """The nodes of this process, which is the master. Raises StartError as ``mpi.world`` does, and on other ranks."""
+def mpi_processes() -> MpiProcesses:
+    """Returns the nodes of this process, the master. Raises StartError as ``mpi_env.world``, and on other ranks."""
     return MpiProcesses(mpi_env.world())
 
 
 def lead(program: Callable[[], int]) -> tuple[int, bool]:
-    """Rank 0: calls ``program`` and gives its exit code, and whether it had use for nodes.
+    """Runs ``program`` on rank 0; returns its exit code, and whether it used nodes.
 
     At the end of the process all that was started is ended.
     """
     adopt_orphans()
-    mine = crew()
+    mine = mpi_processes()
     mine.adopts = True
     mine.code = program()
     return mine.code, mine.used

@@ -29,16 +29,16 @@ from ..output.printer import Printer
 from ..output.relay import Source
 from .mpi import ARRIVE, OFFER, ORDER, Offer, await_true, exit_at_once, flush, take
 
-#: What torch's generators start from in every process.
+#: The seed of torch's generators in every process.
 _SEED = torch.default_generator.initial_seed()
-#: Seconds for what user functions have started to end by itself, and for the last output to be taken.
+#: Seconds for processes that user functions have started to end by themselves, and for the last output to be read.
 _PATIENCE = 1.0
-#: The master has nothing more for this process, and may end at any time.
+#: Set when the master has nothing more for this process, and may end at any time.
 _leaving = threading.Event()
 
 
 def serve(world: mpi_env.World, output: Output = Output()) -> NoReturn:  # noqa: B008 - frozen
-    """Makes this process the node that its rank says, and ends it with the exit code."""
+    """Makes this process the node of its rank, and ends it with the exit code."""
     code = 1
     try:
         _settle(world, output)
@@ -59,14 +59,14 @@ def serve(world: mpi_env.World, output: Output = Output()) -> NoReturn:  # noqa:
 
 
 def _order(world: mpi_env.World, public: str, timeout: float | None = None) -> bytes | None:
-    """Offers to be a node with this key, and waits for what the master says to it; None if it says nothing in time."""
+    """Offers to be a node with this key, and waits for the master's order; None if none comes in time."""
     comm, status = world.comm, world.mpi.Status()
     comm.Send([msgspec.json.encode(Offer(public, bool(world.abandoned))), world.mpi.BYTE], 0, OFFER)
     return take(world, status) if await_true(lambda: bool(comm.Iprobe(0, ORDER, status)), timeout) else None
 
 
 def _work(world: mpi_env.World) -> int:
-    """Session after session. A code other than 0 ends all processes: mpiexec does so when MPI_Finalize is missing."""
+    """Serves session after session. A code other than 0 ends all processes: mpiexec does so without MPI_Finalize."""
     patience = None
     while True:
         public, secret = curve_pair()
@@ -85,7 +85,7 @@ def _work(world: mpi_env.World) -> int:
             print(f"disttensor: {e}", file=sys.stderr)
             code = worker.EX_MASTER_GONE
         flush()
-        if code not in (0, worker.EX_MASTER_GONE):  # whose connection may end before its process
+        if code not in (0, worker.EX_MASTER_GONE):  # the master's connection may end before its process
             return code
         # The host of a master that was lost may be cut off, and mpiexec with it.
         patience = None if code == 0 or world.near(0) else ARRIVE
@@ -105,7 +105,7 @@ def _settle(world: mpi_env.World, output: Output) -> None:
 
 
 def _be_new() -> None:
-    """What a session before this one has changed is again as in a new process."""
+    """Resets state that an earlier session has changed, as in a new process."""
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(_SEED)
     random.seed()
@@ -121,7 +121,7 @@ def _watch(master: int) -> None:
 
 
 def _relay_output(rank: int, output: Output) -> None:
-    """Has a process of its own put ``[node 0] `` before each line, so that what a crash leaves in the pipe gets out."""
+    """Forks a process that puts ``[node 0] `` before each line, so that output left in the pipe by a crash gets out."""
     pipes = os.pipe(), os.pipe()
     flush()
     if os.fork() == 0:
@@ -138,8 +138,8 @@ def _relay_output(rank: int, output: Output) -> None:
 
 
 def _relay(rank: int, output: Output, out: int, err: int) -> None:
-    """Ends when nobody has the pipes any more."""
-    os.setsid()  # mpiexec kills groups of processes, and what was said last is wanted most
+    """Relays output until nobody has the pipes any more."""
+    os.setsid()  # mpiexec kills groups of processes, and the last output is wanted most
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     name_process(f"dt-output-{rank}")
@@ -148,7 +148,7 @@ def _relay(rank: int, output: Output, out: int, err: int) -> None:
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-    # Open MPI gives its processes terminals, and passes on what they write there to wherever its own output goes.
+    # Open MPI gives its processes terminals, and passes on their output there to wherever its own output goes.
     printer = Printer(output, environment={**os.environ, "TERM": "dumb"})
     printer.begin(rank)
     sources = [Source(fd, stream, partial(printer.take, rank)) for stream, fd in ((1, out), (2, err))]

@@ -2,7 +2,7 @@
 
     root --socket--> stdin, stdout of a process --...--> agent          its stderr: the reasons, if that fails
 
-What a login shell writes to stdout before the agent says MARK is no frame; it belongs to the reasons as well.
+Output of a login shell to stdout before the agent's MARK is not a frame; it belongs to the reasons as well.
 """
 
 from __future__ import annotations
@@ -14,55 +14,57 @@ import socket
 import subprocess
 import sys
 from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ...host.launch_spec import Host
 from ...process.lifetime import describe_exit, die_with_parent
+from ...process.renamed import old_names
 from ...protocol.errors import ProtocolError
 from ..output.lines import TAIL_LINES, TAIL_WIDTH
 from ..tree.control import News, Order
-from ..tree.framed import MARK, Stream
-from ..tree.host_starter import Branch, Engine
+from ..tree.framed import MARK, FramedSocket
+from ..tree.host_starter import Branch, HostStarter
 from ..tree.spawn import BOOT
 from ..tree.stderr_tail import StderrTail
 
-#: Seconds for a process to end when its stdout has.
+#: Seconds within which a process has to end when its stdout has.
 PATIENCE = 1.0
 
 
-class PipedEngine(Engine):
-    """Starts one process per host of the plan."""
+class PipedStarter(HostStarter):
+    """Starts one process per host of the launch spec."""
 
     def begin(self) -> None:
-        for host in self.plan.hosts:
+        for host in self.spec.hosts:
             PipedBranch(self, host)
 
     @abstractmethod
     def command(self, host: Host) -> list[str]:
-        """The command line that leads to an agent there. No secrets: everybody can read it."""
+        """Returns the command line that leads to an agent there. No secrets: everybody can read it."""
 
     def called(self, host: Host) -> str:
-        """That program, in messages."""
+        """Returns the name of that program, for messages."""
         return "the agent"
 
     def unanswered(self, host: Host) -> str:
-        """What is said of a host from which nothing has come."""
+        """Returns the message about a host from which nothing has come."""
         return f"{self.called(host)} has not connected yet"
 
     def advice(self, host: str, code: int, lines: list[str]) -> str:
-        """What to do when the process has ended before its agent has come."""
+        """Returns advice when the process has ended before its agent has come."""
         return ""
 
 
 class PipedBranch(Branch):
-    """One such process. Makes itself known to the root."""
+    """The branch of one such process. Adds itself to the root."""
 
-    def __init__(self, engine: PipedEngine, host: Host) -> None:
+    def __init__(self, starter: PipedStarter, host: Host) -> None:
         super().__init__(host.name, host.slots)
-        self._engine, self._root, self._loop = engine, engine.boss, engine.loop
-        self._closed = True  #: or nothing is open yet
-        self._program, self._unanswered = engine.called(host), engine.unanswered(host)
+        self._starter, self._root, self._loop = starter, starter.root, starter.loop
+        self._closed = True  #: also while nothing is open yet
+        self._program, self._unanswered = starter.called(host), starter.unanswered(host)
         self._root.add(self)
         me = os.getpid()
         ours, theirs = socket.socketpair()
@@ -72,7 +74,7 @@ class PipedBranch(Branch):
                 stack.callback(os.close, err_in)
                 stack.enter_context(theirs)
                 self._process = subprocess.Popen(
-                    engine.command(host),
+                    starter.command(host),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=err_in,
@@ -90,8 +92,8 @@ class PipedBranch(Branch):
         self._closed = False
         self._loop.watch(self._wire.fileno(), self._hear)
         self._loop.watch(self._pidfd, self._reap)
-        self._root.doing(self, self._unanswered)
-        self._loop.later(engine.plan.timeout, self._too_late)
+        self._root.report_status(self, self._unanswered)
+        self._loop.later(starter.spec.timeout, self._too_late)
 
     def say(self, order: Order) -> None:
         if not self._closed:
@@ -124,8 +126,8 @@ class PipedBranch(Branch):
             self._loop.later(PATIENCE, self._give_up)
 
     def _remark(self, lines: list[bytes]) -> None:
-        """Its stderr is the host's own output, once the agent is there."""
-        if self.knock is not None:
+        """Shows its stderr as the host's own output, once the agent has come."""
+        if self.agent_hello is not None:
             self._root.remark(self.host, lines)
 
     def _reap(self) -> None:
@@ -141,8 +143,8 @@ class PipedBranch(Branch):
         if not self._closed:
             how = describe_exit(code)
             tail = self._tail()
-            if self.knock is None:
-                advice = self._engine.advice(self.host, code, tail)
+            if self.agent_hello is None:
+                advice = self._starter.advice(self.host, code, tail)
                 cause = f"{self._program} ended ({how}) before an agent was there{advice and '; ' + advice}"
             else:
                 cause = f"the connection with its agent has ended ({self._program}: {how})"
@@ -153,21 +155,21 @@ class PipedBranch(Branch):
             self._root.lost(self, "the connection with its agent has ended", os.EX_UNAVAILABLE, self._tail())
 
     def _too_late(self) -> None:
-        if not self._closed and self.knock is None:
-            cause = f"no agent was there within {self._engine.plan.timeout:g} s ({self._unanswered})"
+        if not self._closed and self.agent_hello is None:
+            cause = f"no agent was there within {self._starter.spec.timeout:g} s ({self._unanswered})"
             self._root.lost(self, cause, os.EX_UNAVAILABLE, self._tail())
 
     def _tail(self) -> list[str]:
-        before = self._wire.preamble.decode(errors="replace").splitlines() if self.knock is None else []
+        before = self._wire.preamble.decode(errors="replace").splitlines() if self.agent_hello is None else []
         return [*before, *self._reasons.lines][-TAIL_LINES:]
 
 
-class _Marked(Stream[News]):
-    """Frames begin behind MARK."""
+class _Marked(FramedSocket[News]):
+    """A framed socket whose frames begin after MARK."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(News, fd)
-        self.preamble = b""  #: what came before, its end
+        self.preamble = b""  #: the end of the output before MARK
         self._begun = False
 
     def _take(self, piece: bytes) -> None:
@@ -181,12 +183,12 @@ class _Marked(Stream[News]):
         self._in += after
 
 
-class NearbyEngine(PipedEngine):
-    """Agents on this host, under any names: for tests of what does not depend on the network."""
+class LocalAgentStarter(PipedStarter):
+    """Starts agents on this host, under any names: for tests that do not depend on the network."""
 
     def command(self, host: Host) -> list[str]:
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
-        options = self.plan.options
+        options = self.spec.options
         return [
             sys.executable,
             "-P",
@@ -196,3 +198,7 @@ class NearbyEngine(PipedEngine):
             options.get("lease", "15"),
             *options.get("preload", "").split(),
         ]
+
+
+if not TYPE_CHECKING:  # to type checkers, any name would be there
+    __getattr__ = old_names(__name__, {"NearbyEngine": "LocalAgentStarter", "PipedEngine": "PipedStarter"})

@@ -1,4 +1,4 @@
-"""Nodes on a Ray cluster that runs already: Ray says where there is room, and starts an agent there.
+"""Nodes on a Ray cluster that runs already: Ray finds the resources, and starts an agent there.
 
     master --> root: RayStarter --stdin, stdout--> ray_driver.py --Ray--> an actor per node, in a placement group
                        ^                                                   | the first of a host: a pipe, as life-line
@@ -19,7 +19,7 @@ import msgspec
 
 from ...host.addresses import way_to
 from ...host.interfaces import addresses_of
-from ...host.launch_spec import Plan, plan_of_dtrun
+from ...host.launch_spec import LaunchSpec, spec_of_dtrun
 from ...process.lifetime import describe_exit, die_with_parent
 from ...protocol.errors import StartError
 from ...protocol.keys import curve_pair
@@ -29,24 +29,24 @@ from ..tree.host_starter import Branch
 from ..tree.stderr_tail import StderrTail
 from .join import JoinStarter
 from .ray_agent import Told
-from .root_launcher import PlannedLauncher
+from .root_launcher import RootLauncher
 
 _DRIVER = os.path.join(os.path.dirname(__file__), "ray_driver.py")
 
-#: Where Ray itself notes which cluster runs on this host.
+#: The file where Ray itself notes which cluster runs on this host.
 _CURRENT = "/tmp/ray/ray_current_cluster"
 
-#: Seconds for Ray to take back what it has given.
+#: Seconds for Ray to release its resources.
 _PATIENCE = 4.0
 
-#: What a plan's options may say, beside the address: see docs/RAY.md.
+#: The options of a launch spec, and the strategies that one of them names: see docs/RAY.md.
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _KNOWN = ("address", "num_cpus", "num_gpus", "strategy")
 
 
-def cluster(plan: Plan) -> str:
-    """The address of the cluster that is meant, such as 10.0.0.1:6379. Raises StartError when there is none."""
-    found = plan.options.get("address") or os.environ.get("RAY_ADDRESS", "auto")
+def cluster(spec: LaunchSpec) -> str:
+    """Returns the address of the cluster that is meant, such as 10.0.0.1:6379. Raises StartError when there is none."""
+    found = spec.options.get("address") or os.environ.get("RAY_ADDRESS", "auto")
     if found == "auto":
         found = ""
         with contextlib.suppress(OSError), open(_CURRENT) as file:
@@ -59,69 +59,69 @@ def cluster(plan: Plan) -> str:
     return found
 
 
-def listening(plan: Plan) -> tuple[str, ...]:
-    """The addresses of this host at which nodes on the cluster reach it. Raises StartError, ValueError."""
-    if plan.interface:
-        return addresses_of(plan.interface)
-    address = cluster(plan)
+def listening(spec: LaunchSpec) -> tuple[str, ...]:
+    """Returns the addresses of this host at which nodes on the cluster reach it. Raises StartError, ValueError."""
+    if spec.interface:
+        return addresses_of(spec.interface)
+    address = cluster(spec)
     try:
         return (way_to(address.rpartition("//")[2].rpartition(":")[0].strip("[]")),)
     except OSError as e:
         raise StartError(f"there is no way to the Ray cluster at {address}: {e}") from e
 
 
-def request(plan: Plan) -> dict[str, Any]:
-    """What the driver is told. Raises ValueError for options that are none, StartError without a cluster."""
-    if unknown := set(plan.options) - set(_KNOWN):
+def request(spec: LaunchSpec) -> dict[str, Any]:
+    """Returns the driver's order. Raises ValueError for unknown or bad options, StartError without a cluster."""
+    if unknown := set(spec.options) - set(_KNOWN):
         raise ValueError(f"launcher='ray' has no option {unknown.pop()!r} (known: {', '.join(_KNOWN)})")
-    if not plan.most:
+    if not spec.most:
         raise ValueError("launcher='ray' has to know how many nodes: nodes=4, or dtrun -n 4")
-    strategy = plan.options.get("strategy", "PACK").upper()
+    strategy = spec.options.get("strategy", "PACK").upper()
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is none of Ray's (known: {', '.join(_STRATEGIES)})")
     numbers: dict[str, float | None] = {"num_cpus": 1.0, "num_gpus": None}  # None: one if there are as many
     for name in numbers:
         with contextlib.suppress(KeyError):
-            text = plan.options[name]
+            text = spec.options[name]
             try:
                 numbers[name] = float(text)
             except ValueError:
                 raise ValueError(f"{name}={text!r} is no number") from None
-    return {"nodes": plan.most, "address": cluster(plan), "strategy": strategy, "python": plan.python, **numbers}
+    return {"nodes": spec.most, "address": cluster(spec), "strategy": strategy, "python": spec.python, **numbers}
 
 
-class RayLauncher(PlannedLauncher):
-    """Nodes that Ray places, on the cluster that this script is connected to, if it is.
+class RayLauncher(RootLauncher):
+    """Has Ray place nodes, on the cluster that this script is connected to, if it is.
 
-    Raises StartError without a cluster, ValueError for options that are none.
+    Raises StartError without a cluster, ValueError for unknown or bad options.
     """
 
     unfit = "Ray can start no node"
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, spec: LaunchSpec) -> None:
         ray = sys.modules.get("ray")
-        if "address" not in plan.options and plan_of_dtrun() is None and ray is not None and ray.is_initialized():
+        if "address" not in spec.options and spec_of_dtrun() is None and ray is not None and ray.is_initialized():
             address = str(ray.get_runtime_context().gcs_address)
-            plan = msgspec.structs.replace(plan, options={**plan.options, "address": address})
-        request(plan)
-        super().__init__(plan)
+            spec = msgspec.structs.replace(spec, options={**spec.options, "address": address})
+        request(spec)
+        super().__init__(spec)
 
     def ways(self) -> tuple[str, ...]:
-        return listening(self.plan)
+        return listening(self.spec)
 
     def too_many(self, count: int) -> str:
         return f"Ray was asked for {self.capacity}"
 
 
 class RayStarter(JoinStarter):
-    """Has the driver place nodes, and lets in the agents that come of it."""
+    """Has the driver place nodes, and lets in the agents that it starts."""
 
     _driver: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
         self._doing = "Ray has not answered yet"
         self._hosts: list[_Host] = []
-        asked, me = request(self.plan), os.getpid()
+        asked, me = request(self.spec), os.getpid()
         try:
             self._driver = driver = subprocess.Popen(
                 [sys.executable, "-P", _DRIVER],
@@ -153,7 +153,7 @@ class RayStarter(JoinStarter):
             self._driver.wait(_PATIENCE)
 
     def _say(self, order: object) -> None:
-        """To the driver; None: that there is nothing more."""
+        """Sends the driver an order; None: that there is no more."""
         stdin = self._driver.stdin if self._driver is not None else None
         with contextlib.suppress(OSError):
             if stdin is not None and not stdin.closed:
@@ -167,9 +167,9 @@ class RayStarter(JoinStarter):
     def _take(self, news: _News) -> None:
         if news.doing:
             self._doing = news.doing
-            self.boss.reconsider()
+            self.root.reconsider()
         elif news.error:
-            self.boss.give_up(news.error)
+            self.root.give_up(news.error)
         elif news.hosts:
             self._invite(news.hosts)
         else:
@@ -179,32 +179,32 @@ class RayStarter(JoinStarter):
         self._doing = "its agent has not come yet"
         self._hosts = hosts
         keys = curve_pair()
-        addresses = self.open(listening(self.plan), 0, keys, *(host.key for host in hosts))
+        addresses = self.open(listening(self.spec), 0, keys, *(host.key for host in hosts))
         first, told = 0, []
         for host in hosts:
             host.first = first
             first += host.slots
             told.append(Told(Invitation(addresses, keys[0], host.key, ""), host.slots, host.first))
         self._say(told)
-        self.boss.reconsider()
+        self.root.reconsider()
 
     def _ended(self, host: _Host, news: _News) -> None:
-        """An agent's process is over, which its connection does not always tell, and never why."""
-        branch = next((guest for guest in self.guests if guest.wish == host.first), None) or _Absent(host)
+        """Notes that an agent's process is over, which its connection does not always tell, and never why."""
+        branch = next((agent for agent in self.agents if agent.first_rank == host.first), None) or _Absent(host)
         if isinstance(branch, _Absent):
-            self.boss.add(branch)
-        self.boss.lost(branch, f"its agent has ended ({describe_exit(news.code)})", news.code or 1, news.tail)
+            self.root.add(branch)
+        self.root.lost(branch, f"its agent has ended ({describe_exit(news.code)})", news.code or 1, news.tail)
 
     def _reap(self) -> None:
         self.loop.forget(self._pidfd)
         os.close(self._pidfd)
         assert self._driver is not None
         how = describe_exit(self._driver.wait())
-        self.boss.give_up(f"the process that talks with Ray has ended ({how})", self._reasons.lines)
+        self.root.give_up(f"the process that talks with Ray has ended ({how})", self._reasons.lines)
 
 
 class _Host(msgspec.Struct):
-    """What the driver says of one of Ray's hosts."""
+    """One of Ray's hosts, as the driver describes it."""
 
     name: str
     slots: int
@@ -213,7 +213,7 @@ class _Host(msgspec.Struct):
 
 
 class _News(msgspec.Struct):
-    """A line of the driver's."""
+    """One line of the driver's."""
 
     doing: str = ""
     error: str = ""

@@ -1,4 +1,4 @@
-"""What a Ray actor runs on its host: an agent whose invitation comes down stdin, which is its life-line, too."""
+"""The agent that a Ray actor runs on its host: its invitation comes down stdin, which is its life-line, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...protocol.errors import StartError
 from ..rendezvous.credentials import Invitation
 from ..rendezvous.worker_cli import join
 
-#: Seconds for the root to be reached.
+#: Seconds within which the root has to be reached.
 _TIMEOUT = 30.0
 
 
@@ -27,7 +27,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Serves until all nodes of this host have ended; gives the exit code."""
+    """Serves until all nodes of this host have ended; returns the exit code."""
     try:
         told = msgspec.json.decode(sys.stdin.buffer.readline(), type=Told)
     except msgspec.DecodeError as e:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] = ()) -> int:
         return os.EX_USAGE
     threading.Thread(target=_watch, name="life-line", daemon=True).start()
     try:
-        # what Ray has given it, no other agent on the same machine may use
+        # no other agent on the same machine may use the resources that Ray has given this one
         return join(told.invitation, _TIMEOUT, told.slots, told.first, 0, told.slots)
     except StartError as e:
         print(f"disttensor: {e}", file=sys.stderr)
@@ -44,4 +44,4 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def _watch() -> None:
     sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)  # which the agent takes for its root's end
+    os.kill(os.getpid(), signal.SIGTERM)  # the agent takes this for its root's end

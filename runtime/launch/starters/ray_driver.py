@@ -5,7 +5,7 @@
           <- {"hosts": [{"key", "slots"}, ...]} ----    an actor of each host has made the key pair of its agent
           -- [{"invitation", ...}, ...] -----------> these actors start agents, whose life-line is a pipe of theirs
           <- {"ended": 0, "code", "tail"} ----------    the agent of the first host has ended, or that host
-          <- {"error": "..."} ----------------------    nothing comes of it
+          <- {"error": "..."} ----------------------    no node can be started
 
 JSON, a line each, over stdin and stdout. The end of stdin is the end: Ray ends the actors of a driver that is gone.
 
@@ -26,24 +26,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-#: Last lines of an agent that ends, for the error.
+#: The number of last lines of an agent that ends, for the error.
 _TAIL = 20
-#: Seconds until something that Ray does is worth a word.
+#: Seconds after which a wait for Ray is reported.
 _PATIENCE = 1.0
 #: Seconds for Ray's port to answer.
 _REACH = 10.0
-#: Seconds for Ray to take back what it has given.
+#: Seconds for Ray to release its resources.
 _LEAVE = 3.0
 
 
 class NodeActor:
-    """The actor: it holds what Ray has set aside for nodes. The first one on a host has that host's agent."""
+    """The actor that holds Ray's resources for one node. The first one on a host runs that host's agent."""
 
     def __init__(self) -> None:
         self._secret = ""
 
     def where(self) -> dict[str, Any]:
-        """Where Ray has put it, which GPUs are for it, and the public half of a new key pair."""
+        """Returns the host where Ray has put it, the GPUs that are for it, and the public half of a new key pair."""
         import ray
         import zmq
 
@@ -57,8 +57,10 @@ class NodeActor:
         }
 
     def serve(self, told: dict[str, Any], python: str, gpus: list[str]) -> tuple[int, list[str]]:
-        """Runs the agent; gives its exit code and last lines. ``gpus``: of all seats of the host; without any, what
-        Ray has told this actor holds."""
+        """Runs the agent; returns its exit code and last lines.
+
+        ``gpus``: those of all actors of the host; without any, the agent sees what Ray has set for this actor.
+        """
         agent = subprocess.Popen(
             [python or sys.executable, "-P", "-m", "dtrun", "ray-agent"],
             stdin=subprocess.PIPE,
@@ -76,63 +78,63 @@ class NodeActor:
 
 
 class Driver:
-    """What this process does, in its main thread."""
+    """Talks with Ray, in this process's main thread."""
 
-    def __init__(self, plan: dict[str, Any], tell: Callable[..., None]) -> None:
-        self._plan = plan
+    def __init__(self, spec: dict[str, Any], tell: Callable[..., None]) -> None:
+        self._plan = spec
         self._tell = tell
-        self._seats: list[Any] = []
-        self._hosts: list[dict[str, Any]] = []  #: with the seat that has the agent, and all GPUs
+        self._actors: list[Any] = []
+        self._hosts: list[dict[str, Any]] = []  #: hosts with the actor that has the agent, and all GPUs
 
     def place(self) -> None:
-        """Has Ray place the nodes, and tells where they are. Raises what Ray does."""
+        """Has Ray place the nodes, and reports where they are. Raises Ray's errors."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        plan = self._plan
-        self._tell(doing=f"Ray at {plan['address']!r} has not answered yet")
-        _reach(plan["address"])
-        ray.init(address=plan["address"], log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        spec = self._plan
+        self._tell(doing=f"Ray at {spec['address']!r} has not answered yet")
+        _reach(spec["address"])
+        ray.init(address=spec["address"], log_to_driver=False, logging_level="ERROR", configure_logging=False)
         each = self._each(ray.cluster_resources())
-        bundles = [{name: number for name, number in each.items() if number}] * plan["nodes"]
-        group = placement_group(bundles, strategy=plan["strategy"], name="disttensor")
+        bundles = [{name: number for name, number in each.items() if number}] * spec["nodes"]
+        group = placement_group(bundles, strategy=spec["strategy"], name="disttensor")
         while not group.wait(_PATIENCE):
             room = {name: n for name, n in ray.available_resources().items() if name in each}
-            wanted = f"{len(bundles)} x {bundles[0]} ({plan['strategy']})"
+            wanted = f"{len(bundles)} x {bundles[0]} ({spec['strategy']})"
             self._tell(doing=f"Ray has no room for {wanted} yet; now there is {room}")
-        seats = []
+        actors = []
         for index, bundle in enumerate(bundles):
             where = PlacementGroupSchedulingStrategy(group, index)
             kind = ray.remote(num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0))(NodeActor)
-            seats.append(kind.options(scheduling_strategy=where).remote())
+            actors.append(kind.options(scheduling_strategy=where).remote())
         self._tell(doing="Ray has not started its actors yet")
-        self._meet(seats, ray.get([seat.where.remote() for seat in seats]))
+        self._meet(actors, ray.get([actor.where.remote() for actor in actors]))
 
     def _each(self, whole: dict[str, float]) -> dict[str, float]:
-        """What one node needs."""
+        """Returns the resources that one node needs."""
         gpus = self._plan["num_gpus"]
-        if gpus is None:  # one each where there are enough
+        if gpus is None:  # a GPU for each node where there are enough
             gpus = 1 if whole.get("GPU", 0) >= self._plan["nodes"] else 0
         return {"CPU": self._plan["num_cpus"], "GPU": gpus}
 
-    def _meet(self, seats: list[Any], cards: list[dict[str, Any]]) -> None:
+    def _meet(self, actors: list[Any], cards: list[dict[str, Any]]) -> None:
         hosts: dict[str, dict[str, Any]] = {}
-        for seat, card in zip(seats, cards, strict=True):
-            host = hosts.setdefault(card["place"], {**card, "gpus": [], "slots": 0, "seat": seat})
+        for actor, card in zip(actors, cards, strict=True):
+            host = hosts.setdefault(card["place"], {**card, "gpus": [], "slots": 0, "actor": actor})
             host["slots"] += 1
             host["gpus"] += [gpu for gpu in card["gpus"] if gpu not in host["gpus"]]  # two may have half of one each
-        self._seats = seats  # Ray ends an actor that nobody can call any more
+        self._actors = actors  # Ray ends an actor that nobody can call any more
         self._hosts = list(hosts.values())
         self._tell(hosts=[{name: host[name] for name in ("name", "slots", "key")} for host in self._hosts])
 
     def begin(self, told: list[dict[str, Any]]) -> None:
-        """Starts the agents and tells how they end. Returns when all have."""
+        """Starts the agents and reports how they end. Returns when all have."""
         import ray
 
         waiting: dict[Any, int] = {}
         for number, (host, it) in enumerate(zip(self._hosts, told, strict=True)):
-            waiting[host["seat"].serve.remote(it, self._plan["python"], host["gpus"])] = number
+            waiting[host["actor"].serve.remote(it, self._plan["python"], host["gpus"])] = number
         while waiting:
             for ref in ray.wait(list(waiting))[0]:
                 number = waiting.pop(ref)
@@ -155,7 +157,7 @@ def _reach(address: str) -> None:
 
 def main() -> None:
     news = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints, prints beside
+    os.dup2(2, 1)  # output of other code goes beside the frames
 
     def tell(**what: Any) -> None:
         try:
@@ -184,7 +186,7 @@ def _listen(orders: queue.SimpleQueue[Any]) -> None:
 
 
 def _leave() -> None:
-    """Gives back what Ray has given, and ends this process, whatever Ray is at."""
+    """Releases Ray's resources, and ends this process, whatever Ray is doing."""
     threading.Timer(_LEAVE, os._exit, [1]).start()
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()

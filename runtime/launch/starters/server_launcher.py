@@ -1,4 +1,4 @@
-"""What launchers have in common whose workers a process beside the master starts: a fork server, or a root.
+"""The base of launchers whose workers a process beside the master starts: a fork server, or a root.
 
 It is a plain child process with a socket, no ``multiprocessing``: a script needs no ``__main__`` guard, and notebooks
 and ``python -c`` work. Under dtrun there is a warm one already; its socket is inherited.
@@ -17,70 +17,71 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from ...host.launch_spec import Plan
+from ...host.launch_spec import LaunchSpec
 from ...host.launcher import Exited, Launcher, Started
 from ...host.output_options import Output
 from ...process.lifetime import describe_exit, wait_any
+from ...process.renamed import old_names
 from ...protocol.bundle import Bundle
 from ...protocol.errors import ForkError, StartError
 from ..output.printer import spans
 from ..tree.control import (
     Began,
-    Doing,
+    Capacity,
     Ended,
+    EndSession,
     Flush,
     Flushed,
     Kill,
+    LaunchFailed,
     Listening,
     News,
     Ready,
-    Rest,
     SessionEnded,
-    Capacity,
     Start,
+    Status,
     Stop,
-    Unfit,
 )
-from ..tree.framed import Stream, Wire
+from ..tree.framed import FramedSocket, FramedStream
 
-#: What a worker runs: it gets its life-line and returns the exit code.
+#: The function that a worker runs: it gets its life-line and returns the exit code.
 WORKER = "disttensor.runtime.node.worker:main"
 
-#: What the server may take beyond the grace to end its workers and itself (TERM, a second, KILL).
+#: Seconds that the server may take beyond the grace to end its workers and itself (TERM, a second, KILL).
 _PATIENCE = 4.0
 
-_live: weakref.WeakSet[ServedLauncher] = weakref.WeakSet()
+_live: weakref.WeakSet[ServerLauncher] = weakref.WeakSet()
 
-#: Those whose server is dtrun's, between sessions.
-_resting: list[ServedLauncher] = []
+#: Launchers whose server is dtrun's, between sessions.
+_resting: list[ServerLauncher] = []
 
 
-class ServedLauncher(Launcher):
-    """Has a server (a fork server or a root) at the other end of ``sock``; ``process`` is it, unless it is dtrun's.
+class ServerLauncher(Launcher):
+    """A launcher with a server (a fork server or a root) at the other end of ``sock``.
 
-    ``entry`` is what workers run.
+    ``process`` is the server's process, unless that is dtrun's. ``entry`` is the function that workers run.
     """
 
-    #: In messages: what the server is, and what it has to say when it is of no use.
+    #: For messages: the server's name, and the words for a server that is of no use.
     server_name, unfit = "the server", "no node can be started"
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None, entry: str = WORKER) -> None:
         self.entry = entry
         self._server = process
-        self._wire: Wire[News] = Stream(News, sock.detach())
+        self._wire: FramedStream[News] = FramedSocket(News, sock.detach())
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._server_pid = 0  #: known when it is ready; it has no workers before
         self._running: dict[int, int] = {}  #: rank -> pid, 0 until it began
-        self._address = ""  #: where nodes have to find the master
+        self._address = ""  #: the addresses at which nodes have to find the master
         self._events: list[Started | Exited] = []
-        self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and what it is waiting for
-        self._asked = 0  #: how many have been asked for
+        self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and the state that it is waiting on
+        self._asked = 0  #: the number of workers that were asked for
         self._flushes = self._flushed = 0  #: the ids of the last Flush and of the last that was answered
         self._shown = self._rested = False
-        self._trouble = ""  #: why the server is of no use any more
+        self._trouble = ""  #: the reason why the server is of no use any more
         self._stopped = False
         _live.add(self)
 
@@ -100,7 +101,10 @@ class ServedLauncher(Launcher):
             self._await(lambda: self._flushed == self._flushes or bool(self._trouble), timeout)
 
     def start(self, bundles: Sequence[Bundle]) -> None:
-        """Raises StartError when the server is gone or stopped, ValueError for a rank that runs."""
+        """Asks for one worker per bundle and returns at once.
+
+        Raises StartError when the server is gone or stopped, ValueError for a rank that runs.
+        """
         with self._using():
             for bundle in bundles:
                 if bundle.rank in self._running:
@@ -110,7 +114,7 @@ class ServedLauncher(Launcher):
                 self._asked += 1
                 self.vacant = max(0, self.vacant - 1)
                 self._wire.say(Start(bundle, self.entry))
-            self._wire.push(1.0)  # more than its buffer holds goes when the server has imported torch
+            self._wire.push(1.0)  # bytes beyond its buffer go when the server has imported torch
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Sends a signal to a worker's process group and returns; one that has ended already is left alone.
@@ -125,7 +129,7 @@ class ServedLauncher(Launcher):
             self.kill(rank)
 
     def missing(self, ranks: Sequence[int]) -> str:
-        """As the base's: "node 3 on b: ssh has not connected yet"."""
+        """Returns what these nodes are waiting on, a line per group: "node 3 on b: ssh has not connected yet"."""
         groups: dict[tuple[str, str], list[int]] = {}
         for rank in ranks:
             host, what = self._doing.get(rank, ("", ""))
@@ -139,7 +143,7 @@ class ServedLauncher(Launcher):
         return "\n".join(lines)
 
     def found(self, addresses: Sequence[str]) -> None:
-        """Called when it is known where agents find the root."""
+        """Handles the addresses at which agents find the root, once they are known."""
 
     def fileno(self) -> int:
         return self._wire.fileno()
@@ -170,26 +174,26 @@ class ServedLauncher(Launcher):
     def _rest(self, grace: float) -> bool:
         """Ends the workers of a server that is dtrun's, which may be wanted again; False if it is of no use then."""
         self._rested = False
-        self._wire.say(Rest(grace))
+        self._wire.say(EndSession(grace))
         self._await(lambda: self._rested, grace + _PATIENCE)
         return self._rested and not self._trouble
 
     @classmethod
-    def again(cls, plan: Plan) -> Self | None:
-        """The one that rests since the session before this one, if it is for this plan; used again."""
+    def again(cls, spec: LaunchSpec) -> Self | None:
+        """Takes the launcher that rests since the session before this one; None if there is none for this spec."""
         for launcher in _resting:
-            if type(launcher) is cls and launcher._pid == os.getpid() and launcher.serves(plan):
+            if type(launcher) is cls and launcher._pid == os.getpid() and launcher.serves(spec):
                 _resting.remove(launcher)
                 launcher._stopped = False
                 launcher._events.clear()
                 launcher._doing.clear()
                 if launcher._shown:
-                    launcher.show(plan.output)
+                    launcher.show(spec.output)
                 return launcher
         return None
 
-    def serves(self, plan: Plan) -> bool:
-        """Whether it is what this plan means."""
+    def serves(self, spec: LaunchSpec) -> bool:
+        """Returns whether the launcher is the one that this launch spec describes."""
         return True
 
     def _end(self, grace: float) -> None:
@@ -203,7 +207,7 @@ class ServedLauncher(Launcher):
             self._trouble = ""
 
     def _await(self, true: Callable[[], bool], seconds: float) -> None:
-        """Hears what there is until that is true, the server has ended, or the time is over."""
+        """Handles news until ``true()``, the server has ended, or the time is over."""
         deadline = time.monotonic() + seconds
         self._wire.push(seconds)
         while not (true() or self._wire.ended) and (left := deadline - time.monotonic()) > 0:
@@ -249,13 +253,13 @@ class ServedLauncher(Launcher):
                 case Ended():
                     self._running.pop(news.rank, None)
                     self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
-                case Unfit():
+                case LaunchFailed():
                     self._trouble = "\n  ".join((f"{self.unfit}: {news.why}", *news.tail))
                 case SessionEnded():
                     self._rested = True
                 case Flushed():
                     self._flushed = max(self._flushed, news.id)
-                case Doing():
+                case Status():
                     self._doing.update(dict.fromkeys(news.ranks, (news.host, news.what)))
                 case Capacity():
                     self.vacant = max(0, news.free - (self._asked - news.asked))
@@ -269,7 +273,7 @@ class ServedLauncher(Launcher):
             self._trouble = f"{self.server_name} (pid {self._server_pid or '?'}) has ended, and its nodes with it{how}"
 
     def _let_go(self) -> None:
-        """In a forked child: the end of the socket has to mean the end of the master, not of this child."""
+        """Closes a forked child's copy of the socket, whose end has to mean the master's end, not the child's."""
         self._wire.close()
         if self._server is not None:
             self._server.returncode = 0  # not this process's child: nothing to wait for
@@ -277,7 +281,10 @@ class ServedLauncher(Launcher):
 
 @atexit.register
 def _end_resting() -> None:
-    """NodeOutput, the end is another than when this process dies: the agents' exit codes tell."""
+    """Ends resting launchers with a Stop.
+
+    That is another end than when this process dies: the agents' exit codes tell.
+    """
     while _resting:
         launcher = _resting.pop()
         if launcher._pid == os.getpid():
@@ -290,3 +297,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+if not TYPE_CHECKING:  # to type checkers, any name would be there
+    __getattr__ = old_names(__name__, {"ServedLauncher": "ServerLauncher"})

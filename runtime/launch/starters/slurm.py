@@ -22,43 +22,44 @@ from functools import partial
 import msgspec
 
 from ...host import slurm_env
-from ...host.launch_spec import Plan
+from ...host.launch_spec import LaunchSpec
 from ...process.lifetime import describe_exit, die_with_parent
 from ...protocol.errors import StartError
 from ..rendezvous.rendezvous import of_slurm
 from ..rendezvous.worker_cli import worker_command
-from ..tree.control import Unfit
-from ..tree.host_starter import Boss
+from ..tree.control import LaunchFailed
+from ..tree.host_starter import RootPort
 from ..tree.spawn import LAUNCHER_FD
 from ..tree.stderr_tail import StderrTail
-from .join import JoinStarter, JoinLauncher
+from .join import JoinLauncher, JoinStarter
+from .root_launcher import RootLauncher
 
-#: Seconds at the end for srun, whose tasks have ended: it waits for what they have left open.
+#: Seconds at the end for srun, whose tasks have ended: it waits for descriptors that they have left open.
 _PATIENCE = 3.0
-#: Seconds until what a task has said is here, when srun has said that it ended.
+#: Seconds until a task's last output has arrived, when srun has reported its end.
 _LAST_WORDS = 0.5
 
-#: What srun says of tasks that have ended: "srun: error: node1: tasks 3-4: Exited with exit code 2".
+#: The line by which srun reports ended tasks: "srun: error: node1: tasks 3-4: Exited with exit code 2".
 _ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.*)")
 
 
-def spec_of_step(plan: Plan) -> Plan:
-    """For task 0 of a step, of which all other tasks are nodes."""
+def spec_of_step(spec: LaunchSpec) -> LaunchSpec:
+    """Returns the launch spec for task 0 of a step, of which all other tasks are nodes."""
     where = of_slurm()
-    return _spec_of(plan, "join", (where.size or 1) - 1, where.interface, where.options | {"all_come": "yes"})
+    return _spec_of(spec, "join", (where.size or 1) - 1, where.interface, where.options | {"all_come": "yes"})
 
 
-def spec_of_allocation(plan: Plan, nodes: int = 0, per_host: int = 0, hosts: int = 0) -> Plan:
-    """For a master that has srun start so many nodes, or so many per host; by default as many as there are tasks.
+def spec_of_allocation(spec: LaunchSpec, nodes: int = 0, per_host: int = 0, hosts: int = 0) -> LaunchSpec:
+    """Returns the launch spec for a master that has srun start so many nodes, or so many per host.
 
-    Raises ValueError when nobody says how many.
+    By default as many as there are tasks. Raises ValueError when nobody says how many.
     """
     if slurm_env.one_of_several() is not None:
         raise ValueError(
             "srun has started several of this script: let the others be nodes, by `srun dtrun script.py` or by "
             "init_method='slurm://'"
         )
-    options = {"srun": plan.options.get("srun", "")}
+    options = {"srun": spec.options.get("srun", "")}
     if per_host:
         hosts = hosts or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         nodes = per_host * hosts
@@ -68,17 +69,19 @@ def spec_of_allocation(plan: Plan, nodes: int = 0, per_host: int = 0, hosts: int
         raise ValueError("how many nodes is Slurm to start? Say so (nodes=, dtrun -n), or run this inside of salloc")
     name = f"{os.environ.get('SLURM_JOB_ID', socket.gethostname())}-{secrets.token_hex(4)}"
     options["connection_file"] = slurm_env.connection_file(name)
-    return _spec_of(plan, "slurm", nodes, slurm_env.own_addresses(), options)
+    return _spec_of(spec, "slurm", nodes, slurm_env.own_addresses(), options)
 
 
-def _spec_of(plan: Plan, launcher: str, nodes: int, interface: tuple[str, ...], options: dict[str, str]) -> Plan:
+def _spec_of(
+    spec: LaunchSpec, launcher: str, nodes: int, interface: tuple[str, ...], options: dict[str, str]
+) -> LaunchSpec:
     return msgspec.structs.replace(
-        plan,
+        spec,
         launcher=launcher,
         least=nodes,
         most=nodes,
-        interface=plan.interface or interface,
-        options=plan.options | options,
+        interface=spec.interface or interface,
+        options=spec.options | options,
     )
 
 
@@ -87,15 +90,25 @@ class SlurmLauncher(JoinLauncher):
 
     unfit = "Slurm has started no nodes"
 
+    @classmethod
+    def of(cls, spec: LaunchSpec) -> RootLauncher:
+        """Takes what dtrun has said, or else asks the allocation that this process is in for ``spec.most`` nodes."""
+        if "connection_file" not in spec.options:
+            spec = spec_of_allocation(spec, spec.most)
+        return super().of(spec)
+
     def too_many(self, count: int) -> str:
         return f"srun is asked for {self.capacity}"
 
 
 class SlurmStarter(JoinStarter):
-    """Runs srun, beside the door. Options of the plan: ``connection_file``; ``srun``, further arguments of srun's."""
+    """Runs srun, beside the tunnel server.
 
-    def __init__(self, boss: Boss) -> None:
-        super().__init__(boss)
+    Options of the launch spec: ``connection_file``; ``srun``, further arguments of srun's.
+    """
+
+    def __init__(self, root: RootPort) -> None:
+        super().__init__(root)
         self._srun: subprocess.Popen[bytes] | None = None
         self._reasons: StderrTail | None = None
         self._pidfd = -1
@@ -111,7 +124,7 @@ class SlurmStarter(JoinStarter):
     def end(self) -> None:
         super().end()
         if self._srun is not None:
-            # Its tasks have ended, or do so as the door is closed: srun waits for them, and ends.
+            # Its tasks have ended, or do so as the tunnel server is closed: srun waits for them, and ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._srun.wait(_PATIENCE)
             if self._srun.poll() is None:
@@ -150,29 +163,32 @@ class SlurmStarter(JoinStarter):
         self.loop.watch(self._pidfd, self._reap)
 
     def srun_command(self) -> list[str]:
-        """srun's command line. Everybody can read it: it says where the connection file is, not what is in it."""
-        plan, count = self.plan, self.plan.most
+        """Returns srun's command line.
+
+        Everybody can read it: it says where the connection file is, not what is in it.
+        """
+        spec, count = self.spec, self.spec.most
         options = ["--ntasks", str(count), "--unbuffered", "--input=none", "--mpi=none", "--kill-on-bad-exit=0"]
         if "SLURM_JOB_ID" in os.environ:
             options.append("--overlap")  # with a step that this process may be in
         if count > slurm_env.task_count() > 0:
             options.append("--overcommit")
         worker = worker_command(
-            "--init-method", f"slurm://{plan.options['connection_file']}", "--timeout", f"{plan.timeout:g}"
+            "--init-method", f"slurm://{spec.options['connection_file']}", "--timeout", f"{spec.timeout:g}"
         )
-        if plan.python:
-            worker[0] = plan.python
-        return ["srun", *options, *shlex.split(plan.options.get("srun", "")), *worker]
+        if spec.python:
+            worker[0] = spec.python
+        return ["srun", *options, *shlex.split(spec.options.get("srun", "")), *worker]
 
     def _look(self, lines: list[bytes]) -> None:
-        if self.came >= self.plan.most:
-            self.boss.remark("srun", lines)
+        if self.came >= self.spec.most:
+            self.root.remark("srun", lines)
             return
         for line in lines:
             if match := _ENDED.match(line.decode(errors="replace")):
                 why = f"node {match['tasks']} on {match['host']} has ended before it joined ({match['how']})"
                 self.loop.later(_LAST_WORDS, partial(self._fail, why))
-        self.boss.reconsider()  # `waiting` has more to say
+        self.root.reconsider()  # `waiting` has another text
 
     def _reap(self) -> None:
         code = self._srun.poll() if self._srun is not None else None
@@ -183,12 +199,12 @@ class SlurmStarter(JoinStarter):
         self._pidfd = -1
         if self._reasons is not None:
             self._reasons.read()
-        if self.came < self.plan.most:
+        if self.came < self.spec.most:
             self._fail(f"srun ended ({describe_exit(code)}) before all had joined")
 
     def _fail(self, why: str) -> None:
-        """Nobody waits for nodes that never come."""
+        """Reports a failure, once, so that nobody waits for nodes that never come."""
         if not self._failed:
             self._failed = True
             tail = "".join(f"\n  {line}" for line in self._said)
-            self.boss.tell(Unfit(f"{why}{tail and f'; what srun has said:{tail}'}"))
+            self.root.tell(LaunchFailed(f"{why}{tail and f'; what srun has said:{tail}'}"))

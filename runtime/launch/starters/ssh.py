@@ -1,4 +1,4 @@
-"""Nodes on hosts that ssh reaches, which is OpenSSH's client: its settings, keys and jump hosts are the user's.
+"""Nodes on hosts that ssh reaches, by OpenSSH's client: its settings, keys and jump hosts are the user's.
 
     root --> stdin, stdout of `ssh host exec python -P -m dtrun agent` --> sshd --> agent --> fork server --> nodes
 
@@ -16,23 +16,25 @@ import socket
 import subprocess
 import sys
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ...host.addresses import LOOPBACK, way_to
-from ...host.launch_spec import Host, Plan
+from ...host.launch_spec import Host, LaunchSpec
+from ...process.renamed import old_names
 from ...protocol.errors import StartError
-from .piped import NearbyEngine
-from .root_launcher import PlannedLauncher
+from .piped import LocalAgentStarter
+from .root_launcher import RootLauncher
 
-#: Names a program to call in ssh's place.
+#: The environment variable that names a program to call in ssh's place.
 SSH = "DISTTENSOR_SSH"
 
-#: What ssh is told behind the user's own options, of which the first counts.
+#: Options for ssh, after the user's own; the first setting of each counts.
 _OPTIONS = (
     "BatchMode=yes",  # nobody is there to answer questions
     "ConnectTimeout=20",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=2",
-    "ControlMaster=no",  # else what it leaves in the background would outlive the job; one that runs already is used
+    "ControlMaster=no",  # else its background process would outlive the job; one that runs already is used
     "ClearAllForwardings=yes",
     "ForwardX11=no",
     "ForwardAgent=no",
@@ -44,7 +46,7 @@ _OPTIONS = (
 #: An address that is nobody's (RFC 5737), to find the way that leads anywhere.
 _ANYWHERE = "192.0.2.1"
 
-#: A word in what failed -> what to do about it.
+#: A text in the output of what failed -> advice.
 _ADVICE = {
     "Host key verification failed": "its key is not known here: connect once by hand, `ssh {host}`",
     "Permission denied": "a key that needs no password has to lead there: `ssh -o BatchMode=yes {host} true` must work",
@@ -57,19 +59,19 @@ _ADVICE = {
 
 
 def is_here(name: str) -> bool:
-    """Whether a host's name is this one's, or means it everywhere. Asks no name server."""
+    """Returns whether a host's name is this one's, or means it everywhere. Asks no name server."""
     own = socket.gethostname()
     return name in {own, own.partition(".")[0], "localhost", "127.0.0.1", "::1"}
 
 
-def ssh_command(plan: Plan) -> list[str]:
-    """The program, with the user's options before ours."""
-    program = shlex.split(plan.options.get("ssh") or os.environ.get(SSH) or "ssh")
+def ssh_command(spec: LaunchSpec) -> list[str]:
+    """Returns the program and its options, the user's before those of this module."""
+    program = shlex.split(spec.options.get("ssh") or os.environ.get(SSH) or "ssh")
     ours = [word for option in _OPTIONS for word in ("-o", option)]
-    return [*program, *shlex.split(plan.options.get("ssh_options", "")), *ours]
+    return [*program, *shlex.split(spec.options.get("ssh_options", "")), *ours]
 
 
-class SshEngine(NearbyEngine):
+class SshStarter(LocalAgentStarter):
     """Starts one ssh per host, and an agent without ssh on this one, as mpirun does."""
 
     def called(self, host: Host) -> str:
@@ -78,22 +80,22 @@ class SshEngine(NearbyEngine):
     def command(self, host: Host) -> list[str]:
         if not is_here(host.name):
             return [*self._ssh, "--", host.name, self._agent]
-        return ["/bin/sh", "-c", self._agent] if self.plan.python else super().command(host)
+        return ["/bin/sh", "-c", self._agent] if self.spec.python else super().command(host)
 
     @cached_property
     def _ssh(self) -> list[str]:
-        return ssh_command(self.plan)
+        return ssh_command(self.spec)
 
     @cached_property
     def _agent(self) -> str:
-        """For a login shell of any kind. Nothing in it is secret: everybody there can read it."""
+        """The agent's command, for a login shell of any kind. Nothing in it is secret: everybody there can read it."""
         path = os.environ.get("PYTHONPATH")
         variables = ["env", f"PYTHONPATH={path}"] if path else []
         return "exec " + shlex.join([*variables, self._python, "-P", "-m", "dtrun", "agent"])
 
     @property
     def _python(self) -> str:
-        return self.plan.python or sys.executable
+        return self.spec.python or sys.executable
 
     def unanswered(self, host: Host) -> str:
         text = super().unanswered(host)
@@ -109,20 +111,22 @@ class SshEngine(NearbyEngine):
         return ""
 
 
-class SshLauncher(PlannedLauncher):
-    """A plan's hosts, by ssh. Raises ValueError for a plan without hosts."""
+class SshLauncher(RootLauncher):
+    """The launcher "ssh": nodes on the launch spec's hosts. Raises ValueError for one without hosts."""
 
-    def __init__(self, plan: Plan) -> None:
-        if not plan.hosts:
+    def __init__(self, spec: LaunchSpec) -> None:
+        if not spec.hosts:
             raise ValueError("launcher='ssh' needs hosts: hosts='a:4,b:4', or dtrun --hosts a:4,b:4")
-        super().__init__(plan)
+        super().__init__(spec)
 
     def ways(self) -> tuple[str, ...]:
-        """The addresses that lead to the hosts; the loopback one only if no other is among them, for want of which
-        nodes on this host would tell nodes on others to find them there."""
+        """Returns the addresses that lead to the hosts; the loopback one only if there is no other.
+
+        For want of another, nodes on this host would tell nodes on others to find them at the loopback address.
+        """
         found: dict[str, None] = {}
         # the last is for hosts that only ssh knows, as behind a jump host
-        others = addresses_by_ssh(self.plan)
+        others = addresses_by_ssh(self.spec)
         for name in (*others, _ANYWHERE):
             if name != _ANYWHERE or (others and not found):
                 with contextlib.suppress(OSError):
@@ -130,10 +134,10 @@ class SshLauncher(PlannedLauncher):
         return tuple(address for address in found if not _is_loopback(address)) or (LOOPBACK,)
 
 
-def addresses_by_ssh(plan: Plan) -> list[str]:
-    """What ssh's configuration says that the other hosts' addresses are; their names if it says nothing."""
-    command = [*ssh_command(plan), "-G", "--"]
-    hosts = [host.name for host in plan.hosts if not is_here(host.name)]
+def addresses_by_ssh(spec: LaunchSpec) -> list[str]:
+    """Returns the other hosts' addresses by ssh's configuration; their names if it says nothing."""
+    command = [*ssh_command(spec), "-G", "--"]
+    hosts = [host.name for host in spec.hosts if not is_here(host.name)]
     try:
         asked = [
             subprocess.Popen(
@@ -153,3 +157,7 @@ def addresses_by_ssh(plan: Plan) -> list[str]:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
+
+
+if not TYPE_CHECKING:  # to type checkers, any name would be there
+    __getattr__ = old_names(__name__, {"SshEngine": "SshStarter"})

@@ -1,11 +1,12 @@
-"""An ordinary program of torch.distributed on every node, as torchrun runs it: ``dtrun --process-group``.
+"""Runs an ordinary program of torch.distributed on every node, as torchrun does: ``dtrun --process-group``.
 
     dtrun ----launcher (any)----> fork server --> node: this module's ``main`` --exec--> python script.py  RANK=0 ...
       |                                                                                      | init_process_group()
       +----> store_host.py, which holds torch's TCPStore  <----------------------------------+ MASTER_ADDR, MASTER_PORT
 
 There is no master: nodes get no commands. The store listens on the address by which nodes reach this host, which on one
-host is the loopback one. It knows nobody, as gloo and NCCL don't, so between hosts the network has to be trusted.
+host is the loopback one. It authenticates nobody, as gloo and NCCL don't, so between hosts the network has to be
+trusted.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...host import affinity
-from ...host.launch_spec import Plan
+from ...host.launch_spec import LaunchSpec
 from ...host.launcher import Exited, Started
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children
 from ...protocol.bundle import Bundle, read_bundle
 from ...protocol.errors import StartError
 from ...protocol.keys import job_id
 from ..registry import get_launcher
-from ..starters.server_launcher import ServedLauncher
+from ..starters.server_launcher import ServerLauncher
 
 ENTRY = "disttensor.runtime.launch.torchrun_mode.everywhere:main"
 
 #: Seconds for the other nodes to end by themselves: when one has failed, when one has because another's end was seen
 #: (whose process may take a while to end), and after Ctrl-C.
 _GRACE, _AFTER_OTHERS, _AFTER_SIGNAL = 1.0, 3.0, 5.0
-#: What end_children has to wait for the store's host (seconds).
+#: Seconds that end_children has to wait for the store's host.
 _PATIENCE = 1.0
 
-#: What gloo and NCCL say where another rank has ended. Such a node may be gone before the other's process is.
+#: Errors of gloo and NCCL where another rank has ended. Such a node may be gone before the other's process is.
 _OF_OTHERS = re.compile(r"Connection (closed|reset) by peer|[Ss]ocket [Cc]losed|remote process exited|Broken pipe")
 
 _STORE_HOST = os.path.join(os.path.dirname(__file__), "store_host.py")
 
 
 def main(lifeline: int) -> int:
-    """A node: becomes the program. Does not return unless there is no such program."""
+    """Makes a node the program. Does not return unless there is no such program."""
     bundle = read_bundle(lifeline)
     if bundle.cwd and os.path.isdir(bundle.cwd):
         os.chdir(bundle.cwd)
@@ -69,7 +70,7 @@ def main(lifeline: int) -> int:
 
 
 def _told(bundle: Bundle) -> dict[str, str]:
-    """As torchrun does. MASTER_ADDR, MASTER_PORT and what goes with them are the same for all (``lead``)."""
+    """Returns torchrun's variables. MASTER_ADDR, MASTER_PORT and related ones are the same for all (``lead``)."""
     rank, size = str(bundle.rank), str(bundle.nodes)
     # programs say torch.cuda.set_device(LOCAL_RANK): of its own GPUs, where somebody has divided those
     alone = affinity.this_host().own_gpus
@@ -85,7 +86,10 @@ def _told(bundle: Bundle) -> dict[str, str]:
 
 
 def _default_environment(threads: int) -> dict[str, str]:
-    """Unless something else is said. What a program prints leaves at once, as it would on a terminal."""
+    """Returns defaults for variables that are not set: of threads, of the network, and for unbuffered output.
+
+    Output of a program leaves at once, as it would on a terminal.
+    """
     found = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if os.environ.get("MASTER_ADDR", "").startswith("127."):
         found["GLOO_SOCKET_IFNAME"] = "lo"
@@ -94,7 +98,7 @@ def _default_environment(threads: int) -> dict[str, str]:
 
 @dataclass
 class _Course:
-    """What has happened so far."""
+    """The events so far."""
 
     running: set[int]
     begun: set[int]
@@ -103,13 +107,15 @@ class _Course:
 
     @property
     def culprits(self) -> list[Exited]:
-        """Those that have not failed because of others."""
+        """The nodes that have not failed because of others."""
         return [one for one in self.failed if not any(map(_OF_OTHERS.search, one.tail))]
 
 
-def lead(plan: Plan, program: Sequence[str], count: int, bind: str, trusted: bool) -> int:
-    """Runs ``program`` (its first word empty for python) on ``count`` nodes; gives the exit code: of the node that
-    failed first, or 128 + the signal that killed it, or that dtrun was sent.
+def lead(spec: LaunchSpec, program: Sequence[str], count: int, bind: str, trusted: bool) -> int:
+    """Runs ``program`` on ``count`` nodes; returns the exit code.
+
+    That is the code of the node that failed first, or 128 + the signal that killed it, or that dtrun was sent. The
+    first word of ``program`` is empty for python.
 
     Raises StartError when nodes can't be started, ValueError for hosts between which it must not run.
     """
@@ -117,12 +123,12 @@ def lead(plan: Plan, program: Sequence[str], count: int, bind: str, trusted: boo
     with contextlib.ExitStack() as stack:
         stack.callback(end_children, _PATIENCE)
         woken = stack.enter_context(_signals())
-        launcher = _launcher(plan)
+        launcher = _launcher(spec)
         stack.callback(launcher.stop, 0)
         _check_network(launcher.listen, trusted)
         host, port, store = stack.enter_context(_store(launcher.listen[0]))
-        launcher.show(plan.output)
-        env = plan.env | {
+        launcher.show(spec.output)
+        env = spec.env | {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -139,19 +145,19 @@ def lead(plan: Plan, program: Sequence[str], count: int, bind: str, trusted: boo
         ]  # fmt: skip
         launcher.start(bundles)
         course = _Course(set(range(count)), set())
-        _follow(launcher, woken, store, course, time.monotonic() + plan.timeout)
+        _follow(launcher, woken, store, course, time.monotonic() + spec.timeout)
         launcher.stop(0)
     return _verdict(course)
 
 
-def _launcher(plan: Plan) -> ServedLauncher:
-    if plan.launcher == "local":
+def _launcher(spec: LaunchSpec) -> ServerLauncher:
+    if spec.launcher == "local":
         from ..starters.local import LocalLauncher
 
         return LocalLauncher(ENTRY, ())  # the program imports torch itself, if it wants to
-    found = get_launcher(plan.launcher).of(plan)
-    if not isinstance(found, ServedLauncher):
-        raise StartError(f"--process-group does not go with --launcher {plan.launcher}")
+    found = get_launcher(spec.launcher).of(spec)
+    if not isinstance(found, ServerLauncher):
+        raise StartError(f"--process-group does not go with --launcher {spec.launcher}")
     found.entry = ENTRY
     return found
 
@@ -167,8 +173,10 @@ def _check_network(addresses: Sequence[str], trusted: bool) -> None:
 
 @contextlib.contextmanager
 def _store(host: str) -> Iterator[tuple[str, int, int]]:
-    """Where torch's store listens, and a descriptor that is readable when its host's process has ended; which does so
-    when its standard input does."""
+    """Starts the host of torch's store, which ends with its standard input.
+
+    Yields the address and port where it listens, and a descriptor that is readable when its process has ended.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     me = os.getpid()
     with socket.create_server((host, 0), family=family, backlog=1024) as sock:  # from now on ranks can call
@@ -188,7 +196,7 @@ def _store(host: str) -> Iterator[tuple[str, int, int]]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """A descriptor from which the numbers of signals can be read that would end this process."""
+    """Yields a descriptor from which the numbers of signals can be read that would end this process."""
     out, into = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
@@ -203,7 +211,7 @@ def _signals() -> Iterator[int]:
         os.close(into)
 
 
-def _follow(launcher: ServedLauncher, woken: int, store: int, course: _Course, deadline: float) -> None:
+def _follow(launcher: ServerLauncher, woken: int, store: int, course: _Course, deadline: float) -> None:
     """Returns when all nodes have ended, or some time after one has failed or after a signal.
 
     Raises StartError when a node has not begun by ``deadline``, or the store is gone.

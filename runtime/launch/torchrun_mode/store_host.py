@@ -2,7 +2,8 @@
 
     python -P store_host.py LISTENING_FD
 
-It ends with its standard input. As dtrun listens already, whoever comes while torch is imported is served afterwards.
+It ends with its standard input. As dtrun listens already, ranks that connect while torch is imported are served
+afterwards.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     root --wire: ssh's stdin and stdout, or ZeroMQ--> agent --socket--> fork server --> nodes
 
-It does not import torch, so its first word (``Knock``) is there in a tenth of a second, while the fork server imports.
+It imports no torch, so its first message (``AgentHello``) comes in a tenth of a second, while the fork server imports.
 Who dies when: the end of the wire, a root that is silent for LEASE seconds (its network was cut, so that nobody tells)
 and SIGTERM all make it end its fork server, and so the nodes, and then itself. When it is killed itself, the fork
 server sees the end of its socket; when that one is killed, the kernel ends the nodes, and the agent says so and ends.
@@ -27,24 +27,24 @@ from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, describe_exit, end_children, name_process
 from ...protocol.bundle import PROTOCOL, VERSION
 from ...protocol.errors import ProtocolError, StartError
-from .control import Beat, Knock, News, Order, Ready, Refuse, Stop, Unfit
-from .framed import MARK, Stream, Wire
+from .control import AgentHello, Beat, LaunchFailed, News, Order, Ready, Refuse, Stop
+from .framed import MARK, FramedSocket, FramedStream
 from .loop import Loop
 from .spawn import PRELOAD, spawn_server
 
-#: Seconds without a word from the root after which it is taken to be cut off. It says something every few seconds.
+#: Seconds without a message from the root after which it is taken to be cut off. It sends heartbeats (root.py: BEAT).
 LEASE = 15.0
 #: Seconds for the fork server to end its nodes and itself, beyond the grace.
 PATIENCE = 4.0
 
-#: Exit codes: the boss is gone; this agent was of no use.
+#: Exit codes: the root is gone; this agent was refused.
 EX_ROOT_GONE, EX_REFUSED = 75, 76
 
 
-def knock(slots: int = 0, wish: int = -1, local_rank: int = -1, local_size: int = 0) -> Knock:
-    """What there is to say about this process."""
-    return Knock(
-        PROTOCOL, VERSION, platform.python_version(), socket.gethostname(), os.getpid(), slots, wish,
+def agent_hello(slots: int = 0, first_rank: int = -1, local_rank: int = -1, local_size: int = 0) -> AgentHello:
+    """Describes this process for the root."""
+    return AgentHello(
+        PROTOCOL, VERSION, platform.python_version(), socket.gethostname(), os.getpid(), slots, first_rank,
         local_rank, local_size, len(os.sched_getaffinity(0)), _gpus(),
     )  # fmt: skip
 
@@ -57,21 +57,23 @@ def _gpus() -> int:
 
 
 class Agent:
-    """``run`` returns the exit code when all is over and nothing that it started is alive."""
+    """An agent's state and loop. ``run`` returns the exit code when nothing that it started is alive."""
 
-    def __init__(self, up: Wire[Order], knock: Knock, preload: Sequence[str] = PRELOAD, lease: float = LEASE) -> None:
+    def __init__(
+        self, up: FramedStream[Order], agent_hello: AgentHello, preload: Sequence[str] = PRELOAD, lease: float = LEASE
+    ) -> None:
         """Starts the fork server. Raises StartError."""
         self._up = up
         self._lease = lease
         self._loop = Loop()
         self._heard = time.monotonic()
-        self._ending: float | None = None  #: when to be done with it at the latest
+        self._ending: float | None = None  #: when the end has to be done at the latest
         self._code = 0
-        self._ready = False  #: the fork server is
-        up.say(knock)
+        self._ready = False  #: the fork server is ready
+        up.say(agent_hello)
         adopt_orphans()
         sock, self._server = spawn_server(preload, tied=True)
-        self._down: Wire[News] = Stream(News, sock.detach())
+        self._down: FramedStream[News] = FramedSocket(News, sock.detach())
         self._down.say(Output(upward=True))
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -119,13 +121,13 @@ class Agent:
         for news in self._down.hear():
             self._up.say(news)
             self._ready = self._ready or isinstance(news, Ready)
-            if isinstance(news, Unfit):
+            if isinstance(news, LaunchFailed):
                 self._end(1)
         if self._down.ended and self._ending is None:
             how = "ended"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 how = f"ended ({describe_exit(self._server.wait(1))})"
-            self._up.say(Unfit(f"the fork server has {how}, and its nodes with it"))
+            self._up.say(LaunchFailed(f"the fork server has {how}, and its nodes with it"))
             self._code = 1
 
     def _take_signal(self) -> None:
@@ -148,7 +150,7 @@ class Agent:
 
     def _stop(self, grace: float) -> None:
         self._down.say(Stop(grace))
-        # before it is ready there are no nodes, and it would hear of this when it has imported torch only
+        # before it is ready there are no nodes, and it would read this only when it has imported torch
         deadline = time.monotonic() + (grace + PATIENCE if self._ready else 0)
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
 
@@ -167,19 +169,21 @@ class Agent:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """An agent whose wire is its stdin and stdout: what ssh starts on a host. ``argv`` is for tests: the lease, and
-    modules to import instead of those that workers need."""
+    """Runs an agent whose wire is its stdin and stdout: ssh starts this on a host.
+
+    ``argv`` is for tests: the lease, and modules to import instead of those that workers need.
+    """
     inn, out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    os.dup2(2, 1)  # whatever prints, prints beside the wire
+    os.dup2(2, 1)  # prints of other code go beside the wire
     name_process("dt-agent")
     os.write(out, MARK)
-    up: Wire[Order] = Stream(Order, inn, out)
+    up: FramedStream[Order] = FramedSocket(Order, inn, out)
     try:
-        return Agent(up, knock(), argv[1:] or PRELOAD, float(argv[0]) if argv else LEASE).run()
+        return Agent(up, agent_hello(), argv[1:] or PRELOAD, float(argv[0]) if argv else LEASE).run()
     except (StartError, ProtocolError, msgspec.DecodeError) as e:
-        up.say(Unfit(str(e)))
+        up.say(LaunchFailed(str(e)))
         up.push(1.0)
         return 1

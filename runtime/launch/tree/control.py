@@ -1,18 +1,20 @@
-"""What the processes of a job's launching tell each other: one set of frames for every wire between them.
+"""The control frames between the processes of a launch: one set for every wire between them.
 
-    master -- Plan, then Start, Kill, Stop, Rest ----> root -- the same, Modules, Took, Beat --> agent --> fork server
-           <-- Ready, Began, Ended, Unfit, Doing, Capacity      <-- Knock, the same, NodeOutput ----------       <--
+    master --> root           LaunchSpec, then Start, Kill, Stop, EndSession, Flush
+    root   --> agent          the same, Modules, OutputAck, Beat;  an agent passes them to its fork server
+    agent  --> root           AgentHello, then the fork server's frames, NodeOutput
+    root   --> master         Ready, Began, Ended, LaunchFailed, Status, Capacity, SessionEnded, Flushed
 
-A master of local nodes speaks to a fork server directly (without Plan, Doing, Capacity). Each struct goes as msgpack; how
-its end is found is the wire's matter (framed.py). Nothing is ever unpickled. The end of a wire is a message too: who
-sees it knows that the other process is gone, even by SIGKILL.
+A master of local nodes speaks to a fork server directly (without LaunchSpec, Status, Capacity). Each struct goes as
+msgpack; framed.py delimits them. Nothing is ever unpickled. The end of a stream is a message too: it means that the
+other process is gone, even by SIGKILL.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ...host.launch_spec import Plan
+from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...protocol.bundle import Bundle
 
@@ -28,7 +30,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Modules(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What lies beside the script (shipping.py), for the nodes that are started after this."""
+    """The modules beside the script (shipping.py), for the nodes that are started after this."""
 
     packed: bytes
 
@@ -47,36 +49,42 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     code: int = 0  #: an agent's exit code: not 0 where nobody has asked for this end
 
 
-class Rest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """As Stop, but stay for the session after this one: ``SessionEnded`` says that no worker is left."""
+class EndSession(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Do as with Stop, but stay for the session after this one: ``SessionEnded`` says that no worker is left."""
 
     grace: float
 
 
-class Took(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """So many bytes of what nodes said have found their place; their server lets them wait while too many have not."""
+class OutputAck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """So many bytes of node output have been shown or stored (credit for the flow control).
+
+    Their server lets nodes wait while too many bytes are not acknowledged.
+    """
 
     size: int
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Show what nodes have printed by now, then say Flushed."""
+    """Show the output of nodes until now, then send Flushed."""
 
     id: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The root is there. An agent that hears nothing for long has been cut off, and ends."""
+    """The root's heartbeat. An agent that hears nothing for long has been cut off, and ends."""
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """To an agent that cannot be used: it says why and ends. As Knock, understood by every version."""
+    """Refuses an agent that cannot be used: it prints the reason and ends.
+
+    Every version understands this, as AgentHello.
+    """
 
     why: str
 
 
-class Knock(msgspec.Struct, frozen=True, tag=True):
-    """An agent's first word. It decodes in every version, so it only ever gets fields with defaults."""
+class AgentHello(msgspec.Struct, frozen=True, tag="Knock"):  # the tag of every version
+    """An agent's first message. It decodes in every version, so it only ever gets fields with defaults."""
 
     protocol: int
     version: str = ""  #: disttensor's
@@ -84,21 +92,21 @@ class Knock(msgspec.Struct, frozen=True, tag=True):
     host: str = ""
     pid: int = 0
     slots: int = 0  #: how many nodes it may start; 0: the root knows
-    wish: int = -1  #: the rank of its first node, where something outside has dealt them; else -1
-    local_rank: int = -1  #: of its first node among all of its host, where something outside knows
+    first_rank: int = -1  #: the rank of its first node, where something outside has assigned ranks; else -1
+    local_rank: int = -1  #: the place of its first node among all of its host, where something outside knows
     local_size: int = 0
-    cores: int = 0  #: that it may use
+    cores: int = 0  #: the number of cores that it may use
     gpus: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The server has imported what workers need. Sent before it looks at any order."""
+    """The server has imported the modules of workers. Sent before it looks at any order."""
 
     pid: int
     torch: str = ""  #: its version
 
 
-class Unfit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class LaunchFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The server cannot start workers at all, and ends."""
 
     why: str
@@ -125,11 +133,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """All workers have ended, as Rest wanted."""
+    """All workers have ended, as EndSession asked."""
 
 
 class NodeOutput(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A piece of what a node has written to its stdout (fd 1) or stderr (2), as it came: no prefix, any cut."""
+    """A piece of a node's output to its stdout (fd 1) or stderr (2), as it came: no prefix, any cut."""
 
     rank: int
     fd: int
@@ -137,13 +145,13 @@ class NodeOutput(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What nodes had printed when this Flush came is shown, or was said before this."""
+    """The output of nodes before this Flush is shown, or was sent before this."""
 
     id: int
 
 
-class Doing(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What these nodes are waiting for, for the error when they have waited too long."""
+class Status(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The state that these nodes are waiting on, for the error when they have waited too long."""
 
     ranks: tuple[int, ...]
     host: str  #: empty: not known yet
@@ -151,17 +159,29 @@ class Doing(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """How many nodes could be started at once now, beside those that were."""
+    """The number of nodes that could be started at once now, beside those that were."""
 
     free: int
     asked: int = 0  #: Starts that had come by then
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Where agents find the root that they join, such as tcp://10.0.0.1:41233."""
+    """The addresses at which agents find the root that they join, such as tcp://10.0.0.1:41233."""
 
     addresses: tuple[str, ...]
 
 
-Order = Plan | Output | Modules | Start | Kill | Stop | Rest | Took | Flush | Beat | Refuse
-News = Knock | Ready | Unfit | Began | Ended | SessionEnded | NodeOutput | Flushed | Doing | Capacity | Listening
+Order = LaunchSpec | Output | Modules | Start | Kill | Stop | EndSession | OutputAck | Flush | Beat | Refuse
+News = (
+    AgentHello
+    | Ready
+    | LaunchFailed
+    | Began
+    | Ended
+    | SessionEnded
+    | NodeOutput
+    | Flushed
+    | Status
+    | Capacity
+    | Listening
+)

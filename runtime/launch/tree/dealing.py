@@ -1,4 +1,4 @@
-"""Which node goes where: ranks in blocks over hosts in their order, as mpirun deals them."""
+"""Deals nodes to hosts: ranks in blocks over hosts in their order, as mpirun does."""
 
 from __future__ import annotations
 
@@ -11,72 +11,75 @@ from .host_starter import Branch
 
 
 class RankAssignment:
-    """Who sits where, and who has no seat yet. A rank that has ended gives its seat back."""
+    """The places of ranks, and the ranks that have none yet. A rank that has ended gives its place back."""
 
     def __init__(self) -> None:
-        self.unseated: dict[int, Start] = {}
+        self.unassigned: dict[int, Start] = {}
         self.pids: dict[int, int] = {}  #: rank -> pid, of those that run
-        self._at: dict[int, tuple[Branch, int]] = {}  #: rank -> where, and its number there
+        self._at: dict[int, tuple[Branch, int]] = {}  #: rank -> branch, and its place there
 
     def ask(self, start: Start) -> None:
-        """A node that wants a seat."""
-        self.unseated[start.bundle.rank] = start
+        """Adds a node that needs a place."""
+        self.unassigned[start.bundle.rank] = start
 
     def branch_of(self, rank: int) -> Branch | None:
         return self._at[rank][0] if rank in self._at else None
 
     def of(self, branch: Branch) -> tuple[int, ...]:
-        """The ranks at a branch."""
+        """Returns the ranks at a branch."""
         return tuple(rank for rank, (at, _) in self._at.items() if at is branch)
 
     def leave(self, rank: int) -> int:
-        """It has ended; gives its pid, or 0."""
+        """Removes a rank that has ended; returns its pid, or 0."""
         self._at.pop(rank, None)
         return self.pids.pop(rank, 0)
 
     def free(self, branches: Iterable[Branch]) -> int:
-        """How many seats nobody sits on, and nobody waits for."""
+        """Returns the number of places that no rank has, and none waits for."""
         there = sum(branch.slots for branch in branches if branch.gone is None)
-        return max(0, there - len(self._at) - len(self.unseated))
+        return max(0, there - len(self._at) - len(self.unassigned))
 
     def deal(self, branches: Sequence[Branch]) -> list[tuple[Branch, Start]]:
-        """RankAssignment for those that have none, in the order of ranks. Nobody sits down before there are seats for all that
-        begin together, so that it does not matter who comes first."""
-        wanted = self.unseated
+        """Assigns places to the ranks that have none, in their order.
+
+        No rank gets a place before there are places for all that begin together, so that it does not matter which host
+        comes first.
+        """
+        wanted = self.unassigned
         if not wanted or any(len(wanted) + len(self._at) < start.bundle.nodes for start in wanted.values()):
             return []
         if sum(branch.slots for branch in branches) < len(self._at) + len(wanted):
             return []
-        taken = {branch: {seat for at, seat in self._at.values() if at is branch} for branch in branches}
+        taken = {branch: {slot for at, slot in self._at.values() if at is branch} for branch in branches}
         dealt: list[tuple[Branch, int]] = []
         for branch in self._in_order(branches):
-            free = [seat for seat in range(branch.slots) if seat not in taken[branch]]
+            free = [slot for slot in range(branch.slots) if slot not in taken[branch]]
             for rank in self._choice(branch, sorted(wanted))[: len(free)]:
                 self._at[rank] = branch, free.pop(0)
                 dealt.append((branch, rank))
         return [(branch, self._complete(wanted.pop(rank), branches)) for branch, rank in dealt]
 
     def _in_order(self, branches: Sequence[Branch]) -> list[Branch]:
-        """Those that were promised their ranks first; all of a host together, in the order of the hosts."""
+        """Orders branches: those with a preferred first rank first; all of a host together, in the hosts' order."""
         hosts = list(dict.fromkeys(branch.host for branch in branches))
-        return sorted(branches, key=lambda b: (b.wish < 0, max(b.wish, 0), hosts.index(b.host)))
+        return sorted(branches, key=lambda b: (b.first_rank < 0, max(b.first_rank, 0), hosts.index(b.host)))
 
     def _choice(self, branch: Branch, ranks: list[int]) -> list[int]:
-        """The ranks that this branch prefers, of those that are left."""
+        """Returns the ranks that are left, in the order in which this branch prefers them."""
         ranks = [rank for rank in ranks if rank not in self._at]
-        if branch.wish < 0:
+        if branch.first_rank < 0:
             return ranks
-        own = range(branch.wish, branch.wish + branch.slots)
+        own = range(branch.first_rank, branch.first_rank + branch.slots)
         return [rank for rank in ranks if rank in own] + [rank for rank in ranks if rank not in own]
 
     def _complete(self, start: Start, branches: Sequence[Branch]) -> Start:
-        """With its place among the nodes of its host."""
-        branch, seat = self._at[start.bundle.rank]
+        """Returns the Start with the node's place among the nodes of its host."""
+        branch, slot = self._at[start.bundle.rank]
         first, size = branch.place
         if not size:
             # several agents may be on one host: those before it come first
-            mates = [b for b in branches if b.host == branch.host]
-            first = sum(len(self.of(b)) for b in mates[: mates.index(branch)])
-            size = sum(len(self.of(b)) for b in mates)
-        bundle = msgspec.structs.replace(start.bundle, local_rank=first + seat, local_size=size)
+            same_host = [b for b in branches if b.host == branch.host]
+            first = sum(len(self.of(b)) for b in same_host[: same_host.index(branch)])
+            size = sum(len(self.of(b)) for b in same_host)
+        bundle = msgspec.structs.replace(start.bundle, local_rank=first + slot, local_size=size)
         return msgspec.structs.replace(start, bundle=bundle)

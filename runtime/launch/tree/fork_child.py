@@ -22,7 +22,7 @@ def become_worker(
     """Turns this fresh child of ``server`` into the worker of node ``rank`` and ends the process with its exit code.
 
     ``foreign`` are descriptors of the server's and of other workers': a life-line held here would keep a sibling alive.
-    Nothing may leave this function, as it would run on in the server's loop.
+    No exception may leave this function, as the child would run on in the server's loop.
     """
     code = 1
     try:
@@ -53,7 +53,7 @@ def work(entry: str) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends this process at once, when what it has printed has left it."""
+    """Ends this process at once, when its printed output has left it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # user code closed it or took it away
             stream.flush()

@@ -1,4 +1,4 @@
-"""The wire between two processes of a launching: what is said at one end is heard at the other, in order."""
+"""Framed streams between two processes of a launch: messages sent at one end are received at the other, in order."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from .loop import Loop
 
 In = TypeVar("In")
 
-#: What an agent writes to its stdout before its first frame: a login shell may have written there before.
+#: The bytes that an agent writes to its stdout before its first frame: a login shell may have written there before.
 MARK = b"\n-- disttensor agent --\n"
 
 
-class Wire(ABC, Generic[In]):
-    """One end. Not safe for threads. Nothing blocks, but ``push`` with a timeout."""
+class FramedStream(ABC, Generic[In]):
+    """One end of a stream of messages. Not safe for threads. Nothing blocks, but ``push`` with a timeout."""
 
-    ended: bool = False  #: the other end is gone, and all that it said was heard
+    ended: bool = False  #: the other end is gone, and all its messages were received
 
     @abstractmethod
     def say(self, message: msgspec.Struct) -> None:
-        """Queues a message and sends what fits. Raises nothing when the other end is gone: ``ended`` tells."""
+        """Queues a message and sends the bytes that fit. Raises nothing when the other end is gone: ``ended`` tells."""
 
     @abstractmethod
     def push(self, timeout: float = 0.0) -> None:
-        """Sends what is queued; waits up to ``timeout`` seconds for room each time that there is none."""
+        """Sends queued messages; waits up to ``timeout`` seconds for room each time that there is none."""
 
     def watch_room(self, loop: Loop) -> None:
-        """Has the loop's next turn end when there is room for what is pending."""
+        """Has the loop's next turn end when there is room for queued bytes."""
 
     @abstractmethod
     def hear(self) -> list[In]:
-        """All whole messages that have come.
+        """Returns all complete messages that have arrived.
 
         Raises ProtocolError on an oversize frame, msgspec.DecodeError (ValidationError) on anything unknown.
         """
 
     @abstractmethod
     def fileno(self) -> int:
-        """Readable when ``hear`` may have something."""
+        """Returns a descriptor that is readable when ``hear`` may have something."""
 
     @abstractmethod
     def close(self) -> None:
-        """Twice is fine."""
+        """Closes this end. Closing twice is fine."""
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """What a ``Stream`` sends for it."""
+    """Returns the bytes that a ``FramedSocket`` sends for a message."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
-class Stream(Wire[In]):
-    """Over descriptors, of a socket or two pipes, which it closes. Frame: 4 bytes of length (big endian), a struct.
+class FramedSocket(FramedStream[In]):
+    """A stream over descriptors, of a socket or two pipes, which it closes.
 
-    ``kinds`` is the union of what the other end may say.
+    Frame: 4 bytes of length (big endian), a struct. ``kinds`` is the union of the other end's messages.
     """
 
     def __init__(self, kinds: object, inn: int, out: int | None = None) -> None:
@@ -76,7 +76,7 @@ class Stream(Wire[In]):
 
     @property
     def pending(self) -> bool:
-        """Whether something that was said has not left yet."""
+        """True while a message has not left completely."""
         return bool(self._out)
 
     def watch_room(self, loop: Loop) -> None:
@@ -99,7 +99,7 @@ class Stream(Wire[In]):
                 if timeout <= 0 or not poller.poll(timeout * 1000):
                     return
             except OSError:
-                self._out.clear()  # what the other end said before it went can still be heard
+                self._out.clear()  # messages that the other end sent before it went can still be read
                 return
 
     def hear(self) -> list[In]:
@@ -136,7 +136,7 @@ class Stream(Wire[In]):
                 with contextlib.suppress(OSError):
                     os.close(fd)
 
-    def __enter__(self) -> Stream[In]:
+    def __enter__(self) -> FramedSocket[In]:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""One thread that waits for many descriptors and times: what roots and agents are built on."""
+"""An event loop of one thread that waits for many descriptors and times: roots and agents are built on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class Loop:
-    """``turn`` waits for the next things to happen and calls what was asked for."""
+    """An event loop. ``turn`` waits for the next events and calls the functions that were registered for them."""
 
     def __init__(self) -> None:
         self._poller = select.poll()  # epoll refuses regular files
@@ -26,28 +26,28 @@ class Loop:
         self._register(fd)
 
     def room(self, fd: int, wanted: bool) -> None:
-        """Whether a turn is to end when ``fd`` becomes writable."""
+        """Sets whether a turn is to end when ``fd`` becomes writable."""
         if wanted != (fd in self._full):
             (self._full.add if wanted else self._full.discard)(fd)
             self._register(fd)
 
     def forget(self, fd: int) -> None:
-        """To be called before it is closed; one that is not watched is fine."""
+        """Stops watching a descriptor, before it is closed; one that is not watched is fine."""
         self._watched.pop(fd, None)
         self._full.discard(fd)
         self._register(fd)
 
     def later(self, seconds: float, then: Callable[[], object]) -> None:
-        """Calls ``then`` once after so many seconds. It cannot be taken back: have it look whether it still matters."""
+        """Calls ``then`` once after so many seconds. It cannot be undone: have it check whether it still matters."""
         heapq.heappush(self._times, (time.monotonic() + seconds, next(self._order), then))
 
     def turn(self, timeout: float | None = None) -> None:
-        """One round: waits (``timeout`` seconds at most), then calls what is due."""
+        """Does one round: waits (``timeout`` seconds at most), then calls what is due."""
         if self._times:
             left = max(0.0, self._times[0][0] - time.monotonic())
             timeout = left if timeout is None else min(timeout, left)
         for fd, events in self._poller.poll(None if timeout is None else timeout * 1000 + 0.5):
-            # what ran before may have closed it, and its number may be another's by now
+            # an earlier call may have closed it, and its number may be another's by now
             then = self._watched.get(fd)
             if then is not None and events & ~select.POLLOUT:
                 then()

@@ -1,9 +1,9 @@
 """The root: the process beside the master that holds all hosts' agents.
 
-    master --unix socket--> root --engine's branches: ssh, ZeroMQ, ...--> agents --> fork servers --> nodes
+    master --unix socket--> root --host starter's branches: ssh, ZeroMQ, ...--> agents --> fork servers --> nodes
 
-It deals nodes to hosts, keeps orders until an agent is there, tells the master which host each piece of news is from,
-and prints what nodes say. It imports no torch, and of the ways of launching only its plan's engine.
+It deals nodes to hosts, keeps orders until an agent has come, tells the master which host each piece of news is from,
+and prints the output of nodes. It imports no torch, and of the host starters only the one of its launch spec.
 
 Who dies when: the end of the master's socket (even by SIGKILL) and SIGTERM make the root end all agents and then
 itself. When it is killed, its wires end, and the agents by that (agent.py). A host that is cut off loses its nodes.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...host.launch_spec import Plan
+from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
 from ...protocol.bundle import PROTOCOL, VERSION
@@ -27,64 +27,68 @@ from ...protocol.errors import DisttensorError
 from ..output.printer import Printer
 from ..registry import get_starter
 from .control import (
+    AgentHello,
     Beat,
     Began,
-    Doing,
+    Capacity,
     Ended,
+    EndSession,
     Flush,
     Flushed,
     Kill,
-    Knock,
+    LaunchFailed,
     Modules,
     News,
+    NodeOutput,
     Order,
+    OutputAck,
     Ready,
     Refuse,
-    Rest,
     SessionEnded,
-    Capacity,
-    NodeOutput,
     Start,
+    Status,
     Stop,
-    Took,
-    Unfit,
 )
 from .dealing import RankAssignment
-from .framed import Stream, Wire
-from .host_starter import Branch, Engine
+from .framed import FramedSocket, FramedStream
+from .host_starter import Branch, HostStarter
 from .loop import Loop
 from .shipping import offer
 
-#: The exit code of agents, as of nodes, whose master has gone.
+#: The exit code of agents, and of nodes, whose master has gone.
 EX_ROOT_GONE = 75
 
-#: Seconds between two beats; an agent takes a root that is silent for long to be cut off.
+#: Seconds between two heartbeats; an agent takes a root that is silent for long to be cut off.
 BEAT = 3.0
 #: Seconds that agents have to end their nodes and themselves, beyond the grace.
 PATIENCE = 5.0
-#: More of them where somebody is on the way who has to be told; all of it is less than what dtrun waits (run.py).
+#: Further seconds where agents are on the way that have to be told. The sum is less than dtrun waits (cli/main.py).
 LATE = 2.5
 
 
 class Root:
-    """``run`` returns when the master has gone or said Stop, and nothing that was started is left."""
+    """The root's state and loop.
 
-    def __init__(self, wire: Wire[Order]) -> None:
+    ``run`` returns when the master has gone or sent Stop, and nothing that was started is left.
+    """
+
+    def __init__(self, wire: FramedStream[Order]) -> None:
         self.loop = Loop()
-        self.plan = Plan("")
+        self.spec = LaunchSpec("")
         self._up = wire
-        self._engine: Engine | None = None
-        self._modules: bytes | None = None  #: packed; empty if there are none, None until an agent is there
+        self._starter: HostStarter | None = None
+        self._modules: bytes | None = None  #: modules, packed; empty if there are none, None until an agent has come
         self._branches: list[Branch] = []
         self._seats = RankAssignment()
         self._asked = 0  #: nodes that the master has asked for
         self._printer = Printer()
-        self._owed: deque[tuple[Branch, int]] = deque()  #: what was said and not taken yet, of whom
-        self._flushing: dict[int, set[Branch]] = {}  #: by the id of a Flush: who has not answered it yet
-        self._awake: set[Branch] = set()  #: who is to rest and has nodes left
-        self._ending: float | None = None  #: when to be done with it at the latest
+        #: output that was received and not acknowledged yet: (branch, bytes)
+        self._owed: deque[tuple[Branch, int]] = deque()
+        self._flushing: dict[int, set[Branch]] = {}  #: by the id of a Flush: branches that have not answered it yet
+        self._awake: set[Branch] = set()  #: branches that are to end the session and have nodes left
+        self._ending: float | None = None  #: when the end has to be done at the latest
         self._dismissed = False  #: the master has ended it
-        self._hurries = False  #: a signal has
+        self._hurries = False  #: a signal has ended it
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -94,7 +98,7 @@ class Root:
 
     def __repr__(self) -> str:
         state = " ending" if self._ending is not None else ""
-        return f"<Root {self.plan.launcher or 'without a plan'} branches={self._branches} asked={self._asked}{state}>"
+        return f"<Root {self.spec.launcher or 'without a spec'} branches={self._branches} asked={self._asked}{state}>"
 
     def run(self) -> None:
         while self._ending is None or (self._is_needed() and time.monotonic() < self._ending):
@@ -107,19 +111,19 @@ class Root:
                 branch.push()
             while self._owed and not self._printer.full:
                 branch, size = self._owed.popleft()
-                branch.say(Took(size))
+                branch.say(OutputAck(size))
         for branch in list(self._branches):
             self.lost(branch, "was ended", 0, ())
-        if self._engine is not None:
-            self._engine.end()
-        self._printer.flush(0.5)  # the master may have no patience with what comes now
+        if self._starter is not None:
+            self._starter.end()
+        self._printer.flush(0.5)  # the master may not wait for later output
         end_children(2.0)
         self._printer.flush(0.5)
         self._up.push(0.5)
 
     def _is_needed(self) -> bool:
-        """While it ends: for the time that it has at most."""
-        return bool(self._branches) or (self._engine is not None and not self._hurries and self._engine.awaits())
+        """Returns whether anything is left to wait for while it ends, within the time that it has at most."""
+        return bool(self._branches) or (self._starter is not None and not self._hurries and self._starter.awaits())
 
     def _watch_room(self) -> None:
         self._up.watch_room(self.loop)
@@ -132,12 +136,12 @@ class Root:
     def _take_orders(self) -> None:
         for order in self._up.hear():
             match order:
-                case Plan():
+                case LaunchSpec():
                     self._begin(order)
                 case Output():
                     self._printer.show(order)
                 case Flush():
-                    # of those that have nodes: a fork server that still imports answers when it has done so
+                    # to branches that have nodes: a fork server that still imports answers when it has done so
                     with_nodes = {self._seats.branch_of(rank) for rank in self._seats.pids}
                     there = {branch for branch in with_nodes if branch is not None and branch.gone is None}
                     self._flushing[order.id] = there
@@ -150,25 +154,25 @@ class Root:
                     self._deal()
                 case Kill():
                     branch = self._seats.branch_of(order.rank)
-                    if branch is not None and branch.knock is not None:
+                    if branch is not None and branch.agent_hello is not None:
                         branch.say(order)
                 case Stop():
                     self._dismissed = True
                     self._stop(order.grace)
-                case Rest():
+                case EndSession():
                     self._rest(order)
         if self._up.ended:
             self.loop.forget(self._up.fileno())
             self._stop(0, 0 if self._dismissed else EX_ROOT_GONE)
 
-    def _begin(self, plan: Plan) -> None:
-        self.plan = plan
-        self._printer.show(plan.output)
+    def _begin(self, spec: LaunchSpec) -> None:
+        self.spec = spec
+        self._printer.show(spec.output)
         try:
-            self._engine = get_starter(plan.launcher)(self)
-            self._engine.begin()
+            self._starter = get_starter(spec.launcher)(self)
+            self._starter.begin()
         except (DisttensorError, ValueError, OSError, ImportError) as e:
-            self._up.say(Unfit(f"{type(e).__name__}: {e}"))
+            self._up.say(LaunchFailed(f"{type(e).__name__}: {e}"))
             self._stop(0)
         else:
             self._up.say(Ready(os.getpid()))
@@ -179,21 +183,21 @@ class Root:
         self._stop(0, EX_ROOT_GONE)
 
     def _stop(self, grace: float, code: int = 0) -> None:
-        late = self._engine is not None and self._engine.awaits()
+        late = self._starter is not None and self._starter.awaits()
         deadline = time.monotonic() + grace + PATIENCE + (LATE if late else 0.0)
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
         self._branches = [branch for branch in self._branches if branch.gone is None]
         for branch in list(self._branches):
-            if branch.knock is None:
+            if branch.agent_hello is None:
                 self.lost(branch, "was not needed any more", 0, ())
             else:
                 branch.say(Stop(grace, code))
 
-    def _rest(self, order: Rest) -> None:
-        self._seats.unseated.clear()
+    def _rest(self, order: EndSession) -> None:
+        self._seats.unassigned.clear()
         for branch in self._branches:
             branch.waiting.clear()
-            if branch.knock is not None and branch.gone is None:
+            if branch.agent_hello is not None and branch.gone is None:
                 self._awake.add(branch)
                 branch.say(order)
             else:
@@ -202,7 +206,7 @@ class Root:
         self._rested()
 
     def _rested(self, branch: Branch | None = None) -> None:
-        """A branch has, or is gone, or there may be none."""
+        """Notes that a branch has ended the session, or is gone; or that there may be none."""
         if branch is not None:
             self._awake.discard(branch)
         if not self._awake:
@@ -227,13 +231,13 @@ class Root:
             if branch.gone is not None:
                 self._end_node(branch, rank)
                 continue
-            if branch.knock is None:
+            if branch.agent_hello is None:
                 branch.waiting.append(start)
             else:
                 branch.say(start)
-            self._up.say(Doing((rank,), branch.host, branch.what))
-        if self._seats.unseated and self._engine is not None:
-            self._up.say(Doing(tuple(self._seats.unseated), "", self._engine.waiting()))
+            self._up.say(Status((rank,), branch.host, branch.what))
+        if self._seats.unassigned and self._starter is not None:
+            self._up.say(Status(tuple(self._seats.unassigned), "", self._starter.waiting()))
         self._up.say(Capacity(self._seats.free(self._branches), self._asked))
 
     def _end_node(self, branch: Branch, rank: int) -> None:
@@ -242,7 +246,7 @@ class Root:
         self._printer.end(rank)
         self._up.say(Ended(rank, pid, code, cause, tuple(tail), branch.host))
 
-    # ---- from engines ----------------------------------------------------------------------------------------------
+    # ---- from host starters ----------------------------------------------------------------------------------------
 
     def tell(self, news: News) -> None:
         self._up.say(news)
@@ -252,7 +256,7 @@ class Root:
 
     def give_up(self, why: str, tail: Sequence[str] = ()) -> None:
         if self._ending is None:
-            self._up.say(Unfit(why, tuple(tail)))
+            self._up.say(LaunchFailed(why, tuple(tail)))
             self._stop(0)
 
     def add(self, branch: Branch) -> None:
@@ -262,15 +266,15 @@ class Root:
     def remark(self, who: str, lines: Sequence[bytes]) -> None:
         self._printer.remark(who, lines)
 
-    def doing(self, branch: Branch, what: str) -> None:
+    def report_status(self, branch: Branch, what: str) -> None:
         branch.what = what
         ranks = self._seats.of(branch)
         if ranks:
-            self._up.say(Doing(ranks, branch.host, what))
+            self._up.say(Status(ranks, branch.host, what))
 
     def heard(self, branch: Branch, news: News) -> None:
         match news:
-            case Knock():
+            case AgentHello():
                 self._let_in(branch, news)
             case NodeOutput():
                 self._printer.take(news.rank, news.fd, news.data)
@@ -280,7 +284,7 @@ class Root:
             case Flushed():
                 self._flushed(news.id, branch)
             case Ready():
-                self.doing(branch, "its nodes have not answered yet")
+                self.report_status(branch, "its nodes have not answered yet")
             case Began() if self._seats.branch_of(news.rank) is branch:
                 self._seats.pids[news.rank] = news.pid
                 self._up.say(msgspec.structs.replace(news, host=branch.host))
@@ -290,11 +294,11 @@ class Root:
                 if news.code:
                     self._printer.flush()
                 self._up.say(msgspec.structs.replace(news, host=branch.host))
-            case Unfit():
+            case LaunchFailed():
                 self.lost(branch, f"no node can be started there: {news.why}", os.EX_UNAVAILABLE, news.tail)
 
     def _flushed(self, id: int, branch: Branch | None = None) -> None:
-        """A branch has done so, or is gone, or there may be none."""
+        """Notes that a branch has flushed, or is gone; or that there may be none."""
         awaited = self._flushing.get(id)
         if awaited is None:
             return
@@ -305,21 +309,21 @@ class Root:
             self._printer.flush()
             self._up.say(Flushed(id))
 
-    def _let_in(self, branch: Branch, knock: Knock) -> None:
-        if knock.protocol != PROTOCOL:
+    def _let_in(self, branch: Branch, hello: AgentHello) -> None:
+        if hello.protocol != PROTOCOL:
             why = (
-                f"{knock.host} has disttensor {knock.version} (protocol {knock.protocol}), the master {VERSION} "
+                f"{hello.host} has disttensor {hello.version} (protocol {hello.protocol}), the master {VERSION} "
                 f"(protocol {PROTOCOL}): install one version"
             )
             branch.say(Refuse(why))
             self.lost(branch, why, os.EX_PROTOCOL, ())
             return
-        branch.knock = knock
+        branch.agent_hello = hello
         if self._modules is None:
-            self._modules = offer(self.plan.folder)
+            self._modules = offer(self.spec.folder)
         if self._modules:
             branch.say(Modules(self._modules))
-        self.doing(branch, "its fork server has not imported torch yet")
+        self.report_status(branch, "its fork server has not imported torch yet")
         if self._ending is not None:
             branch.say(Stop(0))
         for start in branch.waiting:
@@ -344,16 +348,16 @@ class Root:
 
     def _beat(self) -> None:
         for branch in self._branches:
-            if branch.knock is not None and branch.gone is None:
+            if branch.agent_hello is not None and branch.gone is None:
                 branch.say(Beat())
         self.loop.later(BEAT, self._beat)
 
 
 def serve(control: int, parent: int) -> int:
-    """The root of the master at the other end of the socket with this number. ``parent``: a pid to die with, or 0."""
-    wire: Wire[Order] = Stream(Order, control)
+    """Runs the root of the master at the other end of the socket ``control``. ``parent``: a pid to die with, or 0."""
+    wire: FramedStream[Order] = FramedSocket(Order, control)
     if parent:
-        die_with_parent(parent, signal.SIGTERM)  # the way of the socket's end, if somebody holds it open
+        die_with_parent(parent, signal.SIGTERM)  # ends it like the socket's end, which somebody may hold open
     name_process("dt-root")
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -36,27 +36,27 @@ from ..output.relay import Source
 from .control import (
     Began,
     Ended,
+    EndSession,
     Flush,
     Flushed,
     Kill,
+    LaunchFailed,
     Modules,
-    Order,
-    Ready,
-    Rest,
-    SessionEnded,
     NodeOutput,
+    Order,
+    OutputAck,
+    Ready,
+    SessionEnded,
     Start,
     Stop,
-    Took,
-    Unfit,
 )
 from .fork_child import become_worker
-from .framed import Stream
+from .framed import FramedSocket
 from .shipping import adopt
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
-#: Bytes of output that are on their way up at most, but for one more piece of each node.
+#: The most bytes of output on their way up (the window), but for one more piece of each node.
 CREDIT = 1 << 18
 
 
@@ -72,7 +72,7 @@ class Node:
         self.tail = tail
 
     def signal(self, number: int) -> None:
-        """To its process group, so that children of user functions go with it. It is not reaped yet: the pid is its."""
+        """Signals its process group, and so children of user functions. It is not reaped yet: the pid is its own."""
         try:
             os.killpg(self.pid, number)
         except OSError:  # its user code moved it to another group
@@ -81,21 +81,21 @@ class Node:
 
 
 class Server:
-    """Forks, relays, reaps. ``run`` returns when the master has gone or said Stop and no worker is left."""
+    """Forks, relays, reaps. ``run`` returns when the master has gone or sent Stop and no worker is left."""
 
-    def __init__(self, wire: Stream[Order]) -> None:
+    def __init__(self, wire: FramedSocket[Order]) -> None:
         self._wire = wire
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         self._printer = Printer()
         self._nodes: dict[int, Node] = {}
         self._selector = selectors.PollSelector()  # epoll refuses regular files
         self._deadline: float | None = None  #: set while stopping: when to use more force
-        self._resting = False  #: it is only the session that ends
+        self._resting = False  #: only the session ends
         self._force: int | None = None  #: the signal that the workers were sent last
-        self._upward = False  #: the boss shows what nodes print
-        self._unacknowledged = 0  #: bytes of that which have not found their place yet
+        self._upward = False  #: the root shows the output of nodes
+        self._unacknowledged = 0  #: bytes of that output that are not acknowledged yet
         self._paused = False  #: too much is waiting to be written, so sources wait
-        self._waiting: list[int] = []  #: what is watched for room
+        self._waiting: list[int] = []  #: descriptors that are watched for room
         self._watch(wire.fileno(), self._take_orders)
         self._watch(self._wakeup[0], self._take_signal)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -115,14 +115,14 @@ class Server:
             times = [t for t in (self._deadline, self._printer.due) if t is not None]
             timeout = max(0.0, min(times) - time.monotonic()) if times else None
             for key, mask in self._selector.select(timeout):
-                # what ran before may have closed it, and its number may be another's by now
+                # an earlier call may have closed it, and its number may be another's by now
                 if mask & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._wire.push()
             self._printer.push()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._press()
-        end_children(0)  # what the workers' own children left behind
+        end_children(0)  # processes that the workers' own children left behind
         self._printer.flush(0.5)
         self._wire.push(0.5)
 
@@ -136,7 +136,7 @@ class Server:
                     self._printer.show(order)
                 case Modules():
                     adopt(order.packed)
-                case Took():
+                case OutputAck():
                     self._unacknowledged -= order.size
                 case Flush():
                     self._flush(order.id)
@@ -146,7 +146,7 @@ class Server:
                     self._nodes[order.rank].signal(order.signal)
                 case Stop():
                     self._stop(order.grace)
-                case Rest():
+                case EndSession():
                     self._stop(order.grace)
                     self._resting = True
         if self._wire.ended:
@@ -158,7 +158,7 @@ class Server:
         self._stop(0)
 
     def _wake(self) -> None:
-        """No worker is left of a session after which there may be another."""
+        """Ends a session, of which no worker is left, and after which there may be another."""
         self._deadline = self._force = None
         self._resting = False
         end_children(0)
@@ -172,7 +172,7 @@ class Server:
             self._deadline = deadline
 
     def _press(self) -> None:
-        """The time is over: TERM first, KILL later."""
+        """Uses more force when the time is over: TERM first, KILL later."""
         self._force = signal.SIGTERM if self._force is None else signal.SIGKILL
         self._deadline = time.monotonic() + TERM_TIME
         for node in self._nodes.values():
@@ -194,7 +194,7 @@ class Server:
             tail = Tail()
             then = partial(self._take_output, bundle.rank, tail)
             node = Node(bundle.rank, pid, line_in, (Source(out, 1, then), Source(err, 2, then)), tail)
-            with contextlib.suppress(BrokenPipeError):  # it has ended already, which its pidfd will say
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, which its pidfd will tell
                 write_bundle(line_in, bundle)
         except OSError as e:  # no descriptors, no processes, no memory left
             for fd in fds:
@@ -223,11 +223,11 @@ class Server:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # the child does the same: whoever comes first
+            os.setpgid(pid, pid)  # the child does the same: one of the two comes first
         return pid
 
     def _own_fds(self) -> list[int]:
-        """All that a worker must not keep open."""
+        """Returns all descriptors that a worker must not keep open."""
         fds = [self._wire.fileno(), *self._wakeup, *self._printer.fds()]
         for node in self._nodes.values():
             fds += [node.pidfd, node.lifeline, *(s.fd for s in node.sources)]
@@ -244,7 +244,7 @@ class Server:
         os.close(node.lifeline)
         del self._nodes[node.rank]
         self._printer.end(node.rank)
-        if code:  # before the master hears of it and says the same again
+        if code:  # before the master hears of it and prints the same again
             self._printer.flush()
         self._wire.say(Ended(node.rank, node.pid, code, describe_exit(code), node.tail.lines()))
 
@@ -263,7 +263,7 @@ class Server:
             self._forget(source.fd)
 
     def _flush(self, id: int) -> None:
-        if not self._paused:  # else it waits for those who look at it, and somebody else may wait for us
+        if not self._paused:  # else output waits for its readers, and another process may wait for this one
             for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:
                 for _ in range(16):  # not for ever, as it may print on and on
                     if not source.read():
@@ -284,7 +284,7 @@ class Server:
             self._selector.unregister(fd)
 
     def _watch_room(self) -> None:
-        """Waits for room where something could not be written; lets sources wait while too much is."""
+        """Waits for room where writing was incomplete; lets sources wait while too much output is."""
         for fd in self._waiting:
             self._forget(fd)
         self._waiting = self._printer.waiting
@@ -303,11 +303,11 @@ class Server:
 
 def serve(control: int, parent: int) -> int:
     """Serves the socket with this number until its end. ``parent`` is a pid to die with, or 0. One thread only."""
-    wire: Stream[Order] = Stream(Order, control)
+    wire: FramedSocket[Order] = FramedSocket(Order, control)
     if parent:
-        die_with_parent(parent, signal.SIGTERM)  # the way of the socket's end, if somebody holds it open
+        die_with_parent(parent, signal.SIGTERM)  # ends it like the socket's end, which somebody may hold open
     adopt_orphans()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, exit codes would be lost
     # numpy's OpenBLAS has threads, and a handler that stops them around a fork
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     gc.freeze()  # a collection in a worker would otherwise touch, and so copy, every page
@@ -322,7 +322,7 @@ def _torch() -> str:
 
 
 def decline(control: int, why: str, lines: list[str]) -> None:
-    """Tells the boss that there won't be any worker, and the last lines about it."""
+    """Tells the root that there won't be any worker, and the last lines about it."""
     tail = Tail()
     tail.add(2, "\n".join(lines).encode(errors="replace"))
-    Stream(Order, control).say(Unfit(why, tail.lines()))
+    FramedSocket(Order, control).say(LaunchFailed(why, tail.lines()))

@@ -1,4 +1,4 @@
-"""Modules that lie beside the user's script, for hosts that don't see its directory.
+"""Ships modules that lie beside the user's script to hosts that don't see its directory.
 
     root: gather(folder) -> Sources, packed into one frame --> fork server of another host: adopt(frame)
                                                                  the same files lie there: nothing to do
@@ -24,14 +24,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-#: Bytes of sources, and of these when packed: the frame that carries them may have twice as many.
+#: The most bytes of sources, and of these when packed: the frame that carries them may have twice as many.
 LIMIT, PACKED = 16 << 20, 1 << 20
-#: Entries of directories that are looked at: the script may lie in somebody's home.
+#: The most entries of directories that are looked at: the script may lie in somebody's home.
 ENTRIES = 20_000
 
 
 class TooMuch(ValueError):
-    """These are not the modules of one program. Says what was too much."""
+    """The files are too many or too large to be the modules of one program; the message says what was too much."""
 
 
 class Sources(msgspec.Struct, frozen=True):
@@ -41,14 +41,14 @@ class Sources(msgspec.Struct, frozen=True):
     files: dict[str, bytes]
 
     def digest(self) -> bytes:
-        """The same for the same files."""
+        """Returns a digest that is the same for the same files."""
         it = hashlib.blake2b(digest_size=16)
         for name, data in sorted(self.files.items()):
             it.update(b"%d %d " % (len(name.encode()), len(data)) + name.encode() + data)
         return it.digest()
 
     def pack(self) -> bytes:
-        """For ``unpack``. Raises TooMuch."""
+        """Packs the sources for ``unpack``. Raises TooMuch."""
         packed = zlib.compress(msgspec.msgpack.encode(self))
         if len(packed) > PACKED:
             raise TooMuch(f"more than {PACKED >> 20} MiB of sources when packed")
@@ -56,7 +56,7 @@ class Sources(msgspec.Struct, frozen=True):
 
 
 def unpack(packed: bytes) -> Sources:
-    """Raises ValueError (msgspec's errors are such, too) for what ``pack`` has not made."""
+    """Unpacks sources. Raises ValueError (msgspec's errors are such, too) for bytes that ``pack`` has not made."""
     unpacker = zlib.decompressobj()
     try:
         data = unpacker.decompress(packed, 2 * LIMIT)
@@ -66,7 +66,10 @@ def unpack(packed: bytes) -> Sources:
 
 
 def gather(folder: str) -> Sources:
-    """What a program in this folder can import from it. Raises TooMuch; an unreadable file is left out."""
+    """Reads the modules that a program in this folder can import from it.
+
+    Raises TooMuch; an unreadable file is left out.
+    """
     files, total = {}, 0
     for path in _python_files(folder):
         try:
@@ -82,7 +85,7 @@ def gather(folder: str) -> Sources:
 
 
 def offer(folder: str) -> bytes:
-    """What is in a script's folder, packed; nothing where that is too much, which is said on stderr."""
+    """Returns the packed sources of a script's folder; empty where that is too much, which is reported on stderr."""
     try:
         sources = gather(folder) if folder else Sources("", {})
         return sources.pack() if sources.files else b""
@@ -92,7 +95,10 @@ def offer(folder: str) -> bytes:
 
 
 def _python_files(folder: str) -> Iterator[str]:
-    """Without environments, caches and hidden directories; a directory that several links lead to is seen once."""
+    """Yields Python files, without environments, caches and hidden directories.
+
+    A directory that several links lead to is seen once.
+    """
     seen, entries = set(), 0
     for here, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(here)
@@ -108,7 +114,7 @@ def _python_files(folder: str) -> Iterator[str]:
 
 
 def adopt(packed: bytes) -> bool:
-    """Has this process, and those that it forks, import these modules; False when they lie here as well.
+    """Has this process, and those that it forks, import these modules; returns False when they lie here as well.
 
     Raises ValueError as ``unpack`` does.
     """
@@ -117,7 +123,7 @@ def adopt(packed: bytes) -> bool:
         if os.path.isdir(sources.folder) and gather(sources.folder).digest() == sources.digest():
             return False
     except TooMuch:
-        pass  # so they are others
+        pass  # so the files here are others
     _serve(sources)
     return True
 
@@ -139,7 +145,7 @@ def _serve(sources: Sources) -> None:
 
 
 class _Finder(importlib.abc.PathEntryFinder):
-    """Finds what lies in one folder."""
+    """Finds the modules that lie in one folder."""
 
     def __init__(self, path: str, sources: Sources, folders: set[str]) -> None:
         self._path = path
@@ -169,13 +175,13 @@ class _Loader(importlib.abc.SourceLoader):
         return self._path
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """With the lines that tracebacks show: another file may lie at the same path."""
+        """Executes the module, and caches the lines that tracebacks show: another file may lie at the same path."""
         text = importlib.util.decode_source(self.get_data(self._path))
         linecache.cache[self._path] = len(text), None, text.splitlines(keepends=True), self._path
         super().exec_module(module)
 
     def get_data(self, path: str | bytes) -> bytes:
-        """Raises OSError for what is not there, such as a cached compiled file."""
+        """Returns a file's bytes. Raises OSError for a file that was not shipped, such as a cached compiled one."""
         try:
             return self._sources.files[os.path.relpath(os.fsdecode(path), self._sources.folder)]
         except KeyError:

@@ -1,4 +1,4 @@
-"""Starting a fork server or a root, and finding the one that dtrun has started."""
+"""Starts a fork server or a root, and finds the one that dtrun has started."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from ...host.launch_spec import Plan
+from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...protocol.errors import StartError
 from .framed import frame
 
-#: Where dtrun tells the script which descriptor is the socket of its server.
+#: The environment variable by which dtrun tells the script the descriptor of its server's socket.
 LAUNCHER_FD = "DISTTENSOR_LAUNCHER_FD"
 
 #: An option that changes nothing on such a socket, and is seen by all who hold it.
 _TAKEN = socket.SO_KEEPALIVE
 
-#: The script that they run.
+#: The script that these processes run.
 BOOT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "entry.py")
 
-#: What a worker imports and what it would otherwise import after the fork, each for itself.
+#: Modules that a worker imports, and some that it would otherwise import after the fork, each for itself.
 PRELOAD = (
     "disttensor.runtime.node.worker",
     "disttensor.runtime.transport.zmq",
@@ -41,10 +41,13 @@ def spawn_server(
     output: Output | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Starts a fork server; gives its control socket. ``tied``: it dies with the calling thread, which must be main.
+    """Starts a fork server; returns its control socket and its process.
 
-    ``output``: how it shows what nodes print, until somebody says something else. ``environment``: its own, and
-    that of the nodes.
+    Args:
+        preload: modules that it imports before the first fork.
+        tied: it dies with the calling thread, which must be the main thread.
+        output: how it shows the output of nodes, until another order.
+        environment: its environment, and that of the nodes; None for this process's.
 
     Raises StartError.
     """
@@ -54,23 +57,26 @@ def spawn_server(
     return sock, process
 
 
-def spawn_root(plan: Plan, tied: bool = False) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Starts a root for this plan, which it has been sent. Otherwise as ``spawn_server``."""
+def spawn_root(spec: LaunchSpec, tied: bool = False) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Starts a root and sends it its launch spec. Otherwise as ``spawn_server``."""
     sock, process = _spawn("root", "the root", tied, None)
-    _first(sock, plan)
+    _first(sock, spec)
     os.environ.pop("DISTTENSOR_SECRET", None)  # the root has it now (credentials.py), and nobody else needs it
     return sock, process
 
 
 def node_command(entry: str) -> list[str]:
-    """The command line of a worker, for launchers that start each by itself. Its stdin is its life-line: the bundle
-    (``write_bundle``), and then nothing until the master ends. ``entry`` is what it runs, "module:function"."""
+    """Returns the command line of a worker, for launchers that start each by itself.
+
+    Its stdin is its life-line: the bundle (``write_bundle``), and then nothing until the master ends. ``entry`` is the
+    function that it runs, "module:function".
+    """
     path = json.dumps([p for p in sys.path if isinstance(p, str)])
     return [sys.executable, "-u", "-P", BOOT, "node", path, entry]
 
 
-def _first(sock: socket.socket, word: Output | Plan) -> None:
-    with contextlib.suppress(OSError):  # it has ended already, as the socket will say
+def _first(sock: socket.socket, word: Output | LaunchSpec) -> None:
+    with contextlib.suppress(OSError):  # it has ended already, which the socket's end will tell
         sock.sendall(frame(word))
 
 
@@ -103,7 +109,7 @@ def _spawn(
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:
-    """Two sockets that are not 0, 1 or 2: a daemon may have closed those, and they stand for something else."""
+    """Makes two sockets that are not 0, 1 or 2: a daemon may have closed those, and they stand for something else."""
     with contextlib.ExitStack() as stack:
         pair = [stack.enter_context(s) for s in socket.socketpair()]
         first, second = (socket.socket(fileno=fcntl.fcntl(s.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)) for s in pair)
@@ -119,7 +125,10 @@ def _is_open(fd: int) -> bool:
 
 
 def inherited_server() -> socket.socket | None:
-    """The control socket of dtrun's server, once and for the script that dtrun started, not for that one's children."""
+    """Returns the control socket of dtrun's server, once, and only in the script that dtrun started.
+
+    Not in that script's children.
+    """
     text = os.environ.pop(LAUNCHER_FD, "")
     try:
         fd = int(text)
@@ -140,5 +149,5 @@ def inherited_server() -> socket.socket | None:
 
 
 def was_taken(sock: socket.socket) -> bool:
-    """Whether the script has asked for its nodes by this socket."""
+    """Returns whether the script has asked for its nodes by this socket."""
     return bool(sock.getsockopt(socket.SOL_SOCKET, _TAKEN))

@@ -1,5 +1,4 @@
-"""What a program has to say that the root has started, such as ssh or srun: lines, the last of which are the reasons if
-it fails."""
+"""The output of a program that the root has started, such as ssh or srun; its last lines explain a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from .loop import Loop
 
 
 class StderrTail:
-    """Reads ``fd``, which it closes, in the turns of a loop; ``then`` gets the lines that have come, each once."""
+    """Reads ``fd``, which it closes, in the turns of a loop; ``then`` gets the lines that have arrived, each once."""
 
     def __init__(self, loop: Loop, fd: int, then: Callable[[list[bytes]], object]) -> None:
         os.set_blocking(fd, False)
@@ -23,11 +22,11 @@ class StderrTail:
 
     @property
     def lines(self) -> list[str]:
-        """The last ones, with what was not finished."""
+        """The last lines, with the unfinished one."""
         return [*self._last, *([_shown(self._rest)] if self._rest else [])][-TAIL_LINES:]
 
     def read(self) -> None:
-        """Takes what there is now; for who knows that the program has ended, before the loop's turn comes."""
+        """Reads what is there now; for a caller that knows that the program has ended, before the loop's turn comes."""
         try:
             piece = os.read(self._fd, 1 << 16) if self._fd >= 0 else b""
         except BlockingIOError:
@@ -41,7 +40,7 @@ class StderrTail:
             self._then(lines)
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Closes the descriptor. Closing twice is fine."""
         if self._fd >= 0:
             self._loop.forget(self._fd)
             os.close(self._fd)

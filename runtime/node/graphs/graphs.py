@@ -1,7 +1,7 @@
 """Graphs on a node: recorded commands as steps, and their replay.
 
     Part* Graph --> steps: segments of Calls, each a Program that an Engine runs; Sends, Recvs and the like between them
-    Replay      --> the steps in order; what one leaves for later ones lies in the store under the recorded refs
+    Replay      --> the steps in order; a step's results for later ones lie in the store under the recorded refs
 
 A segment that meets poison, or that raises, is done call by call by the executor from there on: one way of failing.
 """
@@ -31,7 +31,7 @@ _RENUMBERED = kinds("renumbered")
 
 @dataclass
 class Single:
-    """A step of one command, done as any other command is."""
+    """A step of one command, which is done like any other command."""
 
     at: int  #: its place in the recording
     command: c.Command
@@ -43,17 +43,17 @@ class Segment:
 
     at: int
     calls: list[c.Call]
-    holes: list[list[tuple[int, int]]]  #: of each call: (index of an argument, number that takes its place)
+    holes: list[list[tuple[int, int]]]  #: per call: (index of an argument, number that takes its place)
     program: Program
     engine: Engine
     dead: list[list[int]]  #: refs made here that nothing needs after each call
     writes: tuple[int, ...]  #: inputs whose memory is written
-    new: bool  #: has first calls of signatures, which its first replay does one by one
+    new: bool  #: contains first calls of signatures, which its first replay does one by one
 
 
 @dataclass
 class Graph:
-    """One recording."""
+    """One recording: its steps, inputs and outputs."""
 
     steps: list[Single | Segment]
     frees: list[list[int]]  #: after each step: refs from earlier ones that nothing needs any more
@@ -86,7 +86,7 @@ class Graphs:
         self._builder = Builder()
 
     def close(self) -> None:
-        """Ends what is being compiled."""
+        """Ends compilations under way."""
         self._builder.close()
 
     def part(self, command: c.Part) -> None:
@@ -96,7 +96,7 @@ class Graphs:
         parts.commands += command.commands
 
     def define(self, command: c.Graph) -> None:
-        """Raises ProtocolError for an engine that there is not, or calls that don't fit their templates."""
+        """Builds a graph. Raises ProtocolError for an unknown engine, or calls that don't fit their templates."""
         make = ENGINES.get(command.engine)
         if make is None:
             raise ProtocolError(f"there is no engine {command.engine!r}; there are {', '.join(ENGINES)}")
@@ -112,14 +112,14 @@ class Graphs:
         for ref in () if graph is None else graph.outputs:
             self._node.store.watched.pop(ref, None)
 
-    def engines(self, number: int) -> str:
-        """Per program of a graph, a line: what ran it last, and why nothing else does."""
+    def engines(self, number: int) -> tuple[tuple[str, str], ...]:
+        """Returns for each program of a graph the engine that ran it last, and the reason why no other does."""
         graph = self._graphs.get(number)
         programs = [s.engine for s in graph.steps if type(s) is Segment] if graph is not None else []
-        return "\n".join(f"{engine.used}: {' '.join(engine.why.split())}" for engine in programs)
+        return tuple((engine.used, " ".join(engine.why.split())) for engine in programs)
 
     def templates(self) -> set[int]:
-        """The templates that replays need."""
+        """Returns the numbers of the templates that replays need."""
         return {number for graph in self._graphs.values() for number in graph.templates}
 
     # ---- building --------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Graphs:
         last = {ref: i for i in range(len(commands)) for ref in (*reads[i], *makes[i])}
         born = {ref: i for i in range(len(commands)) for ref in makes[i]}
         steps: list[Single | Segment] = []
-        ends: list[int] = []  # of each step: the place in the recording after it
+        ends: list[int] = []  # per step: the place in the recording after it
         run: list[int] = []
         awaited: set[int] = set()
 
@@ -144,7 +144,7 @@ class Graphs:
         for i, recorded in enumerate(commands):
             if isinstance(recorded, c.Call) and not isinstance(node.templates[recorded.template], Broken):
                 if not awaited.isdisjoint(reads[i]):
-                    close()  # no earlier, so that the transfer runs beside what is before
+                    close()  # no earlier, so that the transfer runs beside the calls before
                     awaited.difference_update(reads[i])
                 run.append(i)
             else:
@@ -165,7 +165,7 @@ class Graphs:
         return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named)
 
     def _refs(self, command: c.Command) -> tuple[Sequence[int], Sequence[int]]:
-        """What a command reads or writes in place, and what it makes."""
+        """Returns the refs that a command reads or writes in place, and those that it makes."""
         traits = TRAITS[type(command)]
         template = self._node.templates[command.template] if isinstance(command, c.Call) else None
         return traits.reads(command, template), traits.makes(command, template)
@@ -191,7 +191,7 @@ class Graphs:
         return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)), new)
 
     def sends(self, graph: int) -> bool:
-        """Whether its replays send anything to peers."""
+        """Returns whether the graph's replays send anything to peers."""
         found = self._graphs.get(graph)
         steps = [] if found is None else found.steps
         return any(isinstance(s, Single) and isinstance(s.command, (c.Send, c.Collective)) for s in steps)
@@ -220,7 +220,7 @@ class Graphs:
         self._end(graph, kept)
 
     def _give(self, graph: Graph, refs: tuple[int, ...]) -> None:
-        """Results get the refs that this replay names: copies of what the next replay would write over."""
+        """Gives results the refs that this replay names: copies where the next replay would write over them."""
         if not refs:
             return
         entries = self._node.store.entries
@@ -233,7 +233,7 @@ class Graphs:
             entries[new] = result
 
     def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:
-        """Lets go of the last replay's outputs. Gives those whose memory others see: it gets the new values."""
+        """Lets go of the last replay's outputs. Returns those whose memory others see: it gets the new values."""
         entries = self._node.store.entries
         kept: dict[int, torch.Tensor] = {}
         for ref in list(graph.outputs):
@@ -296,7 +296,7 @@ class Graphs:
                 entries[ref] = tensor
 
     def _awaited(self, ref: int) -> Any:
-        """What lies under ``ref``, once it is there; None for what the call that uses it is to fail with."""
+        """Returns the tensor or poison under ``ref``, waiting for it; None where the call that uses it is to fail."""
         try:
             return self._node.entry(ref)
         except (KeyError, DisttensorError):
@@ -321,7 +321,7 @@ class Graphs:
         self._plainly(segment, at + 1, numbers)
 
     def _plainly(self, segment: Segment, first: int, numbers: tuple[Any, ...]) -> None:
-        """One call after another, from one on."""
+        """Does the segment's calls one by one, from number ``first`` on."""
         for i in range(first, len(segment.calls)):
             self._node.at = segment.at + i
             self._one(self._call(segment, i, numbers))

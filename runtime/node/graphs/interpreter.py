@@ -1,4 +1,4 @@
-"""A Program as straight-line Python: the engine that does to the bit what its calls would have done one by one.
+"""The interpreter: a Program as straight-line Python, whose results are those of its calls one by one, to the bit.
 
 One line of source per line of the program, so that a traceback tells which one failed, and its frame what was alive.
 """
@@ -17,16 +17,16 @@ from ...process.generated_code import function
 from ..template import tensors_of
 from .program import Line, Num, Program, Reg, operands
 
-#: The first line's line in the source.
+#: The line number, in the source, of the program's first line.
 _FIRST = 5
-#: Goes past what autograd has between Python and a kernel: nothing records here, and versions count for nobody. That
-#: is a tenth of a launch-bound step, and views don't keep the tensors alive that they are of. Not for operators of
-#: libraries: what they do inside may want autograd.
+#: Skips autograd's layers between Python and a kernel: nothing records here, and nobody needs version counts. That
+#: saves a tenth of a launch-bound step, and views don't keep the tensors alive that they are views of. Not for
+#: operators of libraries: their implementations may want autograd.
 _below: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 class Interpreter:
-    """An Engine."""
+    """The engine that runs a program as generated Python."""
 
     used, why, static = "interpreter", "", False
 
@@ -50,7 +50,7 @@ class Interpreter:
 
 
 def source_of(program: Program) -> tuple[str, dict[str, Any]]:
-    """The text of a function ``run(inputs, numbers)``, and the names that it uses."""
+    """Returns the text of a function ``run(inputs, numbers)``, and the names that it uses."""
     plain = all(line.op.namespace in ("aten", "prims") for line in program.lines)
     names: dict[str, Any] = {"flat": tensors_of, "guard": _below if plain else nullcontext}
     known: dict[Any, str] = {}
@@ -105,7 +105,7 @@ def source_of(program: Program) -> tuple[str, dict[str, Any]]:
 
 
 def _whole(line: Line, call: str) -> str:
-    """What gives exactly the tensors of a result; some operators have None or numbers among them."""
+    """Returns an expression for exactly the tensors of a result; some operators have None or numbers among them."""
     returns = line.op._schema.returns
     return call if len(returns) == len(line.outs) or len(returns) == 1 else f"flat({call})"
 

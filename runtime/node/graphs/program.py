@@ -1,7 +1,7 @@
-"""What a graph has recorded for one node, as a program: lines in single assignment form over registers.
+"""Programs: a graph's recording for one node, as lines in single assignment form over registers.
 
-`Builder` turns recorded Calls into a Program; an Engine runs one. The interpreter (interpreter.py) is the engine that
-does to the bit what the calls would have done one by one.
+Recorded Calls become a Program; an Engine runs one. The interpreter (interpreter.py) is the engine that does to the
+bit what the calls would have done one by one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch._ops import OpOverload
 
 from ...protocol import commands as c
 from ..call_forms import Slot
-from ..op_fast_path import binding
+from ..op_fast_path import fast_path
 from ..template import Template
 
 
 @dataclass(frozen=True)
 class Reg:
-    """A tensor: an input of the program, or what an earlier line put out."""
+    """A tensor: an input of the program, or an output of an earlier line."""
 
     index: int
 
@@ -40,18 +40,18 @@ class Line:
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outs: tuple[int, ...]  #: registers of the tensors that it puts out, flat; () for one that only writes its arguments
-    single: bool  #: it puts out one tensor, not a tuple or list
+    outs: tuple[int, ...]  #: registers of its output tensors, flat; () for a line that only writes its arguments
+    single: bool  #: its output is one tensor, not a tuple or list
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What runs it, called with what ``args`` and ``kwargs`` stand for."""
-        return binding(self.op, bool(self.args) and isinstance(self.args[0], Reg))
+        """The callable that runs the line's operator, called with the values that ``args`` and ``kwargs`` stand for."""
+        return fast_path(self.op, bool(self.args) and isinstance(self.args[0], Reg))
 
 
 @dataclass(frozen=True)
 class Program:
-    """``inputs`` are the registers that hold the tensors given, in order; ``outputs`` those to give back."""
+    """A program: its lines, the registers that hold the given tensors, in order, and the registers to give back."""
 
     lines: tuple[Line, ...]
     inputs: tuple[int, ...]
@@ -68,24 +68,29 @@ class Engine(Protocol):
 
     @property
     def why(self) -> str:
-        """Why it is left to another; "" if it is not, or not yet known."""
+        """The reason for which the program is left to another engine; "" if it is not, or not yet known."""
 
     @property
     def static(self) -> bool:
-        """Whether the outputs are the same tensors each time, with new values."""
+        """True if the outputs are the same tensors each time, with new values."""
 
     def run(self, inputs: Sequence[torch.Tensor], numbers: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Does all lines; gives the outputs. Inputs may share memory with each other, and are written in place where
-        lines do so. What lines raise comes through."""
+        """Does all lines; returns the outputs.
+
+        Inputs may share memory with each other, and are written in place where lines do so. Exceptions of lines come
+        through.
+        """
 
     def halted(self, error: Exception) -> tuple[int, dict[int, torch.Tensor]] | None:
-        """After ``run`` has raised ``error``: at which line, and the registers that were alive (inputs may be among
-        them), so that what comes after that line can be done one by one. None for an engine that can't tell; then
-        nothing that the program makes or writes can be used."""
+        """Returns, after ``run`` has raised ``error``, the line that raised and the registers that were alive.
+
+        So the lines after it can be done one by one; inputs may be among the registers. None for an engine that can't
+        tell; then nothing that the program makes or writes can be used.
+        """
 
 
 def operands(line: Line) -> Iterator[int]:
-    """The registers that a line reads or writes in place."""
+    """Yields the registers that a line reads or writes in place."""
     for value in (*line.args, *line.kwargs.values()):
         for v in value if isinstance(value, list) else (value,):
             if isinstance(v, Reg):
@@ -93,7 +98,7 @@ def operands(line: Line) -> Iterator[int]:
 
 
 def writers(program: Program) -> dict[int, int]:
-    """The inputs whose memory some line writes, be it through a view: each with the last such line."""
+    """Returns the inputs whose memory some line writes, be it through a view: each with the last such line."""
     roots: dict[int, frozenset[int]] = {r: frozenset((r,)) for r in program.inputs}
     found: dict[int, int] = {}
     for i, line in enumerate(program.lines):
@@ -111,7 +116,7 @@ def writers(program: Program) -> dict[int, int]:
 
 
 def line_of_call(template: Template, call: c.Call, numbers: Mapping[int, int]) -> Line:
-    """A recorded call as a line over its refs. ``numbers``: index of an argument -> number that stands for it."""
+    """Turns a recorded call into a line over its refs. ``numbers``: index of an argument -> number that replaces it."""
     at = 0
 
     def fill(slot: Slot) -> Any:
@@ -133,7 +138,7 @@ def line_of_call(template: Template, call: c.Call, numbers: Mapping[int, int]) -
 
 
 def program(lines: Sequence[Line], needed: Collection[int], numbers: int) -> Program:
-    """A program of these lines; it gives back those of its outputs that are ``needed`` elsewhere."""
+    """Makes a program of these lines; it gives back those of its outputs that are ``needed`` elsewhere."""
     made: dict[int, None] = {}
     inputs: dict[int, None] = {}
     for line in lines:

@@ -1,7 +1,7 @@
-"""Lanes of a node with real CUDA devices: what their threads issue goes to CUDA streams, ordered by CUDA events.
+"""Lanes of a node with real CUDA devices: their threads issue to CUDA streams, which CUDA events order.
 
-A task is done for its lane when it is issued. So a tensor carries with it where and when it will be made, and whoever
-reads it on another stream of its device has that stream wait, and the allocator keep the memory for it.
+A task is done for its lane when it is issued. So a tensor carries with it where and when it will be made. A lane that
+reads the tensor on another stream of its device has that stream wait, and has the allocator keep the memory for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CudaMark(Mark):
         super().reach()
 
     def recorded(self) -> None:
-        """Waits until it is recorded."""
+        """Waits until the event is recorded."""
         super().wait()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -50,17 +50,20 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device, priority: int, *of_lane: Any) -> None:
         super().__init__(*of_lane)
         self.stream = torch.cuda.Stream(device, priority)
-        for index in range(torch.cuda.device_count()):  # after what was made so far
+        for index in range(torch.cuda.device_count()):  # after all work so far
             self.stream.wait_stream(torch.cuda.default_stream(index))
 
     def join_default(self) -> None:
-        """What the default stream is given from now on comes after all of this stream."""
+        """Has the default stream wait for this one: all that it is given from now on comes after this stream's work."""
         torch.cuda.default_stream(self.stream.device).wait_stream(self.stream)
 
 
 @contextmanager
 def on(lane: Lane, reads: Iterator[Any], writes: Callable[[], Sequence[Value | None]]) -> Iterator[None]:
-    """For what a lane does: issues to its stream, after what makes ``reads``; ``writes`` gives what it has made."""
+    """Surrounds a lane's work: issues it to the lane's stream, after the tensors ``reads`` are made.
+
+    ``writes`` returns the tensors that the work has made.
+    """
     stream: AbstractContextManager[Any] = (
         torch.cuda.stream(lane.stream) if isinstance(lane, CudaLane) else nullcontext()
     )
@@ -78,7 +81,7 @@ def on(lane: Lane, reads: Iterator[Any], writes: Callable[[], Sequence[Value | N
 
 
 def wait(lane: Lane, for_: Transfer) -> None:
-    """Has a lane wait: on the device for an event of a device, else here."""
+    """Has a lane wait: on the device for an event of a device, else in the calling thread."""
     if isinstance(for_, CudaMark) and isinstance(lane, CudaLane):
         for_.recorded()
         lane.stream.wait_event(for_.event)
@@ -87,9 +90,9 @@ def wait(lane: Lane, for_: Transfer) -> None:
 
 
 def _meet(tensor: torch.Tensor) -> None:
-    """The current stream is about to use ``tensor``."""
+    """Orders the current stream after the stream that made ``tensor``, which is about to be used."""
     mine, default = torch.cuda.current_stream(tensor.device), torch.cuda.default_stream(tensor.device)
-    if not hasattr(tensor, "_made"):  # by the default stream, whose commands nobody follows while there are no others
+    if not hasattr(tensor, "_made"):  # made by the default stream, whose commands nobody follows without others
         if mine == default:
             return
         tensor._made = _now(default)  # type: ignore[attr-defined]
@@ -106,7 +109,10 @@ def _now(stream: Any) -> tuple[Any, Any]:
 
 
 def keep_for_default(tensor: torch.Tensor) -> None:
-    """There are no other streams any more, and what the default one does to ``tensor`` is not followed from now on."""
+    """Tells the allocator that the default stream uses ``tensor``.
+
+    There are no other streams any more, and the default one's uses are not followed from now on.
+    """
     if tensor.is_cuda and hasattr(tensor, "_made"):
         tensor.record_stream(torch.cuda.default_stream(tensor.device))
         del tensor._made

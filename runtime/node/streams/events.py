@@ -1,4 +1,4 @@
-"""Events of a node, and what the master asks about them."""
+"""The events of a node, and answers to the master's questions about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Events:
         self._node = node
 
     def do(self, command: c.Record | c.Query | c.Elapsed) -> None:
-        """Does a command of the default stream, or of none."""
+        """Does a command of the default stream, or of no stream."""
         match command:
             case c.Record():
                 mark = self.new(command)
@@ -32,19 +32,19 @@ class Events:
                 self._node.emit(c.Answer(command.request, second.since(first) if both else None))
 
     def new(self, command: c.Record) -> Mark:
-        """The event that ``command`` makes; somebody has to reach it."""
+        """Makes the event of ``command``; the caller has it reached."""
         device = self._node.device(command.device)
         mark = CudaMark(device, command.timing) if device.type == "cuda" else Mark()
         self._node.store.entries[command.ref] = mark
         return mark
 
     def __getitem__(self, ref: int) -> Mark:
-        """Raises KeyError, ProtocolError for what is no event."""
+        """Returns the event under ``ref``. Raises KeyError, ProtocolError for an entry that is not an event."""
         mark = self._node.store.entries[ref]
         if not isinstance(mark, Mark):
             raise ProtocolError(f"ref {ref} is no event")
         return mark
 
     def arrival(self, command: c.Await) -> Transfer:
-        """The transfer that a peer's Signal ends."""
+        """Returns the transfer that a peer's Signal ends."""
         return self._node.channel.irecv(torch.empty(0, dtype=torch.uint8), command.peer, command.transfer)

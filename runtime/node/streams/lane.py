@@ -1,7 +1,7 @@
-"""The streams of a node: a lane is a thread that does tasks in order; an event is a mark that it reaches.
+"""The lanes of a node, its streams: a lane is a thread that does tasks in order; an event is a mark that it reaches.
 
-A task is a function of tensors that may not be there yet. What it will put out is promised when it is queued, so that
-whoever comes later, on any lane, can name it. Tasks wait only for what was issued before them: a program without a
+A task is a function of tensors that may not be there yet. Its outputs are promised when it is queued, so that
+later commands, on any lane, can name them. Tasks wait only for what was issued before them: a program without a
 deadlock stays one.
 """
 
@@ -22,45 +22,45 @@ from ...channel.ticket import Ticket
 from ...protocol.failure_ids import Poison
 from ..store import Entry, Other, Promise, Value
 
-#: Seconds for which a thread waits for its lane's next task.
+#: Seconds for which an idle thread waits for its lane's next task before it ends.
 LINGER = 0.2
 
-Values = dict[int, Any]  #: of what a task reads, by ref: tensors
+Values = dict[int, Any]  #: the tensors that a task reads, by ref
 Results = Sequence[Value | None] | None
 Run = Callable[[Values], Results]
 
 
 class Mark(Ticket, Other):
-    """Stands for an event. Done once all is that was issued to its stream before it."""
+    """An event: done once everything is done that was issued to its stream before it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.time = 0  #: when it was reached, in nanoseconds of this process's monotonic clock
+        self.time = 0  #: when the mark was reached, in nanoseconds of this process's monotonic clock
 
     def reach(self) -> None:
         self.time = time.perf_counter_ns()
         self.finish()
 
     def since(self, first: Mark) -> float:
-        """The milliseconds between ``first`` and this one."""
+        """Returns the milliseconds between ``first`` and this mark."""
         return (self.time - first.time) / 1e6
 
 
 class Task:
-    """What a lane has to do.
+    """A unit of a lane's work.
 
     Attributes:
         seq: the number of the command that asked for it; failures are told with it.
-        name: of the operator, for failures.
-        reads: what it reads, by ref: entries as they were when it was queued.
-        run: gets the tensors of ``reads`` by ref, and gives what goes into ``outs``, in order: a tensor, None for what
-            the operator gave none for, or Poison. Raises to fail.
-        outs: what it will put out, by ref; a ref of 0 is nobody's.
+        name: the operator's, for failures.
+        reads: the entries that it reads, by ref, as they were when it was queued.
+        run: gets the tensors of ``reads`` by ref, and returns the values of ``outs``, in order: a tensor, None where
+            the operator gave none, or Poison. Raises to fail.
+        outs: the promises of its outputs, by ref; a ref of 0 is nobody's.
         writes: refs, of those in ``reads``, whose memory it writes. Each stands for a promise of the same tensor from
-            then on, so that what uses it later waits. If the task fails, all that shares the memory is poisoned.
-        waits: what it waits for besides: events, transfers. That one of them fails, it fails with.
-        spoil: called when it could not be done, with the cause.
-        sends: sends under way when it was queued; it waits for those that read what it writes.
+            then on, so that later uses of it wait. If the task fails, all tensors that share the memory are poisoned.
+        waits: events and transfers that it waits for besides. If one of them fails, the task fails with its error.
+        spoil: called with the cause when the task could not be done.
+        sends: sends under way when it was queued; it waits for those that read memory that it writes.
     """
 
     __slots__ = ("name", "outs", "reads", "run", "sends", "seq", "spoil", "waits", "writes")
@@ -88,13 +88,13 @@ class Task:
 
 
 class Lane(Other):
-    """A stream, or what sends to one peer. It has a thread while it has something to do, and a little longer."""
+    """A stream, or the queue of sends to one peer. It has a thread while it has work, and a little longer."""
 
     def __init__(self, name: str, perform: Callable[[Lane, Task], None], done: Callable[[Lane], None]) -> None:
         self.name = name
-        #: queued, and the first of them being done; whoever queues appends, the lane's thread takes away what is done
+        #: queued tasks, the first of them being done; the queueing thread appends, the lane's thread removes done ones
         self.order: deque[Task] = deque()
-        #: of the task that is being done; templates' closures for this lane read it
+        #: the operands of the task that is being done; templates' closures for this lane read them
         self.values: Values = {}
         self.twins: dict[Any, Any] = {}  #: those closures, by template
         self.count = 0  #: tasks done
@@ -118,12 +118,12 @@ class Lane(Other):
                 self._thread.start()
 
     def end(self) -> None:
-        """Nobody will use it any more: its thread ends as soon as everything is done."""
+        """Has the thread end as soon as everything is done: nobody will use the lane any more."""
         self.ended = True
         self._queue.put(None)
 
     def join(self, timeout: float) -> None:
-        """Waits for the end of its thread."""
+        """Waits for the end of the lane's thread."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout)
@@ -134,14 +134,14 @@ class Lane(Other):
             try:
                 self._perform(self, task)
             finally:
-                del task  # it keeps tensors alive
+                del task  # a reference would keep tensors alive
                 self.order.popleft()
                 self._done(self)
 
     def _next(self) -> Task | None:
         while True:
             try:
-                # what ``end`` puts only wakes us: a mark may come behind it, while there is something to do
+                # None, from ``end``, only wakes the thread: a mark may follow it, while there is something to do
                 if (task := self._queue.get(timeout=0 if self.ended else LINGER)) is not None:
                     return task
             except Empty:
@@ -152,7 +152,7 @@ class Lane(Other):
 
 
 def when_all(tickets: Iterable[Transfer], then: Callable[[], None]) -> None:
-    """Calls ``then`` once when all ``tickets`` have ended: now, or in the thread that ends the last."""
+    """Calls ``then`` once, when all ``tickets`` have ended: now, or in the thread that ends the last."""
     waiting = list(tickets)
     if not waiting:
         then()

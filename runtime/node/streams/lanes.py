@@ -1,7 +1,7 @@
-"""The lanes of a node: their tasks done, what they made put into the store.
+"""The lanes of a node: they do tasks, and their results are put into the store.
 
-Only the thread that receives writes the store. Lanes post what they made, and what they spoiled, on deques that it
-drains, so that a Free that came meanwhile wins.
+Only the thread that receives writes the store. Lanes post the tensors that they made, and those that they spoiled, on
+deques that it drains, so that a Free that came meanwhile wins.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison, earliest
 from ..state import NodeState
 from ..store import Entry, Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, wait_quietly
-from . import cuda_lane as cuda
+from . import cuda_lane
 from .lane import Lane, Mark, Task, Values, when_all
 
-#: Tasks of a lane between two looks at whether the master should hear of it.
+#: The number of a lane's tasks between two checks of whether a report to the master is due.
 OFTEN = 64
 
 
@@ -36,7 +36,7 @@ class Lanes:
         self.closed = False
         self.cuda = node.cuda
         self._all: list[Lane] = []
-        #: what has come to be since the store was last written
+        #: entries that have got their values since the store was last written
         self._arrived: deque[tuple[int, Pending | Promise]] = deque()
         self._spoiled: deque[tuple[torch.Tensor, Poison]] = deque()
         #: memory that a failed task should have written, while a task may still be about to read it unaware
@@ -46,7 +46,7 @@ class Lanes:
     # ---- the receiving thread --------------------------------------------------------------------------------------
 
     def put(self, lane: Lane, task: Task) -> None:
-        """Queues a task and promises what it will put out."""
+        """Queues a task, and puts promises of its outputs into the store."""
         for ref, promise in (*task.outs, *task.writes):
             if ref:
                 self.entries[ref] = promise
@@ -56,8 +56,8 @@ class Lanes:
         lane.put(task)
 
     def drain(self) -> None:
-        """Writes what lanes have done into the store."""
-        done = self.done()  # first: what ends from here on finds the taints still there
+        """Writes the results of lanes into the store."""
+        done = self.done()  # read first: a task that ends from here on finds the taints still there
         entries = self.entries
         while self._arrived:
             ref, later = self._arrived.popleft()
@@ -81,72 +81,72 @@ class Lanes:
                 self._tainted.pop(key, None)
 
     def done(self) -> int:
-        """How many commands are done for good: whatever fails later is one of the others."""
-        done = self.node.seq  # first: a command is queued before that goes on
+        """Returns how many commands are done for good: any later failure is that of another command."""
+        done = self.node.seq  # read first: a command is queued before ``seq`` goes on
         for lane in self._all:
             with contextlib.suppress(IndexError):  # it has become idle
                 done = min(done, lane.order[0].seq)
         return done
 
     def wait_for(self, lanes: Iterable[Lane]) -> None:
-        """Waits until these have done what they have got."""
+        """Waits until these lanes have done all that is queued on them."""
         for mark in [self.mark(lane) for lane in lanes if lane.order]:
             mark.wait()
         self.drain()
 
     def mark(self, lane: Lane) -> Mark:
-        """Reached when ``lane`` has done what it has got."""
+        """Queues a mark that is reached when ``lane`` has done all that is queued on it."""
         mark = Mark()
         self.put(lane, Task(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach()))
         return mark
 
     def when_done(self, then: Callable[[], None]) -> None:
-        """Calls ``then`` when all that was issued so far is done, transfers too; dealing out goes on."""
+        """Calls ``then`` when all that was issued so far is done, transfers too; scheduling goes on meanwhile."""
         pending = list(self.store.pending.values())
         tell = partial(self.tell, self.node.seq, "transfer")
 
         def finish() -> None:
             for arrived in pending:
-                arrived.result(tell)  # that it failed, perhaps
+                arrived.result(tell)  # reports a failure
             then()
 
         sends = [transfer for _, transfer in self.store.sending]
         when_all([*map(self.mark, self.busy()), *(p.transfer for p in pending), *sends], finish)
 
     def close(self) -> None:
-        """What is queued is not done any more; whoever waits for it goes on. Transfers are the channel's to end."""
+        """Drops the queued tasks, and whoever waits for one goes on. Transfers are the channel's to end."""
         self.closed = True
         for lane in self._all:
             lane.end()
 
     def join(self, timeout: float) -> None:
-        """Waits for the threads, as long for each."""
+        """Waits for the lanes' threads, ``timeout`` seconds for each."""
         for lane in self._all:
             lane.join(timeout)
 
     def lane(self, name: str) -> Lane:
-        """A new lane. ``name`` is for its thread."""
+        """Makes a lane. ``name`` is for its thread."""
         return self._add(Lane(f"{self.node.rank}-{name}", self.perform, self._after))
 
     def cuda_lane(self, name: str, device: torch.device, priority: int) -> Lane:
-        """A new lane that issues to a CUDA stream."""
-        return self._add(cuda.CudaLane(device, priority, f"{self.node.rank}-{name}", self.perform, self._after))
+        """Makes a lane that issues to a CUDA stream."""
+        return self._add(cuda_lane.CudaLane(device, priority, f"{self.node.rank}-{name}", self.perform, self._after))
 
     def _add(self, lane: Lane) -> Lane:
         self._all = [
             *(old for old in self._all if old.order or not old.ended),
             lane,
-        ]  # anew, for other threads look through it
+        ]  # a new list, for other threads iterate over the old one
         return lane
 
     def busy(self) -> list[Lane]:
-        """Those that have something to do."""
+        """Returns the lanes that have something to do."""
         return [lane for lane in self._all if lane.order]
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
     def perform(self, lane: Lane, task: Task) -> None:
-        """Does a task: waits for what it reads, runs it, keeps its promises. Raises nothing."""
+        """Does a task: waits for its operands, runs it, keeps its promises. Raises nothing."""
         poison: Poison | None = None
         values = lane.values
         tell = partial(self.tell, task.seq, task.name)
@@ -156,7 +156,7 @@ class Lanes:
                 raise _Closed
             poison = self._gather(task, values, partial(self.tell, task.seq, "transfer"))
             for wait in task.waits:
-                cuda.wait(lane, wait)
+                cuda_lane.wait(lane, wait)
             if poison is None:
                 for entry, transfer in task.sends:
                     self.settle(entry, transfer, [values[ref] for ref, _ in task.writes])
@@ -184,12 +184,12 @@ class Lanes:
         if not self.cuda:
             return task.run(values) or ()
         results: Sequence[Value | None] = ()
-        with cuda.on(lane, iter(values.values()), lambda: [*results, *(values[ref] for ref, _ in task.writes)]):
+        with cuda_lane.on(lane, iter(values.values()), lambda: [*results, *(values[ref] for ref, _ in task.writes)]):
             results = task.run(values) or ()
         return results
 
     def _gather(self, task: Task, values: Values, tell: Callable[[Exception], Poison]) -> Poison | None:
-        """Waits for what a task reads; gives the poison that is among it."""
+        """Waits for a task's operands, and puts them into ``values``; returns the poison among them, if any."""
         read: list[Poison] = []
         for ref, entry in task.reads.items():
             value: Any = entry
@@ -208,7 +208,7 @@ class Lanes:
 
     @staticmethod
     def settle(entry: Entry, transfer: Transfer, targets: Sequence[torch.Tensor]) -> None:
-        """Waits for a send, if it is of memory that is about to change."""
+        """Waits for a send if it reads memory that is about to change."""
         tensor = made(entry)
         if tensor is not None and memory(tensor) in set(map(memory, targets)):
             wait_quietly(transfer)
@@ -230,11 +230,11 @@ class Lanes:
                     self.tell(task.seq, task.name, e)
 
     def tell(self, seq: int, op: str, error: Exception) -> Poison:
-        """Tells the master that command ``seq`` has failed."""
+        """Reports to the master that command ``seq`` has failed."""
         return self.node.tell(op, error, seq)
 
     def _after(self, lane: Lane) -> None:
-        """A lane has done a task."""
+        """Counts a task that the lane has done, and lets the node report now and then."""
         lane.count += 1
         if not lane.order or lane.count % OFTEN == 0:
             self.node.progress()

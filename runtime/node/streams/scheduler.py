@@ -1,4 +1,4 @@
-"""A node with streams: its commands become tasks of lanes, and the thread that receives only deals them out.
+"""The scheduler of a node with streams: it turns commands into tasks of lanes.
 
 Nodes whose master made no stream never come here: their receiving thread executes by itself (executor.py). While there
 are streams the default one is a lane too, except while none of the others is used.
@@ -30,18 +30,18 @@ from .lane import Lane, Results, Run, Task, Values, when_all
 from .lanes import Lanes
 
 #: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
-#: to hand a small operation over costs as much as to do it.
+#: handing a small operation over costs as much as doing it.
 LATELY = 1024
 
 
 class Graphs(Protocol):
-    """What lanes know of the node's graphs."""
+    """The part of the node's graphs that lanes know of."""
 
     def sends(self, graph: int) -> bool: ...
 
 
 class Scheduler(Lanes):
-    """The lanes of one node, and what goes to which.
+    """The lanes of one node; decides which command goes to which lane.
 
     ``apply`` does a command in the calling thread; ``failed`` is the way out of one that failed there.
     """
@@ -57,9 +57,9 @@ class Scheduler(Lanes):
         super().__init__(node)
         self._apply, self._failed, self._events, self._graphs = apply, failed, events, graphs
         self._users: dict[int, Lane] = {}  #: the streams that the master made, by ref
-        self._peers: dict[int, Lane] = {}  #: what sends to a peer, in order
+        self._peers: dict[int, Lane] = {}  #: the lanes that send to a peer, in order
         self.default = self.lane("default")
-        self._lately = 0  #: commands until the default stream is done in the receiving thread again
+        self._lately = 0  #: commands until the receiving thread does the default stream's again
         self._make: dict[type, Callable[[Lane, Any], None]] = {
             c.Call: self._call,
             c.First: self._call,
@@ -74,10 +74,10 @@ class Scheduler(Lanes):
             c.Collective: self._collective,
             **dict.fromkeys(kinds("anywhere"), self._effect),
         }
-        self._collective_lane: Lane | None = None  #: what does collectives, all of a node one after the other
+        self._collective_lane: Lane | None = None  #: does all collectives of a node, one after the other
 
     def do(self, command: c.Command) -> None:
-        """Deals out one command. What it raises has to go to ``fail``."""
+        """Deals out one command. The caller has to pass an exception of it to ``fail``."""
         if self._arrived or self._spoiled or self._taints:
             self.drain()
         if type(command) is c.On:
@@ -95,7 +95,7 @@ class Scheduler(Lanes):
             self._other(command)
 
     def fail(self, command: c.Command, error: Exception) -> None:
-        """A command could not even be queued."""
+        """Gives up a command that could not even be queued."""
         if isinstance(command, c.On):
             command = command.command
         self.node.give_up(command, self.tell(self.node.seq, name_of(command), error))
@@ -135,7 +135,7 @@ class Scheduler(Lanes):
 
     @property
     def idle(self) -> bool:
-        """There are no streams any more, and nothing is under way: the executor can do without lanes."""
+        """True once there are no streams any more and nothing is under way: the executor can do without lanes."""
         if self._users or self.busy():
             return False
         self.drain()
@@ -154,7 +154,7 @@ class Scheduler(Lanes):
             lane.end()
 
     def _inline(self, call: c.Call) -> None:
-        """The default stream, by the receiving thread."""
+        """Does a call of the default stream in the receiving thread, or queues it if an operand is not there yet."""
         node = self.node
         template = node.templates[call.template]
         if self.store.sending and template.mutated:
@@ -223,7 +223,7 @@ class Scheduler(Lanes):
 
         def run(values: Values) -> Results:
             for entry, transfer in sends:
-                self.settle(entry, transfer, list(values.values()))  # the function may write them
+                self.settle(entry, transfer, list(values.values()))  # the function may write their memory
             node.finish_run(command, *job(values.__getitem__))
             return None
 
@@ -236,7 +236,7 @@ class Scheduler(Lanes):
         self._task(lane, name_of(command), run, command.refs, spoil=spoil)
 
     def _effect(self, lane: Lane, command: Any) -> None:
-        """A command that needs nothing but its operands."""
+        """Queues a command that needs nothing but its operands."""
         traits, node = TRAITS[type(command)], self.node
         self._task(
             lane,
@@ -248,18 +248,24 @@ class Scheduler(Lanes):
         )
 
     def _replay(self, lane: Lane, command: c.Replay) -> None:
-        """By the receiving thread, in the lane's turn. What other streams make for it is waited for as it is used."""
+        """Replays a graph in the receiving thread, in the lane's turn.
+
+        Inputs that other streams make are waited for at their use.
+        """
         sends = self._graphs.sends(command.graph)
-        joint = [self._collective_lane] if self._collective_lane is not None else []
-        self.wait_for([lane, *((*self._peers.values(), *joint) if sends else ())])
+        collective = [self._collective_lane] if self._collective_lane is not None else []
+        self.wait_for([lane, *((*self._peers.values(), *collective) if sends else ())])
         self._apply(command)
 
     def _collective(self, lane: Lane, command: c.Collective) -> None:
-        """On a lane of its own: nodes that do them in one order don't wait for each other in a circle."""
+        """Queues a collective on a lane of its own.
+
+        Nodes that do collectives in one order don't wait for each other in a circle.
+        """
         node, seq = self.node, self.node.seq
-        joint, began = self._collective_lane, False
-        if joint is None or joint.ended:
-            joint = self._collective_lane = self.lane("joint")
+        collective, began = self._collective_lane, False
+        if collective is None or collective.ended:
+            collective = self._collective_lane = self.lane("collective")
 
         def run(values: Values) -> Results:
             nonlocal began
@@ -268,15 +274,20 @@ class Scheduler(Lanes):
             return None
 
         def spoil(poison: Poison) -> None:
-            if not began and not self.closed:  # the others wait for us all the same
+            if not began and not self.closed:  # the other ranks wait for this one all the same
                 with suppress(PoisonedError):
-                    run({ref: v if isinstance(v := joint.values.get(ref), torch.Tensor) else poison for ref in reads})
+                    run(
+                        {
+                            ref: v if isinstance(v := collective.values.get(ref), torch.Tensor) else poison
+                            for ref in reads
+                        }
+                    )
 
         reads = {ref: self._operand(ref, command.kind) for ref in (*command.inputs, *command.outs)}
         waits = [self.mark(lane)] if lane.order else []
-        self.put(joint, Task(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil))
+        self.put(collective, Task(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil))
         if not command.done:
-            self._task(lane, command.kind, _nothing, waits=[self.mark(joint)])
+            self._task(lane, command.kind, _nothing, waits=[self.mark(collective)])
 
     def _operand(self, ref: int, what: str) -> Entry:
         entry = self.entries.get(ref)
@@ -291,7 +302,7 @@ class Scheduler(Lanes):
 
     def _record(self, lane: Lane, command: c.Record) -> None:
         mark = self._events.new(command)
-        # what arrives for the default stream holds nothing up but what uses it; here it counts
+        # a transfer to the default stream delays only the commands that use its tensor; an event waits for it
         arriving = [p.transfer for p in self.store.pending.values()] if lane is self.default else []
         self._task(lane, "Record", lambda values: when_all(arriving, mark.reach), spoil=lambda _: mark.reach())
 
@@ -310,7 +321,7 @@ class Scheduler(Lanes):
         mark, done = self._events[command.ref], partial(self.node.emit, c.Done(command.request))
         if not isinstance(mark, CudaMark):
             mark.add_done_callback(done)
-        else:  # in a thread of its own, for it calls nobody
+        else:  # in a thread of its own, for a CUDA event calls nobody
             lane = self.lane("join")
             self._task(lane, "Join", lambda values: done(), waits=[mark])
             lane.end()
@@ -318,7 +329,7 @@ class Scheduler(Lanes):
     # ---- transfers -------------------------------------------------------------------------------------------------
 
     def _send(self, lane: Lane, command: c.Send) -> None:
-        """To the lane of the peer, which sends in the order of issue when ``lane`` has come this far."""
+        """Queues a send on the lane of its peer, which sends in the order of issue when ``lane`` has come this far."""
         entry = self.entries.get(command.ref)
         waiting = isinstance(entry, Later) and not entry.is_completed()
         peer = self._peers.get(command.peer)
@@ -333,7 +344,7 @@ class Scheduler(Lanes):
             self._to_peer(command, reached)
 
     def _to_peer(self, command: c.Send | c.Signal, entry: Entry, waits: Sequence[Transfer] = ()) -> None:
-        """Sends ``entry`` once it is there and all that was to be sent to its peer before it is on its way."""
+        """Sends ``entry`` once it exists and all earlier sends to its peer are on their way."""
         node, seq, sent = self.node, self.node.seq, Ticket()
         peer, transfer = command.peer, command.transfer
         channel = node.channels.data[command.channel if isinstance(command, c.Send) else 0]
@@ -356,7 +367,7 @@ class Scheduler(Lanes):
 
     def _recv(self, lane: Lane, command: c.Recv) -> None:
         self._apply(command)
-        if lane is not self.default:  # which goes on until something uses the tensor
+        if lane is not self.default:  # the default one goes on until a command uses the tensor
             self.store.pending.pop(command.out, None)
             self._task(lane, "transfer", _nothing, [command.out])
 
@@ -370,7 +381,7 @@ def _nothing(values: Values) -> Results:
 
 
 def _twin(lane: Lane, template: Template) -> Callable[[int, Any], Any]:
-    """The template's closure over what the lane's task reads."""
+    """Returns the template's closure over the operands of the lane's task."""
     twin = lane.twins.get(template)
     if twin is None:
         twin = lane.twins[template] = template.over(lane.values)

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import torch
 
-from disttensor import BrokenError, BusyError, ClosedError
+from disttensor.errors import BrokenError, BusyError, ClosedError
 from disttensor.runtime.channel import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from disttensor.runtime.channel.payload import byte_view, describe, dtype_id, plain, store
 from disttensor.runtime.channel.ticket import Ticket, done, failed, poisoned

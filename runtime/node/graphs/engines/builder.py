@@ -1,4 +1,4 @@
-"""Compiled programs from the cache folder, and one compiling process at a time for those that are not there."""
+"""Builds compiled programs: takes them from the cache folder, or compiles them, one process at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 from .child import NO_COMPILER
 from .compiled import Library
 
-#: Counts what makes old folders useless: the form of a plan, how programs are traced.
+#: The version of the cache: counts changes that make old folders useless (of CompiledCall, of how programs are traced).
 VERSION = 6
 
 NO_COMPILER_TEXT = "no C++ compiler that works was found on this node (torch looks for g++ and clang++, or $CXX)"
@@ -32,16 +32,16 @@ _CHILD = os.path.join(os.path.dirname(__file__), "child.py")
 
 
 class Build:
-    """One program on its way. ``done`` is set once ``folder`` or ``why`` says how it went."""
+    """The build of one program. ``done`` is set once ``folder`` or ``why`` says how it went."""
 
     def __init__(self, text: str, folder: str, threads: int) -> None:
         self.text, self.folder, self.threads = text, folder, threads
         self.plan: dict[str, object] | None = None
-        self.why = ""  #: why there is no plan
+        self.why = ""  #: the reason for which there is no plan
         self.done = threading.Event()
 
     def load(self) -> bool:
-        """Takes the plan from the folder, if it is there."""
+        """Takes the plan from the folder, if it is there; returns whether it is."""
         try:
             with open(os.path.join(self.folder, "plan.json")) as file:
                 plan = json.load(file)
@@ -55,7 +55,7 @@ class Build:
         return True
 
     def library(self) -> Library:
-        """Loads the code. Raises RuntimeError."""
+        """Loads the compiled code. Raises RuntimeError."""
         path = os.path.join(self.folder, "model.so")
         run: Library = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run
         return run
@@ -66,13 +66,13 @@ class Builder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: what waits; a program that was dropped meanwhile is not built
+        #: waiting builds; a program that was dropped meanwhile is not built
         self._waiting: deque[weakref.ref[Build]] = deque()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._no_compiler = False
-        self.warned = False  #: that there is no compiler
+        self.warned = False  #: the warning that there is no compiler was given
 
     def build(self, text: str) -> Build:
         """Starts building a program (``listing.dump``); one that the cache folder has is done at once."""
@@ -87,7 +87,7 @@ class Builder:
         return build
 
     def close(self) -> None:
-        """Ends what is being compiled, and waits for that."""
+        """Ends the compilation under way, and waits for that."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -106,7 +106,7 @@ class Builder:
             if build is not None:
                 try:
                     self._build(build)
-                except Exception as e:  # no process to be had, no room on the disk: replays go on
+                except Exception as e:  # no process could be started, no room on the disk: replays go on
                     build.why = f"{type(e).__name__}: {e}"
                 build.done.set()
             del build
@@ -150,14 +150,17 @@ class Builder:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and the compilers that it runs: it leads a session of its own."""
+    """Kills the process, which leads a session of its own, and the compilers that it runs."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def folder() -> str:
-    """The cache folder, in torch's own. Raises PermissionError unless nobody else can put code into either: who may
-    write the outer one could put a folder of theirs in the place of ours."""
+    """Returns the cache folder, in torch's own.
+
+    Raises PermissionError unless nobody else can put code into either: a user who may write the outer one could put a
+    folder of theirs in the place of this one.
+    """
     try:
         user = getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -175,14 +178,14 @@ def folder() -> str:
 
 
 def key(text: str, threads: int) -> str:
-    """Equal for programs that one library can serve."""
+    """Returns the cache key of a program: equal for programs that one library can serve."""
     parts = (text, str(threads), _machine(), str(VERSION))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 
 @cache
 def _machine() -> str:
-    """What generated code is made for."""
+    """Describes the machine that generated code is made for."""
     flags = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         flags = next((line for line in file if line.startswith(("flags", "Features"))), "")

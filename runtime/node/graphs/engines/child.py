@@ -1,9 +1,9 @@
-"""The script of the process that compiles one program, and ends with whoever asked for it.
+"""The script of the process that compiles one program, and ends with the process that asked for it.
 
     python -P child.py SYS_PATH FOLDER THREADS < program
 
-FOLDER appears with ``plan.json`` in it, and ``model.so`` if the program fits. The program is one line; the end of the
-standard input before this process's own kills it and the C++ compilers that it has started.
+FOLDER appears with ``plan.json`` in it, and ``model.so`` if the program fits. The program is one line. If the standard
+input ends before this process does, the process and the C++ compilers that it has started are killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 
-#: Lines from which on what calls the kernels is compiled without optimisation: it takes minutes, and gains little.
+#: Programs of more lines: the code that calls the kernels is not optimised, for that takes minutes and gains little.
 LONG = 500
 
 #: Exit codes: no C++ compiler; compiling failed, and the last line of stderr says why.
@@ -25,8 +25,8 @@ NO_COMPILER, FAILED = 3, 1
 
 
 def main(path: str, folder: str, threads: str) -> int:
-    gc.set_threshold(100_000)  # graphs of a million objects, looked through again and again
-    os.nice(5)  # whoever waits for the replays that go on meanwhile comes first
+    gc.set_threshold(100_000)  # graphs have a million objects, which would be looked through again and again
+    os.nice(5)  # replays that go on meanwhile come first
     text = sys.stdin.readline()
     threading.Thread(target=_watch, daemon=True).start()
     sys.path[:] = json.loads(path)
@@ -35,7 +35,7 @@ def main(path: str, folder: str, threads: str) -> int:
         if os.path.exists(folder):
             return 0
         draft = f"{folder}.draft"
-        shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(draft, ignore_errors=True)  # left behind by a process that was killed
         os.makedirs(draft, mode=0o700)
         try:
             code = _compile(text, draft, int(threads))
@@ -86,7 +86,7 @@ def _compile(text: str, folder: str, threads: int) -> int:
         graph = exported.module(check_guards=False)
         torch._inductor.aot_compile(graph, arguments, options=options)
         found: dict[str, object] = plan.plain()
-    except listing.Unfit as e:
+    except listing.NotCompilable as e:
         found = {"unfit": str(e)}
     except Exception as e:
         if isinstance(getattr(e, "inner_exception", e), InvalidCxxCompiler):

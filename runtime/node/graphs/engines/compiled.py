@@ -1,4 +1,4 @@
-"""A compiled program: what it does around a call of its library."""
+"""Calls the library of a compiled program, with all that is done around the call."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..program import Program, Reg
 from . import listing
 from .draws import draw
 
-#: The plan's arguments to the registers that the plan says are made.
+#: A compiled library: takes the arguments of a CompiledCall, returns the registers that it says are made.
 Library = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Compiled:
-    """``run(inputs, numbers)`` gives the outputs, or None where it can't: the interpreter has to run then."""
+    """A compiled program. ``run(inputs, numbers)`` returns the outputs, or None: then the interpreter has to run."""
 
     def __init__(self, program: Program, given: tuple[listing.Given, ...], plan: Any, library: Library) -> None:
-        """``plan``: a Plan as JSON has it."""
+        """``plan``: the CompiledCall, as JSON has it."""
         self._program = program
         self._given = given
         self._plan = plan
@@ -31,9 +31,10 @@ class Compiled:
         self._last: list[Tensor | None] = [None] * len(given)
         self._arguments: list[Tensor] = []
         self._place: dict[int, int] = {}  #: input -> argument
-        self._memories: list[int] = []  #: of the inputs
-        self._apart = 0  #: how many memories those are
-        self._loose: list[int] | None = None  #: what the library makes that has to be copied; known after a run
+        self._memories: list[int] = []  #: the memory of each input
+        self._apart = 0  #: the number of different memories
+        #: indices of the library's results that have to be copied; known after a run
+        self._loose: list[int] | None = None
         self._draws = [(program.lines[i], geometry) for i, *geometry in self._plan["draws"]]
         self._fence = [program.lines[i] for i in self._plan["fence"]]
         registers = list(listing.counted(program))
@@ -43,7 +44,10 @@ class Compiled:
         self._results = [_result(*how) for how in self._plan["results"]]
 
     def run(self, inputs: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor] | None:
-        """Nothing has been written, and no random number drawn, when it gives None."""
+        """Runs the program; returns its outputs.
+
+        None: the library can't take these inputs, and nothing was written and no random number drawn.
+        """
         if self._vector is not None:
             try:
                 self._numbers[:] = array("d", numbers)
@@ -69,7 +73,7 @@ class Compiled:
         return [result(inputs, draws, made) for result in self._results]
 
     def _adopt(self, inputs: Sequence[Tensor]) -> bool:
-        """Takes input tensors, if they are of the geometry that it has been compiled for."""
+        """Takes input tensors, if they have the geometry that the program was compiled for; returns whether they do."""
         for i, tensor in enumerate(inputs):
             if tensor is self._last[i]:
                 continue
@@ -82,7 +86,7 @@ class Compiled:
     def _adopt_all(self, inputs: Sequence[Tensor]) -> bool:
         try:
             fits = listing.given(inputs) == self._given
-        except listing.Unfit:
+        except listing.NotCompilable:
             fits = False
         self._last = [*inputs] if fits else [None] * len(inputs)
         if not fits:
@@ -108,7 +112,10 @@ class Compiled:
 
 
 def _loose(made: Sequence[Tensor], arguments: Sequence[Tensor], expected: Sequence[Any]) -> list[int]:
-    """What a library gives that is not all of a memory of its own, as in eager: it leaves out copies, for instance."""
+    """Returns the indices of results that do not fill a memory of their own, as eager's do.
+
+    The library leaves out copies, for instance.
+    """
     found: list[int] = []
     seen = {memory(t) for t in arguments}
     for k, (tensor, (_, _, stride)) in enumerate(zip(made, expected, strict=True)):

@@ -18,19 +18,19 @@ from torch import Tensor
 from ...store import memory
 from ...template import tensors_of
 from ..program import Engine, Line, Num, Program, Reg, operands, writers
-from .listing import Unfit
+from .listing import NotCompilable
 from .numbers import call_with_tensors
 
 _log = logging.getLogger("disttensor")
 
 #: Replays by the interpreter before the program is captured: libraries make their handles and workspaces at first use.
 WARM_UPS = 3
-#: Captures, at most: each input that changes may need another one.
+#: The most captures: each input that changes may need another one.
 CAPTURES = 8
 
 
 class CudaGraph:
-    """An Engine."""
+    """The engine "cudagraph": captures the program as a CUDA graph, and replays that."""
 
     static = True
 
@@ -41,13 +41,13 @@ class CudaGraph:
         self._writes = frozenset(program.inputs.index(r) for r in writers(program))
         self._numbered = any(_has_number(line) for line in program.lines)
         self._graph: Any = None
-        self._inputs: list[Tensor] = []  #: as they were captured; the graph needs their memory
+        self._inputs: list[Tensor] = []  #: the tensors as they were captured; the graph needs their memory
         self._own: dict[int, Tensor] = {}  #: input -> the buffer that stands for it
         self._vector: Tensor | None = None
         self._numbers: Sequence[Any] = ()
         self._outputs: list[Tensor] = []
-        self.why = ""  #: why it stays with the interpreter
-        self.used = "interpreter"  #: what ran last
+        self.why = ""  #: the reason for staying with the interpreter
+        self.used = "interpreter"  #: the engine that ran last
 
     def run(self, inputs: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
         self._runs += 1
@@ -65,7 +65,7 @@ class CudaGraph:
         for i, buffer in self._own.items():
             buffer.copy_(inputs[i])
         if self._vector is not None and numbers != self._numbers:
-            # from memory that is not pinned, so that it has been read when this returns
+            # from memory that is not pinned, which has been read when this returns
             self._vector.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
             self._numbers = numbers
         self._graph.replay()
@@ -75,14 +75,14 @@ class CudaGraph:
         return self._plain.halted(error) if self.used == "interpreter" else None
 
     def _adopt(self, inputs: Sequence[Tensor], numbers: Sequence[Any]) -> None:
-        """Takes these inputs: captures the program, if it must. Raises Unfit, or what capturing raises."""
+        """Takes these inputs: captures the program, if it must. Raises NotCompilable, or what capturing raises."""
         if self._graph is not None:
             for i, (old, new) in enumerate(zip(self._inputs, inputs, strict=True)):
                 if old is not new and i not in self._own:
                     self._buffer(i, old, inputs)
                     self._graph = None
                 elif old is not new and not _alike(old, new):
-                    raise Unfit(f"input {i} changes its geometry")
+                    raise NotCompilable(f"input {i} changes its geometry")
         self._inputs = list(inputs)
         if self._graph is None:
             self._capture(numbers)
@@ -90,40 +90,40 @@ class CudaGraph:
     def _buffer(self, i: int, old: Tensor, inputs: Sequence[Tensor]) -> None:
         new = inputs[i]
         if i in self._writes or any(memory(new) == memory(t) for k, t in enumerate(inputs) if k != i):
-            raise Unfit(f"input {i} changes, and is written or shares memory")
+            raise NotCompilable(f"input {i} changes, and is written or shares memory")
         if any(memory(out) == memory(self._inputs[i]) for out in self._outputs):
-            raise Unfit(f"input {i} changes, and an output shares its memory")
+            raise NotCompilable(f"input {i} changes, and an output shares its memory")
         if not _alike(old, new):
-            raise Unfit(f"input {i} changes its geometry")
+            raise NotCompilable(f"input {i} changes its geometry")
         self._own[i] = torch.empty_strided(new.shape, new.stride(), dtype=new.dtype, device=new.device)
 
     def _capture(self, numbers: Sequence[Any]) -> None:
         self._captures += 1
         if self._captures > CAPTURES:
-            raise Unfit("its inputs keep changing")
+            raise NotCompilable("its inputs keep changing")
         devices = {t.device for t in self._inputs}
         if len(devices) != 1 or not _on_cuda(device := devices.pop()):
-            raise Unfit("a CUDA graph's tensors are on one CUDA device")
+            raise NotCompilable("a CUDA graph's tensors are on one CUDA device")
         for line in self._program.lines:
             if next(operands(line), None) is None and not _same(line.kwargs.get("device"), device):
-                raise Unfit(f"{line.op.name()} makes a tensor elsewhere")
+                raise NotCompilable(f"{line.op.name()} makes a tensor elsewhere")
         if self._numbered and self._vector is None:
             if not all(isinstance(n, (int, float)) for n in numbers):
-                raise Unfit("a number that changes is not real")
+                raise NotCompilable("a number that changes is not real")
             self._vector = torch.tensor(numbers, dtype=torch.float64).to(device)
             self._numbers = numbers
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             torch.cuda.synchronize()
-            # what other threads of this process do with the device meanwhile is their own affair
+            # work of other threads of this process on the device meanwhile is allowed
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._outputs = self._trace([self._own.get(i, t) for i, t in enumerate(self._inputs)])
         if any(t.device != device for t in self._outputs):
-            raise Unfit("a CUDA graph's tensors are on one CUDA device")
+            raise NotCompilable("a CUDA graph's tensors are on one CUDA device")
         self._graph = graph
 
     def _trace(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The program's lines, with the device's numbers where they take some."""
+        """Does the program's lines, with the device's numbers where they take some."""
         e = dict(zip(self._program.inputs, inputs, strict=True))
         for line in self._program.lines:
             keep: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Random numbers for compiled programs: drawn by eager's own kernels, in eager's order, before the library runs.
 
-Generated code would reorder them, or leave out what nobody reads and with it a step of the generator. What a line draws
-depends on geometry only, where it does at all; so nothing is lost by doing it first.
+Generated code would reorder the draws, or leave out one that nobody reads and with it a step of the generator. The
+values that a line draws depend on geometry only, where they depend on anything; so nothing is lost by drawing first.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from ..program import Line
 
-#: They fill their first argument.
+#: Operators that fill their first argument.
 IN_PLACE = frozenset(
     {"bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
 )
 
-#: Of their first argument, only the geometry matters.
+#: Operators for which only the geometry of their first argument matters.
 LIKE = frozenset({"native_dropout", "rand_like", "randn_like", "randint_like"})
 
 
 def draw(line: Line, geometry: Sequence[Any]) -> Tensor:
-    """Draws what eager draws when it comes to this line, from the global generator."""
+    """Draws the values that eager draws when it comes to this line, from the global generator."""
     if not geometry:
         result = line.op(*line.args, **line.kwargs)
         assert isinstance(result, Tensor)
@@ -39,6 +39,6 @@ def draw(line: Line, geometry: Sequence[Any]) -> Tensor:
 
 
 def drawn(line: Line) -> tuple[int, ...]:
-    """The registers of a random line whose values are what is drawn; those of others are computed from that."""
+    """Returns the outputs of a random line that are drawn values; its other outputs are computed from those."""
     base = line.op.name().partition(".")[0].removeprefix("aten::")
     return line.outs[1:] if base == "native_dropout" else line.outs

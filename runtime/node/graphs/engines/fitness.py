@@ -1,8 +1,8 @@
-"""What of a Program can be compiled so that it does what the interpreter does, found by running it on fake tensors.
+"""Finds whether a Program can be compiled to do what the interpreter does, by running it on fake tensors.
 
 Generated code has no errors: an exception inside one of its parallel regions would end the process, and one anywhere
 else would come in the middle of writes. So a program fits if none of its lines can fail; for indices into tensors that
-is checked, by eager code, before each replay (``Plan.checks``).
+is checked, by eager code, before each replay (``CompiledCall.checks``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from ...store import memory
 from ..program import Line, Num, Program, Reg
 from .draws import IN_PLACE, LIKE, drawn
-from .listing import Given, Unfit
+from .listing import Given, NotCompilable
 from .numbers import call
 
 
 @dataclass
-class Plan:
-    """How a node calls the compiled library. Everything in it is plain, for JSON."""
+class CompiledCall:
+    """The way a node calls the compiled library. Everything in it is plain, for JSON."""
 
     #: per argument of the library, before the numbers: ["input", i]; ["base", i, elements]: the memory of input i,
     #: flat, for the inputs that share it; ["draw", k]
@@ -45,17 +45,17 @@ class Plan:
 
 
 class Analysis:
-    """Runs a program on fake tensors, and says where each register's memory comes from."""
+    """Runs a program on fake tensors, and finds where each register's memory comes from."""
 
     def __init__(self, program: Program, given: Sequence[Given]) -> None:
-        """Call it under a FakeTensorMode. Raises Unfit."""
+        """To be called under a FakeTensorMode. Raises NotCompilable."""
         self.program = program
         self.given = given
         self.fakes: dict[int, Tensor] = {}
         self.maker: dict[int, int] = {}  #: register -> line
-        self.below: dict[int, int] = {}  #: register of indices -> what they are all below, by how they came about
+        self.below: dict[int, int] = {}  #: register of indices -> a bound that all are below
         self.written: set[int] = set()
-        self.plan = Plan()
+        self.plan = CompiledCall()
         self._indexed: list[tuple[int, int, int, int | None]] = []
         for register, tensor in zip(program.inputs, inputs_of(given), strict=True):
             self.fakes[register] = tensor
@@ -71,9 +71,9 @@ class Analysis:
         op, name = line.op, line.op.name()
         base = name.partition(".")[0].removeprefix("aten::")
         if op.namespace not in ("aten", "prims"):
-            raise Unfit(f"{name} is not torch's own")
+            raise NotCompilable(f"{name} is not torch's own")
         if base in UNFIT or base.startswith(UNFIT_FAMILIES):
-            raise Unfit(f"{name} may fail, or changes a tensor's geometry")
+            raise NotCompilable(f"{name} may fail, or changes a tensor's geometry")
         args = tuple(self._fill(a) for a in line.args)
         kwargs = {k: self._fill(v) for k, v in line.kwargs.items()}
         if base in DIVISIONS or kwargs.get("rounding_mode"):
@@ -86,11 +86,11 @@ class Analysis:
         self._writes(line, base)
         try:
             outs = tensors_of(call(op, args, kwargs))
-        except Exception as e:  # what it gives depends on data, say; a fake tensor has none
-            raise Unfit(f"{name}: {type(e).__name__}: {e}") from None
+        except Exception as e:  # its result depends on data, say; a fake tensor has none
+            raise NotCompilable(f"{name}: {type(e).__name__}: {e}") from None
         if line.outs:
             if len(outs) != len(line.outs):
-                raise Unfit(f"{name} gave {len(outs)} tensors")
+                raise NotCompilable(f"{name} gave {len(outs)} tensors")
             for register, fake in zip(line.outs, outs, strict=True):
                 self.fakes[register], self.maker[register] = fake, i
             self._bound(line, base)
@@ -111,21 +111,21 @@ class Analysis:
                 for register in registers(value):
                     fake = self.fakes[register]
                     if torch._debug_has_internal_overlap(fake) == 1:
-                        raise Unfit("it writes a tensor whose elements overlap")
+                        raise NotCompilable("it writes a tensor whose elements overlap")
                     self.written.add(memory(fake))
 
     def _random(self, i: int, line: Line, base: str) -> None:
         rest = [*line.args[1:], *line.kwargs.values()]
         if any(_holds(v, (Reg, Num)) for v in rest) or _holds(line.kwargs.get("generator"), torch.Generator):
-            raise Unfit(f"what {line.op.name()} draws depends on tensors or numbers that change")
+            raise NotCompilable(f"what {line.op.name()} draws depends on tensors or numbers that change")
         first = line.args[0] if line.args else None
         if isinstance(first, Num):
-            raise Unfit(f"what {line.op.name()} draws depends on a number that changes")
+            raise NotCompilable(f"what {line.op.name()} draws depends on a number that changes")
         if not isinstance(first, Reg):
             self.plan.draws.append([i])
             return
         if base not in IN_PLACE | LIKE:
-            raise Unfit(f"what {line.op.name()} draws depends on a tensor")
+            raise NotCompilable(f"what {line.op.name()} draws depends on a tensor")
         fake = self.fakes[first.index]
         self.plan.draws.append([i, list(fake.shape), list(fake.stride()), str(fake.dtype)])
 
@@ -142,7 +142,7 @@ class Analysis:
             for register in line.outs:
                 self.below[register] = self.below[first.index]
 
-    # ---- the plan --------------------------------------------------------------------------------------------------
+    # ---- the call --------------------------------------------------------------------------------------------------
 
     def _arguments(self) -> None:
         based = {
@@ -155,18 +155,19 @@ class Analysis:
                 self.plan.arguments.append(["input", i])
             elif g.memory == i:
                 if any(o.dtype != g.dtype for o in self.given if o.memory == i):
-                    raise Unfit("it writes memory that inputs of different dtypes share")
+                    raise NotCompilable("it writes memory that inputs of different dtypes share")
                 self.plan.arguments.append(["base", i, g.extent // g.dtype.itemsize])
         self.plan.arguments += [["draw", k] for k in range(len(self.plan.draws))]
 
     def _results(self) -> None:
-        """Outputs as views of an input, or of the register that first had their memory: aliases as in eager."""
+        """Plans outputs as views of an input, or of the register that first had their memory: aliases as in eager."""
         owners = {memory(self.fakes[r]): ("input", i, r) for i, r in reversed(list(enumerate(self.program.inputs)))}
         for k, (i, *_) in enumerate(self.plan.draws):
             for register in drawn(self.program.lines[i]):
                 owners[memory(self.fakes[register])] = ("draw", k, register)
         whole: dict[int, int] = {}
-        for register in (*self.program.outputs, *self.maker):  # rather an output itself than what it is a view of
+        # an output itself is preferred to the tensor that it is a view of
+        for register in (*self.program.outputs, *self.maker):
             if _whole(self.fakes[register]):
                 whole.setdefault(memory(self.fakes[register]), register)
         for register in self.program.outputs:
@@ -177,7 +178,7 @@ class Analysis:
                 continue
             if where not in owners:
                 if where not in whole:
-                    raise Unfit("an output's memory has gaps")
+                    raise NotCompilable("an output's memory has gaps")
                 base = self.fakes[whole[where]]
                 owners[where] = ("made", len(self.plan.made), whole[where])
                 self.plan.made.append([whole[where], list(base.shape), list(base.stride())])
@@ -186,7 +187,7 @@ class Analysis:
                 self.plan.results.append([source, i])
                 continue
             if fake.dtype != self.fakes[owner].dtype or fake.is_conj() or fake.is_neg():
-                raise Unfit("an output is a view in another dtype")
+                raise NotCompilable("an output is a view in another dtype")
             offset = int(fake.storage_offset()) - int(self.fakes[owner].storage_offset())
             self.plan.results.append([source, i, list(fake.shape), list(fake.stride()), offset])
 
@@ -197,7 +198,7 @@ class Analysis:
         for register, low, high, also in self._indexed:
             fake = self.fakes[register]
             if memory(fake) in self.written:
-                raise Unfit("an index is written in the program that uses it")
+                raise NotCompilable("an index is written in the program that uses it")
             if fake.numel() == 0 or fake.dtype == torch.bool or self.below.get(register, high + 1) <= high:
                 continue
             lines |= self._slice(register)
@@ -207,23 +208,26 @@ class Analysis:
         self.plan.fence = sorted(lines)
 
     def _slice(self, register: int) -> set[int]:
-        """The lines that compute a register. They must be cheap, and see what they will see when their turn comes."""
+        """Returns the lines that compute a register of indices.
+
+        They must be cheap, and must read the values that they will read when their turn comes.
+        """
         if memory(self.fakes[register]) in self.written:
-            raise Unfit("an index is written before it is used")
+            raise NotCompilable("an index is written before it is used")
         i = self.maker.get(register)
         if i is None:
             return set()
         line = self.program.lines[i]
         fake = self.fakes[register]
         if fake.dtype.is_floating_point or fake.dtype.is_complex or torch.Tag.nondeterministic_seeded in line.op.tags:
-            raise Unfit("an index is computed from other than indices")
+            raise NotCompilable("an index is computed from other than indices")
         if _holds([*line.args, *line.kwargs.values()], Num):
-            raise Unfit("an index is computed from a number that changes")
+            raise NotCompilable("an index is computed from a number that changes")
         return {i}.union(*(self._slice(r) for v in (*line.args, *line.kwargs.values()) for r in registers(v)))
 
 
 def inputs_of(given: Sequence[Given]) -> list[Tensor]:
-    """Tensors of that geometry, memory shared as there, with nothing in them."""
+    """Makes tensors of that geometry, which share memory as the inputs do, with nothing in them."""
     out: list[Tensor] = []
     for g in given:
         if not g.extent:
@@ -250,7 +254,7 @@ def tensors_of(result: Any) -> list[Tensor]:
 
 
 def _selected(x: Tensor, line: Line, base: str) -> int:
-    """What indices that were selected from ``x`` are below."""
+    """Returns a bound that all indices selected from ``x`` are below."""
     if base == "max_pool2d_with_indices":
         return int(x.shape[-1] * x.shape[-2])
     at = SELECTIONS[base]
@@ -267,21 +271,21 @@ def _dense(x: Tensor) -> bool:
 
 
 def _whole(x: Tensor) -> bool:
-    """Whether its elements are all of its memory."""
+    """Returns whether the tensor's elements are all of its memory."""
     return (
         _dense(x) and x.untyped_storage().nbytes() == x.numel() * x.dtype.itemsize and not (x.is_conj() or x.is_neg())
     )
 
 
 def _check_division(name: str, args: tuple[Any, ...]) -> None:
-    """Integers divided by zero: eager raises, generated code ends the process."""
+    """Refuses integers that may be divided by zero: eager raises, generated code ends the process."""
     x, y = args[0], args[1]
     whole = [not t.dtype.is_floating_point if isinstance(t, Tensor) else isinstance(t, int) for t in (x, y)]
     if all(whole) and not (isinstance(y, int) and y > 0):
-        raise Unfit(f"{name} of integers")
+        raise NotCompilable(f"{name} of integers")
 
 
-#: Operators that may fail on the data that they are given, or that change what a register is.
+#: Operators that may fail on the data that they are given, or that change a register's geometry.
 UNFIT = frozenset(
     {
         *("resize_", "resize_as_", "set_", "binary_cross_entropy", "binary_cross_entropy_backward"),
@@ -292,7 +296,8 @@ UNFIT = frozenset(
         *("masked_scatter", "masked_scatter_", "put", "put_", "searchsorted", "lift_fresh_copy", "rename_"),
     }
 )
-#: The last ones look at whether gradients are recorded, and the node tells them (node/op_fast_path.py).
+#: Operators whose names begin so are unfit, too. The last look at whether gradients are recorded, and the node tells
+#: them (node/op_fast_path.py).
 UNFIT_FAMILIES = (
     "linalg_",
     "_linalg_",
@@ -310,7 +315,7 @@ DIVISIONS = frozenset({"remainder", "remainder_", "fmod", "fmod_", "floor_divide
     "bitwise_right_shift",
 }
 
-#: Operators whose last output holds indices along a dimension; where that dimension stands among their arguments.
+#: Operators whose last output holds indices along a dimension; the place of that dimension among their arguments.
 SELECTIONS = {
     "argmax": 1,
     "argmin": 1,
@@ -322,7 +327,7 @@ SELECTIONS = {
     "max_pool2d_with_indices": 1,
 }
 
-#: Operators that put out elements of their first argument and no others.
+#: Operators whose outputs hold elements of their first argument and no others.
 SHAPES = frozenset(
     {
         *("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "select", "slice", "clone", "detach"),
@@ -335,7 +340,7 @@ Indexed = Callable[[dict[str, Any], dict[int, Tensor]], list[Check]]
 
 
 def _along(name: str = "index") -> Indexed:
-    """For operators with ``self``, ``dim`` and an index along it."""
+    """Returns the checks of operators with ``self``, ``dim`` and an index along it."""
 
     def checks(n: dict[str, Any], fakes: dict[int, Tensor]) -> list[Check]:
         x = fakes[n["self"].index]

@@ -1,4 +1,4 @@
-"""A Program and the geometry of its inputs as text: what the compiling process reads, and the cache is keyed by."""
+"""The listing of a Program and its inputs' geometry as text, for the compiling process and as the cache's key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...store import memory
 from ..program import Line, Num, Program, Reg
 
 
-class Unfit(Exception):
-    """This program can't be compiled, and why: it stays with the interpreter."""
+class NotCompilable(Exception):
+    """A program can't be compiled, for the reason given: it stays with the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Given:
 
 
 def given(inputs: Sequence[torch.Tensor]) -> tuple[Given, ...]:
-    """Raises Unfit for inputs that are not plain CPU memory."""
+    """Returns the inputs' geometry. Raises NotCompilable for inputs that are not plain CPU memory."""
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(inputs):
         if not _plain(tensor):
-            raise Unfit(f"input {i} is a {tensor.layout} tensor on {tensor.device}")
+            raise NotCompilable(f"input {i} is a {tensor.layout} tensor on {tensor.device}")
         groups.setdefault(whose(tensor, i), []).append(i)
     out: list[Given | None] = [None] * len(inputs)
     for members in groups.values():
@@ -51,14 +51,14 @@ def given(inputs: Sequence[torch.Tensor]) -> tuple[Given, ...]:
 
 
 def like(tensor: torch.Tensor, g: Given) -> bool:
-    """Whether an input that shares its memory with no other is of this geometry."""
+    """Returns whether an input that shares its memory with no other has this geometry."""
     return (
         not g.extent and _plain(tensor) and (tensor.dtype, tensor.shape, tensor.stride()) == (g.dtype, g.size, g.stride)
     )
 
 
 def whose(tensor: torch.Tensor, i: int) -> int:
-    """Equal for inputs that share memory; input ``i``, if it has no elements, shares it with none."""
+    """Returns a key: equal for inputs that share memory. Input ``i``, if it has no elements, shares it with none."""
     return memory(tensor) if tensor.numel() else -i - 1
 
 
@@ -69,9 +69,9 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def dump(program: Program, inputs: Sequence[Given]) -> str:
-    """As JSON, registers counted anew, so that the same recording gives the same text.
+    """Lists a program as JSON, its registers counted anew, so that the same recording gives the same text.
 
-    Raises Unfit for arguments that have no text.
+    Raises NotCompilable for arguments that have no text.
     """
     names = counted(program)
     lines = [
@@ -96,13 +96,13 @@ def dump(program: Program, inputs: Sequence[Given]) -> str:
 
 
 def counted(program: Program) -> dict[int, int]:
-    """The program's registers, in the order in which they get their values."""
+    """Numbers the program's registers in the order in which they get their values."""
     registers = (*program.inputs, *(o for line in program.lines for o in line.outs))
     return {register: i for i, register in enumerate(dict.fromkeys(registers))}
 
 
 def parse(text: str) -> tuple[Program, tuple[Given, ...]]:
-    """What ``dump`` wrote."""
+    """Reads what ``dump`` wrote."""
     raw = json.loads(text)
     lines = tuple(
         Line(
@@ -139,7 +139,7 @@ def _text(value: Any, names: dict[int, int]) -> object:
         case torch.dtype() | torch.layout() | torch.memory_format():
             return {"torch": str(value)}
         case _:
-            raise Unfit(f"an argument is a {type(value).__name__}")
+            raise NotCompilable(f"an argument is a {type(value).__name__}")
 
 
 def _value(text: Any) -> object:

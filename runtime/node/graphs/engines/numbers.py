@@ -1,4 +1,4 @@
-"""Calls whose numbers change from replay to replay, on tensors that hold the numbers: a compiled graph has no others.
+"""Calls operators with tensors in place of numbers that change between replays: a compiled graph has no such numbers.
 
 A Python number and a tensor of no dimension take part in an operation alike, as long as the other operand is a
 floating-point tensor; so an operator's scalar form is replaced by the arithmetic that it stands for.
@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .listing import Unfit
+from .listing import NotCompilable
 
 Named = dict[str, Any]
 
 
 def call(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> Any:
-    """``op``, also for a plain number where its schema has a tensor (``x.mul_(0.9)`` is a call of ``mul_.Tensor``)."""
+    """Calls ``op``, also with a plain number where its schema has a tensor.
+
+    For instance, ``x.mul_(0.9)`` is a call of ``mul_.Tensor``.
+    """
     for value, argument in zip(args, op._schema.arguments, strict=False):
         if isinstance(value, (int, float, complex)) and str(argument.type) == "Tensor":
             return op.overloadpacket(*args, **kwargs)
@@ -27,7 +30,7 @@ def call(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> Any:
 
 
 def call_with_tensors(op: OpOverload, args: tuple[Any, ...], kwargs: Named, numbers: frozenset[int]) -> Any:
-    """``op``, where tensors stand for some Python numbers: those whose ``id`` is in ``numbers``. Raises Unfit."""
+    """Calls ``op`` with tensors for the Python numbers whose ``id`` is in ``numbers``. Raises NotCompilable."""
     named: Named = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     named |= dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
     base = op.name().partition(".")[0].removeprefix("aten::")
@@ -37,7 +40,7 @@ def call_with_tensors(op: OpOverload, args: tuple[Any, ...], kwargs: Named, numb
         return _foreach(plain.removeprefix("_foreach_"), writes, named, numbers, op)
     formula = FORMULAS.get(plain)
     if formula is None:
-        raise Unfit(f"{op.name()} takes a number that changes")
+        raise NotCompilable(f"{op.name()} takes a number that changes")
     _prepare(named, numbers, op)
     result = formula(named)
     return named["self"].copy_(result) if writes else result
@@ -47,20 +50,20 @@ def _prepare(named: Named, numbers: frozenset[int], op: OpOverload) -> None:
     """Checks that tensors may stand where they do; beside an operand without dimensions, they get its dtype."""
     x = named.get("self")
     if numbers and isinstance(x, Tensor) and not x.dtype.is_floating_point:
-        raise Unfit(f"{op.name()} takes a number that changes beside {x.dtype}")
+        raise NotCompilable(f"{op.name()} takes a number that changes beside {x.dtype}")
     for name, value in named.items():
         if id(value) in numbers:
             if name not in TAKES:
-                raise Unfit(f"{op.name()} takes its {name} from a number that changes")
+                raise NotCompilable(f"{op.name()} takes its {name} from a number that changes")
             if isinstance(x, Tensor) and not x.dim() and x is not value:
                 named[name] = value.to(x.dtype)
 
 
 def _foreach(base: str, writes: bool, named: Named, numbers: frozenset[int], op: OpOverload) -> Any:
-    """List by list what the operator does tensor by tensor."""
+    """Does an operator on lists, tensor by tensor, by its formula for single tensors."""
     formula = FORMULAS.get(base)
     if formula is None:
-        raise Unfit(f"{op.name()} takes a number that changes")
+        raise NotCompilable(f"{op.name()} takes a number that changes")
     results = []
     for i, tensor in enumerate(named["self"]):
         one: Named = {"self": tensor, "alpha": 1, "value": 1}
@@ -97,7 +100,7 @@ def _clamp(n: Named) -> Tensor:
 
 def _div(n: Named) -> Tensor:
     if n.get("rounding_mode") is not None:
-        raise Unfit("a rounding division by a number that changes")
+        raise NotCompilable("a rounding division by a number that changes")
     return torch.true_divide(n["self"], n["other"])
 
 

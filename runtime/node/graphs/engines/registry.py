@@ -1,4 +1,4 @@
-"""Engines by the names that users give (``engine="..."``). A new one: one class, and one line here."""
+"""The table of engines by the names that users give (``engine="..."``). A new one: one class, and one line here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .builder import Builder
 from .cuda import CudaGraph
 from .switching import Choice
 
-#: Lines from which on it is worth while to compile a program that nobody has asked to be compiled.
+#: The least number of lines of a program that "auto" has compiled.
 WORTH = 4
 
 
 class Auto:
-    """An Engine: a CUDA graph for what is on a CUDA device, compiled code for other programs, if it is faster."""
+    """The engine "auto": a CUDA graph for a program on a CUDA device, else compiled code, if that is faster."""
 
     def __init__(self, program: Program, builder: Builder) -> None:
         self._program, self._builder = program, builder

@@ -1,4 +1,4 @@
-"""Which engine runs a program: the interpreter until another one is ready, then whichever is asked for, or faster."""
+"""Chooses a program's engine: the interpreter until compiled code is ready, then the one asked for, or the faster."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .compiled import Compiled
 
 _log = logging.getLogger("disttensor")
 
-#: Runs of each engine that "auto" compares; the fastest of them counts.
+#: The number of runs of each engine that "auto" compares; the fastest of them counts.
 TRIALS = 5
 
 
 class Choice:
-    """An Engine: a program with its interpreter and, once there is one, its compiled form.
+    """The engine that chooses: a program's interpreter and, once there is one, its compiled form.
 
     ``engine``: "inductor" takes the compiled form whenever it is there; "auto" only if it has been the faster one.
     """
@@ -33,13 +33,14 @@ class Choice:
         self._build: Build | None = None
         self._given: tuple[listing.Given, ...] = ()
         self._compiled: Compiled | None = None
-        self._measured: dict[bool, list[float]] = {False: [], True: []}  #: seconds, of compiled runs and of others
+        #: seconds of the last runs, by whether they were compiled ones
+        self._measured: dict[bool, list[float]] = {False: [], True: []}
         self._settled = False
-        self.why = ""  #: why it stays with the interpreter
-        self.used = "interpreter"  #: what ran last
+        self.why = ""  #: the reason for staying with the interpreter
+        self.used = "interpreter"  #: the engine that ran last
 
     def run(self, inputs: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
-        """Raises what a line of the program raises."""
+        """Runs the program. Raises what a line of the program raises."""
         if self._settled and self._compiled is None:
             return self._plain.run(inputs, numbers)
         if self._build is None:
@@ -79,9 +80,9 @@ class Choice:
         try:
             self._given = listing.given(inputs)
             self._build = self._builder.build(listing.dump(self._program, self._given))
-        except listing.Unfit as e:
+        except listing.NotCompilable as e:
             self._stay(str(e))
-        except Exception as e:  # no folder to be had, say: the replay at hand goes on
+        except Exception as e:  # no cache folder, say: the replay at hand goes on
             self._stay(f"{type(e).__name__}: {e}")
 
     def _finish(self) -> None:

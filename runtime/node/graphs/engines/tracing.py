@@ -1,4 +1,4 @@
-"""A Program as a function of tensors only, for torch.export: draws and numbers are arguments of it."""
+"""Traces a Program as a function of tensors only, for torch.export: draws and numbers are arguments of it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from torch._subclasses import FakeTensorMode
 
 from ..program import Line, Num, Program, Reg
 from .draws import draw, drawn
-from .fitness import Plan, inputs_of, tensors_of
-from .listing import Given, Unfit
+from .fitness import CompiledCall, inputs_of, tensors_of
+from .listing import Given, NotCompilable
 from .numbers import call, call_with_tensors
 
-#: Sums with a factor.
+#: Operators that are sums with a factor.
 ALPHA = frozenset(
     f"aten::{base}{tail}" for base in ("add", "sub", "rsub", "_foreach_add", "_foreach_sub") for tail in ("", "_")
 )
 
 
 class Traced(torch.nn.Module):
-    """``forward(*arguments)``: the plan's arguments and, if the program has numbers, one float64 vector of those."""
+    """A program as a module to export.
 
-    def __init__(self, program: Program, given: Sequence[Given], plan: Plan) -> None:
+    ``forward(*arguments)`` takes the plan's arguments and, if the program has numbers, one float64 vector of those.
+    """
+
+    def __init__(self, program: Program, given: Sequence[Given], plan: CompiledCall) -> None:
         super().__init__()
         self.program, self.given, self.plan = program, given, plan
 
@@ -53,7 +56,7 @@ class Traced(torch.nn.Module):
             _use(line, e, draw)
             return
         filled: set[int] = set()
-        keep: list[Tensor] = []  # an id is a tensor's only while that lives
+        keep: list[Tensor] = []  # an id belongs to a tensor only while that lives
 
         def fill(value: Any) -> Any:
             if isinstance(value, Reg):
@@ -77,13 +80,16 @@ class Traced(torch.nn.Module):
 
 
 def _scaled(line: Line) -> bool:
-    """Whether it is a sum with a factor. Inductor (2.13) forgets that where the other summand is a matrix product."""
+    """Returns whether the line is a sum with a factor.
+
+    Inductor (2.13) forgets the factor where the other summand is a matrix product.
+    """
     alpha = line.kwargs.get("alpha", 1)
     return alpha != 1 and line.op.name().partition(".")[0] in ALPHA
 
 
 def _use(line: Line, e: dict[int, Tensor], draw: Tensor) -> None:
-    """A random line, given what was drawn."""
+    """Computes a random line's outputs from the tensor that was drawn."""
     first = line.args[0] if line.args else None
     if line.op is torch.ops.aten.native_dropout.default:
         assert isinstance(first, Reg)
@@ -100,7 +106,10 @@ def _use(line: Line, e: dict[int, Tensor], draw: Tensor) -> None:
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, m: float, eps: float) -> Any:
-    """By operators whose schemas say that they write the running statistics; native_batch_norm's doesn't."""
+    """Does batch norm by operators whose schemas say that they write the running statistics.
+
+    The schema of native_batch_norm doesn't.
+    """
     legit = torch.ops.aten._native_batch_norm_legit
     if mean is None or var is None:
         return legit.no_stats(x, weight, bias, training, m, eps)
@@ -109,8 +118,8 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     return legit.default(x, weight, bias, mean, var, training, m, eps)
 
 
-def examples(given: Sequence[Given], plan: Plan, program: Program) -> list[Tensor]:
-    """Arguments of the right geometry."""
+def examples(given: Sequence[Given], plan: CompiledCall, program: Program) -> list[Tensor]:
+    """Makes arguments of the right geometry."""
     inputs = inputs_of(given)
     out: list[Tensor] = []
     for kind, i, *more in plan.arguments:
@@ -124,14 +133,14 @@ def examples(given: Sequence[Given], plan: Plan, program: Program) -> list[Tenso
 
 
 def check(traced: Traced, arguments: Sequence[Tensor]) -> None:
-    """Raises Unfit if what the traced program gives is not of the geometry that eager gives."""
+    """Raises NotCompilable if the traced program's results do not have the geometry that eager's have."""
     with FakeTensorMode() as mode:
         results = traced(*(mode.from_tensor(a) for a in arguments))
     for (register, size, stride), result in zip(traced.plan.made, results, strict=True):
         if list(result.shape) != size or not _same_strides(size, result.stride(), stride):
-            raise Unfit(f"register {register} would come out as {tuple(result.shape)}, {result.stride()}")
+            raise NotCompilable(f"register {register} would come out as {tuple(result.shape)}, {result.stride()}")
 
 
 def _same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Where it matters: not along a dimension of one element, of which fake tensors are not always right."""
+    """Compares strides where they matter: fake tensors are not always right along a dimension of one element."""
     return 0 in size or all(n == 1 or a == b for n, a, b in zip(size, one, other, strict=True))

@@ -1,0 +1,82 @@
+"""Round trips: a command, and the wait for its reply; and the errors that replies and failures stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..runtime.master.failures import Failure, Site
+from ..runtime.master.link import Link
+from ..runtime.master.requests import Request
+from ..runtime.master.route import waits
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import DisttensorError
+from .places import Place, R
+
+
+class Questions:
+    """The questions of a session to its nodes."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R:
+        """Sends everything that is queued anywhere, then a request; waits for the reply, which is of this ``kind``.
+
+        ``command`` makes the command from the request's id. Raises the error that made an operand fail, NodeLost,
+        GraphError while a graph is recorded.
+        """
+        waits("this operation")
+        link = self._link
+        request = link.request(place.node, kind)
+        commands = place.outbox.commands
+        commands += (command(request.id), site)
+        reply = link.exchange(place.outbox, request, None)
+        if isinstance(reply, c.Poisoned):
+            raise self.failure(reply.rank, reply.seq)
+        return reply  # type: ignore[return-value]  # the link has looked
+
+    def failure(self, rank: int, seq: int) -> Exception:
+        """Returns the exception for the failure of command ``seq`` of node ``rank``. Waits for the node if the failure
+        has not been reported yet."""
+        link = self._link
+        found = link.failures.get((rank, seq))
+        if found is None and 0 <= rank < len(link.nodes):
+            self.sync(rank, None)
+            found = link.failures.get((rank, seq))
+        if found is None:
+            return DisttensorError(f"command {seq} of node {rank} failed, and why is not known")
+        return found.exception()
+
+    def unobserved(self) -> list[Failure]:
+        """Returns the failures that nothing has raised yet, the earliest first."""
+        return [f for f in list(self._link.failures.values()) if not f.observed]
+
+    def raise_pending_error(self, node: int | None = None) -> None:
+        """Raises the earliest error of a node (None: of all nodes) that was not raised yet; later ones become its
+        notes."""
+        left = [f for f in self.unobserved() if node is None or f.rank == node]
+        if left:
+            error = left[0].exception(others=left[1:])
+            for f in left:
+                f.observed = True
+            raise error
+
+    def ask_sync(self, rank: int) -> Request:
+        """Asks a node to answer when it has done everything so far, transfers included; does not wait."""
+        request = self._link.request(rank)
+        outbox = self._link.nodes[rank].outbox
+        outbox.add(c.Sync(request.id))
+        self._link.flush(outbox, wait=False)  # the caller waits for the reply instead, with its own timeout
+        return request
+
+    def sync(self, rank: int, timeout: float | None) -> None:
+        """Waits until a node has done everything so far. Raises NodeLost, TimeoutError after ``timeout`` seconds."""
+        self._link.wait(self.ask_sync(rank), timeout)
+
+    def sync_all(self) -> None:
+        """Waits until all nodes have done everything so far, and raises nothing."""
+        self._link.flush_all()
+        for node in self._link.there():
+            with suppress(DisttensorError):
+                self.sync(node.rank, None)

@@ -1,0 +1,144 @@
+"""What init_master_worker decides by its arguments, the environment and dtrun: pure, and by one table."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import msgspec
+import pytest
+from checkout import ROOT
+
+import disttensor as dt
+from disttensor.cli.options import parser
+from disttensor.runtime.host.launch_spec import Host, LaunchSpec
+from disttensor.runtime.host.output_options import Output
+from disttensor.runtime.host.precedence import SETTINGS, Setting
+from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous
+from disttensor.startup.settings import Settings
+
+DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(dt.init_master_worker).parameters.items()}
+
+SAID = LaunchSpec(
+    "ssh",
+    hosts=(Host("a", 2), Host("b", 2)),
+    least=3,
+    interface=("eth1",),
+    env={"FROM": "dtrun"},
+    timeout=7.0,
+    options={"python": "p"},
+    output=Output(log_dir="/said"),
+)
+
+
+def of(environment: dict[str, str] | None = None, said: LaunchSpec | None = None, **given: Any) -> Settings:
+    rest = {name: given.pop(name) for name in ("where", "automatic", "folder") if name in given}
+    return Settings.of({**DEFAULTS, **given}, environment or {}, said, **rest)
+
+
+#: Of each setting: an argument, its variable's text, and what Settings makes of these, of SAID and of nothing.
+CASES: dict[str, tuple[Any, str, Any, Any, Any, Any]] = {
+    "nodes": (5, "6", 5, 6, None, None),
+    "backend": ("tcp", "shm", "tcp", "shm", "auto", "auto"),
+    "simulate_cuda": (1, "2", 1, 2, 0, 0),
+    "bind": ("none", "core", "none", "core", "", ""),
+    "trusted_network": (True, "1", True, True, False, False),
+    "launcher": ("local", "", "local", None, "ssh", "local"),
+    "hosts": ("x:1", "", (Host("x", 1),), None, SAID.hosts, ()),
+    "interface": ("eth0", "", ("eth0",), None, ("eth1",), ()),
+    "launcher_options": ({"ssh": "s"}, "", {"python": "p", "ssh": "s"}, None, {"python": "p"}, {}),
+    "env": ({"TO": "here"}, "", {"FROM": "dtrun", "TO": "here"}, None, {"FROM": "dtrun"}, {}),
+    "timeout": (9.0, "", 9.0, None, 7.0, 60.0),
+}
+
+
+def seen(settings: Settings, name: str) -> Any:
+    if name in ("launcher", "hosts", "interface", "timeout"):
+        return getattr(settings.spec, name)
+    return (
+        settings.spec.options
+        if name == "launcher_options"
+        else getattr(settings, {"backend": "channel"}.get(name, name))
+    )
+
+
+def test_all_rows_are_tested() -> None:
+    """Those of output below, the rank where processes meet."""
+    assert {row.argument for row in SETTINGS} - set(CASES) == {"log_dir", "tee", "redirects", "rank"}
+
+
+@pytest.mark.parametrize("row", [row for row in SETTINGS if row.argument in CASES], ids=lambda row: row.argument)
+def test_who_comes_first(row: Setting) -> None:
+    """The argument, then the variable, then what dtrun has said, then the default."""
+    argument, text, given, told, said, default = CASES[row.argument]
+    environment = {row.variable: text} if row.variable else {}
+    if row.argument == "hosts":  # of the script's own, which dtrun's spec is not for
+        assert seen(of(hosts=argument), "hosts") == given
+    elif row.argument == "launcher":
+        assert seen(of({}, SAID, launcher=argument), "launcher") == given
+    else:
+        assert seen(of(environment, SAID, **{row.argument: argument}), row.argument) == given
+    if row.variable:
+        assert seen(of(environment, SAID), row.argument) == told
+    assert seen(of({}, SAID), row.argument) == said
+    assert seen(of(), row.argument) == default
+
+
+def test_where_output_goes_is_the_argument_s_or_dtruns() -> None:
+    """An own Output is shown by the launcher; without one dtrun's, which is in its spec, stands."""
+    assert of({}, SAID).output == Output()
+    assert of({}, SAID).spec.output == Output(log_dir="/said")
+    assert of({}, SAID, log_dir="/mine", tee="1").output == Output(log_dir="/mine", tee="1")
+
+
+def test_numbers_are_numbers() -> None:
+    for row in SETTINGS:
+        if row.number:
+            with pytest.raises(ValueError, match=f"{row.variable}='many' is not a number"):
+                of({row.variable: "many"})
+
+
+def test_it_is_pure_and_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in SETTINGS:
+        if row.variable:
+            monkeypatch.setenv(row.variable, "7")
+    monkeypatch.setenv("DISTTENSOR_LAUNCH_BLOCKING", "1")
+    settings = of()
+    assert settings == of()
+    assert (settings.nodes, settings.channel, settings.simulate_cuda, settings.blocking) == (None, "auto", 0, False)
+    with pytest.raises(FrozenInstanceError):
+        settings.bind = "core"  # type: ignore[misc]
+
+
+def test_where_processes_meet_dtrun_has_no_say() -> None:
+    where = Rendezvous("tcp", "h", 4000, size=4)
+    settings = of({}, SAID, where=where, timeout=None)
+    assert settings.spec == LaunchSpec("join", least=3, most=3, options=where.options)
+
+
+def test_what_auto_stands_for() -> None:
+    assert of(automatic="mpi").launcher == "mpi"
+    assert of(automatic="mpi", hosts="a").launcher == "ssh"
+    assert of({}, SAID, launcher="local", folder="/f").spec == LaunchSpec("local", folder="/f")
+    assert of({}, SAID, hosts="x:1").spec.env == {}  # of the script's own: not what dtrun was asked for
+
+
+def test_every_row_is_something_that_there_is() -> None:
+    options = {o for action in parser()._actions for o in action.option_strings}
+    destinations = {action.dest for action in parser()._actions}
+    for row in SETTINGS:
+        assert row.argument in DEFAULTS
+        assert row.option in options
+        assert row.dest in destinations
+        assert not row.spec or row.spec in msgspec.structs.asdict(SAID)
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "ENVIRONMENT.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)=` \| (.*?) \| (.*?) \| (.*?) \|$", page)
+    expected = [
+        (r.argument, *(f"`{text}`" if text else "" for text in (r.variable, r.option, r.worker))) for r in SETTINGS
+    ]
+    assert rows == expected
