@@ -39,6 +39,7 @@ __all__ = [
     "init",
     "init_master_worker",
     "is_initialized",
+    "kill",
     "node",
     "nodes",
     "reduce_scatter",

@@ -29,7 +29,7 @@ from .proxy.factories import device as device
 from .proxy.proxy import DistributedTensor as DistributedTensor
 from .runtime.protocol.bundle import VERSION as __version__
 from .session import is_initialized as is_initialized, node as node
-from .startup.elastic import wait_for_nodes as wait_for_nodes
+from .startup.elastic import kill as kill, wait_for_nodes as wait_for_nodes
 from .startup.start import (
     init as init,
     init_master_worker as init_master_worker,

@@ -23,6 +23,8 @@ from ..runtime.host.affinity import forwarded, gpus
 from ..runtime.host.interfaces import listening_as
 from ..runtime.host.launch_spec import Host, LaunchSpec
 from ..runtime.host.output_options import Output
+from ..runtime.host.precedence import setting
+from ..runtime.host.private_files import make_private_folder
 from ..runtime.launch import registry
 from ..runtime.launch.hosts import parse_hosts, read_hostfile
 from ..runtime.launch.rendezvous.rendezvous import Rendezvous, of_slurm
@@ -159,7 +161,7 @@ def _output(options: argparse.Namespace) -> Output:
         return Output()
     output = Output(log_dir=os.path.abspath(options.log_dir), tee=options.tee, redirects=options.redirects)
     try:
-        os.makedirs(output.log_dir, exist_ok=True)
+        make_private_folder(output.log_dir)
     except OSError as e:
         raise ValueError(f"--log-dir {options.log_dir} cannot be made: {e.strerror}") from e
     return output
@@ -206,6 +208,13 @@ def _check_process_group(options: argparse.Namespace) -> None:
     for name in ("simulate_cuda", "backend"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for nodes with a master, and --process-group has none")
+    for name, can in (("encrypt", "encrypt"), ("checksum", "compare checksums of")):
+        if setting(name, getattr(options, name), os.environ):
+            said = f"--{name}" if getattr(options, name) else f"DISTTENSOR_{name.upper()}"
+            raise ValueError(
+                f"{said}: torch.distributed cannot {can} what ranks send each other (gloo, NCCL); the nodes of a "
+                "script without --process-group can"
+            )
 
 
 def spec_of(options: argparse.Namespace) -> LaunchSpec:
@@ -224,6 +233,7 @@ def spec_of(options: argparse.Namespace) -> LaunchSpec:
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
         env=options.env,
         timeout=float(options.timeout or LaunchSpec("").timeout),
+        silence=options.silence or LaunchSpec("").silence,
         options=_launcher_options(options),
         output=options.output,
         folder="" if launcher == "local" else _folder(options),

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ..runtime.host.affinity import KINDS as BINDINGS
 from ..runtime.host.affinity import gpus
+from ..runtime.host.silence import Silence, silence_of
 from ..runtime.process.spelling import did_you_mean
 
 _EXAMPLES = """\
@@ -90,6 +91,13 @@ def _span(text: str) -> tuple[int, int]:
     return least, most
 
 
+def _silence(text: str) -> Silence:
+    try:
+        return silence_of(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
 def _variable(text: str) -> str:
     name = text.partition("=")[0]
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -156,9 +164,24 @@ def parser() -> Parser:
     )  # fmt: skip
     both(
         hosts, "--trusted-network", action="store_const", const=1,
-        help="nobody else can use the network between the hosts: gloo, mpi and nccl may be used there",
+        help="nobody else can use the network between the hosts: tensors may cross it in clear, by gloo, mpi and nccl "
+        "too",
+    )  # fmt: skip
+    both(
+        hosts, "--encrypt", action="store_const", const=1,
+        help="encrypt tensors between all processes (default: between hosts, unless the network is trusted); needs "
+        "pip install 'disttensor[encrypt]' on all hosts",
+    )  # fmt: skip
+    both(
+        hosts, "--checksum", action="store_const", const=1,
+        help="have receivers compare a checksum of each tensor that is not encrypted",
     )  # fmt: skip
     both(hosts, "--timeout", metavar="S", type=at_least(1), help="seconds for all nodes to come (default: 60)")
+
+    both(
+        hosts, "--silence", metavar="S,S,S", type=_silence,
+        help="seconds without a word after which a host's nodes pause, are lost, and end (default: 10,15,60)",
+    )  # fmt: skip
 
     joining = it.add_argument_group("dtrun on every host, as torchrun")
     both(

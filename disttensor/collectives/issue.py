@@ -12,7 +12,8 @@ import torch
 
 from ..dispatch.call_site import here
 from ..dispatch.lazy_views import materialise
-from ..futures.work import Work, seconds_of
+from ..errors.argument_checks import seconds_of
+from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor
 from ..runtime.channel.base import Arrival, DataChannel, Transfer
 from ..runtime.collective import NATIVE, ReduceOp, Way, check
@@ -68,11 +69,11 @@ class CollectiveCall:
             check_transport(self.transport, self.kind)
         site = here(3)
         channel = self._channel(session) if session.router.rules or session.router.automatic else 0
-        way, number = self._way(session.router.data[channel]), session.transfers.new()
+        way, number = self._way(session.router.data[channel]), session.transfers.new_loose()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
             session.link.check(session.nodes[node].outbox)
-            done = session.transfers.new()
+            done = session.transfers.new_loose()
             ended.append((node, session.channel.irecv(torch.empty(0, dtype=torch.uint8), node, done), done))
         commands = []
         hosts = _hosts(session, self.group)

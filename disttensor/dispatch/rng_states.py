@@ -50,6 +50,17 @@ def restore(place: Place, state: DistributedTensor) -> None:
     place.outbox.add(c.Keep(state._h.ref or materialise(state._h), place.name, True), here())
 
 
+def put(place: Place, state: torch.Tensor) -> None:
+    """Sets the place's generator to a local state. Returns at once.
+
+    The state goes with the command. By a data channel it could be lost on its way, and draws would go on from another.
+    """
+    link = place.session.link
+    request = link.request(place.node)
+    place.outbox.add(c.Random(request.id, place.name, state.numpy().tobytes()), here())
+    link.drop(request)
+
+
 class NodeGenerator(torch._C.Generator):
     """A generator whose draws are made on a node. To C++ it is a local generator, which turns seeds into states.
 
@@ -112,7 +123,10 @@ class NodeGenerator(torch._C.Generator):
     def borrow(self) -> DistributedTensor:
         """Makes this generator's state that of the place's default generator, and returns the state of before."""
         before = keep(self._place)
-        restore(self._place, self._kept if self._kept is not None else upload(self.get_state(), self._home))
+        if self._kept is not None:
+            restore(self._place, self._kept)
+        else:
+            put(self._place, self.get_state())
         return before
 
     def give_back(self, before: DistributedTensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -52,12 +53,23 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
+def flag(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` is True or False (0 and 1 will do)."""
+    if value not in (True, False):
+        raise TypeError(f"{name} is True or False, not {value!r}")
+
+
 def seconds(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a number of seconds, ValueError unless it is above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a number of seconds, not {value!r}")
     if not value > 0:
         raise ValueError(f"{name}={value}: more than 0 seconds are needed")
+
+
+def seconds_of(timeout: float | timedelta | None) -> float | None:
+    """Returns a timeout, as torch.distributed takes it, in seconds."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def span(name: str, value: Any) -> int | tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 from ..dispatch.call_site import here
 from ..dispatch.copies import copy_strides
 from ..dispatch.lazy_views import materialise
-from ..errors.argument_checks import spelled
+from ..errors.argument_checks import seconds_of, spelled
 from ..proxy.meta import contiguous
 from ..proxy.proxy import DistributedTensor
 from ..runtime.channel.base import Arrival
@@ -138,11 +138,6 @@ def fetch(tensor: torch.Tensor) -> Work:
         strides = None
     ref = source._h.ref or materialise(source._h)
     return Work(session, source, session.transfers.fetch(source, place, ref, strides, here()))
-
-
-def seconds_of(timeout: float | timedelta | None) -> float | None:
-    """Returns a timeout, as torch.distributed takes it, in seconds."""
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 @spelled

@@ -14,12 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..runtime.channel import get_channel, name_for_nodes
-from ..runtime.channel.base import MASTER, Capabilities, DataChannel
+from ..runtime.channel.base import MASTER, Capabilities, DataChannel, Protection
+from ..runtime.channel.cipher import no_cipher
 from ..runtime.channel.opened import Channels
 from ..runtime.channel.registry import usable_channel, why_unusable
 from ..runtime.collective import Way
+from ..runtime.host.interfaces import is_loopback
 from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
+from ..runtime.master.node import Node
 from ..runtime.master.requests import Request
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.arguments import Addresses
@@ -38,6 +41,11 @@ COLLECTIVES = (
 )  # fmt: skip
 #: The channel that "auto" takes for collectives of GPUs, where it can be used.
 BEST = "nccl"
+#: The end of errors about a network.
+_TRUST = (
+    "If nobody else can use the network between them, say so: init_master_worker(trusted_network=True), or dtrun "
+    "--trusted-network"
+)
 OPS = (*COPIES, *COLLECTIVES)
 
 
@@ -71,8 +79,8 @@ class Rule:
 class ChannelRouter:
     """Routes each copy and collective of a session to one of its data channels, and opens channels on request.
 
-    ``name`` is that of channel 0. ``trusted``: the user has said that nobody else can use the network. ``threads``:
-    nodes are threads of this process. ``failure(rank, seq)`` returns the exception for a failed command of a node.
+    ``name`` is that of channel 0. ``protection`` is that of tensors on their way. ``threads``: nodes are threads of
+    this process. ``failure(rank, seq)`` returns the exception for a failed command of a node.
     """
 
     def __init__(
@@ -83,12 +91,12 @@ class ChannelRouter:
         secret: bytes,
         name: str,
         *,
-        trusted: bool,
+        protection: Protection,
         threads: bool,
         failure: Callable[[int, int], Exception],
     ) -> None:
         self.rules: tuple[Rule, ...] = ()  #: the latest first
-        self.trusted = trusted  #: whether the user has said that nobody else can use the network
+        self.protection = protection
         self.data: dict[int, DataChannel] = channels.data  #: by number
         self.automatic = False  #: whether "auto" has a choice for collectives
         self.numbers: dict[str, int] = {name: 0}
@@ -211,21 +219,64 @@ class ChannelRouter:
 
     def forbidden(self, capabilities: Capabilities) -> str:
         """Returns the reason why such a channel must not be used between the session's nodes; empty if it may."""
-        hellos = [node.said_hello for node in self._link.nodes if node.said_hello is not None]
-        hosts = sorted({socket.gethostname(), *(hello.host for hello in hellos)})
         if capabilities.same_process and not self._threads:
             return "it is for nodes that are threads of one process (launcher='inproc')"
-        if len(hosts) == 1:
-            return ""
+        if why := self.protection.missing(capabilities):
+            return why
+        hosts = self._hosts()
         there = f"{', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}"
-        if capabilities.same_host:
+        apart = len(hosts) > 1
+        if apart and capabilities.same_host:
             return f"it is for processes of one host, and these are on {there}; 'auto' uses it within each"
-        if not capabilities.authenticated and not self.trusted:
+        if apart and not capabilities.authenticated and not self.protection.trusted:
+            return f"it authenticates nobody, and the nodes are on {there}. {_TRUST}"
+        if capabilities.same_process:  # nothing leaves the process
+            return ""
+        if self.protection.forbids(apart):
             return (
-                f"it authenticates nobody, and the nodes are on {there}. If nobody else can use the network between "
-                "them, say so: init_master_worker(trusted_network=True), or dtrun --trusted-network"
+                f"what it carries between {there} would be in clear, as encrypt=False was asked for. Leave that out, "
+                f"or say encrypt=True. {_TRUST}"
             )
+        if self.protection.encrypts(apart):
+            return self._unencrypted(capabilities, f"between {there} " if apart else "")
         return ""
+
+    def _unencrypted(self, capabilities: Capabilities, where: str) -> str:
+        """Returns the reason why what such a channel carries can't be encrypted; empty if it can."""
+        if not capabilities.encrypted:
+            return f"what it carries {where}would be in clear, and it cannot encrypt. Take 'auto' or 'tcp'. {_TRUST}"
+        lacking = [("this process", no_cipher())]
+        lacking += [(f"node {node.rank} ({hello.host})", hello.no_cipher) for node, hello in self._said()]
+        for who, why in lacking:
+            if why:
+                why = why.replace(" there", " here") if who == "this process" else why
+                return (
+                    f"what it carries {where}has to be encrypted, and {who} cannot: {why}. Have it installed "
+                    f"everywhere (with encrypt=True connections within a host are encrypted, too). {_TRUST}"
+                )
+        return ""
+
+    def _said(self) -> list[tuple[Node, c.Hello]]:
+        """Returns the nodes that have said hello, with what they have said."""
+        return [(node, node.said_hello) for node in self._link.nodes if node.said_hello is not None]
+
+    def _hosts(self) -> list[str]:
+        """Returns the hosts of all processes, a text for each: its name, with its addresses if names come twice.
+
+        Hosts are different if their names are, or if their data channels have no address in common: two may have one
+        name, as machines that were cloned.
+        """
+        found: dict[str, list[frozenset[str]]] = {}
+        mine = socket.gethostname(), Addresses(self.data[0].address())
+        for name, addresses in [mine, *((hello.host, hello.addresses) for _, hello in self._said())]:
+            ips, known = _ips(addresses.transfers), found.setdefault(name, [])
+            if not any(ips == one or ips & one for one in known):
+                known.append(ips)
+        return sorted(
+            name if len(known) == 1 else f"{name} ({' '.join(sorted(ips))})"
+            for name, known in found.items()
+            for ips in known
+        )
 
     def _open(self, number: int, name: str, site: Site | None, ranks: Collection[int] | None = None) -> None:
         """Opens a channel on these nodes (None: on all) and on the master, and exchanges their addresses."""
@@ -309,6 +360,15 @@ class ChannelRouter:
     def close(self) -> None:
         """Closes all channels."""
         self._channels.close()
+
+
+def _ips(address: str) -> frozenset[str]:
+    """Returns the IP addresses of a data channel's address. All of loopback is one; what is no host:port has none."""
+    hosts = [one.rpartition(":")[0].strip("[]") for one in address.split(",")]
+    try:
+        return frozenset("loopback" if is_loopback(host) else host for host in hosts)
+    except ValueError:
+        return frozenset()
 
 
 def _gpu(place: Place) -> tuple[str, str]:

@@ -33,18 +33,22 @@ class Questions:
         commands += (command(request.id), site)
         reply = link.exchange(place.outbox, request, None)
         if isinstance(reply, c.Poisoned):
-            raise self.failure(reply.rank, reply.seq)
+            raise self.failure(reply.rank, reply.seq, place.node)
         return reply  # type: ignore[return-value]  # the link has looked
 
-    def failure(self, rank: int, seq: int) -> Exception:
+    def failure(self, rank: int, seq: int, says: int | None = None) -> Exception:
         """Returns the exception for the failure of command ``seq`` of node ``rank``. Waits for the node if the failure
-        has not been reported yet."""
+        has not been reported yet. ``says``: the node that has named it as its cause."""
         link = self._link
         found = link.failures.get((rank, seq))
         if found is None and 0 <= rank < len(link.nodes):
             self.sync(rank, None)
             found = link.failures.get((rank, seq))
         if found is None:
+            if says not in (None, rank):
+                return DisttensorError(
+                    f"node {says} says that command {seq} of node {rank} failed; that one has not said so"
+                )
             return DisttensorError(f"command {seq} of node {rank} failed, and why is not known")
         return found.exception()
 

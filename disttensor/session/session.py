@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..runtime.channel.base import Protection
 from ..runtime.channel.opened import Channels
 from ..runtime.host.launcher import Launcher
 from ..runtime.master.failures import in_short, line_of
@@ -56,12 +57,12 @@ class Session:
         channels: Channels,
         launcher: Launcher | None,
         backend: str = "",
-        trusted: bool = False,
+        protection: Protection = Protection(),  # noqa: B008 - frozen
     ) -> None:
         """Begins with ``nodes`` nodes, which have not said hello yet.
 
         ``backend`` names the session's own data channel, which is open in ``channels``. ``launcher`` is None where the
-        nodes are threads of this process. ``trusted``: the user has said that nobody else can use the network.
+        nodes are threads of this process. ``protection`` is that of tensors on their way.
         """
         self.job = job
         self.channel = channels.data[0]
@@ -76,7 +77,7 @@ class Session:
             job,
             secret,
             backend,
-            trusted=trusted,
+            protection=protection,
             threads=launcher is None,
             failure=questions.failure,
         )

@@ -23,6 +23,7 @@ from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import ChannelError, PoisonedError
+from ..runtime.protocol.transfer_ids import ORDERED
 from .channel_router import ChannelRouter
 from .places import Place
 
@@ -84,11 +85,16 @@ class Transfers:
         self._beginning = threading.RLock()  #: held while a transfer begins at both ends
 
     def new(self) -> int:
-        """Returns the number of a new transfer, never used before in this session."""
+        """Returns the number of a new transfer, never used before in this session. Both ends have to be told of it in
+        one order."""
+        return ORDERED + next(self._numbers)
+
+    def new_loose(self) -> int:
+        """Returns the number of a new transfer that may come at any time; or of a collective."""
         return next(self._numbers)
 
     def new_row(self, n: int) -> int:
-        """Returns the first of ``n`` new numbers in a row."""
+        """Returns the first of ``n`` new numbers in a row: a graph's copies and collectives, which share them."""
         while True:
             ids = [next(self._numbers) for _ in range(n)]
             if ids[-1] - ids[0] == n - 1:  # no other thread took one between

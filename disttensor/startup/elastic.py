@@ -1,12 +1,15 @@
-"""Takes in nodes that join while the session runs: when the script asks for them, and at no other time."""
+"""Nodes that come and go while the session runs: joining ones are taken in when the script asks for that."""
 
 from __future__ import annotations
 
 import time
 
 import msgspec
+import torch
 
+from ..dispatch.call_site import here
 from ..errors.argument_checks import spelled, whole_number
+from ..runtime.master.failures import line_of
 from ..runtime.master.route import waits
 from ..runtime.protocol.errors import DisttensorError, StartError
 from ..runtime.protocol.keys import curve_pair
@@ -75,11 +78,14 @@ def _take_in(session: Session, count: int) -> None:
         raise DisttensorError("no node can join this session")
     bundles, nodes = [], []
     for _ in range(count):
-        public, secret = curve_pair() if bundle.server_key else ("", "")
-        nodes.append(link.extend(public))
+        own, beside = [curve_pair() if bundle.server_key else ("", "") for _ in range(2)]
+        nodes.append(link.extend(own[0], beside[0]))
         bundles.append(
-            msgspec.structs.replace(bundle, rank=nodes[-1].rank, nodes=1, public_key=public, secret_key=secret)
-        )
+            msgspec.structs.replace(
+                bundle, rank=nodes[-1].rank, nodes=1, public_key=own[0], secret_key=own[1],
+                side_public_key=beside[0], side_secret_key=beside[1],
+            )
+        )  # fmt: skip
     try:
         launcher.start(bundles)
         meet(session, [node.rank for node in nodes], START)
@@ -89,3 +95,16 @@ def _take_in(session: Session, count: int) -> None:
         raise
     finally:
         session.extend(nodes)
+
+
+@spelled
+def kill(node: int | str | torch.device) -> None:
+    """Ends a node at once, by SIGKILL, whatever it is at: a function that never returns, a process that is stopped.
+
+    What it held is lost, as if it had died: waiting for it and uses of its tensors raise NodeLost, and the other nodes
+    go on. Where nodes can join, another one may take its place (``wait_for_nodes``). Returns at once. Raises NodeLost
+    for a node that is lost already, ValueError for one that does not exist, DisttensorError without a session.
+    """
+    session = current.session()
+    place = session.places.at(node)
+    session.link.kill(place.node, f"killed by disttensor.kill, at {line_of(here())}")

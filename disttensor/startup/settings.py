@@ -15,10 +15,12 @@ from typing import Any
 import msgspec
 
 from ..errors import argument_checks
+from ..runtime.channel.base import Protection
 from ..runtime.host import affinity
 from ..runtime.host.launch_spec import LaunchSpec
 from ..runtime.host.output_options import Output
 from ..runtime.host.precedence import setting
+from ..runtime.host.silence import silence_of
 from ..runtime.launch import launcher_names
 from ..runtime.launch.hosts import parse_hosts
 from ..runtime.launch.rendezvous.rendezvous import Rendezvous
@@ -38,7 +40,7 @@ class Settings:
     allow_ops: tuple[str, ...]
     functions: str
     security: str
-    trusted_network: bool
+    protection: Protection  #: of tensors on their way
     output: Output
     blocking: bool  #: whether every command is flushed and waited for
 
@@ -100,7 +102,7 @@ class Settings:
             allow_ops=tuple(given["allow_ops"]),
             functions=given["functions"],
             security=given["security"],
-            trusted_network=bool(setting("trusted_network", given["trusted_network"], environment)),
+            protection=_protection(given, environment),
             output=_output(given, spec.launcher),
             blocking=environment.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0"),
         )
@@ -116,6 +118,9 @@ def check(arguments: Mapping[str, Any]) -> int | tuple[int, int] | None:
     for name, least in (("simulate_cuda", 0), ("threads", 1)):
         if arguments[name] is not None:
             argument_checks.whole_number(name, arguments[name], least)
+    for name in ("trusted_network", "encrypt", "checksum"):
+        if arguments[name] is not None:
+            argument_checks.flag(name, arguments[name])
     argument_checks.one_of("functions", arguments["functions"], ("any", "none"))
     argument_checks.one_of("security", arguments["security"], ("curve", "none"))
     argument_checks.texts("allow_ops", arguments["allow_ops"], "torchvision::*")
@@ -127,7 +132,18 @@ def check(arguments: Mapping[str, Any]) -> int | tuple[int, int] | None:
             argument_checks.mapping(name, arguments[name])
     if arguments["timeout"] is not None:
         argument_checks.seconds("timeout", arguments["timeout"])
+    if arguments["silence"] is not None:
+        silence_of(arguments["silence"])
     return None if arguments["nodes"] is None else argument_checks.span("nodes", arguments["nodes"])
+
+
+def _protection(given: Mapping[str, Any], environment: Mapping[str, str]) -> Protection:
+    encrypt = setting("encrypt", given["encrypt"], environment)
+    return Protection(
+        encrypt=None if encrypt is None else bool(encrypt),
+        trusted=bool(setting("trusted_network", given["trusted_network"], environment)),
+        checksum=bool(setting("checksum", given["checksum"], environment)),
+    )
 
 
 def _output(given: Mapping[str, Any], launcher: str) -> Output:
@@ -164,7 +180,10 @@ def _spec(
             launcher = automatic if hosts is None else "ssh"
         most = nodes[1] if isinstance(nodes, tuple) else nodes or 0
         spec, said = LaunchSpec(launcher, most=most if launcher in ("ray", "slurm") else 0, folder=folder), None
-    changes: dict[str, Any] = {"timeout": setting("timeout", given["timeout"], environment, said)}
+    changes: dict[str, Any] = {
+        "timeout": setting("timeout", given["timeout"], environment, said),
+        "silence": silence_of(setting("silence", given["silence"], environment, said)),
+    }
     if hosts is not None:
         if spec.launcher in ("local", "mpi", "inproc"):
             raise ValueError(f"hosts={hosts!r}: launcher={spec.launcher!r} starts nodes on this machine only")

@@ -19,7 +19,7 @@ from ..errors.argument_checks import spelled
 from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
 from ..runtime.channel.opened import Channels, maker
-from ..runtime.channel.registry import usable_channel
+from ..runtime.channel.registry import check_protection, usable_channel
 from ..runtime.host.addresses import LOOPBACK
 from ..runtime.host.launch_spec import spec_of_dtrun
 from ..runtime.host.launcher import Exited, Launcher
@@ -31,6 +31,7 @@ from ..runtime.protocol.allow_list import AllowList
 from ..runtime.protocol.errors import DisttensorError, NodeLost, StartError
 from ..runtime.protocol.keys import curve_pair, job_id, job_secret
 from ..runtime.transport.inproc import InprocHub
+from ..runtime.transport.sockets import SIDE_UNREAD
 from ..runtime.transport.zmq import ZmqHub
 from ..session import caches, current
 from ..session.places import MAX_SLOTS
@@ -45,6 +46,8 @@ from .settings import Settings, check
 
 #: Seconds for which the end of a script waits for commands that its nodes still run.
 AT_EXIT = 2.0
+#: Seconds by which the limit of nodes' own connections is above the lease: processes that watch hosts tell earlier.
+_ABOVE = 15.0
 
 
 class SessionContext:
@@ -94,7 +97,10 @@ def init_master_worker(
     interface: str | Sequence[str] | None = None,
     launcher_options: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    silence: tuple[float, float, float] | None = None,
     trusted_network: bool | None = None,
+    encrypt: bool | None = None,
+    checksum: bool | None = None,
     log_dir: str | os.PathLike[str] = "",
     tee: str = "",
     redirects: str = "",
@@ -134,8 +140,17 @@ def init_master_worker(
             ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.
         launcher_options: options of one launcher only; for "ssh" (docs/SSH.md) "python", "ssh" and "ssh_options".
         timeout: seconds until nodes that have not answered are an error. Default: dtrun's, else 60.
-        trusted_network: whether nobody else can use the network between the hosts, so that channels that authenticate
-            nobody (gloo, mpi, nccl) may be used between them. Default: dtrun's, else no.
+        silence: seconds (pause, lost, lease) without a word between this host and another one, after which its nodes
+            stop computing until they hear something, are lost to the script, and end. A script that stands still
+            (Ctrl-Z) loses nobody. Default: dtrun's, else (10, 15, 60).
+        trusted_network: whether nobody else can use the network between the hosts, so that tensors may cross it in
+            clear, and channels that authenticate nobody (gloo, mpi, nccl) may be used there. Default: dtrun's, else no.
+        encrypt: True encrypts tensors between all processes, those of one host too, which needs `pip install
+            'disttensor[encrypt]'` everywhere; what goes through shared memory stays in clear. False never does, and is
+            refused between hosts unless the network is trusted. Default: dtrun's, else those between hosts are
+            encrypted unless the network is trusted, and it is an error where they can't be.
+        checksum: whether the receiver compares a checksum of each tensor that is not encrypted: one that was altered on
+            its way, by accident, is an error then. Default: dtrun's, else no.
         log_dir: a directory in which node 1's output goes to `1/stdout.log` and `1/stderr.log`, behind earlier output.
             Default: dtrun's, else none.
         tee: the output that goes to these files and is shown too: "1" stdout, "2" stderr, "3" both, or node by node
@@ -189,24 +204,25 @@ def init_master_worker(
 def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     """Starts nodes and returns a session with them, which is not yet the process's. ``undo`` gets what has to be undone
     if that fails."""
-    usable_channel(settings.channel, MASTER)
+    check_protection(settings.channel, usable_channel(settings.channel, MASTER).capabilities, settings.protection)
     starter: Launcher | None = None
     if settings.launcher != "inproc":
         starter = get_launcher(settings.launcher).of(settings.spec)
         undo.callback(starter.stop, 0)
     count = _count(settings.nodes, starter, settings.spec.least)
     job, secret = job_id(), job_secret()
-    hub, bundle, bundles = _hub(settings, starter, count, job, undo)
+    hub, side, bundle, bundles = _hub(settings, starter, count, job, undo)
     if starter is not None:
         if settings.output.log_dir:
             starter.show(settings.output)
         starter.start(bundles)
     meta_inference.warm(device_backend.register)  # while the nodes start
     listen = starter.listen if starter is not None else (LOOPBACK,)
-    context = ChannelContext(rank=MASTER, job=job, host=listen[0], further=listen[1:])
+    context = ChannelContext(MASTER, job, listen[0], listen[1:], settings.protection)
     channels = Channels(maker(context), settings.channel, collective=False)
     undo.callback(channels.close)
-    session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.trusted_network)
+    session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.protection)
+    session.link.side = side
     undo.callback(session.close, 0)
     session.allow = AllowList(settings.allow_ops)
     session.bundle = bundle
@@ -229,26 +245,44 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
 
 def _hub(
     settings: Settings, starter: Launcher | None, count: int, job: str, undo: contextlib.ExitStack
-) -> tuple[ZmqHub | InprocHub, b.Bundle, list[b.Bundle]]:
-    """Opens the master's end of the control connections.
+) -> tuple[ZmqHub | InprocHub, ZmqHub | None, b.Bundle, list[b.Bundle]]:
+    """Opens the master's ends of the control connections and of the side channels, if there can be some.
 
-    Returns it with a bundle for any node (without rank and keys), and the bundle of each node to begin with.
+    Returns them with a bundle for any node (without rank and keys), and the bundle of each node to begin with.
     """
-    server, keys, hub = ("", ""), [("", "")] * count, None
+    server, keys, hub, side = ("", ""), [("", "")] * count, None, None
+    side_keys = keys
     if starter is not None:
         own = starter.key_pairs(count)
-        if settings.security == "curve":
+        encrypted = settings.security == "curve"
+        if encrypted:
             server, keys = curve_pair(), own
-        node_keys = {rank: key[0] for rank, key in enumerate(keys)}
-        hub = ZmqHub(starter.listen, server_keys=server if server[0] else None, node_keys=node_keys)
+        hub = ZmqHub(
+            starter.listen, server_keys=server if encrypted else None, node_keys=_public(keys),
+            silence=settings.spec.silence.lost,
+        )  # fmt: skip
         undo.callback(hub.close)
+        if not encrypted or all(secret for _, secret in keys):  # else no secret may travel to a node
+            if encrypted:
+                side_keys = [curve_pair() for _ in range(count)]
+            side = ZmqHub(
+                starter.listen,
+                server_keys=server if encrypted else None,
+                node_keys=_public(side_keys),
+                unread=SIDE_UNREAD,
+            )
+            undo.callback(side.close)
     bundle = b.Bundle(
         job=job,
         rank=-1,
         address=hub.address if hub is not None else "inproc",
         addresses=hub.addresses[1:] if hub is not None else (),
         server_key=server[0],
+        side_addresses=side.addresses if side is not None else (),
         backend=name_for_nodes(settings.channel),
+        encrypt=settings.protection.encrypt,
+        trusted_network=settings.protection.trusted,
+        checksum=settings.protection.checksum,
         nodes=count,
         local_size=count,
         simulate_cuda=settings.simulate_cuda,
@@ -257,18 +291,26 @@ def _hub(
         env=dict(settings.env),
         allow_ops=settings.allow_ops,
         functions=settings.functions,
+        silence=settings.spec.silence.lease + _ABOVE if starter is not None and starter.watches else b.SILENCE,
         sys_path=tuple(os.path.abspath(p) for p in sys.path),
         cwd=os.getcwd(),
     )
     bundles = [
-        msgspec.structs.replace(bundle, rank=rank, public_key=key[0], secret_key=key[1], local_rank=rank)
-        for rank, key in enumerate(keys)
-    ]
+        msgspec.structs.replace(
+            bundle, rank=rank, public_key=key[0], secret_key=key[1], side_public_key=beside[0],
+            side_secret_key=beside[1], local_rank=rank,
+        )
+        for rank, (key, beside) in enumerate(zip(keys, side_keys, strict=True))
+    ]  # fmt: skip
     if hub is None:
         inproc = InprocHub(count)
         undo.callback(inproc.close)
-        return inproc, bundle, bundles
-    return hub, bundle, bundles
+        return inproc, None, bundle, bundles
+    return hub, side, bundle, bundles
+
+
+def _public(keys: Sequence[tuple[str, str]]) -> dict[int, str]:
+    return {rank: key[0] for rank, key in enumerate(keys)}
 
 
 def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least: int) -> int:

@@ -7,13 +7,14 @@ waits for that tensor by itself; in-place writes are ordered by events only, as 
 from __future__ import annotations
 
 from contextvars import ContextVar, Token
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from ..dispatch.call_site import here
-from ..errors.argument_checks import spelled
+from ..errors.argument_checks import seconds, seconds_of, spelled
 from ..proxy.meta import new_ref
 from ..runtime.master.route import Route, route, waits
 from ..runtime.process.signals import uninterrupted
@@ -359,12 +360,16 @@ def current_stream(node: torch.device | str | int | None = None, device: Device 
 
 
 @spelled
-def synchronize(node: torch.device | str | int | None = None) -> None:
+def synchronize(node: torch.device | str | int | None = None, *, timeout: float | timedelta | None = None) -> None:
     """Has the script wait until a node (a number or a device; None: all nodes) has done everything, on all its streams.
 
-    Raises the earliest error that nothing has raised yet, NodeLost, ValueError for a node that does not exist.
+    Raises the earliest error that nothing has raised yet, NodeLost, ValueError for a node that does not exist,
+    TimeoutError after ``timeout`` seconds (the nodes go on; ``disttensor.kill`` ends one that never will).
     """
-    current.session().synchronize(None if node is None else _place(node).node)
+    limit = seconds_of(timeout)
+    if limit is not None:
+        seconds("timeout", limit)
+    current.session().synchronize(None if node is None else _place(node).node, limit)
 
 
 def _place(node: torch.device | str | int | None, device: Device = None) -> Place:

@@ -32,14 +32,47 @@ class Capabilities:
     collectives: frozenset[str] = frozenset()
     #: it authenticates its peers; a channel that doesn't is used between hosts on a trusted network only
     authenticated: bool = False
-    #: the payload is encrypted
+    #: it encrypts payloads where ``ChannelContext.protection`` asks for it, with ``cipher``'s package
     encrypted: bool = False
+    #: it compares checksums of payloads where ``ChannelContext.protection`` asks for it
+    checksums: bool = False
     #: both peers have to be on one host
     same_host: bool = False
     #: peers on one host may share memory (``segments``): small collectives go through it
     shared_memory: bool = False
     #: both peers have to be threads of one process
     same_process: bool = False
+
+
+@dataclass(frozen=True)
+class Protection:
+    """The protection of payloads on their way, as the user has asked for it; the same on all peers of a session.
+
+    Shared memory and copies within a process are as they are: nobody else sees them.
+    """
+
+    #: True: every connection is encrypted; None: those between hosts are, unless the network is trusted; False: none
+    encrypt: bool | None = None
+    #: nobody else can use the network between the hosts
+    trusted: bool = False
+    #: payloads that are not encrypted are compared with a checksum, against accidents
+    checksum: bool = False
+
+    def encrypts(self, apart: bool) -> bool:
+        """Returns whether a connection has to be encrypted. ``apart``: it leads to another host."""
+        return self.encrypt is True or (self.encrypt is None and apart and not self.trusted)
+
+    def forbids(self, apart: bool) -> bool:
+        """Returns whether there may be no such connection: it must not be in clear, and is not to be encrypted."""
+        return self.encrypt is False and apart and not self.trusted
+
+    def missing(self, capabilities: Capabilities) -> str:
+        """Returns the reason why a channel of these capabilities cannot protect as asked; empty if it can."""
+        if self.encrypt and not capabilities.encrypted:
+            return "encrypt=True was asked for, and it cannot encrypt what it carries; 'auto' and 'tcp' can"
+        if self.checksum and not capabilities.checksums:
+            return "checksum=True was asked for, and it compares no checksums; 'auto' and 'tcp' do"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +83,7 @@ class ChannelContext:
     job: str  #: the job's id, a random text
     host: str  #: the address of the interface to listen on ("127.0.0.1" unless the user named one)
     further: tuple[str, ...] = ()  #: addresses of more interfaces, by which some peers reach this one
+    protection: Protection = Protection()  #: the protection of payloads that was asked for
 
 
 @dataclass(frozen=True)
@@ -280,6 +314,12 @@ class DataChannel(ABC):
 
     def forget(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do
         """Marks ``peer`` as lost: transfers with it fail with BrokenError(why), now and later."""
+
+    def expire(self, peer: int, why: str) -> None:  # noqa: B027 - one whose library sees to it has nothing to do
+        """Notes that ``peer`` sends nothing any more: what it has sent still arrives, and waiting for more fails.
+
+        Called by another thread than the one that uses the channel, which may be waiting; ``forget`` comes later.
+        """
 
     def failure(self, peer: int) -> str:
         """Returns the reason why ``peer`` is lost, or an empty text."""

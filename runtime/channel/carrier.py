@@ -58,6 +58,8 @@ class Carrier(ABC):
 
     #: the number of bytes of a descriptor
     size: ClassVar[int] = 0
+    #: payloads stay on this host, so that they may be in clear where a connection is encrypted
+    local: ClassVar[bool] = False
 
     def __init__(self, say: Say) -> None:
         self.say = say

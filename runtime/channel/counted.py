@@ -195,6 +195,9 @@ class CountedChannel(DataChannel):
     def forget(self, peer: int, why: str) -> None:
         self.inner.forget(peer, why)
 
+    def expire(self, peer: int, why: str) -> None:
+        self.inner.expire(peer, why)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -1,7 +1,7 @@
 """The data channel "inproc": peers are threads of one process.
 
 A transfer is one copy, made by the end that comes second. Peers find each other by the job's id in ``_rooms``. It is a
-real channel, which the tests use most.
+real channel, which the tests use most. Nothing leaves the process, so there is nothing to protect on its way.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 
 from ..protocol.errors import BrokenError, BusyError, ClosedError
+from ..protocol.transfer_ids import spoken
 from .base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from .payload import describe, dtype_id, store
 from .ticket import Ticket, failed, poisoned
@@ -57,7 +58,7 @@ class InprocChannel(DataChannel):
 
     name: ClassVar[str] = "inproc"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        authenticated=True, encrypted=True, same_host=True, same_process=True
+        authenticated=True, encrypted=True, checksums=True, same_host=True, same_process=True
     )
 
     def __init__(self, context: ChannelContext) -> None:
@@ -108,7 +109,9 @@ class InprocChannel(DataChannel):
                 return failed(BrokenError, broken)
             if key in mine:
                 done = "sent" if sends else "received"
-                raise BusyError(f"transfer {transfer} from rank {source} to rank {destination} is {done} already")
+                raise BusyError(
+                    f"transfer {spoken(transfer)} from rank {source} to rank {destination} is {done} already"
+                )
             other = theirs.pop(key, None)
             if other is None:
                 mine[key] = half
@@ -181,7 +184,7 @@ def _copy(key: _Key, source: _Half, destination: _Half) -> None:
         source.ticket.finish()
         return
     sender, receiver, transfer = key
-    what = f"transfer {transfer} from rank {sender} to rank {receiver}"
+    what = f"transfer {spoken(transfer)} from rank {sender} to rank {receiver}"
     why = ""
     sent, wanted = (source.dtype, source.tensor.numel()), (destination.dtype, destination.tensor.numel())
     if sent != wanted:

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from ..protocol.errors import BrokenError
+from ..protocol.errors import BrokenError, ProtocolError
 from .base import ChannelContext
 from .tcp.channel import TcpChannel
 
@@ -47,6 +47,15 @@ class MailboxCarrier(Protocol):
     """A carrier that can put a value into the peer's mailbox."""
 
     def tell(self, key: str, value: bytes) -> None: ...
+
+
+def entry(word: bytes) -> tuple[str, bytes]:
+    """Returns the key and the value of a peer's word. Raises ProtocolError for a key that is no text."""
+    key, _, value = word.partition(b"\0")
+    try:
+        return key.decode(), value
+    except UnicodeDecodeError:
+        raise ProtocolError(f"{key[:100]!r} is no key of a mailbox") from None
 
 
 class Mailbox:

@@ -7,11 +7,12 @@ nothing; its numbers mean nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from .base import Capabilities, Transfer
+from .base import Capabilities, ChannelContext, Protection, Transfer
 from .carrier import Carrier, Parcel, Say
 from .payload import dtype_id, is_plain, scratch
 from .tcp.channel import TcpChannel
@@ -24,7 +25,13 @@ class NullChannel(TcpChannel):
     """TCP without payloads, for measuring."""
 
     name: ClassVar[str] = "null"
-    capabilities: ClassVar[Capabilities] = Capabilities(devices=frozenset({"cpu", "cuda"}), authenticated=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=frozenset({"cpu", "cuda"}), authenticated=True, encrypted=True, checksums=True
+    )
+
+    def __init__(self, context: ChannelContext) -> None:
+        """Makes a channel that protects nothing: there is no payload."""
+        super().__init__(replace(context, protection=Protection(trusted=True)))
 
     def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         """Sends the header only, which says that the carrier brings the rest."""

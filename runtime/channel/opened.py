@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeAlias
 
 from ..protocol.arguments import Addresses
+from ..protocol.errors import DisttensorError
 from .base import ChannelContext, DataChannel, PeerInfo
 from .counted import CountedChannel
 from .registry import usable_channel
@@ -27,7 +28,10 @@ def maker(context: ChannelContext) -> Make:
 
 def _make(context: ChannelContext, name: str, number: int, collective: bool) -> DataChannel:
     job = context.job + (f"/{number}" if number else "") + ("/collectives" if collective else "")
-    channel = usable_channel(name, context.rank)(replace(context, job=job))
+    cls = usable_channel(name, context.rank)
+    if why := context.protection.missing(cls.capabilities):
+        raise DisttensorError(f"the data channel {cls.name!r} can't be used here: {why}")
+    channel = cls(replace(context, job=job))
     return CountedChannel(channel, "collectives" if collective else "transfers")
 
 

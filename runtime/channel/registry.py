@@ -14,7 +14,8 @@ from ..process.spelling import did_you_mean
 from ..protocol.channel_names import BUILTIN as _BUILTIN
 from ..protocol.channel_names import ENTRY_POINTS, names
 from ..protocol.errors import DisttensorError
-from .base import DataChannel
+from .base import Capabilities, DataChannel, Protection
+from .cipher import no_cipher
 
 #: The extra that a package whose import failed comes with: `pip install 'disttensor[NAME]'`.
 _EXTRAS = {"mpi4py": "mpi"}
@@ -77,6 +78,16 @@ def usable_channel(name: str, rank: int) -> type[DataChannel]:
     if why := cls.unavailable(rank):
         raise DisttensorError(f"the data channel {cls.name!r} can't be used here: {why}")
     return cls
+
+
+def check_protection(name: str, capabilities: Capabilities, protection: Protection) -> None:
+    """Raises ValueError for a channel that cannot protect tensors as asked, ImportError where this process lacks the
+    package for it. Asks this process only."""
+    if why := protection.missing(capabilities):
+        raise ValueError(f"the data channel {name!r} must not be used here: {why}")
+    if protection.encrypt and not capabilities.same_process and no_cipher():
+        why = no_cipher().replace(" there", "")
+        raise ImportError(f"encrypt=True: {why}")
 
 
 def why_unusable(name: str, rank: int) -> str:

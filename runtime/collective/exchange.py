@@ -22,10 +22,11 @@ import torch
 
 from ..channel.base import DataChannel, Transfer
 from ..protocol.errors import BrokenError, ChannelError, PoisonedError
+from ..protocol.transfer_ids import BLOCK
 from .reduction import ReduceOp, kernel
 
 #: The most transfer ids of a collective, from its base on.
-IDS = 1 << 20
+IDS = BLOCK
 #: The ``seq`` of a refusal that says that the rank is lost.
 LOST = 1 << 63
 #: The most sends under way whose tensors are kept, before the oldest is waited for.

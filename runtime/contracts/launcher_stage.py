@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from ..host.launcher import Exited, Launcher, Started
+from ..host.launcher import Exited, Launcher, Sight, Started
 from ..process.lifetime import adopt_orphans, adopts_orphans, children, wait_any
 from ..protocol.bundle import Bundle
 from .conformance import need
@@ -207,7 +207,7 @@ class Stage(_Theatre):
         if self.over:
             self.door.turn(seconds)
         elif self.door.turn(seconds, self.launcher.fileno()):
-            self.events += self.launcher.events()
+            self.events += [event for event in self.launcher.events() if not isinstance(event, Sight)]
 
     def state(self) -> str:
         return f" (events() has told {self.events})"

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..process.renamed import old_names
+from ..protocol.errors import UNDECODABLE
 from .output_options import Output
+from .silence import Silence
 
 #: The environment variable by which dtrun tells the script its launch spec.
 PLAN = "DISTTENSOR_PLAN"
@@ -37,6 +39,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     timeout: float = 60.0  #: seconds within which a host has to be there
     options: dict[str, str] = {}  #: the launcher's own options
     output: Output = Output()
+    silence: Silence = Silence()  #: when a host of which nothing is heard pauses, is lost, and ends
     folder: str = ""  #: the script's folder: modules in it are for the nodes, too, wherever they are (tree/shipping.py)
 
     @property
@@ -50,7 +53,7 @@ def spec_of_dtrun() -> LaunchSpec | None:
     text = os.environ.get(PLAN, "")
     try:
         return msgspec.json.decode(text, type=LaunchSpec) if text else None
-    except msgspec.DecodeError as e:
+    except UNDECODABLE as e:
         raise ValueError(f"{PLAN}={text!r} is no plan of dtrun's: {e}") from e
 
 

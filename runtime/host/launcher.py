@@ -40,10 +40,26 @@ class Exited:
 
     rank: int
     pid: int
-    cause: str  #: one line: "exit code 3", "killed by SIGKILL"
+    cause: str  #: one line: "exit code 3", "killed by SIGKILL (likely out of memory: 21.3 GB at its peak)"
     code: int  #: exit code, or minus the signal's number
     tail: tuple[str, ...]  #: its last output lines (20 at most), without the prefix
     host: str = ""  #: the host where it ran; empty: this one
+    running: int = -1  #: the number of the command whose function it was running, where the launcher knows that
+
+
+@dataclass(frozen=True)
+class Sight:
+    """An event: what a worker process looks like from outside, as ``look`` has asked for."""
+
+    rank: int
+    state: str  #: of its process, as in /proc: "R", "S", "T", ...
+    paused: bool  #: its host hears nothing of this one, so it was stopped
+    seq: int  #: the number of the command that it was at last
+    kind: int  #: what it is at (process/page.py)
+    seconds: float  #: for how long
+    deaf: float  #: for how many seconds its own threads have not run
+    rss: int  #: bytes of memory
+    stack: str  #: the stacks of its threads; empty for a stopped process
 
 
 class Launcher(ABC):
@@ -55,12 +71,14 @@ class Launcher(ABC):
         capacity: the most nodes that it can start; None: as many as are asked for.
         listen: the addresses of this host that nodes reach; the master has to listen there.
         grows: more nodes may come after the session has begun.
+        watches: its own processes on other hosts tell when nothing is heard of one, and stop nodes that hear nothing.
         vacant: the number of further nodes that could be started at once; ``events`` updates it.
     """
 
     capacity: int | None = None  #: the most nodes; None: as many as are asked for
     listen: tuple[str, ...] = ("127.0.0.1",)  #: addresses of this host that nodes reach, where the master has to listen
 
+    watches = False  #: its own processes tell of silent hosts
     grows = False  #: more nodes may come when the session has begun
     vacant = 0  #: the number of further nodes that could be started at once; ``events`` updates it
 
@@ -111,12 +129,15 @@ class Launcher(ABC):
         """Returns a descriptor that is readable when ``events`` has something."""
 
     @abstractmethod
-    def events(self) -> list[Started | Exited]:
+    def events(self) -> Sequence[Started | Exited | Sight]:
         """Returns the events since the last call, of each worker Started before Exited; never blocks.
 
         A worker that could not be started is Exited too, with the reason as its cause or its last lines. Raises
         StartError if the launcher itself died, and its workers with it.
         """
+
+    def look(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
+        """Asks for a Sight of a worker, which ``events`` brings soon; none comes for one that has ended."""
 
     def end(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
         """Ends a worker that is lost to the master, at once: its peers may be waiting for its messages.

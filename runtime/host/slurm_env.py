@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from .interfaces import interfaces, is_loopback, listening_as
 
+#: The most hosts of a job; Slurm's own limit is 64 Ki.
+_HOSTS = 1 << 20
+
 
 @dataclass(frozen=True)
 class Task:
@@ -33,11 +36,11 @@ def task(environ: Mapping[str, str] = os.environ) -> Task | None:
         rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
         job, step, restarts = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT")
         host, hosts = int(environ["SLURM_NODEID"]), int(environ["SLURM_STEP_NUM_NODES"])
-        local_rank, local_sizes = int(environ["SLURM_LOCALID"]), per_host(environ["SLURM_STEP_TASKS_PER_NODE"])
-    except (KeyError, ValueError):
+        local_rank, local_size = int(environ["SLURM_LOCALID"]), per_host(environ["SLURM_STEP_TASKS_PER_NODE"])[host]
+    except (KeyError, ValueError, IndexError):
         return None
     name = f"{environ.get('SLURM_CLUSTER_NAME', 'cluster')}-{job}.{step}" + (f".{restarts}" if restarts else "")
-    return Task(name, rank, size, local_rank, local_sizes[host], host, hosts)
+    return Task(name, rank, size, local_rank, local_size, host, hosts)
 
 
 def one_of_several(environ: Mapping[str, str] = os.environ) -> Task | None:
@@ -54,8 +57,8 @@ def divided(gpus: int, cores: int, environ: Mapping[str, str] = os.environ) -> s
     found = task(environ)
 
     def own(seen: int, on_host: str) -> bool:  # ``on_host``: of the step's
-        count = environ.get(on_host, "")
-        return found is not None and bool(seen) and count.isdecimal() and seen * found.local_size <= int(count)
+        count = _number(environ.get(on_host, ""))
+        return found is not None and bool(seen) and count is not None and seen * found.local_size <= count
 
     told = {"gpus": own(gpus, "SLURM_GPUS_ON_NODE"), "cores": own(cores, "SLURM_CPUS_ON_NODE")}
     return ",".join(name for name, is_own in told.items() if is_own)
@@ -65,17 +68,30 @@ def task_count(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the number of tasks of the allocation around this process; 0 without one, or when nobody has said."""
     if "SLURM_JOB_ID" not in environ:
         return 0
-    if environ.get("SLURM_NTASKS", "").isdecimal():
-        return int(environ["SLURM_NTASKS"])
-    return sum(per_host(environ.get("SLURM_TASKS_PER_NODE", "")))
+    if (told := _number(environ.get("SLURM_NTASKS", ""))) is not None:
+        return told
+    try:
+        return sum(per_host(environ.get("SLURM_TASKS_PER_NODE", "")))
+    except ValueError:
+        return 0
 
 
 def per_host(text: str) -> list[int]:
-    """Parses Slurm's counts per host: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Parses Slurm's counts per host: ``2(x3),1`` is 2, 2, 2, 1. Raises ValueError for more hosts than there can be."""
     found: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        if len(found) + int(times or 1) > _HOSTS:
+            raise ValueError(f"{text[:100]!r} counts the tasks of more than {_HOSTS} hosts")
         found += [int(count)] * int(times or 1)
     return found
+
+
+def _number(text: str) -> int | None:
+    """Parses a count that is not negative; None for another text."""
+    try:
+        return int(text) if text.isdecimal() else None
+    except ValueError:  # thousands of digits
+        return None
 
 
 def connection_file(name: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -20,12 +20,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from ..host.launcher import Exited, Launcher
+from ..host.launcher import Exited, Launcher, Sight
 from ..process.signals import Interrupts, uninterrupted
-from ..protocol import codec
+from ..protocol import codec, side
 from ..protocol import commands as c
 from ..protocol.arguments import Message
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
@@ -34,6 +35,7 @@ from ..transport.base import Hub
 from .failures import Failure, Failures, Site, line_of
 from .node import Node
 from .outbox import Outbox
+from .patience import Patience
 from .requests import Request, Waker
 
 #: Commands that nobody flushed leave after about this long (seconds).
@@ -46,8 +48,17 @@ EXIT_CAUSE_TIMEOUT = 2.0
 _HEARD = 1.0
 #: Seconds of one wait for the launcher: ``close`` and a Ctrl-C have to wait for its end.
 _LISTEN = 0.05
+#: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
+REPEATED = 256
+#: Seconds between two looks for connections whose other end does not answer.
+DEAF = 1.0
+#: Seconds without a round of the flushing thread after which that is said.
+STILL = 5.0
 #: Seconds for which an operation waits at a full window before it logs that.
 SLOW = 5.0
+
+#: The cause of a loss that no process has told of.
+_SILENT = "nothing that it was sent has arrived for long: its host is gone, or the network to it is"
 
 _log = logging.getLogger("disttensor")
 
@@ -58,6 +69,7 @@ class Link:
     def __init__(self, hub: Hub, nodes: int, launcher: Launcher | None, on_lost: Callable[[NodeLost], None]) -> None:
         self.hub = hub
         self._hub_fd = hub.fileno()
+        self.side: Hub | None = None  #: the side channels, by which nodes hear of losses whatever they are at
         self.launcher = launcher
         self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
         self.failures = Failures()
@@ -74,12 +86,16 @@ class Link:
         #: nodes whose connection ended and whose end the launcher has not explained: (cause so far, deadline)
         self._unexplained: dict[int, tuple[str, float]] = {}
         self._to_end: deque[int] = deque()  #: lost nodes that the launcher is to end
+        self._to_look: deque[int] = deque()  #: nodes that the launcher is to look at
         self.launcher_died = ""  #: why there is no launcher any more, if it died
         self._asker = 0  #: the thread that asks the launcher
         self._asking = threading.Lock()  #: held by the thread that asks the launcher; only ``close`` waits for it
         self._requests: dict[int, Request] = {}
         self._ids = count(1)
         self._local = threading.local()
+        self._looked = 0.0  #: when connections were looked at last
+        self._words: list[bytes] = []  #: what nodes are told by side channels
+        self._deaf: set[int] = set()  #: nodes whose connections were cut because nothing arrived there
         self._wake = threading.Event()
         self._parked = False  #: whether the flushing thread waits for work
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
@@ -95,10 +111,12 @@ class Link:
         """Returns the nodes that have said hello and are not lost. Nothing may be sent to a node before its hello."""
         return [node for node in self.nodes if node.said_hello is not None and node.lost is None]
 
-    def extend(self, key: str) -> Node:
-        """Lets in one more node, by its public key; its rank is the next."""
+    def extend(self, key: str, side_key: str = "") -> Node:
+        """Lets in one more node, by its public keys of both connections; its rank is the next."""
         with self._lock:
             self.hub.admit(len(self.nodes), key)
+            if self.side is not None:
+                self.side.admit(len(self.nodes), side_key)
             self.nodes.append(Node(len(self.nodes), self.nodes[0].outbox.blocking))
             return self.nodes[-1]
 
@@ -154,7 +172,7 @@ class Link:
             if outbox.unsendable is not None:  # perhaps the request itself
                 outbox.raise_unsendable()
         except BaseException:
-            self._requests.pop(request.id, None)
+            self.drop(request)
             raise
         return self.wait(request, timeout)
 
@@ -295,14 +313,17 @@ class Link:
                 report = codec.decode_report(message)
                 if not 0 <= report.done <= node.outbox.sent:
                     raise ProtocolError(f"node {rank} reports {report.done} of {node.outbox.sent} commands")
+                if not report.replies and report.done <= node.outbox.done:
+                    raise ProtocolError("a report that says nothing")
                 for reply in report.replies:
                     self._take(node, reply)
             except ProtocolError as e:
                 self.lose(rank, f"broke the protocol: {e}")
+                self.hub.cut(rank)  # what it goes on sending is not to be taken in
                 continue
             node.outbox.acknowledge(report.done)
         for rank in self.hub.gone():
-            self._disconnected(rank, "its connection ended")
+            self._disconnected(rank, _SILENT if rank in self._deaf else "its connection ended")
 
     def _take(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
@@ -314,17 +335,39 @@ class Link:
         elif hello is None:
             raise ProtocolError(f"a {type(reply).__name__} before its hello")
         elif isinstance(reply, c.Failed):
-            site = node.outbox.site(position(reply.seq)[0])
-            self.failures.keep(Failure(rank, hello.host, hello.pid, reply, site))
+            seq = position(reply.seq)[0]
+            if not 0 <= seq < node.outbox.sent:
+                raise ProtocolError(f"a failure of command {reply.seq}, and {node.outbox.sent} were sent")
+            if (rank, reply.seq) not in self.failures:
+                self.failures.keep(Failure(rank, hello.host, hello.pid, reply, node.outbox.site(seq)))
+                return
+            node.repeated += 1
+            if node.repeated > REPEATED:
+                raise ProtocolError(f"{node.repeated} failures that it has told before")
         else:
             request = self._requests.get(reply.request)
-            if request is not None:
-                if request.node != rank:
-                    raise ProtocolError(f"node {rank} answers a request to node {request.node}")
-                if not isinstance(reply, (request.kind, c.Poisoned)):
-                    raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
-                self._requests.pop(reply.request, None)
-                request.resolve(reply)
+            if request is None:
+                if reply.request not in node.unawaited:
+                    raise ProtocolError(f"{type(reply).__name__} {reply.request}, which nobody has asked for")
+                node.unawaited.discard(reply.request)
+                return
+            if request.node != rank:
+                raise ProtocolError(f"node {rank} answers a request to node {request.node}")
+            if isinstance(reply, c.Poisoned):
+                self._check_cause(reply)
+            elif not isinstance(reply, request.kind):
+                raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
+            self._requests.pop(reply.request, None)
+            node.answered = reply.request
+            request.resolve(reply)
+
+    def _check_cause(self, reply: c.Poisoned) -> None:
+        """Refuses a cause that cannot be: the failure of a command that no node was sent. Raises ProtocolError."""
+        seq = position(reply.seq)[0]
+        if not (0 <= reply.rank < len(self.nodes) and 0 <= seq < self.nodes[reply.rank].outbox.sent):
+            raise ProtocolError(
+                f"the failure of command {reply.seq} of node {reply.rank}, which was not sent that many"
+            )
 
     def _disconnected(self, rank: int, cause: str) -> None:
         """Notes that a connection has ended.
@@ -372,11 +415,14 @@ class Link:
         if not self._asking.acquire(blocking=False):
             return False
         self._asker = threading.get_ident()
-        launcher, events, died = self.launcher, list[Any](), ""
+        launcher, died = self.launcher, ""
+        events: Sequence[Any] = ()
         try:
             if launcher is not None:
                 while self._to_end:
                     launcher.end(self._to_end.popleft())
+                while self._to_look:
+                    launcher.look(self._to_look.popleft())
                 if timeout:
                     select.select([launcher.fileno()], [], [], timeout)
                 try:
@@ -386,7 +432,9 @@ class Link:
             with self._lock:
                 for event in events:
                     if isinstance(event, Exited):
-                        self.lose(event.rank, event.cause, event.tail, event.host)
+                        self.lose(event.rank, event.cause, event.tail, event.host, event.running)
+                    elif isinstance(event, Sight):
+                        self.nodes[event.rank].sight = event
                 if died:
                     self.launcher, self.launcher_died = None, died
                     for node in self.nodes:
@@ -397,10 +445,11 @@ class Link:
         self._give_up_late()
         return True
 
-    def lose(self, rank: int, cause: str, tail: tuple[str, ...] = (), host: str = "") -> None:
+    def lose(self, rank: int, cause: str, tail: tuple[str, ...] = (), host: str = "", running: int = -1) -> None:
         """Marks a node as lost; ends all waiting for it and tells the other nodes. A second call does nothing.
 
-        ``host`` is the host where it was to run, for a node that has not said hello.
+        ``host`` is the host where it was to run, for a node that has not said hello. ``running``: the number of the
+        command whose function it was running.
         """
         with self._lock:
             node = self.nodes[rank]
@@ -409,7 +458,9 @@ class Link:
             hello = node.said_hello
             where = (hello.host, hello.pid) if hello else (host or "?", 0)
             self._unexplained.pop(rank, None)
-            node.outbox.lose(lost := NodeLost(rank, *where, cause, tail))
+            doing, last = node.last_words(running)
+            lost = NodeLost(rank, *where, cause + doing, tail, last)
+            node.outbox.lose(lost)
             self.losses.append(lost)
             for request in list(self._requests.values()):  # one step: other threads take theirs out without the lock
                 if request.node == rank and self._requests.pop(request.id, None) is not None:
@@ -420,7 +471,28 @@ class Link:
                 self._wake.set()
             for other in self.there():
                 other.outbox.add(c.Lost(rank, cause))
+            self._words.append(side.encode(side.Gone(rank, cause)))
+            self._tell_beside()
             self._on_lost(lost)
+
+    def _tell_beside(self) -> None:
+        """Tells all nodes out of turn what they have not been told yet. The caller holds the lock."""
+        if self.side is None or self.closed:
+            return
+        self.side.drain()  # first messages, by which connections are known; a node says nothing else here
+        for node in self.there():
+            with suppress(BrokenError):  # it has no side channel yet, or none any more
+                while node.words < len(self._words):
+                    self.side.send(node.rank, self._words[node.words])
+                    node.words += 1
+
+    def kill(self, rank: int, cause: str) -> None:
+        """Ends a node and marks it as lost, whatever it is at. Raises as ``check`` for one that is lost already."""
+        self.check(self.nodes[rank].outbox)
+        self.lose(rank, cause)
+        with self._lock:
+            self.hub.cut(rank)
+        self._ask_launcher()
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
@@ -435,8 +507,15 @@ class Link:
         return request
 
     def drop(self, request: Request) -> None:
-        """Forgets a request for which nobody waits any more; a reply that comes is passed over."""
-        self._requests.pop(request.id, None)
+        """Forgets a request for which nobody waits any more; the reply that may still come is passed over.
+
+        Twice is fine.
+        """
+        unawaited = self.nodes[request.node].unawaited
+        if not request.done and request.id > 0 and request.id not in unawaited:
+            unawaited.add(request.id)  # first: the reply may come in another thread at any moment
+            if self._requests.pop(request.id, None) is None:
+                unawaited.discard(request.id)
 
     def wait(
         self, request: Request, timeout: float | None = None, until: Callable[[], bool] | None = None
@@ -449,21 +528,26 @@ class Link:
         poller, waker = self._poller()
         request.waker = waker
         deadline = None if timeout is None else time.monotonic() + timeout
+        patience, turns = None, 0
         try:
             while not request.done and not (until is not None and until()):
                 self.check(outbox)
                 left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
-                self._poll(poller, waker, left)
+                ready, turns = self._poll(poller, waker, left), turns + 1
                 if self.interrupts.pending:
                     self.interrupts.check()
                 if self._unexplained:
                     self._explain_losses()
+                if patience is not None:
+                    patience.look(self.nodes[request.node], self.there(), self._look)
+                elif not ready or turns > 100:  # a wait that takes long
+                    patience = Patience()
         finally:
             request.waker = None
             self._local.idle.append((poller, waker))
-            self._requests.pop(request.id, None)
+            self.drop(request)
         if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`
             self.check(outbox)
         outbox.restart()
@@ -481,14 +565,21 @@ class Link:
             self._local.__dict__.setdefault("idle", [])
             return poller, waker
 
-    def _poll(self, poller: select.poll, waker: Waker, seconds: float) -> None:
-        """Waits until something may have arrived, and takes it in."""
+    def _look(self, node: Node) -> None:
+        """Asks for a look at a node's process, from outside."""
+        if self.launcher is not None:
+            self._to_look.append(node.rank)
+            self._wake.set()
+
+    def _poll(self, poller: select.poll, waker: Waker, seconds: float) -> bool:
+        """Waits until something may have arrived, and takes it in; returns False if nothing has."""
         waker.polling = True
         ready = poller.poll(seconds * 1000)
         waker.polling = False
         asked = self._readable(ready, waker)
         if not asked or (waker.launcher < 0 and self.launcher is not None):
             self._watch_launcher(poller, waker, asked)
+        return bool(ready)
 
     def _watch_launcher(self, poller: select.poll, waker: Waker, on: bool) -> None:
         """Has a thread's next polls end when the launcher has something to report, or not."""
@@ -533,9 +624,10 @@ class Link:
 
     def _flush_idle(self) -> None:
         """Sends what an issuing thread left behind, so that nodes work while the script does something else."""
-        quiet, said = 0, False
+        quiet, said, last = 0, False, (time.monotonic(), time.process_time())
         while not self.closed:
             try:
+                last = self._look_at_time(*last)
                 quiet = self._look_about(quiet)
             except ClosedError:  # from the hub: a Ctrl-C came while the session was made
                 return
@@ -543,6 +635,26 @@ class Link:
                 if not said:
                     _log.exception("what flushes behind the script's back failed; it goes on")
                 said = True
+
+    def _look_at_time(self, then: float, used: float) -> tuple[float, float]:
+        """Has deaf connections cut, and logs that this process did not run between two rounds.
+
+        Returns the time now, and the CPU time until now.
+        """
+        now, use = time.monotonic(), time.process_time()
+        if now - self._looked > DEAF:
+            self._looked = now
+            self._deaf.update(self.hub.cut_deaf())
+            if self._words:  # a node may have had no side channel yet
+                with self._lock:
+                    self._tell_beside()
+        if now - then > STILL and use - used < (now - then) / 10:
+            _log.warning(
+                "this script stood still for %.0f s (stopped by Ctrl-Z or a debugger, or its host was): nodes have "
+                "waited meanwhile, and those of this host are all there",
+                now - then,
+            )
+        return now, use
 
     def _look_about(self, quiet: int) -> int:
         """Does one round of the idle flush; returns the new count.
@@ -588,9 +700,12 @@ class Link:
         self._asking = threading.Lock()
         self._unexplained.clear()  # nothing of the launcher's is to be asked here, nor touched
         self._to_end.clear()
+        self._to_look.clear()
         self.launcher = None
         self._wake = threading.Event()
         self.hub.forked()
+        if self.side is not None:
+            self.side.forked()
         for node in self.nodes:
             node.forked()
 
@@ -602,6 +717,8 @@ class Link:
             self.closing = self.closed = True
             self.launcher = None  # the session stops it
             self.hub.close()
+            if self.side is not None:
+                self.side.close()
             for request in list(self._requests.values()):
                 request.resolve()
             for node in self.nodes:

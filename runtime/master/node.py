@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from itertools import count
 
+from ..host.launcher import Sight
 from ..protocol import commands as c
 from ..protocol.arguments import Addresses
 from ..protocol.errors import DisttensorError, NodeLost
 from .failures import Site
+from .history import KEPT, SHOWN, Sent, asks, doing
 from .outbox import Outbox
 
 #: Templates between two clean-ups of a node's table.
@@ -23,6 +26,11 @@ class Node:
         self.rank = rank
         self.outbox = Outbox(rank, blocking)
         self.said_hello: c.Hello | None = None
+        self.unawaited: set[int] = set()  #: ids of requests that it may still answer, and nobody waits for
+        self.repeated = 0  #: failures that it has told before
+        self.words = 0  #: how many words it was told by its side channel
+        self.sight: Sight | None = None  #: what it looked like from outside, when that was asked for last
+        self.explained = 0.0  #: when somebody who waits was told what it is at
         #: its addresses in each of its data channels, by the channel's number
         self.addresses: dict[int, Addresses] = {}
         #: held while something is made on the node that must be made once: a template, a lazy tensor
@@ -30,6 +38,7 @@ class Node:
         self.templates: dict[object, int] = {}  #: numbers of templates, by operator and static arguments
         self.defined: dict[int, c.Define] = {}  #: templates that the node knows, by number
         self.generation = 0  #: the generation of templates; ``start_generation`` raises it
+        self.answered = 0  #: the number of the last request that it has answered
         self.permitted: set[str] = set()  #: operators that the node is known to have and to run
         self._next = count()
         self._generations = [0, 0]
@@ -52,6 +61,11 @@ class Node:
     def lost(self) -> NodeLost | None:
         """The error that says why the node is gone, once it is."""
         return self.outbox.lost
+
+    @property
+    def behind(self) -> int:
+        """The number of commands that it was sent and has not reported."""
+        return self.outbox.sent - self.outbox.done
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -92,6 +106,42 @@ class Node:
             self._generations = [self._generations[1], next(self._next)]
             self.defined = {n: d for n, d in self.defined.items() if n >= self._generations[0]}
             self.outbox.add(c.Forget(self._generations[0]))
+
+    def last_commands(self, most: int = KEPT) -> list[Sent]:
+        """Returns the last commands that it was sent, ``most`` at most, the oldest first."""
+        found: list[Sent] = []
+        for sent in self._last(self.outbox.done):
+            if len(found) >= most:
+                break
+            found[:0] = sent
+        return found[-most:] if most else []
+
+    def last_words(self, running: int = -1) -> tuple[str, tuple[str, ...]]:
+        """Returns what it was doing, in words that follow the cause of its end, and its last commands.
+
+        ``running``: the number of the command whose function it was running, where that is known. Frees and the like,
+        which no line has issued, are left out.
+        """
+        self.outbox.withdraw_unsent()
+        running = running if running < self.outbox.sent else -1  # nodes tell it, and may tell anything
+        done = max(self.outbox.done, running)  # what came before the function is done
+        found, first = list[Sent](), done
+        for sent in self._last(done):
+            found[:0] = [each for each in sent if each.counts]
+            first = sent[0].number
+            if first <= done and len(found) >= SHOWN:
+                break
+        earlier = self.outbox.running() if first > done else None
+        return doing(found, running, earlier), tuple(map(str, found[-SHOWN:]))
+
+    def _last(self, done: int) -> Iterator[list[Sent]]:
+        """Yields what was sent, a message at a time, the newest first."""
+        rank, answered, defined = self.rank, self.answered, self.defined
+        for first, commands in self.outbox.history.batches():
+            yield [
+                Sent(n, rank, command, site, n < done or asks(command) == answered, defined)
+                for n, (command, site) in enumerate(commands, first)
+            ]
 
     def forked(self) -> None:
         """Makes a forked child's copy unusable: nothing leaves, and nothing waits for a lock that a thread of the

@@ -18,6 +18,7 @@ from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, NodeLost
 from .failures import Site, line_of
+from .history import History, to_keep
 from .route import Tap
 
 #: The window: the most commands, and bytes of them, in flight per node. A full one blocks the issuing thread.
@@ -34,6 +35,9 @@ MAX_FREE = 100_000
 SWEEP = 16
 #: Fewer dead refs than this are left to the end of the batch.
 MIN_SWEEP = 4
+
+#: A message: the number of its first command, its bytes, those that the history keeps, the commands' sites.
+_Packed = tuple[int, bytes, bytes, list[Site | None]]
 
 
 def _free(refs: list[int]) -> c.Free:
@@ -75,6 +79,7 @@ class Outbox:
         #: messages in flight: (number of the first command, bytes, sites)
         self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
         self._flight_bytes = 0
+        self.history = History()  #: the last commands that it was sent
 
     def add_route(self, by: int) -> None:
         """Counts one thread more (or, with -1, one less) that has a route."""
@@ -99,10 +104,11 @@ class Outbox:
             return
         commands: list[c.Command] = self.queue[:n:2]  # type: ignore[assignment]
         sites: list[Site | None] = self.queue[1:n:2]  # type: ignore[assignment]
-        packed: list[tuple[int, bytes, list[Site | None]]] = []
+        packed: list[_Packed] = []
         self._pack(self.sent, commands, sites, packed)
-        for first, message, sites in packed:
+        for first, message, kept, sites in packed:
             self._flight.append((first, len(message), sites))
+            self.history.add(first, kept, sites)
             self._flight_bytes += len(message)
             self.bytes += len(message)
             self.ready.append(message)
@@ -175,7 +181,7 @@ class Outbox:
         first: int,
         commands: list[c.Command],
         sites: list[Site | None],
-        packed: list[tuple[int, bytes, list[Site | None]]],
+        packed: list[_Packed],
     ) -> None:
         why = ""
         try:
@@ -187,13 +193,14 @@ class Outbox:
         if why and len(commands) == 1:
             # the other commands go on, in their places; the thread that flushes gets the error
             self.unsendable = DisttensorError(f"{line_of(sites[0])}: a command can't be sent: {why}")
+            commands = [c.Free(0, ())]
             message = codec.encode(c.Batch(first, (c.Free(0, ()),)))
         elif why or len(commands) > MAX_COMMANDS:
             half = len(commands) // 2
             self._pack(first, commands[:half], sites[:half], packed)
             self._pack(first + half, commands[half:], sites[half:], packed)
             return
-        packed.append((first, message, sites))
+        packed.append((first, message, to_keep(first, message, commands), sites))
 
     def acknowledge(self, done: int) -> None:
         """Notes that the node has applied ``done`` commands. Earlier commands need no site any more."""
@@ -235,6 +242,11 @@ class Outbox:
         """Returns the site of the oldest command that the node has not reported, of those that a line issued."""
         flying = (site for first, _, sites in self._flight for seq, site in enumerate(sites, first) if seq >= self.done)
         return next((site for site in flying if site is not None), None)
+
+    def withdraw_unsent(self) -> None:
+        """Takes messages that have not left out of the history: the node is gone."""
+        self.history.withdraw(len(self.ready))
+        self.ready.clear()
 
     def lose(self, error: NodeLost) -> None:
         """Notes that the node is lost: nothing is queued for it any more, and every issuing thread learns of it."""

@@ -18,11 +18,9 @@ from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import PoisonedError, ProtocolError
 from ..protocol.failure_ids import Poison, earliest
+from ..protocol.transfer_ids import COLLECTIVES
 from .state import NodeState
 from .store import Value
-
-#: The first transfer id of collectives: each has a block of ids, named by its own.
-_FIRST = 1 << 62
 
 Tensors = list[torch.Tensor]
 
@@ -100,7 +98,7 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
         node.channels.collective[command.channel],
         command.ranks,
         command.ranks.index(node.rank),
-        _FIRST + command.transfer * IDS,
+        COLLECTIVES + command.transfer * IDS,
         blame=(node.rank, number),
         poison=None if poison is None else (poison.rank, poison.seq),
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),

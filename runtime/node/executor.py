@@ -14,6 +14,8 @@ import torch
 from ..channel.counted import count
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
+from ..process import page
+from ..process.page import COLLECTIVE, RECEIVE
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
@@ -181,6 +183,7 @@ class Executor(NodeState):
             case c.Memory():
                 self.memory(command)
             case c.Collective(done=0):
+                page.mine.begin(self.seq, COLLECTIVE)
                 collectives.take_part(self, command)
             case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
                 self._lanes = Scheduler(self, self.other, self.failed, self.events, self.graphs)
@@ -212,6 +215,8 @@ class Executor(NodeState):
             case c.Stop():
                 self.stopped = True
                 store.clear()
+            case c.On():
+                raise ProtocolError(f"stream {command.stream} is unknown")  # while there is one, lanes take it
             case _:
                 raise ProtocolError(f"{type(command).__name__} is not for the executor")
 
@@ -253,7 +258,10 @@ class Executor(NodeState):
 
     def _run(self, command: c.Run) -> None:
         self.store.settle(None)  # the function may write tensors that are being sent
-        self.finish_run(command, *self.functions.claim(command)(self.tensor))
+        job = self.functions.claim(command)
+        with page.mine.function(self.number):
+            done = job(self.tensor)
+        self.finish_run(command, *done)
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 
@@ -263,6 +271,9 @@ class Executor(NodeState):
 
     def failed(self, command: c.Command, error: Exception) -> None:
         """Handles a failed command: retries it if it met a tensor on its way, passes poison on, or reports an error."""
+        if isinstance(command, c.On):  # it is for a stream that is unknown, and nobody else's
+            self.give_up(command.command, self.tell(name_of(command), error))
+            return
         call = command.call if isinstance(command, c.Ask) else command
         template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         poison: Poison | None = error.poison if type(error) is PoisonRead else None
@@ -277,6 +288,7 @@ class Executor(NodeState):
                 waited, read = False, []
             poison = earliest(read)
             if poison is None and waited:
+                page.mine.begin(self.seq, RECEIVE)
                 try:
                     self.other(command)
                     return

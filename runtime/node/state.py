@@ -108,7 +108,8 @@ class NodeState:
     def answer(self, command: c.Ask, template: Template, result: Any) -> list[torch.Tensor | None]:
         """Answers an Ask with its operator's result: a value, or the geometry of tensors, which are returned.
 
-        Raises ProtocolError, and has answered nothing, for another number of tensors than the master expects.
+        Raises ProtocolError, and has answered nothing, for another number of tensors, or of refs for them, than the
+        master expects.
         """
         if not template.outs:
             self.emit(c.Answer(command.request, codec.to_value(result)))
@@ -116,6 +117,11 @@ class NodeState:
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         if len(results) != template.outs:
             raise template.miscounted(len(results))
+        refs = template.results(command.call.out, command.call.args)
+        if len(refs) != template.outs:
+            raise ProtocolError(
+                f"{template.name} puts out {template.outs} tensors, and a call of it names {len(refs)} refs"
+            )
         self.emit(c.Shapes(command.request, tuple(None if t is None else self.geometry(t) for t in results)))
         return results
 

@@ -9,21 +9,26 @@ end of the life-line.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+import select
 import socket
 import sys
 import threading
+from functools import partial
 
 import msgspec
 import torch
 
-from ..channel.base import ChannelContext
+from ..channel.base import ChannelContext, Protection
+from ..channel.cipher import no_cipher
 from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
-from ..process import role
+from ..process import page, role
+from ..process.page import COMMANDS
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
@@ -33,6 +38,7 @@ from ..transport.base import Spoke
 from .executor import Executor
 from .process_groups import ProcessGroups
 from .receive_ahead import Ahead
+from .side_channel import SideChannel
 from .user_functions import Functions
 
 #: The largest number of commands applied between two reports to the master; its window is several times that.
@@ -47,6 +53,9 @@ REACH = 30.0
 
 #: Seconds that a stream has at the end to finish its current task.
 JOIN = 2.0
+
+#: Seconds between two signs that the threads of this process run.
+ALIVE = 0.5
 
 #: The exit code of a worker whose master went away.
 EX_MASTER_GONE = 75
@@ -64,7 +73,8 @@ class Worker:
         self._telling = threading.RLock()  #: held while reporting, by the receiving thread or a stream's
         self._receiver = threading.get_ident()
         hosts = bundle.data_hosts or (LOOPBACK,)
-        context = ChannelContext(rank=bundle.rank, job=bundle.job, host=hosts[0], further=hosts[1:])
+        protection = Protection(bundle.encrypt, bundle.trusted_network, bundle.checksum)
+        context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection)
         self.channels = Channels(maker(context), bundle.backend)
         self.executor = Executor(
             bundle.rank,
@@ -93,19 +103,23 @@ class Worker:
             gpus=affinity.gpus() if cuda and not self.bundle.simulate_cuda else (),
             addresses=self.channels.open(0, self.bundle.backend),
             abilities=capabilities.own(self.bundle.simulate_cuda),
+            no_cipher=no_cipher(),
         )
 
     def serve(self) -> int:
         """Applies commands until Stop (returns 0), the master's end (75) or a broken protocol (70)."""
         torch.set_grad_enabled(False)
         self._receiver = threading.get_ident()
-        ahead = Ahead(self._spoke, self.executor)
+        ahead, mine = Ahead(self._spoke, self.executor), page.mine
         try:
             self._emit(self.hello())
             self._flush()
             while not self.executor.stopped:
                 batch, size = ahead.next()
+                mine.begin(batch.first, COMMANDS)
                 self.executor.apply(batch)
+                if self.executor.done == self.executor.seq:
+                    mine.rest()
                 self._unacknowledged += size
                 if self._replies or self._due:
                     self._flush()
@@ -152,6 +166,8 @@ class Worker:
         executor = self.executor
         done = executor.done  # read first: a command that fails from here on is not counted as done
         replies, self._replies = self._replies, []
+        if not replies and done == self._told:
+            return  # another thread was faster
         self._told = done
         if done == executor.seq:
             self._unacknowledged = 0
@@ -200,8 +216,18 @@ def start(bundle: Bundle) -> int:
         bundle = msgspec.structs.replace(bundle, data_hosts=interfaces_for(address, addresses))
     from ..transport.zmq import ZmqSpoke
 
-    spoke = ZmqSpoke(address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank)
-    return Worker(bundle, spoke).serve()
+    spoke = ZmqSpoke(
+        address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank, silence=bundle.silence
+    )
+    worker = Worker(bundle, spoke)
+    if not bundle.side_addresses:
+        return worker.serve()
+    beside = partial(
+        ZmqSpoke, bundle.side_addresses[addresses.index(address)], bundle.server_key, bundle.side_public_key,
+        bundle.side_secret_key, bundle.rank, silence=bundle.silence,
+    )  # fmt: skip
+    with contextlib.closing(SideChannel(beside, worker.channels)):
+        return worker.serve()
 
 
 def _keep_memory() -> None:
@@ -217,8 +243,13 @@ def _keep_memory() -> None:
 
 
 def _watch(lifeline: int) -> None:
+    """Ends this process with its life-line; shows until then that its threads run."""
+    poller = select.poll()
+    poller.register(lifeline, select.POLLIN)
     try:
-        while os.read(lifeline, 1):
-            pass
+        while True:
+            page.mine.live()
+            if poller.poll(ALIVE * 1000) and not os.read(lifeline, 1):
+                break
     finally:
         os._exit(EX_MASTER_GONE)

@@ -12,7 +12,10 @@ import os
 import msgspec
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 11
+PROTOCOL = 12
+
+#: Seconds without an answer of the master's kernel after which its host is gone for a node, where nothing else tells.
+SILENCE = 15.0
 
 #: disttensor's own version, which messages name.
 VERSION = "0.1.0"
@@ -27,9 +30,16 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server_key: str = ""  #: the master's CURVE public key (Z85); empty with security="none"
     public_key: str = ""  #: this worker's CURVE key pair (Z85)
     secret_key: str = ""
+    #: the side channel: an address for each of the master's, in their order, and a key pair of its own; empty: none
+    side_addresses: tuple[str, ...] = ()
+    side_public_key: str = ""
+    side_secret_key: str = ""
     backend: str = "tcp"  #: the data channel's name
     addresses: tuple[str, ...] = ()  #: more addresses of the master; the node takes the first that answers
     data_hosts: tuple[str, ...] = ()  #: where the data channel listens; empty: as ``addresses.interfaces_for`` says
+    encrypt: bool | None = None  #: the protection of payloads, as in ``channel.base.Protection``
+    trusted_network: bool = False
+    checksum: bool = False
     nodes: int = 1  #: how many nodes the session begins with
     local_rank: int = 0  #: the node's number among the nodes of its host
     local_size: int = 1  #: the number of nodes on its host
@@ -38,6 +48,7 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bind: str = ""  #: the cores and GPUs that the process is bound to (see host/affinity.py)
     env: dict[str, str] = {}  #: environment variables to set
     allow_ops: tuple[str, ...] = ()  #: operators beyond aten and prims, such as "torchvision::*"
+    silence: float = SILENCE  #: seconds without an answer of the master's kernel after which its host is gone
     functions: str = "any"  #: which user functions may run: any, none
     protocol: int = PROTOCOL
     sys_path: tuple[str, ...] = ()  #: the master's import path, so that the user's modules import here too
@@ -57,11 +68,14 @@ def write_bundle(fd: int, bundle: Bundle) -> None:
 
 
 def read_bundle(fd: int) -> Bundle:
-    """Reads one frame from ``fd``. Raises EOFError on a cut pipe, msgspec.ValidationError on nonsense."""
+    """Reads one frame from ``fd``. Raises EOFError on a cut pipe, ValueError on nonsense."""
     size = int.from_bytes(_read_exactly(fd, 4), "big")
     if size > 1 << 20:
         raise ValueError(f"a bundle of {size} bytes: this is not a disttensor life-line")
-    return msgspec.json.decode(_read_exactly(fd, size), type=Bundle)
+    try:
+        return msgspec.json.decode(_read_exactly(fd, size), type=Bundle)
+    except RecursionError as e:
+        raise ValueError(f"what came is no bundle: {e}") from None
 
 
 def _read_exactly(fd: int, n: int) -> bytes:

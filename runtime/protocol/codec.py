@@ -13,11 +13,15 @@ import msgspec
 import torch
 
 from . import commands as c
+from .arguments import Addresses
 from .dtypes import DTYPES, IDS, NAMES
-from .errors import ProtocolError
+from .errors import UNDECODABLE, ProtocolError
 
 #: A message is at most this long; the socket factory cuts longer ones off.
 MAX_MESSAGE = 1 << 20
+
+#: The most CUDA devices of a node, and characters of a host's name (as in DNS) and of a data channel's address.
+MAX_DEVICES, MAX_HOST, MAX_ADDRESS = 64, 255, 4096
 
 #: The number of elements or bytes that torch can count with room to spare. (An expanded tensor has no such memory.)
 _COUNTABLE = 1 << 62
@@ -57,7 +61,7 @@ def decode_report(message: bytes) -> c.Report:
 def _decode(decoder: Any, message: bytes) -> Any:
     try:
         return decoder.decode(message)
-    except (ValueError, RecursionError) as e:  # DecodeError, and UnicodeDecodeError for text that is not UTF-8
+    except UNDECODABLE as e:
         raise ProtocolError(f"a message of {len(message)} bytes is not of this protocol: {e}") from None
 
 
@@ -120,9 +124,9 @@ def from_value(value: c.Value) -> object:
 def check_reply(reply: c.Reply) -> None:
     """Refuses metadata that no tensor can have and devices that cannot exist. Raises ProtocolError."""
     if isinstance(reply, c.Hello):
-        if reply.devices != ("cpu", *(f"cuda:{i}" for i in range(len(reply.devices) - 1))):
-            raise ProtocolError(f"devices are cpu, cuda:0, cuda:1 and so on, not {reply.devices!s:.200}")
-        _check_abilities(reply)
+        _check_hello(reply)
+    elif isinstance(reply, c.Opened):
+        _check_addresses(reply.addresses)
     elif isinstance(reply, c.Shapes):
         for out in reply.outs:
             if out is not None:
@@ -141,6 +145,40 @@ def check_reply(reply: c.Reply) -> None:
 def _check_sizes(*sizes: int) -> None:
     if min(sizes) < 0:
         raise ProtocolError(f"sizes, addresses and strides are not negative, and these are {sizes!s:.200}")
+
+
+def _check_hello(hello: c.Hello) -> None:
+    if len(hello.devices) > MAX_DEVICES + 1:
+        raise ProtocolError(
+            f"{len(hello.devices)} devices are over the limit of {MAX_DEVICES} CUDA devices of one node"
+        )
+    if hello.devices != ("cpu", *(f"cuda:{i}" for i in range(len(hello.devices) - 1))):
+        raise ProtocolError(f"devices are cpu, cuda:0, cuda:1 and so on, not {hello.devices!s:.200}")
+    if len(hello.gpus) > MAX_DEVICES:
+        raise ProtocolError(f"{len(hello.gpus)} GPUs are over the limit of {MAX_DEVICES}")
+    for what, text in (
+        ("host", hello.host),
+        ("job", hello.job),
+        ("python", hello.python),
+        *(("gpu", g) for g in hello.gpus),
+    ):
+        _check_text(f"the node's {what}", text, MAX_HOST)
+    _check_text("the reason why it can't encrypt", hello.no_cipher, MAX_ADDRESS)
+    if not 0 <= hello.pid < 1 << 32:
+        raise ProtocolError(f"{hello.pid} is no pid")
+    _check_addresses(hello.addresses)
+    _check_abilities(hello)
+
+
+def _check_addresses(addresses: Addresses) -> None:
+    for address in (addresses.transfers, addresses.collectives):
+        _check_text("an address of a data channel", address, MAX_ADDRESS)
+
+
+def _check_text(what: str, text: str, most: int) -> None:
+    """Refuses text that would flood a message or play with the user's terminal. Raises ProtocolError."""
+    if len(text) > most or not text.isprintable():
+        raise ProtocolError(f"{what} is at most {most} printable characters, not {len(text)} as {text[:100]!r}")
 
 
 def _check_abilities(hello: c.Hello) -> None:

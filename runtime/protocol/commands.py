@@ -448,6 +448,7 @@ class Hello(Message, frozen=True, tag=40):
     addresses: Addresses  #: its addresses in the session's own data channel
     abilities: Abilities
     gpus: tuple[str, ...] = ()  #: names of its CUDA devices, each one's own on the whole host
+    no_cipher: str = ""  #: the reason why it can't encrypt payloads; empty if it can
 
 
 class Answer(Message, frozen=True, tag=41):

@@ -21,6 +21,10 @@ Mistakes of the user's (shapes, dtypes, operands on two nodes) are the types tha
 
 from __future__ import annotations
 
+#: What msgspec and json raise for bytes that are not what they should be. UnicodeDecodeError, for text that is not
+#: UTF-8, is a ValueError as msgspec's own errors are, and not one of these; RecursionError is for what is too deep.
+UNDECODABLE = (ValueError, RecursionError)
+
 
 class DisttensorError(RuntimeError):
     """The base of all of disttensor's own exceptions."""
@@ -29,23 +33,36 @@ class DisttensorError(RuntimeError):
 class NodeLost(DisttensorError):
     """A node died or was cut off. The tensors that it held are lost; other nodes stay usable.
 
-    Attributes: ``rank``, ``host``, ``pid``, ``cause`` (one line) and ``tail`` (its last output lines).
+    Attributes: ``rank``, ``host``, ``pid``, ``cause`` (one line), ``tail`` (its last output lines) and ``commands``:
+    the last ones that it was sent, ten at most, each with its number, place, operator and line of the program. Those
+    that are known to be done end with "(done)"; of the others it may have done some.
     """
 
-    def __init__(self, rank: int, host: str = "?", pid: int = 0, cause: str = "", tail: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str = "?",
+        pid: int = 0,
+        cause: str = "",
+        tail: tuple[str, ...] = (),
+        commands: tuple[str, ...] = (),
+    ) -> None:
         self.rank, self.host, self.pid, self.cause, self.tail = rank, host, pid, cause, tail
+        self.commands = commands
         text = f"node {rank} (host {host}, pid {pid}) is lost: {cause or 'cause unknown'}"
         text += "; what it held is gone, other nodes stay usable"
         if tail:
             text += "\nits last output:\n" + "\n".join(f"  {line}" for line in tail)
+        if commands:
+            text += "\nthe last commands that it was sent:\n" + "\n".join(f"  {line}" for line in commands)
         super().__init__(text)
 
     def again(self) -> NodeLost:
         """Returns a fresh exception to raise: each raise has a traceback of its own."""
-        return NodeLost(self.rank, self.host, self.pid, self.cause, self.tail)
+        return NodeLost(self.rank, self.host, self.pid, self.cause, self.tail, self.commands)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.rank, self.host, self.pid, self.cause, self.tail)
+        return type(self), (self.rank, self.host, self.pid, self.cause, self.tail, self.commands)
 
 
 class RemoteError(DisttensorError):

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+#: The most messages that one ``Hub.drain`` takes. A node that sends without pause must not keep the link's lock held.
+TURN = 256
+
 
 class Hub(ABC):
     """The master's end. No method is thread-safe: the link holds its lock around each call."""
@@ -23,9 +26,9 @@ class Hub(ABC):
 
     @abstractmethod
     def drain(self) -> list[tuple[int, bytes]]:
-        """Takes all messages that have arrived, oldest first, as (rank, message); never blocks.
+        """Takes messages that have arrived, oldest first, as (rank, message): at most TURN of them; never blocks.
 
-        After it returned, ``fileno()`` becomes readable again for anything that arrives later.
+        After it returned, ``fileno()`` is readable if it has left any, and becomes so for anything that arrives later.
         """
 
     @abstractmethod
@@ -49,6 +52,13 @@ class Hub(ABC):
 
         Both ends find out by themselves. Without a connection it does nothing.
         """
+
+    def cut_deaf(self) -> list[int]:
+        """Breaks the connections whose other end's kernel does not answer: what is under way never arrives there.
+
+        Returns the nodes. To be called about every second, by any thread.
+        """
+        return []  # without a network nobody is deaf
 
     @abstractmethod
     def forked(self) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 
 from ..protocol.errors import BrokenError, ClosedError
-from .base import Hub, Spoke
+from .base import TURN, Hub, Spoke
 from .sockets import MAX_MESSAGE
 
 
@@ -68,9 +68,9 @@ class InprocHub(Hub):
         if not self._inbox:
             return []
         with self._lock:
-            os.eventfd_read(self._event)
-            arrived = list(self._inbox)
-            self._inbox.clear()
+            arrived = [self._inbox.popleft() for _ in range(min(TURN, len(self._inbox)))]
+            if not self._inbox:
+                os.eventfd_read(self._event)
         out = []
         for rank, message in arrived:
             if message is not None:

@@ -18,6 +18,9 @@ MAX_MESSAGE = 1 << 20
 #: "1 GiB hello" is given memory before any check.
 FRAME_LIMIT = MAX_MESSAGE + 64
 
+#: The most messages of one node that libzmq holds for the master, and of its side channel.
+MOST_UNREAD, SIDE_UNREAD = 1024, 16
+
 #: The time for which ``close`` tries to send queued messages, in milliseconds.
 FLUSH_MS = 500
 
@@ -27,9 +30,10 @@ HANDSHAKE_MS = 2000
 #: A reconnect that far off (a day, in milliseconds) doesn't happen: the socket is closed long before.
 NEVER_MS = 24 * 3600 * 1000
 
-#: A peer that said nothing for so many seconds is gone. Heartbeats are sent each second by libzmq's own thread, so
-#: only a dead process, a stopped one or a cut network is silent, never one that holds the GIL.
-SILENCE = 5.0
+#: Seconds without an answer of the other end's kernel after which a connection is given up.
+SILENCE = 15.0
+#: The number of vain probes by then.
+_PROBES = 5
 
 #: Names the CURVE and plain listeners to the ZAP handler. It has to be set, or the handler is never asked.
 ZAP_DOMAIN = b"disttensor"
@@ -49,9 +53,13 @@ def context() -> Context:
     return zmq.Context(1)
 
 
-def router(ctx: Context, endpoint: str, curve: Curve | None, silence: float = SILENCE) -> zmq.Socket[bytes]:
-    """Makes the master's listening socket, to be bound to ``endpoint``."""
+def router(
+    ctx: Context, endpoint: str, curve: Curve | None, unread: int = MOST_UNREAD, silence: float = SILENCE
+) -> zmq.Socket[bytes]:
+    """Makes the master's listening socket, to be bound to ``endpoint``. ``silence`` is as for ``dealer``."""
     sock = _tcp(ctx, zmq.ROUTER, endpoint, curve, silence)
+    # libzmq stops to read from a node that is faster than the master: what is left waits on the node's host
+    sock.setsockopt(zmq.RCVHWM, unread)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message that cannot be routed is dropped silently
     sock.setsockopt(zmq.ROUTER_HANDOVER, 0)  # else a second peer of the same name takes over the first's traffic
     sock.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
@@ -69,8 +77,13 @@ def bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
 def dealer(
     ctx: Context, endpoint: str, curve: Curve | None, name: bytes, silence: float = SILENCE
 ) -> zmq.Socket[bytes]:
-    """Makes a node's socket, to be connected to ``endpoint`` once: a cut connection has lost messages and stays cut."""
+    """Makes a node's socket, to be connected to ``endpoint`` once: a cut connection has lost messages and stays cut.
+
+    It is given up when the other end's kernel has not answered for ``silence`` seconds: that host is gone, or the
+    network to it. The kernel of a stopped process answers, so nobody is lost by Ctrl-Z, as by heartbeats.
+    """
     sock = _tcp(ctx, zmq.DEALER, endpoint, curve, silence)
+    sock.setsockopt(zmq.TCP_MAXRT, int(silence * 1000))
     sock.setsockopt(zmq.ROUTING_ID, name)
     # Never, in effect. The official "never" (-1) and IMMEDIATE both throw away, at the connection's end, the messages
     # that have arrived and were not read yet, such as the master's order to stop.
@@ -107,7 +120,7 @@ def raw_calls(sock: zmq.Socket[bytes]) -> RawCalls:
 def _plain(ctx: Context, kind: int) -> zmq.Socket[bytes]:
     sock = ctx.socket(kind)
     sock.setsockopt(zmq.LINGER, 0)  # else an undeliverable message hangs the exit
-    # The outbox's window limits what is in flight. A ZeroMQ limit would drop (ROUTER) or stall heartbeats (measured).
+    # The outbox's window limits what is in flight. A ZeroMQ limit for sending would drop (ROUTER, measured).
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
     return sock
@@ -118,10 +131,13 @@ def _tcp(ctx: Context, kind: int, endpoint: str, curve: Curve | None, silence: f
     _set_family(sock, endpoint)
     sock.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    silence_ms = int(silence * 1000)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, min(1000, silence_ms // 3))
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
-    sock.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
+    # while nothing is under way: the kernels ask each other, first after a third of the time
+    idle = max(1, round(silence / 3))
+    interval = max(1, round((silence - idle) / _PROBES))
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, max(1, round((silence - idle) / interval)))
     if curve is not None:
         sock.setsockopt(zmq.CURVE_PUBLICKEY, curve.public.encode())
         sock.setsockopt(zmq.CURVE_SECRETKEY, curve.secret.encode())

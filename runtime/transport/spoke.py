@@ -39,7 +39,8 @@ class ZmqSpoke(Spoke):
     """Node ``rank``'s end; connected once the constructor returns. Empty keys mean plain text.
 
     Raises BrokenError when the master refuses the key, or cannot be reached within ``connect_timeout`` seconds.
-    ``silence`` is the number of seconds without a heartbeat after which the master is gone.
+    ``silence`` is the number of seconds without an answer of the master's kernel after which its host is gone, or the
+    network to it.
     """
 
     # All calls on the socket are under _lock, which nobody holds while waiting: recv waits for zmq.FD with poll. A

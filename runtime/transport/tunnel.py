@@ -133,6 +133,9 @@ def _reach(addresses: Sequence[str], keys: tuple[str, str], server_key: str, tim
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             try:
                 found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            except ValueError:
+                reasons[address] = "this is no address such as tcp://10.0.0.1:41233"
+                continue
             except OSError as e:
                 reasons[address] = f"the name does not resolve ({e.strerror})"
                 continue

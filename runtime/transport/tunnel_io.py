@@ -69,16 +69,17 @@ class End:
         return out
 
     def take(self, message: bytes) -> None:
-        """Handles a message of the other end. An end on this side that no longer exists needs none of them."""
+        """Handles a message of the other end. One that no other end sends is the end of the tunnel."""
         kind, rest = message[:1], message[1:]
-        if kind == b"D":
+        if self.over:
+            return
+        if kind == b"D" and len(self.waiting) + len(rest) <= WINDOW + _PIECE:
             self.waiting += rest
-            if len(self.waiting) > WINDOW + _PIECE:  # it ignores the window
+        elif kind == b"A" and len(rest) == 8 and (taken := int.from_bytes(rest, "big")) <= self.away:
+            self.away -= taken
+        else:
+            if message != b"E":  # it ignores the window, or says that it has taken what it was not sent
                 self.waiting.clear()
-                self.over = True
-        elif kind == b"A":
-            self.away -= int.from_bytes(rest, "big")
-        elif kind == b"E":
             self.over = True
 
     def write(self) -> list[bytes]:
@@ -131,6 +132,7 @@ class TunnelPump:
         os.close(self._stopping)
 
     def _admit(self, peer: int) -> End:
+        """Raises OSError when this process has no descriptors left: this peer is not let in, and others stay."""
         self._next = peer + 1
         end = self._ends[peer] = End()
         self._come.append(end.theirs)
@@ -165,7 +167,11 @@ class TunnelPump:
             if end is None:
                 if peer < self._next:
                     continue  # it has been dismissed
-                end = self._admit(peer)
+                try:
+                    end = self._admit(peer)
+                except OSError:
+                    self._send_end(peer)
+                    continue
             end.take(message)
             self._send(peer, end, end.write() + end.read())
         for peer in self._port.gone():
@@ -185,8 +191,12 @@ class TunnelPump:
         if self._polled.pop(end.ours.fileno(), None) is not None:
             self._poll.unregister(end.ours)
         if not end.mute:  # the other end has ended first, or may still live
-            self._send(peer, end, [b"E"])
+            self._send_end(peer)
         end.ours.close()
+
+    def _send_end(self, peer: int) -> None:
+        with contextlib.suppress(BrokenError, ClosedError):
+            self._port.send(peer, b"E")
 
     def _repoll(self) -> None:
         for end in self._ends.values():

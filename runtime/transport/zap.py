@@ -100,6 +100,21 @@ class ZapHandler:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def cut_deaf(self, tries: int) -> list[int]:
+        """Breaks each registered connection for whose bytes the kernel has tried in vain so often; returns the ranks.
+
+        (The kernel itself would go on for a quarter of an hour. When nothing is under way it finds out by itself.)
+        """
+        deaf = []
+        with self._lock:
+            for descriptor, rank in self._watched.items():
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
+                    if max(info[2], info[3]) >= tries:  # retransmits, probes
+                        connection.shutdown(socket.SHUT_RDWR)
+                        deaf.append(rank)
+        return deaf
+
     def descriptors(self) -> list[int]:
         """Returns the connections and the wake-up, for a forked child to close.
 

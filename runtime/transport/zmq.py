@@ -10,6 +10,7 @@ A node gets one connection in its life. A cut one has lost messages, so neither 
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import select
 import socket
@@ -21,7 +22,7 @@ from zmq.utils import z85
 
 from ..protocol.errors import BrokenError, ClosedError
 from . import sockets
-from .base import Hub
+from .base import TURN, Hub
 from .sockets import MAX_MESSAGE
 from .spoke import ZmqSpoke, plain_name
 from .zap import ZapHandler
@@ -46,7 +47,8 @@ class ZmqHub(Hub):
         port: the port; 0 is any, for each host another.
         server_keys: the master's CURVE key pair; None for plain text.
         node_keys: rank -> public key.
-        silence: seconds without a heartbeat after which a node is gone.
+        unread: the most messages of one node that libzmq holds for this process.
+        silence: seconds without an answer of a node's kernel after which its host is gone, or the network to it.
 
     Raises ValueError for a host that means every interface or does not resolve, for bad keys and for plain text
     on a network; BrokenError when the port cannot be had.
@@ -59,6 +61,7 @@ class ZmqHub(Hub):
         *,
         server_keys: tuple[str, str] | None,
         node_keys: Mapping[int, str],
+        unread: int = sockets.MOST_UNREAD,
         silence: float = sockets.SILENCE,
     ) -> None:
         hosts = [host] if isinstance(host, str) else host
@@ -69,12 +72,17 @@ class ZmqHub(Hub):
         self._ranks: dict[bytes, int] = {}  # its inverse
         self._lost: set[int] = set()
         self._gone: list[int] = []
+        self._leaving: list[int] = []  # nodes whose connections have ended, while messages of theirs may be left
         self._dropped = 0
+        self._left = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while ``drain`` has left messages
+        self._more = False  # whether it is
         self._closed = False
         self._ctx = sockets.context()
         curve = sockets.Curve(*server_keys) if server_keys else None
-        self._sock = sockets.router(self._ctx, endpoints[0], curve, silence)
+        self._sock = sockets.router(self._ctx, endpoints[0], curve, unread, silence)
         self._zap_handler = ZapHandler(self._ctx, self._sock, keys)
+        #: so often the kernel tries again in that time, at intervals that double from 0.2 s on
+        self._tries = math.ceil(math.log2(silence * 0.8 / 0.2 + 1))
         self._epoll = select.epoll()
         self._send, self._recv, self._recv_frame, self._get = sockets.raw_calls(self._sock)
         bound = []
@@ -92,6 +100,7 @@ class ZmqHub(Hub):
         # socket, and any call on the socket (a send too) may consume that. Hence the duty to drain after sends.
         self._epoll.register(self._sock.FD, select.EPOLLIN)
         self._epoll.register(self._zap_handler.wake, select.EPOLLIN)
+        self._epoll.register(self._left, select.EPOLLIN)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"connected={sorted(self._routes)} lost={sorted(self._lost)}"
@@ -124,17 +133,36 @@ class ZmqHub(Hub):
     def drain(self) -> list[tuple[int, bytes]]:
         if self._closed:
             raise ClosedError("cannot receive: the hub is closed")
-        leaving = self._settle() if self._zap_handler.leaving else ()
-        out = []
+        if self._zap_handler.leaving:
+            self._leaving += self._settle()
+        out: list[tuple[int, bytes]] = []
+        turns = TURN
         while self._get(_EVENTS) & _POLLIN:
+            if not turns:
+                self._leave_messages(True)
+                return out
+            turns -= 1
             route = self._recv(_NOBLOCK)
             frame = self._recv_frame(_NOBLOCK, False)
             rank = self._sender(route, frame)
             if rank is not None:
                 out.append((rank, frame.bytes))
-        for rank in leaving:
-            self._lose(rank)
+        if self._more:
+            self._leave_messages(False)
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for rank in leaving:
+                self._lose(rank)
         return out
+
+    def _leave_messages(self, more: bool) -> None:
+        """Notes whether messages are left, which the socket's own descriptor does not tell again."""
+        if more != self._more:
+            self._more = more
+            if more:
+                os.eventfd_write(self._left, 1)
+            else:
+                os.eventfd_read(self._left)
 
     def gone(self) -> list[int]:
         """Returns the nodes lost since the last call, each once; ``drain`` has given out all they had sent."""
@@ -151,6 +179,9 @@ class ZmqHub(Hub):
     def cut(self, rank: int) -> None:
         self._zap_handler.cut(rank)
 
+    def cut_deaf(self) -> list[int]:
+        return [] if self._closed else self._zap_handler.cut_deaf(self._tries)
+
     def fileno(self) -> int:
         return self._epoll.fileno()
 
@@ -160,6 +191,7 @@ class ZmqHub(Hub):
         self._closed = True
         self._routes.clear()
         self._epoll.close()
+        os.close(self._left)
         self._sock.close(linger=sockets.FLUSH_MS)
         self._ctx.term()  # waits for the flush, and ends the ZAP handler
         self._zap_handler.join()
@@ -173,6 +205,7 @@ class ZmqHub(Hub):
             self._closed = True
             self._routes.clear()
             self._epoll.close()
+            os.close(self._left)
             for descriptor in self._zap_handler.descriptors():
                 os.close(descriptor)
 

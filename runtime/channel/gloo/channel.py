@@ -21,7 +21,7 @@ import torch
 from ...protocol.errors import BrokenError
 from ..base import Capabilities
 from ..carrier import Carrier, Parcel, Say
-from ..library_groups import GroupedChannel
+from ..library_groups import GroupedChannel, entry
 from ..payload import plain
 from ..tcp.dial import split_address
 from .group import GlooGroup
@@ -158,9 +158,9 @@ class GlooCarrier(Carrier):
         if word == _MET:
             self._met = True
             return
-        key, _, value = word.partition(b"\0")
-        self._channel.mailbox.put(key.decode(), value)
-        if key.startswith(self._name.encode()):
+        key, value = entry(word)
+        self._channel.mailbox.put(key, value)
+        if key.startswith(self._name):
             self._begin()
 
     def _begin(self) -> None:

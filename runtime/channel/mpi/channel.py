@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...host import mpi_env
-from ...protocol.errors import BrokenError, ClosedError
+from ...protocol.errors import BrokenError, ClosedError, ProtocolError
 from ..base import Capabilities, ChannelContext
 from ..carrier import Carrier, Parcel, Say
 from ..payload import byte_view, plain
@@ -151,6 +151,8 @@ class MpiCarrier(Carrier):
         if kind == _BROKE:
             self._channel.broken[int.from_bytes(rest[:8], "little")] = rest[8:].decode(errors="replace")
             return
+        if kind not in (_ASK, _HERE) or len(rest) != _PLACE.size:
+            raise ProtocolError(f"{word[:20]!r} is no word between carriers of MPI")
         self._there = _PLACE.unpack(rest)
         if kind == _ASK:
             self._asked = True

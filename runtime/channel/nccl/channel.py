@@ -20,7 +20,7 @@ from ...protocol.errors import BrokenError
 from ..auto import AutoChannel
 from ..base import MASTER, Capabilities
 from ..carrier import Say
-from ..library_groups import GroupedChannel
+from ..library_groups import GroupedChannel, entry
 from ..shm.cuda_ipc import CudaSharing
 from .library import DTYPES, Communicator, load
 
@@ -93,8 +93,7 @@ class NcclSharing(CudaSharing):
         if not word.startswith(_TELL):
             super().hear(word)
             return
-        key, _, value = word.removeprefix(_TELL).partition(b"\0")
-        self._channel.mailbox.put(key.decode(), value)
+        self._channel.mailbox.put(*entry(word.removeprefix(_TELL)))
 
     def fail(self, why: str) -> None:
         super().fail(why)

@@ -3,17 +3,19 @@
 One copy brings a tensor into memory that the other process maps as well (``segments``). A receiver uses it there where
 a node lets the channel choose the memory (``iarrive``), else copies it once more. Small tensors and all headers take
 the connection, which also tells of a peer's end. Where two processes turn out not to see the same memory (containers),
-everything takes the connection. CUDA tensors go between nodes by buffers on their devices (``cuda_ipc``).
+everything takes the connection. CUDA tensors go between nodes by buffers on their devices (``cuda_ipc``). What is in
+shared memory is never encrypted, as it does not leave the host; what takes the connection is where that was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from ..base import MASTER, Arrival, Capabilities
+from ..base import MASTER, Arrival, Capabilities, ChannelContext
 from ..carrier import Say
 from ..tcp.channel import TcpChannel
 from .cuda_ipc import CudaSharing
@@ -24,7 +26,14 @@ class ShmChannel(TcpChannel):
     """Moves large payloads through shared memory, and everything else over TCP, between peers on one host."""
 
     name: ClassVar[str] = "shm"
-    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, same_host=True, shared_memory=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        authenticated=True, encrypted=True, checksums=True, same_host=True, shared_memory=True
+    )
+
+    def __init__(self, context: ChannelContext) -> None:
+        if context.protection.checksum:  # collectives in shared pages compare none: they go by transfers then
+            self.capabilities = replace(self.capabilities, shared_memory=False)  # type: ignore[misc]
+        super().__init__(context)
 
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
         """Starts receiving a tensor; where the sender's copy is in shared memory, the tensor is that copy.

@@ -15,8 +15,10 @@ import json
 import secrets
 import struct
 import threading
-from base64 import b64decode, b64encode
+from base64 import b64encode
+from typing import Annotated, TypeAlias
 
+import msgspec
 import torch
 
 from ...protocol.errors import ProtocolError
@@ -32,6 +34,10 @@ _PAYLOAD = struct.Struct("<IIQQ")
 _OFFER = b"+"
 #: The size of the random sign that a buffer holds when it is offered, bytes.
 _SIGN = 16
+#: A number of bytes on a device.
+_Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+#: A buffer as another process maps it: the device's UUID, then what torch says; bytes travel as base64.
+_Exported: TypeAlias = tuple[str, bytes, _Bytes, _Bytes, bytes, _Bytes, bytes, bool]
 #: The most bytes of all buffers of a pair in one direction.
 MOST = 1 << 30
 
@@ -49,13 +55,11 @@ def export(buffer: torch.Tensor) -> bytes:
 
 def imported(exported: bytes) -> torch.Tensor:
     """Maps another process's buffer. Raises RuntimeError, ValueError when this process can't map it."""
-    uuid, handle, size, offset, counter, counter_offset, event, sync = json.loads(exported)
+    uuid, handle, size, offset, counter, counter_offset, event, sync = msgspec.json.decode(exported, type=_Exported)
     devices = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     # CUDA 10.1 and later map the memory of a device that this process doesn't see, too
     device = devices.index(uuid) if uuid in devices else 0
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device, b64decode(handle), size, offset, b64decode(counter), counter_offset, b64decode(event), sync
-    )
+    storage = torch.UntypedStorage._new_shared_cuda(device, handle, size, offset, counter, counter_offset, event, sync)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -46,6 +46,13 @@ _DESCRIPTOR = struct.Struct("<IIQQ")
 DESCRIPTOR = _DESCRIPTOR.size
 
 
+def unpacked(descriptor: bytes) -> tuple[int, int, int, int]:
+    """Returns process, descriptor, id and size of a segment. Raises ProtocolError for bytes of another length."""
+    if len(descriptor) != DESCRIPTOR:
+        raise ProtocolError(f"the description of a segment has {DESCRIPTOR} bytes, and this one {len(descriptor)}")
+    return _DESCRIPTOR.unpack(descriptor)
+
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
@@ -205,7 +212,7 @@ class Mapping:
     @classmethod
     def of(cls, descriptor: bytes, nbytes: int) -> Mapping:
         """Maps the segment that ``descriptor`` names, which has to be of ``nbytes``. Raises as the constructor."""
-        pid, fd, id, size = _DESCRIPTOR.unpack(descriptor)
+        pid, fd, id, size = unpacked(descriptor)
         if size != nbytes:
             raise ProtocolError(f"a segment of {size} bytes where one of {nbytes} was due")
         return cls(pid, fd, id, size)
@@ -237,7 +244,7 @@ class Mappings:
 
         Raises OSError when this process can't open it, ProtocolError for another segment.
         """
-        pid, fd, id, size = _DESCRIPTOR.unpack(descriptor)
+        pid, fd, id, size = unpacked(descriptor)
         if not 0 <= nbytes <= size:
             raise ProtocolError(f"a payload of {nbytes} bytes in a segment of {size}")
         found = self._known.get(id)

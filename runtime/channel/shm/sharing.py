@@ -38,6 +38,7 @@ class Sharing(Carrier):
     """Both directions of one pair, seen from one end."""
 
     size = DESCRIPTOR
+    local = True
 
     def __init__(self, say: Say) -> None:
         super().__init__(say)

@@ -1,7 +1,8 @@
 """The data channel "tcp": a direct TCP connection between any two peers, at first use.
 
-Peers authenticate by a mutual challenge-response (``handshake``), every header is authenticated (``frames``), the
-payload travels in clear, straight from and to the tensors' memory. There is no pickle anywhere.
+Peers authenticate by a mutual challenge-response (``handshake``), every header is authenticated (``frames``). The
+payload travels straight from and to the tensors' memory on one host and on a trusted network, else encrypted
+(``shield``). There is no pickle anywhere.
 
 Threads: one that listens; per peer in use one that reads and, once something had to be queued, one that writes.
 """
@@ -36,7 +37,7 @@ class TcpChannel(DataChannel):
     """
 
     name: ClassVar[str] = "tcp"
-    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, encrypted=True, checksums=True)
     limits: ClassVar[Limits] = Limits()
 
     def __init__(self, context: ChannelContext) -> None:
@@ -81,7 +82,13 @@ class TcpChannel(DataChannel):
                 if old is not None:
                     replaced.append(old)
                 self._peers[rank] = TcpPeer(
-                    self._context.rank, self._context.job, info, self.limits, self.empty, self._carrier(rank)
+                    self._context.rank,
+                    self._context.job,
+                    info,
+                    self.limits,
+                    self._context.protection,
+                    self.empty,
+                    self._carrier(rank),
                 )
         self._replaced += replaced
         for old in replaced:
@@ -110,6 +117,11 @@ class TcpChannel(DataChannel):
         found = self._peers.get(peer)
         if found is not None:
             found.fail(BrokenError, f"rank {peer} is lost to rank {self._context.rank}: {why}")
+
+    def expire(self, peer: int, why: str) -> None:
+        found = self._peers.get(peer)
+        if found is not None:
+            found.expire(f"rank {peer} is lost to rank {self._context.rank}: {why}")
 
     def failure(self, peer: int) -> str:
         found = self._peers.get(peer)

@@ -6,7 +6,6 @@ Also tunes sockets.
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import socket
 import struct
 import termios
@@ -15,9 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ...host.addresses import first_to_answer
+from ...host.interfaces import is_loopback
 from ...protocol.errors import BrokenError
-from ..base import PeerInfo
-from .handshake import CROSSED, WELCOME, Secrets, call
+from ..base import PeerInfo, Protection
+from ..cipher import no_cipher
+from .handshake import CROSSED, UNFIT, WELCOME, Secrets, call
+from .shield import ENCRYPT, unprotected, wishes
 
 #: On loopback a socket buffer that stays in the CPU's cache beats a large one by a third; between hosts the kernel's
 #: own tuning knows better, since there the buffer has to hold a round trip's worth of bytes.
@@ -27,6 +29,8 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_K
 #: The number of vain tries of the kernel after which the peer's host is gone: 6 to 14 seconds, as the time between two
 #: tries doubles from 0.2 on.
 _TRIES = 6
+#: The most addresses of a peer: each of them is tried at once, with a socket.
+_MOST = 32
 #: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or
 #: news of this rank that has not reached the peer yet.
 _ATTEMPTS = 3
@@ -41,10 +45,13 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _reached(address: str, deadline: float) -> str:
-    """Returns one of several addresses that answers; the first if none does."""
+    """Returns one of several addresses that answers; the first if none does. Raises BrokenError for too many."""
     if "," not in address:
         return address
-    found = first_to_answer([f"tcp://{one}" for one in address.split(",")], (deadline - time.monotonic()) / 2)
+    several = address.split(",")
+    if len(several) > _MOST:
+        raise BrokenError(f"a peer has {_MOST} addresses at most, not {len(several)}: {address:.100} ...")
+    found = first_to_answer([f"tcp://{one}" for one in several], (deadline - time.monotonic()) / 2)
     return found.removeprefix("tcp://")
 
 
@@ -66,10 +73,6 @@ def tune_after(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def is_loopback(ip: str) -> bool:
-    return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
 
 
 def is_deaf(sock: socket.socket) -> bool:
@@ -96,7 +99,12 @@ def unacknowledged(sock: socket.socket) -> int:
 
 
 def dial(
-    info: PeerInfo, job: str, me: int, limit: float, watch: Callable[[socket.socket | None], bool]
+    info: PeerInfo,
+    job: str,
+    me: int,
+    limit: float,
+    watch: Callable[[socket.socket | None], bool],
+    protection: Protection,
 ) -> tuple[socket.socket | None, Secrets]:
     """Returns a connection to ``info``'s peer and its secrets, within ``limit`` seconds.
 
@@ -122,13 +130,20 @@ def dial(
                 break
             sock.connect(where)
             sock.settimeout(max(0.001, deadline - time.monotonic()))
-            verdict, secrets = call(sock, info.key, job, me, info.rank)
+            wants, lacks = wishes(protection, sock)
+            if wants & ENCRYPT and lacks:
+                raise unprotected(me, info.rank, lacks)
+            verdict, secrets = call(sock, info.key, job, me, info.rank, wants)
             if verdict == WELCOME:
+                if secrets.mode & ENCRYPT and (lacks := no_cipher(load=True)):
+                    raise unprotected(me, info.rank, lacks)
                 watch(None)
                 taken, sock = sock, None
                 return taken, secrets
             if verdict == CROSSED:
                 return None, secrets
+            if verdict == UNFIT:
+                raise unprotected(me, info.rank, lacks)
             raise BrokenError(
                 f"rank {info.rank} at {info.address} refuses a second connection from rank {me}: "
                 "it gave up the first one, or one side was started anew"

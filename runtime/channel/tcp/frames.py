@@ -1,4 +1,4 @@
-"""The frames of a TCP connection: a fixed header, sealed, then the payload in clear.
+"""The frames of a TCP connection: a fixed header, authenticated, then the payload, protected as ``shield`` says.
 
     | kind u8 | dtype u8 | 14 zeros | transfer u64 | numel u64 | nbytes u64 | sequence u64 | MAC 16 bytes |
 
@@ -55,6 +55,11 @@ class Sealer:
         self._mac = blake2b(key=key, digest_size=_MAC)
         self._sequence = 0
 
+    @property
+    def last(self) -> int:
+        """The number of the frame that was sealed last."""
+        return self._sequence - 1
+
     def seal(self, frame: Frame, extra: bytes = b"") -> bytes:
         """Makes the next header, 64 bytes, and appends ``extra``."""
         kind, transfer, dtype, numel, nbytes = frame
@@ -71,6 +76,11 @@ class Opener:
     def __init__(self, key: bytes) -> None:
         self._mac = blake2b(key=key, digest_size=_MAC)
         self._sequence = 0
+
+    @property
+    def last(self) -> int:
+        """The number of the frame that was opened last."""
+        return self._sequence - 1
 
     def open(self, header: bytes, extra: bytes = b"") -> Frame:
         """Returns the frame in ``header``. Raises ProtocolError unless it is exactly the one that was sealed next."""

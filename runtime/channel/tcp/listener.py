@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from .dial import is_loopback, join_address, tune_before
+from ...host.interfaces import is_loopback
+from .dial import join_address, tune_before
 from .handshake import HELLO, NONCE, Hello
 
 #: The most handshakes under way. One more pushes the oldest out: a peer needs milliseconds, a silent stranger

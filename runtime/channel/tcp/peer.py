@@ -31,16 +31,19 @@ from enum import Enum
 
 import torch
 
-from ...protocol.errors import BrokenError, BusyError, ChannelError, ClosedError
-from ..base import PeerInfo
+from ...protocol.errors import BrokenError, BusyError, ChannelError, ClosedError, ProtocolError
+from ...protocol.transfer_ids import sequence_of, spoken
+from ..base import PeerInfo, Protection
 from ..carrier import Carrier, Say
+from ..cipher import no_cipher
 from ..payload import byte_view, describe, dtype_id, is_plain, plain
 from ..ticket import Ticket, failed
 from .dial import dial, is_deaf, shut_down, tune_after, unacknowledged
 from .frames import CARRIED, DATA, EAGER, POISON, WORD, Frame
-from .handshake import CROSSED, TAKEN, WELCOME, Secrets
+from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets
 from .reader import Reader, Receive, ReceiveTicket
 from .sender import Out, Sender
+from .shield import ENCRYPT, agreed, shield, unprotected, wishes
 
 #: Makes an uninitialised CPU tensor of a shape and dtype.
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -67,7 +70,7 @@ class _State(Enum):
 class TcpPeer:
     """One peer, and the connection to it. ``me`` is this side's rank, ``info`` the peer's address and key.
 
-    ``empty`` makes the memory of a receive if nothing else does.
+    ``protection`` is what payloads get. ``empty`` makes the memory of a receive if nothing else does.
     """
 
     def __init__(
@@ -76,11 +79,12 @@ class TcpPeer:
         job: str,
         info: PeerInfo,
         limits: Limits,
+        protection: Protection,
         empty: Empty,
         carrier: Callable[[Say], Carrier] | None = None,
     ) -> None:
         self.me, self.rank, self.info = me, info.rank, info
-        self._job, self._limits = job, limits
+        self._job, self._limits, self._protection = job, limits, protection
         self.empty = empty
         self.carrier = None if carrier is None else carrier(self._say)
         self.lock = threading.RLock()
@@ -94,6 +98,7 @@ class TcpPeer:
         self.reader: Reader | None = None  #: None until connected
         self._sock: socket.socket | None = None
         self._calling: socket.socket | None = None
+        self._expired = ""  #: why the peer sends nothing any more, beyond what has arrived
         self._lingering = False  #: between ``close`` and ``linger``
         self._users = 0  #: threads that use _sock; the last one closes it
         self.threads: list[threading.Thread] = []
@@ -139,7 +144,9 @@ class TcpPeer:
                 entry.ticket.fail(*self.failure)
                 return entry.ticket
             if transfer in self._receives or transfer == self._claimed:
-                raise BusyError(f"transfer {transfer} from rank {self.rank} to rank {self.me} is received already")
+                raise BusyError(
+                    f"transfer {spoken(transfer)} from rank {self.rank} to rank {self.me} is received already"
+                )
             self._receives[transfer] = entry
             self._posted.notify()
             if self._state is _State.NEW:
@@ -171,6 +178,18 @@ class TcpPeer:
                 time.sleep(0.0005)
             shut_down(self._sock)
             self.leave()
+
+    def expire(self, why: str) -> None:
+        """Ends the waiting for a peer that sends nothing any more. What it has sent can still be received."""
+        with self.lock:
+            if self.failure is not None or self._expired:
+                return
+            self._expired = why
+            shut_down(self._sock, socket.SHUT_RD)  # the reader goes on with the bytes that are here, and finds the end
+            self._posted.notify_all()
+            connected = self._sock is not None
+        if not connected:
+            self.fail(BrokenError, why)
 
     def look(self) -> None:
         """Fails the peer if its host, or the network to it, is gone; the connection does not report its end then."""
@@ -218,6 +237,8 @@ class TcpPeer:
 
     def lost(self, error: Exception) -> str:
         """Returns words for a connection that ended by ``error``."""
+        if self._expired:
+            return self._expired
         return f"rank {self.rank} closed its end or died; its connection with rank {self.me} is gone: {error}"
 
     # ***** the connection *****
@@ -244,21 +265,39 @@ class TcpPeer:
 
     def offer(self, sock: socket.socket, secrets: Secrets) -> None:
         """Takes or refuses a connection on which the peer has proved itself. Called by the listener."""
+        victims: list[Ticket] = []
+        why = ""
         with self.lock:
             if self.failure is not None or self._state is _State.UP:
                 verdict = TAKEN
             elif self._state is _State.CALLING and self.me < self.rank:
                 verdict = CROSSED
             else:
-                verdict = WELCOME
+                verdict, why = self._agree(sock, secrets)
+            if verdict == UNFIT:
+                victims = self._fail_with_lock(BrokenError, why)
             try:
                 sock.send(secrets.verdict(verdict))
             except OSError:
                 verdict = TAKEN
             if verdict == WELCOME:
-                self._set_up_with_lock(sock, secrets.acceptor_sends, secrets.initiator_sends)
+                self._set_up_with_lock(sock, secrets.mode, secrets.of_acceptor, secrets.of_initiator)
             else:
                 sock.close()
+        if why:
+            self._end(victims, BrokenError, why)
+
+    def _agree(self, sock: socket.socket, secrets: Secrets) -> tuple[int, str]:
+        """Decides how payloads are protected, in ``secrets.mode``; returns the verdict, and the reason for UNFIT."""
+        try:
+            mine, lacks = wishes(self._protection, sock)
+        except OSError:  # the peer has hung up
+            return TAKEN, ""
+        mode = agreed(mine, secrets.wishes)
+        if mode and mode & ENCRYPT and (lacks := no_cipher(load=True)):
+            mode = None
+        secrets.mode = mode or 0
+        return (UNFIT, str(unprotected(self.me, self.rank, lacks))) if mode is None else (WELCOME, "")
 
     def call_if_new(self) -> None:
         """Calls the peer unless it has called us. Fails the peer when it cannot be reached. For the sender thread."""
@@ -267,7 +306,7 @@ class TcpPeer:
                 return
             self._state = _State.CALLING
         try:
-            sock, secrets = dial(self.info, self._job, self.me, self._limits.connect, self._watch)
+            sock, secrets = dial(self.info, self._job, self.me, self._limits.connect, self._watch, self._protection)
         except BrokenError as error:
             self._fail_unless_up(str(error))
             return
@@ -280,7 +319,7 @@ class TcpPeer:
             return
         with self.lock:
             if self.failure is None and self._state is _State.CALLING:
-                self._set_up_with_lock(sock, secrets.initiator_sends, secrets.acceptor_sends)
+                self._set_up_with_lock(sock, secrets.mode, secrets.of_initiator, secrets.of_acceptor)
             else:
                 sock.close()
 
@@ -294,12 +333,12 @@ class TcpPeer:
             self._calling = sock
             return self.failure is None and self._state is _State.CALLING
 
-    def _set_up_with_lock(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+    def _set_up_with_lock(self, sock: socket.socket, mode: int, sends: Keys, receives: Keys) -> None:
         tune_after(sock)
         self._sock, self._state = sock, _State.UP
         shut_down(self._calling)  # the peer was faster
-        self._sender.attach_with_lock(sock, send_key)
-        self.reader = Reader(self, sock, receive_key)
+        self._sender.attach_with_lock(sock, sends.frames, mode, shield(mode, sends.payloads))
+        self.reader = Reader(self, sock, receives.frames, mode, shield(mode, receives.payloads))
         self.start_with_lock(self.reader.run, "read")
         self._changed.notify_all()
 
@@ -315,25 +354,39 @@ class TcpPeer:
         """Takes the receive announced for ``transfer``.
 
         Waits for it if ``patient``, else returns None if it isn't there yet. Raises BrokenError after a failure, or
-        when it wasn't announced within ``limits.announce``.
+        when it wasn't announced within ``limits.announce``; ProtocolError if another one is due in its place.
         """
         limit = self._limits.announce
         deadline = time.monotonic() + limit
         with self.lock:
             while transfer not in self._receives:
+                self._check_due_with_lock(transfer)
                 left = deadline - time.monotonic()
                 if self.failure is not None:
                     raise BrokenError(self.failure[1])
                 if not patient:
                     return None
+                if self._expired and self._receives:  # it is none of those that are waited for: nobody can go on
+                    raise BrokenError(self._expired)
                 if left <= 0:
                     raise BrokenError(
-                        f"rank {self.rank} sent transfer {transfer}, which rank {self.me} was not told to receive "
-                        f"within {limit:g} s"
+                        f"rank {self.rank} sent transfer {spoken(transfer)}, which rank {self.me} was not told to "
+                        f"receive within {limit:g} s"
                     )
                 self._posted.wait(left)
+            if next(iter(self._receives)) != transfer:
+                self._check_due_with_lock(transfer)
             self._claimed = transfer
             return self._receives.pop(transfer)
+
+    #: Invariant 5: every pair of peers sees transfers in the same order at both ends.
+    def _check_due_with_lock(self, transfer: int) -> None:
+        """Raises ProtocolError if another transfer of the same sequence has to come first."""
+        sequence = sequence_of(transfer)
+        if sequence:
+            due = next((other for other in self._receives if sequence_of(other) == sequence), transfer)
+            if due != transfer:
+                raise ProtocolError(f"rank {self.rank} sent transfer {spoken(transfer)} where {spoken(due)} was due")
 
     def unclaim(self) -> None:
         """Notes that the claimed receive's memory is no longer used."""
@@ -358,6 +411,7 @@ class TcpPeer:
         if out is not None and out.frame.kind in (DATA, CARRIED) and out.frame.transfer == frame.transfer:
             out.ticket.fail(
                 BrokenError,
-                f"transfer {frame.transfer}: rank {self.me} sends {describe(out.frame.dtype, out.frame.numel)} but "
-                f"rank {self.rank} receives {describe(frame.dtype, frame.numel)}",
+                f"transfer {spoken(frame.transfer)}: rank {self.me} sends "
+                f"{describe(out.frame.dtype, out.frame.numel)} but rank {self.rank} receives "
+                f"{describe(frame.dtype, frame.numel)}",
             )

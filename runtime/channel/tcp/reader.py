@@ -22,11 +22,13 @@ from typing import Protocol
 import torch
 
 from ...protocol.errors import BrokenError, ChannelError, ProtocolError
+from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier, Parcel
 from ..payload import byte_view, describe, scratch, store
 from ..ticket import Ticket, poisoned
 from .frames import CARRIED, EAGER, MOST_EXTRA, NACK, POISON, SIZE, WORD, Frame, Opener, nbytes_of
 from .inbound import Inbound
+from .shield import CHECKSUM, SUM, Shield, checksum
 
 #: Seconds for which the reader thread leaves the connection to waiting threads. A transfer that nobody waits for
 #: is late by this at most.
@@ -126,7 +128,10 @@ class Reader:
     A transfer that it has claimed is ended by it and nobody else.
     """
 
-    def __init__(self, peer: Peer, sock: socket.socket, key: bytes) -> None:
+    def __init__(self, peer: Peer, sock: socket.socket, key: bytes, mode: int, shield: Shield | None) -> None:
+        """``key`` is for headers. ``mode`` is what the two have agreed on, bits of ``shield``."""
+        self._shield = shield  #: None: payloads come as they are
+        self._sum = SUM if mode & CHECKSUM else 0  #: the number of bytes behind a carrier's descriptor
         self._peer, self._inbound, self._opener = peer, Inbound(sock), Opener(key)
         self._role = allocate_lock()
         self._frame: Frame | None = None  #: a frame whose header was read, and that was not dealt with yet
@@ -244,9 +249,9 @@ class Reader:
     def _read(self, frame: Frame, entry: Receive) -> None:
         """Ends ``entry``'s transfer. Raises an error that ends the connection, after it has ended the transfer."""
         peer, ticket = self._peer, entry.ticket
-        what = f"transfer {frame.transfer} from rank {peer.rank} to rank {peer.me}"
+        what = f"transfer {spoken(frame.transfer)} from rank {peer.rank} to rank {peer.me}"
         try:
-            parcel = self._carrier().open(self._extra, frame.nbytes) if frame.kind == CARRIED else None
+            parcel = self._parcel(frame) if frame.kind == CARRIED else None
             if (frame.dtype, frame.numel) != (entry.dtype, entry.numel):
                 sends, receives = describe(frame.dtype, frame.numel), describe(entry.dtype, entry.numel)
                 peer.unclaim()
@@ -268,10 +273,14 @@ class Reader:
                 view = byte_view(arrived)
             if len(view) != frame.nbytes:
                 raise ProtocolError(f"it has {frame.nbytes} bytes instead of {len(view)}")
+            whole = True
             if parcel is not None:
                 parcel.fill(view)
-            else:
+                whole = self._is_whole(arrived)
+            elif self._shield is None:
                 self._inbound.read_into(view)
+            else:
+                whole = self._shield.read(self._opener.last, view, self._inbound)
         except BaseException as error:
             # The rest of the payload cannot be told from frames any more, so the connection is over.
             peer.unclaim()
@@ -279,6 +288,9 @@ class Reader:
             ticket.fail(kind, f"{what} broke off: {why}")
             raise
         peer.unclaim()
+        if not whole:
+            self._fail_altered(entry, what)
+            return
         if arrived is not target:
             try:
                 store(target, arrived)
@@ -306,7 +318,7 @@ class Reader:
 
     def _extra_size(self, header: bytes) -> int:
         """Returns the size of the bytes that come with a header, which is not checked yet. Raises ProtocolError."""
-        size = self._carrier().size if header[0] == CARRIED else nbytes_of(header)
+        size = self._carrier().size + self._sum if header[0] == CARRIED else nbytes_of(header)
         if size > MOST_EXTRA:
             raise ProtocolError(f"a word of {size} bytes")
         return size
@@ -315,7 +327,25 @@ class Reader:
         if parcel is not None:
             parcel.drop()
         else:
-            self._inbound.skip(frame.nbytes)
+            self._inbound.skip(frame.nbytes if self._shield is None else self._shield.size(frame.nbytes))
+
+    def _parcel(self, frame: Frame) -> Parcel:
+        """Returns the payload that the peer's carrier brings. Raises what the carrier's ``open`` does."""
+        carrier = self._carrier()
+        return carrier.open(self._extra[: carrier.size], frame.nbytes)
+
+    def _is_whole(self, payload: torch.Tensor) -> bool:
+        """Returns whether a carrier's payload has the checksum that came with its descriptor, if there is one."""
+        return not self._sum or checksum(payload) == self._extra[-self._sum :]
+
+    def _fail_altered(self, entry: Receive, what: str) -> None:
+        """Fails a transfer whose checksum is wrong. The connection is in order: all of it was read."""
+        entry.ticket.tensor = None
+        entry.ticket.fail(
+            BrokenError,
+            f"{what} arrived altered: its checksum is not the one that rank {self._peer.rank} computed. The sender's "
+            "tensor is as it was; have the network and the memory of both hosts looked at",
+        )
 
     def _put(self, entry: Receive, parcel: Parcel, what: str) -> bool:
         """Ends ``entry``'s transfer if the parcel brings itself into the tensor; returns whether it did."""
@@ -328,8 +358,12 @@ class Reader:
             self._peer.unclaim()
             entry.ticket.fail(BrokenError, f"{what} arrived, but rank {self._peer.me} cannot store it: {error}")
             return True
+        whole = self._is_whole(entry.tensor)
         self._peer.unclaim()
-        entry.ticket.finish()
+        if whole:
+            entry.ticket.finish()
+        else:
+            self._fail_altered(entry, what)
         return True
 
     def _borrow(self, entry: Receive, parcel: Parcel, what: str) -> bool:
@@ -340,6 +374,11 @@ class Reader:
         payload = parcel.lend()
         if payload is None:
             return False
+        if not self._is_whole(payload):
+            del payload
+            self._peer.unclaim()
+            self._fail_altered(entry, what)
+            return True
         payload = payload.view(entry.form[1] if entry.tensor is None else entry.tensor.dtype)
         why = ""
         if entry.tensor is None:

@@ -19,10 +19,12 @@ from typing import Protocol
 import torch
 
 from ...protocol.errors import BrokenError, ChannelError
+from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier
 from ..payload import byte_view, plain
 from ..ticket import Ticket
 from .frames import CARRIED, EAGER, Frame, Sealer
+from .shield import CHECKSUM, ENCRYPT, Shield, checksum
 
 
 @dataclass(eq=False)
@@ -68,14 +70,16 @@ class Sender:
         self._writing: Out | None = None  #: the frame that the thread is writing
         self._sock: socket.socket | None = None
         self._sealer: Sealer | None = None
+        self._mode = 0  #: what the two have agreed on, bits of ``shield``
+        self._shield: Shield | None = None  #: None: payloads go as they are
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
         return len(self._queue) + (self._writing is not None)
 
-    def attach_with_lock(self, sock: socket.socket, key: bytes) -> None:
-        """Starts writing: the connection is up."""
-        self._sock, self._sealer = sock, Sealer(key)
+    def attach_with_lock(self, sock: socket.socket, key: bytes, mode: int, shield: Shield | None) -> None:
+        """Starts writing: the connection is up. ``key`` is for headers; payloads are protected by ``shield``."""
+        self._sock, self._sealer, self._mode, self._shield = sock, Sealer(key), mode, shield
         self._work.notify_all()
 
     def put_with_lock(self, out: Out) -> None:
@@ -113,7 +117,9 @@ class Sender:
         if self._sock is None or self._sealer is None:
             return False
         header = self._sealer.seal(out.frame, out.extra)
-        payload = byte_view(out.tensor) if out.tensor is not None else memoryview(b"")
+        payload: memoryview | bytes = byte_view(out.tensor) if out.tensor is not None else b""
+        if self._shield is not None:
+            payload = self._shield.pack(self._sealer.last, memoryview(payload))
         try:
             sent = self._sock.sendmsg((header, payload), (), socket.MSG_DONTWAIT)
         except OSError:
@@ -152,9 +158,13 @@ class Sender:
         sealer, carrier = self._sealer, self._peer.carrier
         if sealer is None:
             raise OSError("it was closed")
+        if carrier is not None and not carrier.local and self._mode & ENCRYPT:
+            carrier = None  # what it carries would leave the host in clear
         if carrier is not None and out.tensor is not None and out.frame.nbytes > EAGER:
             descriptor = carrier.stage(out.tensor)
             if descriptor is not None:
+                if self._mode & CHECKSUM:
+                    descriptor += checksum(out.tensor)
                 out.frame, out.extra, out.rest = out.frame._replace(kind=CARRIED), descriptor, True
         out.header = sealer.seal(out.frame, out.extra)
 
@@ -170,15 +180,7 @@ class Sender:
                 if out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
                     self._peer.carrier.carry(out.tensor)
             else:
-                tensor = plain(out.tensor)
-                payload = byte_view(tensor)
-                sent = sock.sendmsg((out.header, payload))
-                if sent < len(out.header):
-                    sock.sendall(out.header[sent:])
-                    sent = len(out.header)
-                rest = payload[sent - len(out.header) :]
-                if rest:  # sending nothing would still fail if the peer has read it all and closed
-                    sock.sendall(rest)
+                self._write_payload(sock, out.header, plain(out.tensor))
         except Exception as error:  # not only OSError: a frame of which a part is missing ends the connection
             self._peer.fail(BrokenError, self._peer.lost(error))
             kind, why = self._peer.failure or (BrokenError, str(error))
@@ -188,6 +190,20 @@ class Sender:
             self._wrote()
             out.ticket.finish()
 
+    def _write_payload(self, sock: socket.socket, header: bytes, tensor: torch.Tensor) -> None:
+        payload = byte_view(tensor)
+        if self._shield is not None and self._sealer is not None:
+            sock.sendall(header, socket.MSG_MORE if len(payload) else 0)
+            self._shield.send(self._sealer.last, payload, sock)
+            return
+        sent = sock.sendmsg((header, payload))
+        if sent < len(header):
+            sock.sendall(header[sent:])
+            sent = len(header)
+        rest = payload[sent - len(header) :]
+        if rest:  # sending nothing would still fail if the peer has read it all and closed
+            sock.sendall(rest)
+
     def _wrote(self) -> None:
         # Before the ticket ends: a thread that waited for it and sends again may then write by itself.
         with self._peer.lock:
@@ -196,4 +212,5 @@ class Sender:
                 self._idle.notify_all()
 
     def _what(self, out: Out, why: str) -> str:
-        return f"transfer {out.frame.transfer} from rank {self._peer.me} to rank {self._peer.rank} broke off: {why}"
+        number = spoken(out.frame.transfer)
+        return f"transfer {number} from rank {self._peer.me} to rank {self._peer.rank} broke off: {why}"

@@ -20,6 +20,10 @@ LONG = 1 << 16
 _OURS = re.compile(r'  File ".*runtime/launch/[\w/]+\.py", line \d+ in |Extension modules: ')
 
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+_TEXT_ESCAPE = re.compile(_ESCAPE.pattern.decode())
+
+#: Control characters but tab and newline, marks that turn the direction of text around, and halves of characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def without_escapes(line: bytes) -> bytes:
@@ -35,6 +39,11 @@ def showable(line: bytes) -> bytes:
     if b"\x1b" in line:
         line = _ESCAPE.sub(lambda m: m[0] if m[0].startswith(b"\x1b[") and m[0].endswith(b"m") else b"", line)
     return line
+
+
+def plain(text: str, width: int) -> str:
+    """Returns text that does nothing to a terminal, of ``width`` characters at most. Newlines and tabs stay."""
+    return _CONTROL.sub("\ufffd", _TEXT_ESCAPE.sub("", text[: 4 * width]))[:width]
 
 
 class Lines:
@@ -64,6 +73,12 @@ class Lines:
         return [rest] if rest else []
 
 
+def shown_in_tail(line: bytes) -> str:
+    """Returns a line as errors show it: without escape sequences and control characters, and not too long."""
+    text = without_escapes(showable(line[-4 * LONG :]))[: 4 * TAIL_WIDTH].decode(errors="replace")
+    return plain(text, TAIL_WIDTH).rstrip()
+
+
 class Tail:
     """The last lines of a node, for the report of its end."""
 
@@ -87,6 +102,6 @@ class Tail:
         return tuple(self._lines)
 
     def _append(self, line: bytes) -> None:
-        text = without_escapes(showable(line[-4 * LONG :]))[: 4 * TAIL_WIDTH].decode(errors="replace")
+        text = shown_in_tail(line)
         if not _OURS.match(text):
-            self._lines.append(text.rstrip()[:TAIL_WIDTH])
+            self._lines.append(text)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...host.output_options import STREAMS, Choice, Output
+from ...host.private_files import make_private_folder, open_private_file
 from .folding import Group, OutputFolding
 from .lines import Lines, showable
 from .output_fd import OutputFd, Terminal
@@ -75,10 +76,8 @@ class Printer:
         silent = bool(output.log_dir) and self._redirected.has(rank, stream)
         if output.log_dir and (silent or self._teed.has(rank, stream)):
             folder = os.path.join(output.log_dir, str(rank))
-            os.makedirs(folder, exist_ok=True)
-            log = os.open(
-                os.path.join(folder, STREAMS[stream]), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-            )
+            make_private_folder(folder)  # nodes print what only their user may see
+            log = open_private_file(os.path.join(folder, STREAMS[stream]), os.O_WRONLY | os.O_APPEND)
         return _Stream(rank, stream, log, silent)
 
     def take(self, rank: int, stream: int, piece: bytes) -> None:

@@ -13,21 +13,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import socket
 import stat
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from ...protocol.errors import StartError
+from ...host.addresses import split
+from ...host.private_files import make_private_folder
+from ...protocol.errors import UNDECODABLE, StartError
 from ...protocol.keys import curve_pair, curve_pair_of
+from ..output.lines import plain
 
 #: The file of the secret that all of a user's hosts share, unless DISTTENSOR_SECRET_FILE says otherwise.
 SECRET_FILE = "~/.config/disttensor/secret"
+
+#: The forms of a CURVE key (Z85) and of an address, and the most characters of a text, and addresses of a root.
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_ADDRESS = re.compile(r"tcp://([\w.%-]+|\[[\w.:%]+\]):\d{1,5}", re.ASCII)
+_LONG, _MOST = 255, 64
 
 #: Seconds between two tries to read a file that is not there yet.
 _PAUSE = 0.1
@@ -86,6 +96,36 @@ def invite(keys: Keys, addresses: tuple[str, ...]) -> Invitation:
     return Invitation(addresses, keys.server[0], *keys.guest, socket.gethostname(), os.getpid(), made, _place())
 
 
+def decode_invitation(data: bytes) -> Invitation:
+    """Decodes an invitation (JSON). Raises ValueError for what is none, or leads nowhere."""
+    try:
+        return check_invitation(msgspec.json.decode(data, type=Invitation))
+    except UNDECODABLE as e:
+        raise ValueError(f"it does not hold what this version of disttensor writes: {plain(str(e), 200)}") from None
+
+
+def check_invitation(invitation: Invitation) -> Invitation:
+    """Returns an invitation by which one can try to join. Raises ValueError for another."""
+    check_addresses(invitation.addresses)
+    for name in ("server_key", "public_key", "secret_key"):
+        if not _KEY.fullmatch(getattr(invitation, name)):
+            raise ValueError(f"its {name} is no CURVE key of 40 characters")
+    for name in ("host", "made", "place"):
+        text = getattr(invitation, name)
+        if len(text) > _LONG or not text.isprintable():
+            raise ValueError(f"its {name} is {text[:_LONG]!a}: at most {_LONG} characters, all printable")
+    return invitation
+
+
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Raises ValueError unless these are addresses of a root: one or more, as tcp://10.0.0.1:41233."""
+    if not 0 < len(addresses) <= _MOST:
+        raise ValueError(f"{len(addresses)} addresses; there are 1 to {_MOST}")
+    for address in addresses:
+        if len(address) > _LONG or not _ADDRESS.fullmatch(address) or not split(address)[1] > 0:
+            raise ValueError(f"{address[:_LONG]!a} is no address such as tcp://10.0.0.1:41233")
+
+
 def _place() -> str:
     """Identifies this boot of this machine, and its pid namespace."""
     with contextlib.suppress(OSError):
@@ -140,16 +180,19 @@ def read_connection_file(path: str | Path, timeout: float) -> Invitation:
     path, deadline = Path(path).absolute(), time.monotonic() + timeout
     while True:
         data = _read_private(path, "connection file")
-        with contextlib.suppress(msgspec.DecodeError):
+        why = "it is empty"
+        try:
             if data:
-                invitation = msgspec.json.decode(data, type=Invitation)
+                invitation = decode_invitation(data)
                 if invitation.over and timeout:
                     raise StartError(f"{path} was left over by {invitation.whose()}, which has ended: remove it")
                 return invitation
+        except ValueError as e:  # it may be half written
+            why = str(e)
         if time.monotonic() >= deadline:
             if data is None:
                 raise StartError(f"there is no connection file {path} after {timeout:g} s: has its job been started?")
-            raise StartError(f"{path} is no connection file: it does not hold what this version of disttensor writes")
+            raise StartError(f"{path} is no connection file: {why}")
         time.sleep(_PAUSE)
 
 
@@ -169,7 +212,7 @@ def shared_secret() -> bytes:
             "put it into a file of mode 0600 and name that in DISTTENSOR_SECRET_FILE",
             stacklevel=2,
         )
-        return text.encode()
+        return os.fsencode(text)  # which may be no UTF-8
     path = secret_file()
     data = _read_private(path, "secret file")
     if data is None:
@@ -197,7 +240,7 @@ def secret_file() -> Path:
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError as e:
         raise StartError(f"the folder {folder} cannot be made: {e.strerror}") from e
 

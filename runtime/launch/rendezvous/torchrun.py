@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...protocol.errors import StartError
+from .credentials import check_addresses
 
 
 def publish(host: str, port: int, meeting: str, addresses: Sequence[str], timeout: float) -> None:
@@ -25,15 +26,23 @@ def publish(host: str, port: int, meeting: str, addresses: Sequence[str], timeou
 
 
 def look_up(host: str, port: int, meeting: str, timeout: float) -> tuple[str, ...]:
-    """Waits for the addresses that the master publishes. Raises StartError when none come in time."""
+    """Waits for the addresses that the master publishes. Raises StartError when none come in time, or
+    what is there is none."""
     deadline = time.monotonic() + timeout
     try:
         store = _store(host, port, timeout)
         store.wait([_key(meeting)], timedelta(seconds=max(1.0, deadline - time.monotonic())))
-        return tuple(store.get(_key(meeting)).decode().split())
+        said = store.get(_key(meeting))
     except RuntimeError as e:
         text = f"the master has not said within {timeout:g} s in torchrun's store at {host}:{port} where it is"
         raise StartError(f"{text} (is it rank 0 of this torchrun, or told of this store?): {_first_line(e)}") from e
+    try:
+        addresses = tuple(said.decode("ascii").split())
+        check_addresses(addresses)
+    except ValueError as e:
+        text = f"what torchrun's store at {host}:{port} says of where the master is are no addresses"
+        raise StartError(f"{text} (anybody who reaches that store may write there): {e}") from None
+    return addresses
 
 
 def _key(meeting: str) -> str:

@@ -34,7 +34,7 @@ from ..tree.agent import Agent, agent_hello
 from ..tree.control import LaunchFailed, Order
 from ..tree.framed import FramedSocket, FramedStream
 from ..tree.spawn import BOOT
-from .credentials import Invitation, secret_file
+from .credentials import Invitation, decode_invitation, secret_file
 from .rendezvous import Rendezvous, find_rendezvous
 
 
@@ -156,7 +156,7 @@ def join(
         up.say(LaunchFailed(str(e)))
         up.push(1.0)
         raise
-    except (ProtocolError, msgspec.DecodeError) as e:
+    except ProtocolError as e:
         raise StartError(f"what answers there is no disttensor of this version: {e}") from None
     finally:
         up.close()
@@ -209,4 +209,7 @@ def _note_own() -> None:
 
 def _take(fd: int) -> Invitation:
     with open(fd, "rb") as file:
-        return msgspec.json.decode(file.read(), type=Invitation)
+        try:
+            return decode_invitation(file.read())
+        except ValueError as e:
+            raise StartError(f"--invitation-fd {fd} is no invitation: {e}") from None

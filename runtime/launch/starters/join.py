@@ -12,17 +12,14 @@ import os
 import socket
 from collections.abc import Sequence
 
-import msgspec
-
 from ...host.addresses import LOOPBACK
 from ...host.interfaces import addresses_of, listening_as
 from ...host.launch_spec import LaunchSpec
-from ...protocol.errors import ProtocolError
 from ...transport.tunnel import TunnelServer
 from ..output.printer import spans
 from ..rendezvous.credentials import ConnectionFile, derived, fresh, invite, shared_secret
 from ..rendezvous.torchrun import publish
-from ..tree.control import AgentHello, Listening, News, Order, Refuse
+from ..tree.control import AgentHello, AgentNews, Listening, Order
 from ..tree.framed import FramedSocket
 from ..tree.host_starter import Branch, RootPort
 from .piped import LocalAgentStarter
@@ -151,8 +148,9 @@ class _JoinedAgent(Branch):
         super().__init__("?", 1, expected=False)
         self.pid = 0
         self._starter, self._root, self._loop = starter, starter.root, starter.loop
-        self._wire: FramedSocket[News] = FramedSocket(News, sock.detach())
+        self._wire: FramedSocket[AgentNews] = FramedSocket(AgentNews, sock.detach())
         self._loop.watch(self._wire.fileno(), self._hear)
+        self._loop.later(starter.spec.timeout, self._too_late)
 
     def say(self, order: Order) -> None:
         if not self._wire.ended:
@@ -171,19 +169,15 @@ class _JoinedAgent(Branch):
             self._wire.close()
 
     def _hear(self) -> None:
-        try:
-            for news in self._wire.hear():
-                if self.pid:
-                    self._root.heard(self, news)
-                elif not isinstance(news, AgentHello) or not self._greet(news):
-                    return
-        except (ProtocolError, msgspec.DecodeError) as e:
-            self._end(f"what came was not an agent's: {e}")
-            return
+        self._root.hear(self, self._wire)
         if self._wire.ended:
-            self._end("the connection with its agent has ended")
+            self._root.lost(self, "the connection with its agent has ended", os.EX_UNAVAILABLE, ())
 
-    def _greet(self, agent_hello: AgentHello) -> bool:
+    def _too_late(self) -> None:
+        if self.agent_hello is None:
+            self._root.lost(self, "its agent has not said hello", os.EX_UNAVAILABLE, ())
+
+    def refusal(self, agent_hello: AgentHello) -> str:
         self.host, self.pid, self.slots, self.first_rank = (
             agent_hello.host,
             agent_hello.pid,
@@ -191,20 +185,10 @@ class _JoinedAgent(Branch):
             agent_hello.first_rank,
         )
         self.place = max(0, agent_hello.local_rank), agent_hello.local_size
-        if why := self._starter.admits(self, agent_hello):
-            self.say(Refuse(why))
-            self.close()
-            return False
-        self._root.add(self)
-        self._root.heard(self, agent_hello)
-        self._starter.joined()
-        return True
+        return self._starter.admits(self, agent_hello)
 
-    def _end(self, why: str) -> None:
-        if self.pid:
-            self._root.lost(self, why, os.EX_UNAVAILABLE, ())
-        else:
-            self.close()
+    def let_in(self) -> None:
+        self._starter.joined()
 
 
 def _by_host(agents: Sequence[_JoinedAgent]) -> dict[str, int]:

@@ -34,7 +34,7 @@ from ...host.launcher import Exited, Launcher, Started
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, end_children
 from ...protocol.bundle import Bundle
-from ...protocol.errors import ForkError, StartError
+from ...protocol.errors import UNDECODABLE, ForkError, StartError
 
 #: Seconds within which a process of mpiexec has to be ready when a session starts.
 ARRIVE = 60.0
@@ -203,8 +203,14 @@ class MpiProcesses:
 
         def look() -> bool:
             while comm.Iprobe(tag=OFFER, status=status):
-                rank = status.source - 1
-                self.offers[rank] = msgspec.json.decode(take(self.world, status), type=Offer)
+                rank, said = status.source - 1, take(self.world, status)
+                try:
+                    self.offers[rank] = msgspec.json.decode(said, type=Offer)
+                except UNDECODABLE as e:  # it is as one that is stuck
+                    print(
+                        f"disttensor: node {rank} has said {len(said)} bytes that are no offer: {str(e)!a:.300}",
+                        file=sys.stderr,
+                    )
             return all(rank in self.offers for rank in ranks)
 
         await_true(look, timeout)

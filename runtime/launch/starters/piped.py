@@ -16,14 +16,11 @@ import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ...host.launch_spec import Host
 from ...process.lifetime import describe_exit, die_with_parent
 from ...process.renamed import old_names
-from ...protocol.errors import ProtocolError
-from ..output.lines import TAIL_LINES, TAIL_WIDTH
-from ..tree.control import News, Order
+from ..output.lines import TAIL_LINES, TAIL_WIDTH, shown_in_tail
+from ..tree.control import AgentNews, Order
 from ..tree.framed import MARK, FramedSocket
 from ..tree.host_starter import Branch, HostStarter
 from ..tree.spawn import BOOT
@@ -115,12 +112,7 @@ class PipedBranch(Branch):
                 self._process.terminate()
 
     def _hear(self) -> None:
-        try:
-            for news in self._wire.hear():
-                self._root.heard(self, news)
-        except (ProtocolError, msgspec.DecodeError) as e:
-            self._root.lost(self, f"what came was not an agent's: {e}", os.EX_PROTOCOL, self._tail())
-            return
+        self._root.hear(self, self._wire)
         if self._wire.ended and not self._closed:
             self._loop.forget(self._wire.fileno())  # how the process ends says more
             self._loop.later(PATIENCE, self._give_up)
@@ -142,7 +134,7 @@ class PipedBranch(Branch):
         self._reasons.read()
         if not self._closed:
             how = describe_exit(code)
-            tail = self._tail()
+            tail = self.last_lines()
             if self.agent_hello is None:
                 advice = self._starter.advice(self.host, code, tail)
                 cause = f"{self._program} ended ({how}) before an agent was there{advice and '; ' + advice}"
@@ -152,23 +144,23 @@ class PipedBranch(Branch):
 
     def _give_up(self) -> None:
         if not self._closed:
-            self._root.lost(self, "the connection with its agent has ended", os.EX_UNAVAILABLE, self._tail())
+            self._root.lost(self, "the connection with its agent has ended", os.EX_UNAVAILABLE, self.last_lines())
 
     def _too_late(self) -> None:
         if not self._closed and self.agent_hello is None:
             cause = f"no agent was there within {self._starter.spec.timeout:g} s ({self._unanswered})"
-            self._root.lost(self, cause, os.EX_UNAVAILABLE, self._tail())
+            self._root.lost(self, cause, os.EX_UNAVAILABLE, self.last_lines())
 
-    def _tail(self) -> list[str]:
-        before = self._wire.preamble.decode(errors="replace").splitlines() if self.agent_hello is None else []
+    def last_lines(self) -> list[str]:
+        before = map(shown_in_tail, self._wire.preamble.splitlines() if self.agent_hello is None else [])
         return [*before, *self._reasons.lines][-TAIL_LINES:]
 
 
-class _Marked(FramedSocket[News]):
+class _Marked(FramedSocket[AgentNews]):
     """A framed socket whose frames begin after MARK."""
 
     def __init__(self, fd: int) -> None:
-        super().__init__(News, fd)
+        super().__init__(AgentNews, fd)
         self.preamble = b""  #: the end of the output before MARK
         self._begun = False
 
@@ -195,7 +187,6 @@ class LocalAgentStarter(PipedStarter):
             BOOT,
             "agent",
             path,
-            options.get("lease", "15"),
             *options.get("preload", "").split(),
         ]
 

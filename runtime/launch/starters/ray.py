@@ -21,9 +21,11 @@ from ...host.addresses import way_to
 from ...host.interfaces import addresses_of
 from ...host.launch_spec import LaunchSpec, spec_of_dtrun
 from ...process.lifetime import describe_exit, die_with_parent
-from ...protocol.errors import StartError
+from ...protocol.errors import UNDECODABLE, StartError
 from ...protocol.keys import curve_pair
+from ..output.lines import TAIL_LINES, TAIL_WIDTH, plain
 from ..rendezvous.credentials import Invitation
+from ..tree.agent_check import NAME, REASON
 from ..tree.control import Order
 from ..tree.host_starter import Branch
 from ..tree.stderr_tail import StderrTail
@@ -162,14 +164,19 @@ class RayStarter(JoinStarter):
 
     def _hear(self, lines: list[bytes]) -> None:
         for line in lines:
-            self._take(msgspec.json.decode(line, type=_News))
+            try:
+                self._take(msgspec.json.decode(line, type=_News))
+            except (*UNDECODABLE, IndexError) as e:
+                why = f"what came was not said by the process that talks with Ray: {e}"
+                self.root.give_up(plain(why, REASON), self._reasons.lines)
+                return
 
     def _take(self, news: _News) -> None:
         if news.doing:
-            self._doing = news.doing
+            self._doing = plain(news.doing, REASON)
             self.root.reconsider()
         elif news.error:
-            self.root.give_up(news.error)
+            self.root.give_up(plain(news.error, REASON))
         elif news.hosts:
             self._invite(news.hosts)
         else:
@@ -193,7 +200,8 @@ class RayStarter(JoinStarter):
         branch = next((agent for agent in self.agents if agent.first_rank == host.first), None) or _Absent(host)
         if isinstance(branch, _Absent):
             self.root.add(branch)
-        self.root.lost(branch, f"its agent has ended ({describe_exit(news.code)})", news.code or 1, news.tail)
+        tail = [plain(line, TAIL_WIDTH) for line in news.tail[-TAIL_LINES:]]
+        self.root.lost(branch, f"its agent has ended ({describe_exit(news.code)})", news.code or 1, tail)
 
     def _reap(self) -> None:
         self.loop.forget(self._pidfd)
@@ -227,7 +235,7 @@ class _Absent(Branch):
     """A host whose agent has never come."""
 
     def __init__(self, host: _Host) -> None:
-        super().__init__(host.name, host.slots, host.first)
+        super().__init__(plain(host.name, NAME), host.slots, host.first)
 
     def say(self, order: Order) -> None:
         pass

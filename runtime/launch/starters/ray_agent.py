@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...protocol.errors import StartError
-from ..rendezvous.credentials import Invitation
+from ...protocol.errors import UNDECODABLE, StartError
+from ..rendezvous.credentials import Invitation, check_invitation
 from ..rendezvous.worker_cli import join
 
 #: Seconds within which the root has to be reached.
@@ -29,8 +29,8 @@ class Told(msgspec.Struct, frozen=True):
 def main(argv: Sequence[str] = ()) -> int:
     """Serves until all nodes of this host have ended; returns the exit code."""
     try:
-        told = msgspec.json.decode(sys.stdin.buffer.readline(), type=Told)
-    except msgspec.DecodeError as e:
+        told = read_told(sys.stdin.buffer.readline())
+    except StartError as e:
         print(f"dtrun ray-agent is what Ray's actors run, not users: {e}", file=sys.stderr)
         return os.EX_USAGE
     threading.Thread(target=_watch, name="life-line", daemon=True).start()
@@ -40,6 +40,16 @@ def main(argv: Sequence[str] = ()) -> int:
     except StartError as e:
         print(f"disttensor: {e}", file=sys.stderr)
         return 1
+
+
+def read_told(line: bytes) -> Told:
+    """Decodes the line on stdin. Raises StartError for any other."""
+    try:
+        told = msgspec.json.decode(line, type=Told)
+        check_invitation(told.invitation)
+    except UNDECODABLE as e:
+        raise StartError(str(e)) from None
+    return told
 
 
 def _watch() -> None:

@@ -21,7 +21,7 @@ class RootLauncher(ServerLauncher):
     Raises StartError, ValueError for an interface that is not this host's. ``entry`` is for tests.
     """
 
-    grows = True
+    grows = watches = True
     server_name, unfit = "the root of the nodes' hosts", "no node can be started"
 
     def __init__(self, spec: LaunchSpec, entry: str = WORKER) -> None:

@@ -19,8 +19,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
 from ...host.launch_spec import LaunchSpec
-from ...host.launcher import Exited, Launcher, Started
+from ...host.launcher import Exited, Launcher, Sight, Started
 from ...host.output_options import Output
 from ...process.lifetime import describe_exit, wait_any
 from ...process.renamed import old_names
@@ -37,8 +39,10 @@ from ..tree.control import (
     Kill,
     LaunchFailed,
     Listening,
+    Look,
     News,
     Ready,
+    Seen,
     SessionEnded,
     Start,
     Status,
@@ -76,7 +80,7 @@ class ServerLauncher(Launcher):
         self._server_pid = 0  #: known when it is ready; it has no workers before
         self._running: dict[int, int] = {}  #: rank -> pid, 0 until it began
         self._address = ""  #: the addresses at which nodes have to find the master
-        self._events: list[Started | Exited] = []
+        self._events: list[Started | Exited | Sight] = []
         self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and the state that it is waiting on
         self._asked = 0  #: the number of workers that were asked for
         self._flushes = self._flushed = 0  #: the ids of the last Flush and of the last that was answered
@@ -124,6 +128,10 @@ class ServerLauncher(Launcher):
         with self._using():
             self._wire.say(Kill(rank, number))
 
+    def look(self, rank: int) -> None:
+        with contextlib.suppress(StartError), self._using():
+            self._wire.say(Look(rank))
+
     def end(self, rank: int) -> None:
         with contextlib.suppress(StartError):
             self.kill(rank)
@@ -148,7 +156,7 @@ class ServerLauncher(Launcher):
     def fileno(self) -> int:
         return self._wire.fileno()
 
-    def events(self) -> list[Started | Exited]:
+    def events(self) -> list[Started | Exited | Sight]:
         self._check_pid()
         with self._lock:
             if not self._stopped:
@@ -252,7 +260,11 @@ class ServerLauncher(Launcher):
                     self._events.append(Started(news.rank, news.pid, news.host))
                 case Ended():
                     self._running.pop(news.rank, None)
-                    self._events.append(Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host))
+                    self._events.append(
+                        Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host, news.running)
+                    )
+                case Seen():
+                    self._events.append(Sight(*msgspec.structs.astuple(news)))
                 case LaunchFailed():
                     self._trouble = "\n  ".join((f"{self.unfit}: {news.why}", *news.tail))
                 case SessionEnded():

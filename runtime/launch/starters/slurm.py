@@ -25,6 +25,7 @@ from ...host import slurm_env
 from ...host.launch_spec import LaunchSpec
 from ...process.lifetime import describe_exit, die_with_parent
 from ...protocol.errors import StartError
+from ..output.lines import shown_in_tail
 from ..rendezvous.rendezvous import of_slurm
 from ..rendezvous.worker_cli import worker_command
 from ..tree.control import LaunchFailed
@@ -185,7 +186,7 @@ class SlurmStarter(JoinStarter):
             self.root.remark("srun", lines)
             return
         for line in lines:
-            if match := _ENDED.match(line.decode(errors="replace")):
+            if match := _ENDED.match(shown_in_tail(line)):
                 why = f"node {match['tasks']} on {match['host']} has ended before it joined ({match['how']})"
                 self.loop.later(_LAST_WORDS, partial(self._fail, why))
         self.root.reconsider()  # `waiting` has another text

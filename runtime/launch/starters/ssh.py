@@ -10,6 +10,7 @@ When the network is cut nobody is told: here ssh ends by ServerAliveInterval, th
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import socket
@@ -32,7 +33,6 @@ SSH = "DISTTENSOR_SSH"
 _OPTIONS = (
     "BatchMode=yes",  # nobody is there to answer questions
     "ConnectTimeout=20",
-    "ServerAliveInterval=5",
     "ServerAliveCountMax=2",
     "ControlMaster=no",  # else its background process would outlive the job; one that runs already is used
     "ClearAllForwardings=yes",
@@ -67,7 +67,9 @@ def is_here(name: str) -> bool:
 def ssh_command(spec: LaunchSpec) -> list[str]:
     """Returns the program and its options, the user's before those of this module."""
     program = shlex.split(spec.options.get("ssh") or os.environ.get(SSH) or "ssh")
-    ours = [word for option in _OPTIONS for word in ("-o", option)]
+    # ssh's own limit is above the root's (host/silence.py), which can say what has happened
+    options = (*_OPTIONS, f"ServerAliveInterval={math.ceil(spec.silence.lost)}")
+    ours = [word for option in options for word in ("-o", option)]
     return [*program, *shlex.split(spec.options.get("ssh_options", "")), *ours]
 
 

@@ -3,9 +3,12 @@
     root --wire: ssh's stdin and stdout, or ZeroMQ--> agent --socket--> fork server --> nodes
 
 It imports no torch, so its first message (``AgentHello``) comes in a tenth of a second, while the fork server imports.
-Who dies when: the end of the wire, a root that is silent for LEASE seconds (its network was cut, so that nobody tells)
-and SIGTERM all make it end its fork server, and so the nodes, and then itself. When it is killed itself, the fork
-server sees the end of its socket; when that one is killed, the kernel ends the nodes, and the agent says so and ends.
+Who dies when: the end of the wire, a root that is silent for the lease (its network was cut, so that nobody tells) and
+SIGTERM all make it end its fork server, and so the nodes, and then itself. When it is killed itself, the fork server
+sees the end of its socket; when that one is killed, the kernel ends the nodes, and the agent says so and ends.
+
+Long before the lease is over it has the nodes stopped (host/silence.py): the master may take them for lost by then, and
+what it has sent them must not be run any more. They go on when the root is heard again.
 """
 
 from __future__ import annotations
@@ -21,19 +24,17 @@ import sys
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from ...host.output_options import Output
+from ...host.silence import Silence
 from ...process.lifetime import adopt_orphans, describe_exit, end_children, name_process
+from ...process.own_time import Unheard
 from ...protocol.bundle import PROTOCOL, VERSION
 from ...protocol.errors import ProtocolError, StartError
-from .control import AgentHello, Beat, LaunchFailed, News, Order, Ready, Refuse, Stop
+from .control import AgentHello, Beat, LaunchFailed, Order, Pause, Ready, Refuse, ServerNews, Stop
 from .framed import MARK, FramedSocket, FramedStream
 from .loop import Loop
 from .spawn import PRELOAD, spawn_server
 
-#: Seconds without a message from the root after which it is taken to be cut off. It sends heartbeats (root.py: BEAT).
-LEASE = 15.0
 #: Seconds for the fork server to end its nodes and itself, beyond the grace.
 PATIENCE = 4.0
 
@@ -59,21 +60,21 @@ def _gpus() -> int:
 class Agent:
     """An agent's state and loop. ``run`` returns the exit code when nothing that it started is alive."""
 
-    def __init__(
-        self, up: FramedStream[Order], agent_hello: AgentHello, preload: Sequence[str] = PRELOAD, lease: float = LEASE
-    ) -> None:
+    def __init__(self, up: FramedStream[Order], agent_hello: AgentHello, preload: Sequence[str] = PRELOAD) -> None:
         """Starts the fork server. Raises StartError."""
         self._up = up
-        self._lease = lease
+        self._silence = Silence()  #: the root's beats say which
         self._loop = Loop()
-        self._heard = time.monotonic()
+        self._unheard = Unheard()
+        self._paused = False  #: the nodes are stopped, because nothing is heard
+        self._paused = False
         self._ending: float | None = None  #: when the end has to be done at the latest
         self._code = 0
         self._ready = False  #: the fork server is ready
         up.say(agent_hello)
         adopt_orphans()
         sock, self._server = spawn_server(preload, tied=True)
-        self._down: FramedStream[News] = FramedSocket(News, sock.detach())
+        self._down: FramedStream[ServerNews] = FramedSocket(ServerNews, sock.detach())
         self._down.say(Output(upward=True))
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -84,24 +85,36 @@ class Agent:
 
     def __repr__(self) -> str:
         state = "ending" if self._ending is not None else "ready" if self._ready else "waits for its fork server"
-        return f"<Agent {state} heard {time.monotonic() - self._heard:.1f} s ago>"
+        return f"<Agent {state}{' paused' if self._paused else ''} heard {self._unheard.seconds:.1f} s ago>"
 
     def run(self) -> int:
+        """Raises ProtocolError when what answers above is no root; nothing that it started is alive then, either."""
+        try:
+            self._run()
+        finally:
+            self._close()
+        return self._code
+
+    def _run(self) -> None:
         self._loop.watch(self._up.fileno(), self._take_orders)
         self._loop.watch(self._down.fileno(), self._take_news)
         self._loop.watch(self._wakeup[0], self._take_signal)
-        self._loop.later(1.0, self._look_at_time)
+        self._look_at_time()
         while not self._down.ended and (self._ending is None or time.monotonic() < self._ending):
             self._loop.turn()
             self._down.push()
             self._up.push()
             self._watch_room()
-        self._close()
-        return self._code
 
     def _take_orders(self) -> None:
-        for order in self._up.hear():
-            self._heard = time.monotonic()
+        try:
+            orders = self._up.hear()
+        except ProtocolError as e:
+            self._up.say(LaunchFailed(f"what came was not the root's: {e}"))
+            raise
+        for order in orders:
+            self._unheard.heard()
+            self._pause(False)
             match order:
                 case Refuse():
                     print(f"disttensor: {order.why}", file=sys.stderr)
@@ -110,7 +123,8 @@ class Agent:
                     self._code = self._code or order.code
                     self._stop(order.grace)
                 case Beat():
-                    pass
+                    self._silence = order.silence
+                    self._up.say(Beat(order.silence))
                 case _:
                     self._down.say(order)
         if self._up.ended:
@@ -118,7 +132,15 @@ class Agent:
             self._end(EX_ROOT_GONE if self._ending is None else 0)
 
     def _take_news(self) -> None:
-        for news in self._down.hear():
+        try:
+            all_news = self._down.hear()
+        except ProtocolError as e:
+            self._up.say(LaunchFailed(f"what came was not the fork server's: {e}"))
+            self._loop.forget(self._down.fileno())
+            self._down.close()  # which ends the server and its nodes
+            self._code = 1
+            return
+        for news in all_news:
             self._up.say(news)
             self._ready = self._ready or isinstance(news, Ready)
             if isinstance(news, LaunchFailed):
@@ -135,10 +157,21 @@ class Agent:
         self._end(EX_ROOT_GONE)
 
     def _look_at_time(self) -> None:
-        if time.monotonic() - self._heard > self._lease and self._ending is None:
-            print(f"disttensor: nothing was heard from the root for {self._lease:g} s", file=sys.stderr)
+        silence = self._silence
+        self._unheard.most = silence.most
+        seconds = self._unheard.look()
+        if seconds > silence.lease and self._ending is None:
+            print(f"disttensor: nothing was heard from the root for {silence.lease:g} s", file=sys.stderr)
             self._end(EX_ROOT_GONE)
-        self._loop.later(1.0, self._look_at_time)
+        if seconds > silence.pause:
+            self._pause(True)
+        self._loop.later(silence.beat / 2, self._look_at_time)
+
+    def _pause(self, on: bool) -> None:
+        """Has the nodes stopped, or go on."""
+        if on != self._paused:
+            self._paused = on
+            self._down.say(Pause(on))
 
     def _watch_room(self) -> None:
         for wire in (self._up, self._down):
@@ -171,7 +204,7 @@ class Agent:
 def main(argv: Sequence[str] = ()) -> int:
     """Runs an agent whose wire is its stdin and stdout: ssh starts this on a host.
 
-    ``argv`` is for tests: the lease, and modules to import instead of those that workers need.
+    ``argv`` is for tests: modules to import instead of those that workers need.
     """
     inn, out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -182,8 +215,8 @@ def main(argv: Sequence[str] = ()) -> int:
     os.write(out, MARK)
     up: FramedStream[Order] = FramedSocket(Order, inn, out)
     try:
-        return Agent(up, agent_hello(), argv[1:] or PRELOAD, float(argv[0]) if argv else LEASE).run()
-    except (StartError, ProtocolError, msgspec.DecodeError) as e:
+        return Agent(up, agent_hello(), argv or PRELOAD).run()
+    except (StartError, ProtocolError) as e:
         up.say(LaunchFailed(str(e)))
         up.push(1.0)
         return 1

@@ -1,9 +1,9 @@
 """The control frames between the processes of a launch: one set for every wire between them.
 
-    master --> root           LaunchSpec, then Start, Kill, Stop, EndSession, Flush
-    root   --> agent          the same, Modules, OutputAck, Beat;  an agent passes them to its fork server
-    agent  --> root           AgentHello, then the fork server's frames, NodeOutput
-    root   --> master         Ready, Began, Ended, LaunchFailed, Status, Capacity, SessionEnded, Flushed
+    master --> root           LaunchSpec, then Start, Kill, Look, Stop, EndSession, Flush
+    root   --> agent          the same, Modules, OutputAck, Beat;  an agent passes them to its fork server, and Pause
+    agent  --> root           AgentHello, Beat, then the fork server's frames, NodeOutput
+    root   --> master         Ready, Began, Ended, LaunchFailed, Status, Capacity, SessionEnded, Flushed, Seen
 
 A master of local nodes speaks to a fork server directly (without LaunchSpec, Status, Capacity). Each struct goes as
 msgpack; framed.py delimits them. Nothing is ever unpickled. The end of a stream is a message too: it means that the
@@ -16,6 +16,7 @@ import msgspec
 
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
+from ...host.silence import Silence
 from ...protocol.bundle import Bundle
 
 #: A bundle is 1 MiB at most (see protocol/bundle.py), a tail 20 short lines.
@@ -71,7 +72,21 @@ class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The root's heartbeat. An agent that hears nothing for long has been cut off, and ends."""
+    """The root's heartbeat; an agent answers with its own. Who hears nothing for long acts as ``silence`` says."""
+
+    silence: Silence = Silence()
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Stop the processes of nodes, so that they run no command; or, with ``on`` False, have them go on."""
+
+    on: bool
+
+
+class Look(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Look at a worker from outside, and send Seen."""
+
+    rank: int
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
@@ -130,6 +145,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     cause: str
     tail: tuple[str, ...]
     host: str = ""  #: where; the root fills it in
+    running: int = -1  #: the number of the command whose function it was running, as far as is known
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -142,6 +158,20 @@ class NodeOutput(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     rank: int
     fd: int
     data: bytes
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The sight of a worker from outside, which needs nothing of the worker's own."""
+
+    rank: int
+    state: str  #: the state of its process as in /proc: "R", "S", "T", ...
+    paused: bool = False  #: its host hears nothing of the master's, so it was stopped
+    seq: int = 0  #: the number of the command that it was at last
+    kind: int = 0  #: what it is at (process/page.py)
+    seconds: float = 0.0  #: for how long
+    deaf: float = 0.0  #: for how long its own threads have not run
+    rss: int = 0  #: bytes of memory
+    stack: str = ""  #: the stacks of its threads
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -171,17 +201,12 @@ class Listening(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     addresses: tuple[str, ...]
 
 
-Order = LaunchSpec | Output | Modules | Start | Kill | Stop | EndSession | OutputAck | Flush | Beat | Refuse
-News = (
-    AgentHello
-    | Ready
-    | LaunchFailed
-    | Began
-    | Ended
-    | SessionEnded
-    | NodeOutput
-    | Flushed
-    | Status
-    | Capacity
-    | Listening
+Order = (
+    LaunchSpec | Output | Modules | Start | Kill | Look | Pause | Stop | EndSession | OutputAck | Flush | Beat | Refuse
 )
+#: What a fork server says.
+ServerNews = Ready | LaunchFailed | Began | Ended | SessionEnded | NodeOutput | Flushed | Seen
+#: What an agent says.
+AgentNews = AgentHello | Beat | ServerNews
+#: What the master hears, of a root or a fork server.
+News = AgentNews | Status | Capacity | Listening

@@ -13,25 +13,41 @@ import sys
 import traceback
 from typing import NoReturn
 
+from ...process import page
 from ...process.lifetime import die_with_parent, name_process
+from ...process.page import Page
+
+#: The signal at which a worker writes the stacks of its threads.
+STACKS = signal.SIGRTMIN + 6
 
 
 def become_worker(
-    server: int, rank: int, entry: str, lifeline: int, out: int, err: int, foreign: list[int]
+    server: int, rank: int, entry: str, lifeline: int, out: int, err: int, stacks: int, shared: Page, foreign: list[int]
 ) -> NoReturn:
     """Turns this fresh child of ``server`` into the worker of node ``rank`` and ends the process with its exit code.
 
-    ``foreign`` are descriptors of the server's and of other workers': a life-line held here would keep a sibling alive.
+    ``stacks``: a descriptor that the stacks of its threads are written to on the signal STACKS, whatever holds the GIL.
+    ``shared``: the page by which the server sees what it is at. ``foreign`` are descriptors of the server's and of
+    other workers': a life-line held here would keep a sibling alive.
     No exception may leave this function, as the child would run on in the server's loop.
     """
     code = 1
     try:
+        page.mine = shared
         _settle(server, rank, out, err, foreign)
+        faulthandler.register(STACKS, file=stacks, all_threads=True)
+        signal.signal(signal.SIGCONT, _stay_paused)
         code = _call(entry, lifeline)
     except BaseException:
         traceback.print_exc()
     finally:
         _exit(code)
+
+
+def _stay_paused(*_: object) -> None:
+    """Stops this process again where its server has stopped it, and somebody else has continued it."""
+    while page.mine.paused:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def work(entry: str) -> NoReturn:

@@ -10,11 +10,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ...protocol.errors import ProtocolError
+from ...protocol.errors import UNDECODABLE, ProtocolError
+from ..output.lines import plain
 from .control import MAX_FRAME
 from .loop import Loop
 
 In = TypeVar("In")
+
+#: The most bytes that are read in one turn, so that one who never stops does not keep the others waiting.
+TURN = 2 * MAX_FRAME
 
 #: The bytes that an agent writes to its stdout before its first frame: a login shell may have written there before.
 MARK = b"\n-- disttensor agent --\n"
@@ -38,9 +42,9 @@ class FramedStream(ABC, Generic[In]):
 
     @abstractmethod
     def hear(self) -> list[In]:
-        """Returns all complete messages that have arrived.
+        """Returns the complete messages that have arrived (of very many, those of one turn).
 
-        Raises ProtocolError on an oversize frame, msgspec.DecodeError (ValidationError) on anything unknown.
+        Raises ProtocolError, and nothing else, for bytes that are no such messages.
         """
 
     @abstractmethod
@@ -103,7 +107,8 @@ class FramedSocket(FramedStream[In]):
                 return
 
     def hear(self) -> list[In]:
-        while not self.ended:
+        read = 0
+        while not self.ended and read < TURN:
             try:
                 piece = os.read(self.inn, 1 << 16)
             except BlockingIOError:
@@ -112,6 +117,7 @@ class FramedSocket(FramedStream[In]):
                 piece = b""
             self._take(piece)
             self.ended = not piece
+            read += len(piece)
         messages = []
         while len(self._in) >= 4:
             size = int.from_bytes(self._in[:4], "big")
@@ -121,9 +127,15 @@ class FramedSocket(FramedStream[In]):
                 )
             if len(self._in) < 4 + size:
                 break
-            messages.append(self._decoder.decode(self._in[4 : 4 + size]))
+            messages.append(self._decode(self._in[4 : 4 + size]))
             del self._in[: 4 + size]
         return messages
+
+    def _decode(self, body: bytearray) -> In:
+        try:
+            return self._decoder.decode(body)
+        except UNDECODABLE as e:  # its text may quote what came
+            raise ProtocolError(f"a frame of {len(body)} bytes that says nothing: {plain(str(e), 200)}") from None
 
     def _take(self, piece: bytes) -> None:
         self._in += piece

@@ -5,8 +5,8 @@
         Branch.say(order)              whatever carries it: ssh's stdin, a ZeroMQ message
 
 A host starter runs in the root's one thread. It watches its descriptors with ``root.loop`` and tells the root of
-events: ``root.add(branch)``, ``root.heard(branch, news)`` for every frame of an agent's, ``root.lost(branch, ...)``
-once.
+events: ``root.add(branch)``, ``root.hear(branch, wire)`` when an agent may have sent something, ``root.lost(branch,
+...)`` once. Agents are not trusted: the root checks what they say before anybody uses it (agent_check.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ...host.launch_spec import LaunchSpec
+from ...process.own_time import Unheard
 from ...process.renamed import old_names
-from ..tree.control import AgentHello, News, Order, Start
+from ..tree.control import AgentHello, AgentNews, News, Order, Start
+from ..tree.framed import FramedStream
 from ..tree.loop import Loop
 
 
@@ -35,8 +37,12 @@ class Branch(ABC):
         # the root's fields:
         self.what = "its agent has not come yet"  #: the state that its nodes are waiting on, for messages
         self.agent_hello: AgentHello | None = None
+        self.ready = False  #: its fork server has imported what nodes need
         self.waiting: list[Start] = []  #: orders until it has said hello
         self.gone: tuple[str, int, tuple[str, ...]] | None = None  #: cause, code, last lines
+        self.unheard = Unheard()  #: how long nothing has come from its agent
+        self.beats = 0  #: beats that its agent has not answered yet
+        self.looks: set[int] = set()  #: nodes that its agent is to look at
 
     @abstractmethod
     def say(self, order: Order) -> None:
@@ -44,6 +50,17 @@ class Branch(ABC):
 
     def push(self) -> None:  # noqa: B027 - one without a wire of its own has nothing to send
         """Sends as many queued bytes as there is room for. The root calls it in each turn of its loop."""
+
+    def refusal(self, hello: AgentHello) -> str:
+        """Returns the reason for which the agent that says this hello is not let in; empty if it is."""
+        return ""
+
+    def let_in(self) -> None:  # noqa: B027 - most have nothing to do
+        """Notes that its agent was let in."""
+
+    def last_lines(self) -> Sequence[str]:
+        """Returns the last lines of the program that leads to the agent, for the error when the agent is lost."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:
@@ -62,8 +79,14 @@ class RootPort(Protocol):
     def add(self, branch: Branch) -> None:
         """Adds a branch: from now on nodes are dealt to it; its orders wait until it has said hello."""
 
-    def heard(self, branch: Branch, news: News) -> None:
-        """Handles a frame from a branch's agent; the first one is an AgentHello."""
+    def hear(self, branch: Branch, wire: FramedStream[AgentNews]) -> None:
+        """Handles the frames that have arrived from a branch's agent, each as ``heard`` does."""
+
+    def heard(self, branch: Branch, news: AgentNews) -> None:
+        """Handles a frame from a branch's agent; the first one is an AgentHello.
+
+        Raises nothing: whatever is wrong with it, this branch is lost, and no other.
+        """
 
     def remark(self, who: str, lines: Sequence[bytes]) -> None:
         """Shows the user output of a host, or of a program that has started something there."""

@@ -5,17 +5,23 @@
 It deals nodes to hosts, keeps orders until an agent has come, tells the master which host each piece of news is from,
 and prints the output of nodes. It imports no torch, and of the host starters only the one of its launch spec.
 
+What agents say is checked (agent_check.py): one that is broken, or hostile, loses its own nodes and no others.
+
 Who dies when: the end of the master's socket (even by SIGKILL) and SIGTERM make the root end all agents and then
-itself. When it is killed, its wires end, and the agents by that (agent.py). A host that is cut off loses its nodes.
+itself. When it is killed, its wires end, and the agents by that (agent.py). A host that is silent for long
+(host/silence.py) loses its nodes; a silence counts while the root itself runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -23,11 +29,14 @@ from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
 from ...protocol.bundle import PROTOCOL, VERSION
-from ...protocol.errors import DisttensorError
+from ...protocol.errors import DisttensorError, ProtocolError
+from ..output.lines import plain
 from ..output.printer import Printer
 from ..registry import get_starter
+from .agent_check import REASON, check_news
 from .control import (
     AgentHello,
+    AgentNews,
     Beat,
     Began,
     Capacity,
@@ -37,6 +46,7 @@ from .control import (
     Flushed,
     Kill,
     LaunchFailed,
+    Look,
     Modules,
     News,
     NodeOutput,
@@ -44,6 +54,7 @@ from .control import (
     OutputAck,
     Ready,
     Refuse,
+    Seen,
     SessionEnded,
     Start,
     Status,
@@ -58,8 +69,6 @@ from .shipping import offer
 #: The exit code of agents, and of nodes, whose master has gone.
 EX_ROOT_GONE = 75
 
-#: Seconds between two heartbeats; an agent takes a root that is silent for long to be cut off.
-BEAT = 3.0
 #: Seconds that agents have to end their nodes and themselves, beyond the grace.
 PATIENCE = 5.0
 #: Further seconds where agents are on the way that have to be told. The sum is less than dtrun waits (cli/main.py).
@@ -94,7 +103,7 @@ class Root:
         signal.signal(signal.SIGTERM, lambda *_: None)
         self.loop.watch(wire.fileno(), self._take_orders)
         self.loop.watch(self._wakeup[0], self._take_signal)
-        self.loop.later(BEAT, self._beat)
+        self._beating = False
 
     def __repr__(self) -> str:
         state = " ending" if self._ending is not None else ""
@@ -152,9 +161,11 @@ class Root:
                     self._asked += 1
                     self._seats.ask(order)
                     self._deal()
-                case Kill():
+                case Kill() | Look():
                     branch = self._seats.branch_of(order.rank)
                     if branch is not None and branch.agent_hello is not None:
+                        if isinstance(order, Look):
+                            branch.looks.add(order.rank)
                         branch.say(order)
                 case Stop():
                     self._dismissed = True
@@ -272,7 +283,38 @@ class Root:
         if ranks:
             self._up.say(Status(ranks, branch.host, what))
 
-    def heard(self, branch: Branch, news: News) -> None:
+    def hear(self, branch: Branch, wire: FramedStream[AgentNews]) -> None:
+        with self._losing(branch):
+            for news in wire.hear():
+                self.heard(branch, news)
+
+    def heard(self, branch: Branch, news: AgentNews) -> None:
+        branch.unheard.heard()
+        if branch.gone is None:
+            with self._losing(branch):
+                self._take_news(branch, check_news(branch, news, self._seats, self._flushing, self._awake))
+
+    @contextlib.contextmanager
+    def _losing(self, branch: Branch) -> Iterator[None]:
+        """Loses a branch, and not the root and all other hosts, by whatever is wrong with what its agent has sent."""
+        try:
+            yield
+        except ProtocolError as e:
+            self._cast_out(branch, f"what came was not an agent's: {e}", os.EX_PROTOCOL)
+        except Exception as e:
+            traceback.print_exc()
+            cause = plain(f"the root failed at what its agent has sent: {type(e).__name__}: {e}", REASON)
+            print(f"disttensor: host {branch.host} is lost; {cause}", file=sys.stderr)
+            self._cast_out(branch, cause, os.EX_SOFTWARE)
+
+    def _cast_out(self, branch: Branch, cause: str, code: int) -> None:
+        if branch.agent_hello is not None:
+            branch.say(Refuse(f"cut off by the root: {cause}"))
+            if not self._seats.of(branch):  # so that no node's loss says it
+                self._printer.remark(branch.host, [f"disttensor: this host is cut off: {cause}".encode()])
+        self.lost(branch, cause, code, branch.last_lines())
+
+    def _take_news(self, branch: Branch, news: AgentNews) -> None:
         match news:
             case AgentHello():
                 self._let_in(branch, news)
@@ -284,11 +326,17 @@ class Root:
             case Flushed():
                 self._flushed(news.id, branch)
             case Ready():
+                branch.ready = True
                 self.report_status(branch, "its nodes have not answered yet")
-            case Began() if self._seats.branch_of(news.rank) is branch:
+            case Beat():
+                branch.beats -= 1
+            case Seen():
+                branch.looks.discard(news.rank)
+                self._up.say(news)
+            case Began():
                 self._seats.pids[news.rank] = news.pid
                 self._up.say(msgspec.structs.replace(news, host=branch.host))
-            case Ended() if self._seats.branch_of(news.rank) is branch:
+            case Ended():
                 self._seats.leave(news.rank)
                 self._printer.end(news.rank)
                 if news.code:
@@ -310,6 +358,12 @@ class Root:
             self._up.say(Flushed(id))
 
     def _let_in(self, branch: Branch, hello: AgentHello) -> None:
+        if why := branch.refusal(hello):
+            branch.say(Refuse(why))
+            self.lost(branch, why, os.EX_UNAVAILABLE, ())
+            return
+        if branch not in self._branches:
+            self.add(branch)
         if hello.protocol != PROTOCOL:
             why = (
                 f"{hello.host} has disttensor {hello.version} (protocol {hello.protocol}), the master {VERSION} "
@@ -319,6 +373,9 @@ class Root:
             self.lost(branch, why, os.EX_PROTOCOL, ())
             return
         branch.agent_hello = hello
+        if not self._beating:
+            self._beating = True
+            self._beat()
         if self._modules is None:
             self._modules = offer(self.spec.folder)
         if self._modules:
@@ -330,6 +387,7 @@ class Root:
             branch.say(start)
         branch.waiting.clear()
         self._deal()
+        branch.let_in()
 
     def lost(self, branch: Branch, cause: str, code: int, tail: Sequence[str]) -> None:
         if branch.gone is not None:
@@ -342,15 +400,22 @@ class Root:
             self._end_node(branch, rank)
         if branch in self._awake:
             self._rested(branch)
-        if not branch.expected or self._ending is not None:
+        if branch in self._branches and (not branch.expected or self._ending is not None):
             self._branches.remove(branch)
         self._deal()
 
     def _beat(self) -> None:
-        for branch in self._branches:
-            if branch.agent_hello is not None and branch.gone is None:
-                branch.say(Beat())
-        self.loop.later(BEAT, self._beat)
+        """Tells agents that this end is there, and gives up those of which nothing was heard for long."""
+        silence = self.spec.silence
+        for branch in [b for b in self._branches if b.agent_hello is not None and b.gone is None]:
+            branch.say(Beat(silence))
+            branch.beats += 1
+            branch.unheard.most = silence.most
+            seconds = branch.unheard.look()
+            if seconds > silence.lost:
+                cause = f"silent for {seconds:.0f} s: {branch.host} is stopped or gone, or the network to it is"
+                self.lost(branch, cause, os.EX_UNAVAILABLE, ())
+        self.loop.later(silence.beat, self._beat)
 
 
 def serve(control: int, parent: int) -> int:
@@ -362,5 +427,9 @@ def serve(control: int, parent: int) -> int:
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    Root(wire).run()
+    try:
+        Root(wire).run()
+    except ProtocolError as e:
+        print(f"disttensor: the root ends, as what came was not its master's: {e}", file=sys.stderr)
+        return os.EX_PROTOCOL
     return 0

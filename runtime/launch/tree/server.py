@@ -27,9 +27,12 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
+from ...host.memory_limit import MemoryKills
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, describe_exit, die_with_parent, end_children
+from ...process.page import Page
 from ...protocol.bundle import Bundle, write_bundle
+from ...protocol.errors import ProtocolError
 from ..output.lines import Tail
 from ..output.printer import Printer
 from ..output.relay import Source
@@ -41,21 +44,26 @@ from .control import (
     Flushed,
     Kill,
     LaunchFailed,
+    Look,
     Modules,
     NodeOutput,
     Order,
     OutputAck,
+    Pause,
     Ready,
+    Seen,
     SessionEnded,
     Start,
     Stop,
 )
-from .fork_child import become_worker
+from .fork_child import STACKS, become_worker
 from .framed import FramedSocket
 from .shipping import adopt
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
+#: Seconds in which a worker that runs has written its stacks; and the most characters of them that are passed on.
+LOOK_TIME, MAX_STACK = 0.2, 16 << 10
 #: The most bytes of output on their way up (the window), but for one more piece of each node.
 CREDIT = 1 << 18
 
@@ -63,21 +71,58 @@ CREDIT = 1 << 18
 class Node:
     """A running worker, as its server sees it."""
 
-    def __init__(self, rank: int, pid: int, lifeline: int, sources: tuple[Source, ...], tail: Tail) -> None:
+    def __init__(
+        self, rank: int, pid: int, lifeline: int, sources: tuple[Source, ...], tail: Tail, stacks: int, page: Page
+    ) -> None:
         self.rank = rank
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.lifeline = lifeline  #: write end; the worker dies when it closes
         self.sources = sources
         self.tail = tail
+        self.stacks = stacks  #: read end; the worker writes its stacks there
+        self.page = page
+        self.stack = b""  #: what has come of them
+        self.look_by = 0.0  #: when to say what was seen; 0: nobody has asked
+        self.killed = False  #: by this server
 
     def signal(self, number: int) -> None:
         """Signals its process group, and so children of user functions. It is not reaped yet: the pid is its own."""
+        self.killed = self.killed or number == signal.SIGKILL
+        self.signal_group(number)
+
+    def signal_group(self, number: int) -> None:
+        """Does so for what it has left behind, when it has ended itself."""
         try:
             os.killpg(self.pid, number)
         except OSError:  # its user code moved it to another group
             with contextlib.suppress(OSError):
                 os.kill(self.pid, number)
+
+    def pause(self, on: bool) -> None:
+        """Stops it, or has it go on. A stopped one stays so, whoever else continues it."""
+        self.page.paused = on
+        self.signal_group(signal.SIGSTOP if on else signal.SIGCONT)
+
+    def state(self) -> str:
+        """Returns the state of its process, as in /proc."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+        return "?"
+
+    def seen(self) -> Seen:
+        """Returns the sight of it from outside."""
+        seq, kind, seconds, deaf = self.page.read()
+        rss = 0
+        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/statm") as statm:
+            rss = int(statm.read().split()[1]) * resource.getpagesize()
+        stack = self.stack.decode(errors="replace")[:MAX_STACK]
+        return Seen(self.rank, self.state(), self.page.paused, seq, kind, seconds, deaf, rss, stack)
+
+    def end_in_words(self, code: int, peak: int, memory: MemoryKills) -> str:
+        """Returns how it has ended. ``peak``: the most bytes that it had in memory."""
+        lacked = memory.words(peak) if code == -signal.SIGKILL and not self.killed else ""
+        return describe_exit(code) + lacked
 
 
 class Server:
@@ -88,6 +133,7 @@ class Server:
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         self._printer = Printer()
         self._nodes: dict[int, Node] = {}
+        self._memory = MemoryKills()
         self._selector = selectors.PollSelector()  # epoll refuses regular files
         self._deadline: float | None = None  #: set while stopping: when to use more force
         self._resting = False  #: only the session ends
@@ -112,12 +158,15 @@ class Server:
                     break
                 self._wake()
             self._watch_room()
-            times = [t for t in (self._deadline, self._printer.due) if t is not None]
+            looks = [node.look_by for node in self._nodes.values() if node.look_by]
+            times = [t for t in (self._deadline, self._printer.due, *looks) if t is not None]
             timeout = max(0.0, min(times) - time.monotonic()) if times else None
             for key, mask in self._selector.select(timeout):
                 # an earlier call may have closed it, and its number may be another's by now
                 if mask & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is key:
                     key.data()
+            if looks:
+                self._tell_seen()
             self._wire.push()
             self._printer.push()
             if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -135,7 +184,10 @@ class Server:
                     self._upward = order.upward
                     self._printer.show(order)
                 case Modules():
-                    adopt(order.packed)
+                    try:
+                        adopt(order.packed)
+                    except ValueError as e:
+                        raise ProtocolError(str(e)) from e
                 case OutputAck():
                     self._unacknowledged -= order.size
                 case Flush():
@@ -144,6 +196,11 @@ class Server:
                     self._start(order.bundle, order.entry)
                 case Kill() if order.rank in self._nodes:
                     self._nodes[order.rank].signal(order.signal)
+                case Look():
+                    self._look(order.rank)
+                case Pause():
+                    for node in self._nodes.values():
+                        node.pause(order.on)
                 case Stop():
                     self._stop(order.grace)
                 case EndSession():
@@ -176,24 +233,28 @@ class Server:
         self._force = signal.SIGTERM if self._force is None else signal.SIGKILL
         self._deadline = time.monotonic() + TERM_TIME
         for node in self._nodes.values():
-            node.signal(self._force)
+            node.signal(signal.SIGKILL if node.page.paused else self._force)  # a stopped one would not hear of TERM
 
     # ---- workers ---------------------------------------------------------------------------------------------------
 
     def _start(self, bundle: Bundle, entry: str) -> None:
         fds: list[int] = []
+        if not self._nodes:
+            self._memory.begin()
         try:
             for _ in range(3):
                 fds += os.pipe()
-            line_out, line_in, out, out_in, err, err_in = fds
+            fds += os.pipe2(os.O_NONBLOCK)
+            line_out, line_in, out, out_in, err, err_in, stacks, stacks_in = fds
             self._printer.begin(bundle.rank)
-            pid = self._fork(bundle.rank, entry, line_out, out_in, err_in, (line_in, out, err))
-            for fd in (line_out, out_in, err_in):
+            page = Page.shared()
+            pid = self._fork(bundle.rank, entry, line_out, out_in, err_in, stacks_in, page, (line_in, out, err, stacks))
+            for fd in (line_out, out_in, err_in, stacks_in):
                 fds.remove(fd)
                 os.close(fd)
             tail = Tail()
             then = partial(self._take_output, bundle.rank, tail)
-            node = Node(bundle.rank, pid, line_in, (Source(out, 1, then), Source(err, 2, then)), tail)
+            node = Node(bundle.rank, pid, line_in, (Source(out, 1, then), Source(err, 2, then)), tail, stacks, page)
             with contextlib.suppress(BrokenPipeError):  # it has ended already, which its pidfd will tell
                 write_bundle(line_in, bundle)
         except OSError as e:  # no descriptors, no processes, no memory left
@@ -203,23 +264,26 @@ class Server:
             hint = ""
             if e.errno == errno.EMFILE:
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                hint = f": a node takes 4 of the {limit} that one process may have here (ulimit -n)"
+                hint = f": a node takes 5 of the {limit} that one process may have here (ulimit -n)"
             self._wire.say(Ended(bundle.rank, 0, os.EX_OSERR, f"could not be started: {e}{hint}", ()))
             return
         self._nodes[bundle.rank] = node
         self._watch(node.pidfd, lambda: self._reap(node))
+        self._watch(node.stacks, lambda: self._take_stack(node))
         for source in node.sources:
             self._watch_source(source)
         self._wire.say(Began(bundle.rank, pid))
 
-    def _fork(self, rank: int, entry: str, lifeline: int, out: int, err: int, others: tuple[int, ...]) -> int:
+    def _fork(
+        self, rank: int, entry: str, lifeline: int, out: int, err: int, stacks: int, page: Page, others: tuple[int, ...]
+    ) -> int:
         server = os.getpid()
         # A signal for the child between fork and its own handlers would be taken for one to the server.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
             pid = os.fork()
             if pid == 0:
-                become_worker(server, rank, entry, lifeline, out, err, [*others, *self._own_fds()])
+                become_worker(server, rank, entry, lifeline, out, err, stacks, page, [*others, *self._own_fds()])
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         with contextlib.suppress(OSError):
@@ -230,23 +294,53 @@ class Server:
         """Returns all descriptors that a worker must not keep open."""
         fds = [self._wire.fileno(), *self._wakeup, *self._printer.fds()]
         for node in self._nodes.values():
-            fds += [node.pidfd, node.lifeline, *(s.fd for s in node.sources)]
+            fds += [node.pidfd, node.lifeline, node.stacks, *(s.fd for s in node.sources)]
         return fds
 
     def _reap(self, node: Node) -> None:
-        node.signal(signal.SIGKILL)  # its children; it is a zombie itself, so the group's number is still its own
-        code = os.waitstatus_to_exitcode(os.waitpid(node.pid, 0)[1])
+        node.signal_group(signal.SIGKILL)  # its children; it is a zombie itself, so the group's number is still its own
+        _, status, usage = os.wait4(node.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        cause = node.end_in_words(code, usage.ru_maxrss << 10, self._memory)
+        ran = node.page.running
         for source in node.sources:
             self._forget(source.fd)
             source.close()
-        self._forget(node.pidfd)
-        os.close(node.pidfd)
+        for fd in (node.pidfd, node.stacks):
+            self._forget(fd)
+            os.close(fd)
         os.close(node.lifeline)
         del self._nodes[node.rank]
         self._printer.end(node.rank)
         if code:  # before the master hears of it and prints the same again
             self._printer.flush()
-        self._wire.say(Ended(node.rank, node.pid, code, describe_exit(code), node.tail.lines()))
+        self._wire.say(Ended(node.rank, node.pid, code, cause, node.tail.lines(), running=ran))
+
+    # ---- looks -----------------------------------------------------------------------------------------------------
+
+    def _look(self, rank: int) -> None:
+        """Looks at a worker. One that runs is asked for its stacks, which come in a moment."""
+        node = self._nodes.get(rank)
+        if node is None:
+            return
+        node.stack = b""
+        node.look_by = time.monotonic()
+        if node.page.began and node.state() not in "TtZX?":
+            node.look_by += LOOK_TIME
+            with contextlib.suppress(OSError):
+                os.kill(node.pid, STACKS)
+
+    def _take_stack(self, node: Node) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(node.stacks, 1 << 16):
+                node.stack = (node.stack + piece)[:MAX_STACK]
+            self._forget(node.stacks)  # it has closed them all
+
+    def _tell_seen(self) -> None:
+        for node in self._nodes.values():
+            if node.look_by and time.monotonic() >= node.look_by:
+                node.look_by = 0.0
+                self._wire.say(node.seen())
 
     # ---- the selector ----------------------------------------------------------------------------------------------
 
@@ -313,7 +407,12 @@ def serve(control: int, parent: int) -> int:
     gc.freeze()  # a collection in a worker would otherwise touch, and so copy, every page
     server = Server(wire)
     wire.say(Ready(os.getpid(), _torch()))
-    server.run()
+    try:
+        server.run()
+    except ProtocolError as e:  # the kernel ends its nodes with it
+        wire.say(LaunchFailed(f"what came was not an order of this version's: {e}"))
+        wire.push(1.0)
+        return os.EX_PROTOCOL
     return 0
 
 

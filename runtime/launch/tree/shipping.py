@@ -24,6 +24,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ...protocol.errors import UNDECODABLE
+
 #: The most bytes of sources, and of these when packed: the frame that carries them may have twice as many.
 LIMIT, PACKED = 16 << 20, 1 << 20
 #: The most entries of directories that are looked at: the script may lie in somebody's home.
@@ -56,13 +58,12 @@ class Sources(msgspec.Struct, frozen=True):
 
 
 def unpack(packed: bytes) -> Sources:
-    """Unpacks sources. Raises ValueError (msgspec's errors are such, too) for bytes that ``pack`` has not made."""
+    """Unpacks sources. Raises ValueError for bytes that ``pack`` has not made."""
     unpacker = zlib.decompressobj()
     try:
-        data = unpacker.decompress(packed, 2 * LIMIT)
-    except zlib.error as e:
+        return msgspec.msgpack.decode(unpacker.decompress(packed, 2 * LIMIT), type=Sources)
+    except (zlib.error, *UNDECODABLE) as e:
         raise ValueError(f"these are no packed modules: {e}") from e
-    return msgspec.msgpack.decode(data, type=Sources)
 
 
 def gather(folder: str) -> Sources:
@@ -110,7 +111,16 @@ def _python_files(folder: str) -> Iterator[str]:
             continue
         seen.add(real)
         folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in ("__pycache__", "site-packages"))
-        yield from (os.path.join(here, name) for name in files if name.endswith(".py"))
+        yield from (os.path.join(here, name) for name in files if name.endswith(".py") and _is_text(here + name))
+
+
+def _is_text(name: str) -> bool:
+    """Returns whether a name is UTF-8: of another, Python makes half characters, which no frame carries."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def adopt(packed: bytes) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 
-from ..output.lines import LONG, TAIL_LINES, TAIL_WIDTH
+from ..output.lines import LONG, TAIL_LINES, shown_in_tail
 from .loop import Loop
 
 
@@ -23,7 +23,7 @@ class StderrTail:
     @property
     def lines(self) -> list[str]:
         """The last lines, with the unfinished one."""
-        return [*self._last, *([_shown(self._rest)] if self._rest else [])][-TAIL_LINES:]
+        return [*self._last, *([shown_in_tail(self._rest)] if self._rest else [])][-TAIL_LINES:]
 
     def read(self) -> None:
         """Reads what is there now; for a caller that knows that the program has ended, before the loop's turn comes."""
@@ -35,7 +35,7 @@ class StderrTail:
             self._loop.forget(self._fd)
         *lines, rest = (self._rest + piece).split(b"\n")
         self._rest = rest[-LONG:]
-        self._last.extend(map(_shown, lines))
+        self._last.extend(map(shown_in_tail, lines))
         if lines:
             self._then(lines)
 
@@ -45,7 +45,3 @@ class StderrTail:
             self._loop.forget(self._fd)
             os.close(self._fd)
             self._fd = -1
-
-
-def _shown(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip()[:TAIL_WIDTH]

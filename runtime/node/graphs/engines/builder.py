@@ -20,6 +20,7 @@ from tempfile import gettempdir
 
 import torch
 
+from ....host.private_files import make_private_folder
 from .child import NO_COMPILER
 from .compiled import Library
 
@@ -167,9 +168,7 @@ def folder() -> str:
         user = str(os.getuid())
     root = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(gettempdir(), f"torchinductor_{user}")
     path = os.path.join(root, "disttensor")
-    with contextlib.suppress(FileExistsError):
-        os.makedirs(root, mode=0o700)
-    os.makedirs(path, mode=0o700, exist_ok=True)
+    make_private_folder(path)
     for one in (root, path):
         status = os.stat(one)
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

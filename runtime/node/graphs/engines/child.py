@@ -30,7 +30,8 @@ def main(path: str, folder: str, threads: str) -> int:
     text = sys.stdin.readline()
     threading.Thread(target=_watch, daemon=True).start()
     sys.path[:] = json.loads(path)
-    with open(f"{folder}.lock", "w") as lock:  # the nodes of a machine ask for the same programs at the same time
+    # the nodes of a machine ask for the same programs at the same time
+    with open(os.open(f"{folder}.lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(folder):
             return 0

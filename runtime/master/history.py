@@ -1,0 +1,174 @@
+"""The history of a node: the last commands that it was sent, for the error that tells of its end.
+
+It keeps messages as they were encoded, a tenth of the memory of the commands, and decodes them when somebody asks: a
+message more costs one append, however many commands are in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..protocol import codec
+from ..protocol import commands as c
+from ..protocol.arguments import Message
+from .failures import Site, line_of
+
+#: The number of commands that are kept at least, while that many were sent.
+KEPT = 2000
+#: The number of them in the error that tells of a node's end.
+SHOWN = 10
+#: A message is kept as it is up to this many bytes, and this many for each of its commands; a longer one without data.
+BYTES = 512
+BYTES_PER_COMMAND = 128
+#: The most characters that are kept of a text in a long message.
+TEXT = 100
+
+#: Commands that only serve another one, which is issued at the same line: they are not what a line is about.
+_SERVE = (c.Define, c.Piece, c.Adopt)
+
+
+class Sent(NamedTuple):
+    """A command that a node was sent. ``done``: it is known to be done; others may be as well."""
+
+    number: int
+    node: int
+    command: c.Command  #: perhaps without its data
+    site: Site | None  #: where it was issued; None for what no line of the script's has issued
+    done: bool
+    defined: Mapping[int, c.Define]  #: the templates that the node knows
+
+    @property
+    def operator(self) -> str:
+        """The operator, as in "aten::add.Tensor"; "f()" for a user's function; else the kind of command."""
+        return name_of(self.command, self.defined)
+
+    @property
+    def place(self) -> str:
+        """The place, as in "node:1"."""
+        return f"a stream of node:{self.node}" if isinstance(self.command, c.On) else f"node:{self.node}"
+
+    @property
+    def counts(self) -> bool:
+        """Returns whether a line has issued the command for its own sake, and not to serve another."""
+        return self.site is not None and not isinstance(self.command, _SERVE)
+
+    @property
+    def runs(self) -> bool:
+        """Returns whether the command runs a function of the user's."""
+        return isinstance(self.command.command if isinstance(self.command, c.On) else self.command, c.Run)
+
+    @property
+    def words(self) -> str:
+        """The operator and the line."""
+        return f"{self.operator}, issued at {line_of(self.site)}"
+
+    def __str__(self) -> str:
+        what = self.operator if self.site is None else self.words
+        return f"{self.number} on {self.place}: {what}{' (done)' if self.done else ''}"
+
+
+class History:
+    """The last commands that one node was sent."""
+
+    def __init__(self) -> None:
+        #: (number of the first command, encoded batch, sites), the oldest first
+        self._messages: deque[tuple[int, bytes, Sequence[Site | None]]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<History commands={sum(len(sites) for _, _, sites in self._messages)} bytes={self.size}>"
+
+    @property
+    def size(self) -> int:
+        """The bytes of the messages that it keeps."""
+        return sum(len(message) for _, message, _ in self._messages)
+
+    def add(self, first: int, message: bytes, sites: Sequence[Site | None]) -> None:
+        """Adds a message (``to_keep``), and drops those that are too old."""
+        messages = self._messages
+        messages.append((first, message, sites))
+        end = first + len(sites)
+        while end - messages[0][0] - len(messages[0][2]) >= KEPT:
+            messages.popleft()
+
+    def withdraw(self, count: int) -> None:
+        """Takes the last ``count`` messages back: they were never sent."""
+        for _ in range(min(count, len(self._messages))):
+            self._messages.pop()
+
+    def batches(self) -> Iterator[tuple[int, Sequence[tuple[c.Command, Site | None]]]]:
+        """Yields the messages, the newest first: the number of the first command, and all with their sites."""
+        for first, message, sites in reversed(list(self._messages)):
+            yield first, list(zip(codec.decode_batch(message).commands, sites, strict=True))
+
+
+def asks(command: c.Command) -> int:
+    """Returns the number of the request that the command answers; -1 where it answers none."""
+    asking = command.command if isinstance(command, c.On) else command
+    return -1 if isinstance(asking, c.Adopt) else getattr(asking, "request", -1)
+
+
+def to_keep(first: int, message: bytes, commands: Sequence[c.Command]) -> bytes:
+    """Returns the message to keep of a batch that was encoded as ``message``: itself, or a short one."""
+    if len(message) <= BYTES + BYTES_PER_COMMAND * len(commands):
+        return message
+    return codec.encode(c.Batch(first, tuple(map(_without_data, commands))))  # type: ignore[arg-type]
+
+
+def _without_data(message: Message) -> Message:
+    """Empties all of a command that may be long, or that nobody should find here: data, keys, lists, states."""
+    less: dict[str, object] = {}
+    for field in message.__struct_fields__:
+        value = getattr(message, field)
+        if isinstance(value, (bytes, tuple)):
+            less[field] = type(value)()
+        elif isinstance(value, str):
+            less[field] = value[:TEXT]
+        elif isinstance(value, Message):
+            less[field] = _without_data(value)
+    return msgspec.structs.replace(message, **less)
+
+
+def name_of(command: c.Command, defined: Mapping[int, c.Define]) -> str:
+    """Returns the name of a command: its operator's, its function's, else its kind. ``defined``: the templates."""
+    match command:
+        case c.Call(template=template) | c.Ask(call=c.Call(template=template)):
+            define = defined.get(template)
+            return f"template {template}" if define is None else define.op
+        case c.On(command=inner):
+            return name_of(inner, defined)
+        case c.Define(op=op):
+            return f"the definition of {op}"
+        case c.Collective(kind=kind):
+            return kind
+        case c.Run(what=what):
+            return what
+    return type(command).__name__
+
+
+def doing(sent: Sequence[Sent], running: int = -1, earlier: Site | None = None) -> str:
+    """Returns what a node that is gone was doing, in words that follow the cause of its end; "" if that is nothing.
+
+    ``running``: the number of the command whose function it was running, where that is known. Of other commands only
+    those are known that it had not reported as done, and a report may lag behind. ``earlier``: the site of the first of
+    them, where it is not among ``sent`` any more.
+    """
+    for each in sent:
+        if each.number == running and each.runs and not each.done:
+            return f" while it ran {each.words}"
+    waiting = [each for each in sent if each.counts and not each.done]
+    if earlier is not None:
+        return (
+            f"; not known to be done: more than {len(waiting)} commands, the first of them issued at {line_of(earlier)}"
+        )
+    if not waiting:
+        return ""
+    runs = [each for each in waiting if each.runs]
+    if len(waiting) == 1 or len(runs) == 1:
+        others = len(waiting) - 1
+        more = f", and {others} other command{'s' if others > 1 else ''}" if others else ""
+        return f"; not known to be done: {(runs or waiting)[0].words}{more}"
+    return f"; not known to be done: {len(waiting)} commands, the first of them {waiting[0].words}"

@@ -1,0 +1,94 @@
+"""The page of memory that a node shares with the process above it: what the node is at, for when it says nothing.
+
+    node: its executor, per batch and before what may wait; a thread, twice a second   --> page -->  fork server: Look
+
+The node writes it without a call into the kernel, and reading it needs nothing of the node's: neither its GIL nor that
+its process runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+#: What a node is at.
+IDLE, COMMANDS, FUNCTION, COLLECTIVE, RECEIVE = range(5)
+#: The same in words.
+WORDS = ("waits for commands", "runs operations", "runs a function", "takes part in a collective", "waits for a tensor")
+
+_AT = struct.Struct("<QBxxxxxxxd")  # the number of a command, what the node is at, since when
+_ALIVE = struct.Struct("<d")
+_KIND, _ALIVE_AT, _PAUSED = 8, _AT.size, _AT.size + _ALIVE.size
+
+
+class Page:
+    """The page of one node, which writes it but for ``paused``."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self, memory: mmap.mmap | None = None) -> None:
+        """``memory`` is shared with a forked child; None: a page that only this process sees."""
+        self._memory: Any = bytearray(_PAUSED + 1) if memory is None else memory
+
+    @classmethod
+    def shared(cls) -> Page:
+        """Makes a page that a child, forked after this, shares with this process."""
+        return cls(mmap.mmap(-1, mmap.PAGESIZE))
+
+    def begin(self, seq: int, kind: int) -> None:
+        """Notes that the node is at command ``seq``, and what it does there."""
+        _AT.pack_into(self._memory, 0, seq, kind, time.monotonic())
+
+    @contextlib.contextmanager
+    def function(self, seq: int) -> Iterator[None]:
+        """Notes, inside of a ``with`` block, that the node runs the function of command ``seq``: so it can be told in
+        which one it has ended, however that was."""
+        self.begin(seq, FUNCTION)
+        try:
+            yield
+        finally:
+            self.begin(seq, COMMANDS)
+
+    @property
+    def running(self) -> int:
+        """The number of the command whose function runs, or ran when the process ended; -1 for none."""
+        seq, kind, _ = _AT.unpack_from(self._memory)
+        return int(seq) if kind == FUNCTION else -1
+
+    def rest(self) -> None:
+        """Notes that the node waits for commands."""
+        self._memory[_KIND] = IDLE
+
+    def live(self) -> None:
+        """Notes that the node's threads run."""
+        _ALIVE.pack_into(self._memory, _ALIVE_AT, time.monotonic())
+
+    def read(self) -> tuple[int, int, float, float]:
+        """Returns the command's number, what the node is at, and two times in seconds: for how long, and for how long
+        its own threads have not run."""
+        seq, kind, since = _AT.unpack_from(self._memory)
+        (alive,) = _ALIVE.unpack_from(self._memory, _ALIVE_AT)
+        now = time.monotonic()
+        return seq, kind, now - since if since and kind else 0.0, now - alive if alive else 0.0
+
+    @property
+    def began(self) -> bool:
+        """True once the node has written: before that it heeds no signal."""
+        return bool(_ALIVE.unpack_from(self._memory, _ALIVE_AT)[0])
+
+    @property
+    def paused(self) -> bool:
+        """True where the process above has stopped the node, which must not run then even if somebody continues it."""
+        return bool(self._memory[_PAUSED])
+
+    @paused.setter
+    def paused(self, on: bool) -> None:
+        self._memory[_PAUSED] = on
+
+
+#: This process's page, if it is a node.
+mine = Page()
