@@ -1,0 +1,800 @@
+"""The registry of decoders: all that makes something of bytes which another process, a file or the environment gave.
+
+Each has messages that are valid, the errors that it documents, and the places in the product that it stands for.
+``USES_WITHOUT`` has the other places, with why nothing hostile comes there; test_decoders.py looks for what is in
+neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import socket
+import struct
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from fuzzing import JSON, MSGPACK, jsons, messages, packed
+from hypothesis import strategies as st
+from wire_values import of_type
+
+import disttensor as dt
+from disttensor.cli import checked_options
+from disttensor.runtime.channel.carrier import Carrier
+from disttensor.runtime.channel.gloo.channel import GlooCarrier
+from disttensor.runtime.channel.gloo.store import addresses_in
+from disttensor.runtime.channel.library_groups import Mailbox
+from disttensor.runtime.channel.mpi.channel import MpiCarrier
+from disttensor.runtime.channel.nccl.channel import NcclSharing
+from disttensor.runtime.channel.payload import byte_view
+from disttensor.runtime.channel.shm.cuda_ipc import CudaSharing
+from disttensor.runtime.channel.shm.segments import DESCRIPTOR, Mappings, Segment
+from disttensor.runtime.channel.shm.sharing import Sharing
+from disttensor.runtime.channel.tcp import handshake
+from disttensor.runtime.channel.tcp.dial import split_address
+from disttensor.runtime.channel.tcp.frames import SIZE, Frame, Opener, Sealer, nbytes_of
+from disttensor.runtime.channel.tcp.reader import Reader, Receive, ReceiveTicket
+from disttensor.runtime.channel.tcp.shield import CHECKSUM, ENCRYPT, Checked, Sealed, Shield
+from disttensor.runtime.host import affinity, mpi_env, slurm_env
+from disttensor.runtime.host.addresses import split
+from disttensor.runtime.host.launch_spec import Host, LaunchSpec, spec_of_dtrun
+from disttensor.runtime.host.output_options import Choice, Output
+from disttensor.runtime.host.precedence import SETTINGS
+from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
+from disttensor.runtime.launch.output.lines import Lines, Tail, without_escapes
+from disttensor.runtime.launch.rendezvous import credentials, rendezvous, torchrun, worker_cli
+from disttensor.runtime.launch.starters.piped import _Marked
+from disttensor.runtime.launch.starters.ray_agent import Told, read_told
+from disttensor.runtime.launch.tree import control
+from disttensor.runtime.launch.tree.framed import MARK, FramedSocket
+from disttensor.runtime.launch.tree.shipping import Sources, unpack
+from disttensor.runtime.master.failures import Failure, Failures
+from disttensor.runtime.node.user_functions import decode_result
+from disttensor.runtime.protocol import codec, side
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.allow_list import AllowList
+from disttensor.runtime.protocol.bundle import Bundle, read_bundle
+from disttensor.runtime.protocol.errors import BrokenError, ChannelError, ProtocolError, StartError
+from disttensor.runtime.transport import tunnel, tunnel_io
+from disttensor.startup.settings import Settings
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One decoder."""
+
+    name: str
+    valid: st.SearchStrategy[bytes]  #: messages that it has to understand, most of them
+    decode: Callable[[bytes], object]  #: raises what is in ``allowed`` and nothing else, whatever it is given
+    allowed: tuple[type[BaseException], ...] = ()
+    covers: Sequence[str] = ()  #: places that decode, as file:function
+    examples: int = 40  #: of each seed
+
+    @property
+    def folder(self) -> str:
+        """Its folder of the corpus."""
+        return re.sub(r"[^a-z]+", "-", self.name.lower().replace("'", ""))
+
+
+def _joined(*parts: st.SearchStrategy[bytes], by: bytes = b"") -> st.SearchStrategy[bytes]:
+    return st.tuples(*parts).map(by.join)
+
+
+def _texts(*known: str) -> st.SearchStrategy[bytes]:
+    return st.sampled_from([text.encode() for text in known])
+
+
+def _variables(**known: Sequence[str]) -> st.SearchStrategy[bytes]:
+    """Environments, as /proc/PID/environ has them."""
+    chosen = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in known.items()})
+    return chosen.map(lambda found: b"\0".join(f"{k}={v}".encode() for k, v in found.items()))
+
+
+def _environment(data: bytes) -> dict[str, str]:
+    pairs = (part.partition(b"=") for part in data.split(b"\0"))
+    return {os.fsdecode(name): os.fsdecode(value) for name, equals, value in pairs if name and equals}
+
+
+@contextlib.contextmanager
+def _file(data: bytes) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file")
+        path.touch(mode=0o600)
+        path.write_bytes(data)
+        yield path
+
+
+def _descriptor(data: bytes) -> int:
+    """A descriptor from which these bytes can be read, and then the end."""
+    fd = os.memfd_create("fuzz")
+    os.write(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+# ---- master and node -------------------------------------------------------------------------------------------------
+
+_G = c.Geometry((2, 3), (3, 1), 0, 0, "cpu")
+_HELLO = c.Hello(
+    11, "job", 1, "host", "2.13.0", "3.11", ("cpu", "cuda:0"), False, c.Addresses("127.0.0.1:5", "127.0.0.1:6"),
+    c.Abilities("AVX2", True, True, True, 91002, (12, 8), True, ((9, 0),)),
+)  # fmt: skip
+_RESULT = MSGPACK.encode(
+    [1, "\u00e9", MSGPACK.Ext(1, b""), MSGPACK.Ext(2, MSGPACK.encode([1])), {"x": MSGPACK.Ext(4, b"\x90")}]
+)
+_REPORTS = [
+    c.Report(5, (reply,))
+    for reply in (
+        c.Answer(1, "\u00e9"), c.Shapes(2, (_G, None)), c.Result(3, _RESULT, (_G,)), c.Done(9), c.Poisoned(4, 0, 1),
+        c.Failed(1, "aten::add", "builtins.RuntimeError", "no", "tb", ("no", (1, 2.5))), _HELLO,
+        c.Counts(1, (("tcp", "data", 0, (1, 2, 0.5), (1, 2, 0.5)),)), c.RngState(1, b"x"), c.MemoryUsage(1, 2, 3),
+        c.StorageInfo(1, 2, 3, 4, 5, (1,)), c.GraphEngines(1, (("interpreter", ""),)), c.Unusable(1, ("no",)),
+        c.Opened(1, c.Addresses("127.0.0.1:5", "127.0.0.1:6")),
+    )
+]  # fmt: skip
+
+
+_BATCHES = [
+    c.Batch(0, commands)
+    for commands in (
+        (c.Define(1, "aten::zeros", (c.Items((4, 4)),), (("dtype", c.DType(0)),), 1), c.Call(1, 1, ())),
+        (c.Ask(1, c.Call(1, 3, (1, 2.5, "x"))), c.Free(1, (1,)), c.On(7, c.Send(1, 1, -1))),
+        (c.Recv(2, 5, -1, (2, 2), 0, "cpu"), c.Sync(4), c.Memory(2, "cpu"), c.Lost(1, "\u00e9")),
+        (c.Part(1, (c.Call(0, 1, ()),), ((0, 0, 0),)), c.Graph(1, (), (1,), (), "x"), c.Replay(1, 5, (), (), ())),
+        (c.Collective("all_reduce", 1, (0,), (1,), (1,), (4, 4), 0, 0, 0, "ring", 0, 0, -1, (), 0),),
+        (c.Run(1, b"k", b"a", True, "what", (1,), c.World(1, (0, 1), 0, "gloo")), c.Open(1, 1, "tcp")),
+        (c.Peer(1, c.Addresses("127.0.0.1:5", "127.0.0.1:6"), bytes(32)), c.Usable(2, ("tcp", "shm"))),
+    )
+]  # fmt: skip
+
+
+def _batch(data: bytes) -> None:
+    batch = codec.decode_batch(data)
+    message = codec.encode(batch)
+    assert codec.encode(codec.decode_batch(message)) == message
+
+
+def _report(data: bytes) -> None:
+    """What the master makes of a report."""
+    for reply in codec.decode_report(data).replies:
+        codec.check_reply(reply)
+        match reply:
+            case c.Result():
+                decode_result(reply.data, [object()] * len(reply.tensors))
+            case c.Answer():
+                codec.from_value(reply.value)
+            case c.Failed():
+                failures = Failures()
+                failures.keep(Failure(0, "host", 1, reply, None))
+                (failure,) = failures.values()
+                error = failure.exception([failure])
+                assert isinstance(error, Exception)
+                assert len(str(failure)) < 1 << 17
+
+
+def _nested(plain: bytes) -> bytes:
+    """A list of a tensor, a tuple and a list, of which the last two are ``plain``."""
+    return b"\x93\xd4\x01\x00\xc7" + bytes([len(plain) % 256, 2]) + plain + plain
+
+
+def _bundle(data: bytes) -> None:
+    fd = _descriptor(data)
+    try:
+        read_bundle(fd)
+    finally:
+        os.close(fd)
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+_BUNDLE = Bundle("job", 0, "tcp://127.0.0.1:41233", env={"A": "\u00e9"}, sys_path=("/x",))
+_ORDERS = [
+    control.Start(_BUNDLE, "module:function"), control.Modules(b"xx"), control.Kill(1, 15), control.Stop(1.5),
+    control.Flush(1), control.Refuse("why"), LaunchSpec("ssh", (Host("a", 4),), env={"A": "b"}, output=Output(tee="3")),
+]  # fmt: skip
+_NEWS = [
+    control.AgentHello(6, "0.1", "3.11", "host", 1, 2), control.Ready(1, "2.13"), control.LaunchFailed("why", ("a",)),
+    control.Began(0, 1, "h"), control.Ended(0, 1, 2, "cause", ("tail",)), control.NodeOutput(0, 1, b"xx"),
+    control.Status((0,), "host", "what"), control.Capacity(1, 2), control.Listening(("tcp://a:1",)), control.Flushed(1),
+]  # fmt: skip
+
+
+def _frames(bodies: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    whole = bodies.map(lambda body: len(body).to_bytes(4, "big") + body)
+    return st.lists(whole, min_size=1, max_size=3).map(b"".join)
+
+
+def _heard(kinds: object) -> Callable[[bytes], None]:
+    def hear(data: bytes) -> None:
+        with FramedSocket(kinds, _descriptor(data)) as wire:
+            for message in wire.hear():
+                assert isinstance(message, kinds)  # type: ignore[arg-type]
+
+    return hear
+
+
+def _marked(data: bytes) -> None:
+    with _Marked(_descriptor(data)) as wire:
+        wire.hear()
+
+
+def _tunnel(data: bytes) -> None:
+    """Messages of the other end, one after the other; something is on its way to it."""
+    end = tunnel_io.End()
+    try:
+        end.theirs.setblocking(False)
+        end.theirs.send(b"on its way")
+        end.read()
+        for message in data.split(b"\n"):
+            end.take(message)
+            end.write()
+            end.wants()
+            assert 0 <= end.away <= tunnel_io.WINDOW + (1 << 16)
+            assert len(end.waiting) <= tunnel_io.WINDOW + (1 << 16)
+    finally:
+        end.ours.close()
+        end.theirs.close()
+
+
+def _modules(data: bytes) -> None:
+    unpack(data).digest()
+
+
+def _output(data: bytes) -> None:
+    lines, tail = Lines(), Tail()
+    for at in range(0, len(data), 7):
+        tail.add(1 + at % 2, data[at : at + 7])
+        for line in lines.take(data[at : at + 7]):
+            without_escapes(line)
+    lines.end()
+    assert all(text.isprintable() or text for text in tail.lines())
+
+
+# ---- data channels ---------------------------------------------------------------------------------------------------
+
+_KEY = bytes(range(32))
+_HEADS = st.builds(
+    Frame,
+    st.integers(0, 255), st.sampled_from([0, 1, 2**64 - 1]), st.integers(0, 255),
+    st.sampled_from([0, 4, 2**63, 2**64 - 1]), st.sampled_from([0, 1, 16, 2**63, 2**64 - 1]),
+)  # fmt: skip
+
+
+def _head(data: bytes) -> None:
+    header = data[:SIZE].ljust(SIZE, b"\0")
+    nbytes_of(header)
+    Opener(_KEY).open(header, data[SIZE:])
+
+
+class _Reading:
+    """A peer with a receive of four floats, for a reader."""
+
+    me, rank, failure, carrier, reader = 0, 1, None, None, None
+    empty = staticmethod(torch.empty)
+
+    def __init__(self) -> None:
+        self.failed: list[type[ChannelError]] = []
+
+    def claim(self, transfer: int, patient: bool) -> Receive:
+        tensor = torch.empty(4)
+        return Receive(tensor, 0, 4, byte_view(tensor), ReceiveTicket(self))  # type: ignore[arg-type]
+
+    def unclaim(self) -> None: ...
+    def refuse(self, frame: Frame) -> None: ...
+    def refused(self, frame: Frame) -> None: ...
+
+    def fail(self, kind: type[ChannelError], why: str) -> None:
+        self.failed.append(kind)
+
+    def lost(self, error: Exception) -> str:
+        return "lost"
+
+
+def _connection(mode: int, shield: Callable[[], Shield | None], data: bytes) -> None:
+    """Bytes of a peer that has the key: 41 bytes of fields are sealed here, what follows them is sent as it is."""
+    fields, rest = data[:26].ljust(26, b"\0"), data[26:]
+    kind, dtype, transfer, numel, nbytes = struct.unpack("<BBQQQ", fields)
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        extra = rest if kind in (4, 5) else b""
+        theirs.send(Sealer(_KEY).seal(Frame(kind, transfer, dtype, numel, nbytes), extra) + rest)
+        theirs.shutdown(socket.SHUT_WR)
+        peer = _Reading()
+        reader = Reader(peer, mine, _KEY, mode, shield())  # type: ignore[arg-type]
+        try:
+            while True:
+                reader._step_or_fail(patient=True)
+        except (ProtocolError, EOFError):
+            assert peer.failed == [BrokenError]
+            raise
+
+
+def _sealed(frame: Frame) -> bytes:
+    return struct.pack("<BBQQQ", frame.kind, frame.dtype, frame.transfer, frame.numel, frame.nbytes)
+
+
+def _greeting(data: bytes) -> None:
+    hello = handshake.Hello.parse(data[: handshake.HELLO].ljust(handshake.HELLO, b"\0"))
+    assert hello is None or handshake.answer(hello, bytes(32), "job", 0, _KEY) is None
+
+
+def _verdict(data: bytes) -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        theirs.send(data)
+        theirs.shutdown(socket.SHUT_WR)
+        handshake.call(mine, _KEY, "job", 1, 0, 0)
+
+
+def _xor(data: bytes, other: bytes) -> bytes:
+    """``data``, whose first bytes say what is other than in ``other``."""
+    return bytes(a ^ b for a, b in zip(data.ljust(len(other), b"\0"), other, strict=False)) + data[len(other) :]
+
+
+def _segment(data: bytes) -> None:
+    segment, mappings = Segment(100), Mappings()
+    try:
+        mappings.open(_xor(data[:DESCRIPTOR], segment.describe()), int.from_bytes(data[DESCRIPTOR:][:8], "little"))
+    finally:
+        mappings.close()
+        segment.retire()
+
+
+def _hears(make: Callable[[Callable[[bytes], None]], Carrier]) -> Callable[[bytes], None]:
+    """A decoder of the words that the peer's carrier says: the first byte, and a segment's description beside it."""
+
+    def hear(data: bytes) -> None:
+        said: list[bytes] = []
+        carrier = make(said.append)
+        segment = Segment(1)
+        try:
+            with mock.patch.object(torch.UntypedStorage, "_new_shared_cuda", side_effect=RuntimeError("no device")):
+                if shared := isinstance(carrier, Sharing) and data[:1] in (b"?", b"+"):
+                    carrier.hear(data[:1] + _xor(data[1 : 1 + DESCRIPTOR], segment.describe())[: len(data) - 1])
+                carrier.hear(data)
+            if shared:
+                carrier.open(data[1 : 1 + carrier.size].ljust(carrier.size, b"\0"), 5)
+        finally:
+            if isinstance(carrier, Sharing):
+                carrier.close()
+            segment.retire()
+
+    return hear
+
+
+def _library(rank: int = 0) -> Any:
+    world = SimpleNamespace(rank=0, tags=100)
+    return SimpleNamespace(rank=rank, mailbox=Mailbox(), world=world, broken={}, over=lambda peer: None)
+
+
+_NOTHING = bytes(DESCRIPTOR)  # the difference to a valid description
+_EXPORT = JSON.encode(["GPU-uuid", "aGFuZGxl", 1024, 0, "Y291bnRlcg==", 0, "ZXZlbnQ=", True])
+_OFFERED = messages(JSON, st.just(JSON.decode(_EXPORT))).map(lambda export: b"+" + bytes(DESCRIPTOR + 16) + export)
+_WORDS = st.one_of(_texts("!", "?"), st.just(b"?" + _NOTHING))
+
+
+# ---- files and the environment ---------------------------------------------------------------------------------------
+
+_INVITATION = credentials.Invitation(("tcp://10.0.0.1:41233",), "k" * 40, "p" * 40, "s" * 40, "host", 1, "now", "here")
+_HOSTS = _texts("a:4,b*4,c", "[fd00::1]:4,user@c", "fe80::1%eth0", "a", "10.0.0.1:2")
+_SLURM = {
+    "SLURM_CLUSTER_NAME": ["hal"], "SLURM_JOB_ID": ["17"], "SLURM_NTASKS": ["4", "0"], "SLURM_STEP_ID": ["0"],
+    "SLURM_STEP_NUM_NODES": ["2"], "SLURM_STEP_NUM_TASKS": ["4"], "SLURM_STEP_TASKS_PER_NODE": ["3,1", "2(x2)"],
+    "SLURM_PROCID": ["3"], "SLURM_LOCALID": ["0"], "SLURM_NODEID": ["1", "2", "-1"], "SLURM_CPUS_ON_NODE": ["8"],
+    "SLURM_TASKS_PER_NODE": ["2(x2)"], "SLURM_RESTART_COUNT": ["1"],
+}  # fmt: skip
+_RANKS = {
+    "MASTER_ADDR": ["a"], "MASTER_PORT": ["29500"], "RANK": ["0", "3"], "WORLD_SIZE": ["4"], "LOCAL_RANK": ["1"],
+    "LOCAL_WORLD_SIZE": ["2"], "TORCHELASTIC_USE_AGENT_STORE": ["True"], "TORCHELASTIC_RUN_ID": ["x"],
+    "GROUP_RANK": ["0"],
+}  # fmt: skip
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(dt.init_master_worker).parameters.items()}
+_METHODS = _texts(
+    "env://", "slurm://", "tcp://a:29500?rank=1&world_size=3", "file:///tmp/x", "slurm:///x", "local://",
+    "tcp://[fd00::1]:29500", "torchrun://a:29500",
+)  # fmt: skip
+
+
+def _connection_file(data: bytes) -> None:
+    with _file(data) as path:
+        credentials.read_connection_file(path, 0)
+
+
+def _secret_file(data: bytes) -> None:
+    with (
+        _file(data) as path,
+        mock.patch.dict(os.environ, {"DISTTENSOR_SECRET_FILE": str(path)}),
+        mock.patch.object(credentials, "_PAUSE", 0),
+    ):
+        credentials.derived(credentials.shared_secret(), "port 1")
+
+
+def _secret_variable(data: bytes) -> None:
+    text = os.fsdecode(data.replace(b"\0", b""))
+    with mock.patch.dict(os.environ, {"DISTTENSOR_SECRET": "x" + text}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert credentials.shared_secret()
+
+
+def _hostfile(data: bytes) -> None:
+    with _file(data) as path:
+        read_hostfile(os.fspath(path))
+
+
+def _slurm(data: bytes) -> None:
+    environ = _environment(data)
+    task = slurm_env.task(environ)
+    slurm_env.one_of_several(environ)
+    slurm_env.divided(1, 2, environ)
+    assert slurm_env.task_count(environ) >= 0
+    if task is not None:
+        slurm_env.connection_file(task.name, environ)
+
+
+def _meeting(data: bytes) -> None:
+    method, _, environ = data.partition(b"\0")
+    with mock.patch.object(slurm_env, "own_addresses", return_value=()):
+        found = rendezvous.find_rendezvous(os.fsdecode(method), environ=_environment(environ))
+    if found is not None:
+        str(found), found.options, found.assigned
+
+
+def _mpi(data: bytes) -> None:
+    with mock.patch.dict(os.environ, _environment(data)):
+        mpi_env.place.__wrapped__()
+
+
+def _plan(data: bytes) -> None:
+    with mock.patch.dict(os.environ, {"DISTTENSOR_PLAN": os.fsdecode(data.replace(b"\0", b""))}):
+        spec_of_dtrun()
+
+
+def _settings(data: bytes) -> None:
+    Settings.of(_DEFAULTS, _environment(data), None)
+
+
+def _affinity(data: bytes) -> None:
+    with mock.patch.dict(os.environ, _environment(data)):
+        affinity.plan("core", 1, 4, affinity.this_host.__wrapped__())
+
+
+def _arguments(data: bytes) -> list[str]:
+    return [os.fsdecode(part) for part in data.split(b"\0")]
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Options are checked, and nothing is made, looked up or printed."""
+    with (
+        mock.patch.object(os, "makedirs"),
+        mock.patch.object(checked_options, "_is_here", return_value=True),
+        mock.patch.object(checked_options, "read_hostfile", side_effect=OSError("no such file")),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        yield
+
+
+def _options(data: bytes) -> None:
+    with _alone():
+        try:
+            checked_options.parse(_arguments(data))
+        except SystemExit as end:
+            if end.code not in (0, 2):
+                raise AssertionError(end.code) from end
+            raise
+
+
+def _worker_options(data: bytes) -> None:
+    with _alone(), mock.patch.dict(os.environ, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}):
+        worker_cli._where(worker_cli._parser().parse_args(_arguments(data)))
+
+
+def _store(data: bytes) -> None:
+    there = SimpleNamespace(wait=lambda keys, timeout: None, get=lambda key: data)
+    with mock.patch.object(torchrun, "_store", return_value=there):
+        torchrun.look_up("host", 1, "meeting", 1.0)
+
+
+def _reached(data: bytes) -> None:
+    """The addresses of an invitation: nobody is there."""
+
+    def nobody(host: str, port: int, **how: Any) -> None:
+        host.encode("idna")
+        raise socket.gaierror(-2, "nobody")
+
+    with mock.patch.object(socket, "getaddrinfo", nobody):
+        tunnel._reach(_arguments(data), ("p", "s"), "k", 0.0)
+
+
+def _text_of(decode: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda data: decode(os.fsdecode(data))
+
+
+def _choice(text: str) -> None:
+    Choice(text).has(1, 2)
+
+
+_FLAGS = [
+    "-n", "--nproc-per-node", "--simulate-cuda", "--backend", "--bind", "--env", "--hosts", "--hostfile", "--launcher",
+    "--launcher-option", "--python", "--ssh-options", "--interface", "--timeout", "--nnodes", "--node-rank",
+    "--master-addr", "--master-port", "--rdzv-endpoint", "--connection-file", "--log-dir", "-t", "-r", "--standalone",
+]  # fmt: skip
+_VALUES = ["2", "a:4", "local", "1:2", "A=b", "0", "3", "0:1,1:2", "host:29500", "core", "gpu", "/x"]
+_ARGV = st.lists(st.sampled_from([*_FLAGS, *_VALUES, __file__]), max_size=6).map(
+    lambda words: "\0".join(words).encode()
+)
+_PAIRS = st.tuples(st.sampled_from(_FLAGS[:-1]), st.sampled_from(_VALUES)).map(
+    lambda pair: "\0".join([*pair, __file__]).encode()
+)
+_WORKER = st.tuples(
+    st.sampled_from(
+        ["-n", "--connection-file", "--master-addr", "--master-port", "--init-method", "--rank", "--timeout"]
+    ),
+    st.sampled_from([*_VALUES, "env://", "tcp://a:1"]),
+).map(lambda pair: "\0".join(pair).encode())  # fmt: skip
+
+DECODERS: tuple[Decoder, ...] = (
+    Decoder(
+        "batch",
+        packed(c.Batch, *_BATCHES),
+        _batch,
+        (ProtocolError,),
+        covers=("runtime/protocol/codec.py:", "runtime/protocol/codec.py:_decode"),
+        examples=150,
+    ),
+    Decoder(
+        "word beside",
+        packed(side.Gone),
+        side.decode,
+        (ProtocolError,),
+        covers=(
+            "runtime/protocol/side.py:",
+            "runtime/protocol/side.py:decode",
+            "runtime/node/side_channel.py:SideChannel._serve",
+        ),
+    ),
+    Decoder("report", packed(c.Report, *_REPORTS), _report, (ProtocolError,), examples=150),
+    Decoder(
+        "result",
+        messages(MSGPACK, of_type(list[c.Plain])).map(_nested),
+        lambda data: decode_result(data, [1, 2]),
+        (ProtocolError,),
+        covers=(
+            "runtime/node/user_functions.py:decode_result",
+            "runtime/node/user_functions.py:decode_result.extension",
+        ),
+    ),
+    Decoder(
+        "result that is known",
+        st.just(_RESULT),
+        lambda data: decode_result(data, [1, 2]),
+        (ProtocolError,),
+    ),
+    Decoder(
+        "bundle",
+        _frames(jsons(Bundle, _BUNDLE)),
+        _bundle,
+        (EOFError, ValueError),
+        covers=("runtime/protocol/bundle.py:read_bundle",),
+    ),
+    Decoder(
+        "orders",
+        _frames(packed(control.Order, *_ORDERS)),
+        _heard(control.Order),
+        (ProtocolError,),
+        covers=(
+            "runtime/launch/tree/framed.py:FramedSocket.__init__",
+            "runtime/launch/tree/framed.py:FramedSocket._decode",
+            "runtime/launch/tree/framed.py:FramedSocket.hear",
+        ),
+        examples=80,
+    ),
+    Decoder("news", _frames(packed(control.News, *_NEWS)), _heard(control.News), (ProtocolError,), examples=80),
+    Decoder(
+        "news of an agent by ssh",
+        _frames(packed(control.News, *_NEWS)).map(lambda frames: b"Welcome!\n" + MARK + frames),
+        _marked,
+        (ProtocolError,),
+    ),
+    Decoder(
+        "tunnel",
+        st.lists(st.sampled_from([b"Dabc", b"A" + (10).to_bytes(8, "big"), b"E", b"A\1", b"A"])).map(b"\n".join),
+        _tunnel,
+        covers=("runtime/transport/tunnel_io.py:End.take",),
+    ),
+    Decoder(
+        "modules",
+        packed(Sources).map(zlib.compress),
+        _modules,
+        (ValueError,),
+        covers=("runtime/launch/tree/shipping.py:unpack", "runtime/launch/tree/shipping.py:adopt"),
+    ),
+    Decoder("output of a node", _texts("a\x1b[1mb\r50%\r60%\n", "x\b\n", "\x1b]0;title\x07y"), _output),
+    Decoder(
+        "header",
+        st.tuples(_HEADS, st.binary(max_size=4)).map(lambda it: Sealer(_KEY).seal(*it)),
+        _head,
+        (ProtocolError,),
+        covers=("runtime/channel/tcp/frames.py:nbytes_of", "runtime/channel/tcp/frames.py:Opener.open"),
+    ),
+    *(
+        Decoder(
+            name,
+            _joined(_HEADS.map(_sealed), st.binary(max_size=80)),
+            partial(_connection, mode, shield),
+            (ProtocolError, EOFError),
+        )
+        for name, mode, shield in (
+            ("connection of a peer", 0, lambda: None),
+            ("connection with checksums", CHECKSUM, Checked),
+            ("encrypted connection", ENCRYPT, lambda: Sealed(_KEY)),
+        )
+    ),
+    Decoder(
+        "handshake's hello",
+        st.binary(min_size=handshake.HELLO - 4, max_size=handshake.HELLO - 4).map(lambda it: b"DTt2" + it),
+        _greeting,
+        covers=("runtime/channel/tcp/handshake.py:Hello.parse",),
+    ),
+    Decoder("handshake's verdict", st.binary(min_size=66, max_size=66), _verdict, (EOFError, BrokenError)),
+    Decoder(
+        "segment",
+        st.just(_NOTHING + bytes([50]) + bytes(7)),
+        _segment,
+        (ProtocolError, OSError),
+        covers=("runtime/channel/shm/segments.py:unpacked",),
+    ),
+    Decoder("words of shm", _WORDS, _hears(Sharing), (ProtocolError, OSError)),
+    Decoder(
+        "words of shm with CUDA",
+        st.one_of(_WORDS, _OFFERED),
+        _hears(CudaSharing),
+        (ProtocolError, OSError),
+        covers=(
+            "runtime/channel/shm/cuda_ipc.py:imported",
+            "runtime/channel/shm/cuda_ipc.py:CudaSharing.open",
+        ),
+        examples=80,
+    ),
+    Decoder(
+        "words of MPI",
+        st.one_of(st.just(b"?" + bytes(12)), st.just(b"!" + bytes(12)), st.just(b"x" + bytes(8) + b"why")),
+        _hears(lambda say: MpiCarrier(_library(), 1, say)),
+        (ProtocolError,),
+        covers=("runtime/channel/mpi/channel.py:MpiCarrier.hear", "runtime/channel/mpi/channel.py:MpiCarrier.open"),
+    ),
+    Decoder(
+        "words of gloo",
+        _texts("met", "key\0value"),
+        _hears(lambda say: GlooCarrier(_library(), 1, say)),
+        (ProtocolError,),
+        covers=("runtime/channel/library_groups.py:entry",),
+    ),
+    Decoder(
+        "words of nccl",
+        st.one_of(_WORDS, _texts("=key\0value", "@key\0value")),
+        _hears(lambda say: NcclSharing(_library(), 1, say)),
+        (ProtocolError, OSError),
+    ),
+    Decoder(
+        "gloo's addresses",
+        st.just(b"\x02\0\x12\x34\x7f\0\0\1"),
+        lambda data: addresses_in([data], ["127.0.0.1", "::1"]),
+        covers=("runtime/channel/gloo/store.py:addresses_in",),
+    ),
+    Decoder("peer's address", _texts("127.0.0.1:5", "[::1]:5,10.0.0.1:6"), _text_of(split_address), (ValueError,)),
+    Decoder("address", _texts("tcp://10.0.0.1:41233", "tcp://[::1]:5"), _text_of(split), (ValueError,)),
+    Decoder("addresses to join", _texts("tcp://10.0.0.1:41233", "tcp://[::1]:5\0tcp://a:1"), _reached, (BrokenError,)),
+    Decoder(
+        "connection file",
+        jsons(credentials.Invitation, _INVITATION),
+        _connection_file,
+        (StartError,),
+        covers=("runtime/launch/rendezvous/credentials.py:decode_invitation",),
+        examples=60,
+    ),
+    Decoder("secret file", _texts("0123456789abcdef", " x\n"), _secret_file, (StartError,)),
+    Decoder("secret in the environment", _texts("0123456789abcdef"), _secret_variable),
+    Decoder(
+        "what Ray's actors are told",
+        jsons(Told, Told(_INVITATION, 2, 0)),
+        read_told,
+        (StartError,),
+        covers=("runtime/launch/starters/ray_agent.py:read_told",),
+    ),
+    Decoder(
+        "torchrun's store",
+        _texts("tcp://10.0.0.1:41233 tcp://[::1]:5"),
+        _store,
+        (StartError,),
+        covers=("runtime/launch/rendezvous/torchrun.py:look_up",),
+    ),
+    Decoder("hosts", _HOSTS, _text_of(parse_hosts), (ValueError,), examples=60),
+    Decoder("hostfile", _texts("a slots=4\nb:4 # x\n", "a slots = 4 max_slots=8\n"), _hostfile, (ValueError, OSError)),
+    Decoder("Slurm's environment", _variables(**_SLURM), _slurm, examples=100),
+    Decoder(
+        "init_method", _joined(_METHODS, _variables(**_RANKS, **_SLURM), by=b"\0"), _meeting, (ValueError,), examples=80
+    ),
+    Decoder("mpiexec's environment", _variables(PMI_RANK=["1"], PMI_SIZE=["4"], OMPI_COMM_WORLD_RANK=["x"]), _mpi),
+    Decoder(
+        "plan of dtrun",
+        jsons(LaunchSpec, LaunchSpec("ssh", (Host("a", 4),))),
+        _plan,
+        (ValueError,),
+        covers=("runtime/host/launch_spec.py:spec_of_dtrun",),
+    ),
+    Decoder(
+        "settings",
+        _variables(**{row.variable: ["2", "tcp", ""] for row in SETTINGS if row.variable}),
+        _settings,
+        (ValueError, TypeError),
+    ),
+    Decoder(
+        "affinity", _variables(CUDA_VISIBLE_DEVICES=["0,1", "GPU-x", "-1"], DISTTENSOR_OWN=["gpus,cores"]), _affinity
+    ),
+    Decoder("options of dtrun", st.one_of(_ARGV, _PAIRS), _options, (SystemExit,), examples=80),
+    Decoder("options of dtrun worker", _WORKER, _worker_options, (SystemExit, ValueError)),
+    Decoder("streams of nodes", _texts("3", "0:1,1:2", ""), _text_of(_choice), (ValueError,)),
+    Decoder(
+        "operators",
+        _texts("aten::add.Tensor", "aten::relu", "prims::add"),
+        lambda data: AllowList().resolve(data.decode(errors="replace")),
+        (ProtocolError,),
+    ),
+)
+
+_OWN = "what this process, or one that it has started and that runs the same code, has written itself"
+_PAGE = "numbers of fixed sizes, each of which means something; any text made of them is checked where it is used"
+_KERNEL = "the kernel's answer to a call"
+_LIBRARY = "a library's, which made it of nothing that came from elsewhere"
+_MPIS = "MPI's messages: their processes belong to one mpiexec, which starts them and which nobody else can join"
+_CHECKS = "the contract of launchers, whose processes are its own"
+
+#: Places that decode and are in no decoder's ``covers``.
+USES_WITHOUT: dict[str, str] = {
+    "disttensor/cli/main.py:main": _OWN,
+    "disttensor/startup/notebook.py:_unread": _KERNEL,
+    "runtime/channel/nccl/library.py:Communicator._check": _LIBRARY,
+    "runtime/channel/shm/cuda_ipc.py:export": _OWN,
+    "runtime/channel/tcp/dial.py:unacknowledged": _KERNEL,
+    "runtime/contracts/launcher_stage.py:Master.turn": _CHECKS,
+    "runtime/contracts/launcher_stage.py:Puppet.hear": _CHECKS,
+    "runtime/contracts/launcher_worker.py:_Worker.serve": _CHECKS,
+    "runtime/host/affinity.py:_uuids": _LIBRARY,
+    "runtime/host/interfaces.py:interfaces": _KERNEL,
+    "runtime/host/mpi_env.py:world": _MPIS,
+    "runtime/launch/entry.py:main": _OWN,
+    "runtime/launch/output/lines.py:": _OWN,
+    "runtime/launch/starters/mpi.py:MpiProcesses.gather.look": _MPIS,
+    "runtime/launch/starters/mpi_node.py:_work": _MPIS,
+    "runtime/launch/starters/ray.py:RayStarter._hear": _OWN,
+    "runtime/launch/starters/ray_driver.py:NodeActor.where": _OWN,
+    "runtime/launch/starters/ray_driver.py:_listen": _OWN,
+    "runtime/launch/tree/spawn.py:inherited_server": _KERNEL,
+    "runtime/node/failures.py:_clean": _OWN,
+    "runtime/node/graphs/engines/builder.py:Build.load": f"{_OWN}; it is renamed when it is complete",
+    "runtime/node/graphs/engines/child.py:main": _OWN,
+    "runtime/node/graphs/engines/listing.py:parse": _OWN,
+    "runtime/process/page.py:Page.began": _PAGE,
+    "runtime/process/page.py:Page.read": _PAGE,
+    "runtime/process/page.py:Page.running": _PAGE,
+    "runtime/protocol/keys.py:curve_pair": _LIBRARY,
+    "runtime/protocol/keys.py:curve_pair_of": _LIBRARY,
+    "runtime/transport/spoke.py:_connect": _LIBRARY,
+    "runtime/transport/zap.py:ZapHandler._answer": _LIBRARY,
+    "runtime/transport/zap.py:ZapHandler._note": _LIBRARY,
+    "runtime/transport/zmq.py:_raw_keys": _OWN,
+}
