@@ -18,7 +18,7 @@ MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
 
-.PHONY: demo dev check unit test slow gpu mutants flaked versions netns mpi slurm ssh ray bench clean
+.PHONY: demo dev check unit test slow gpu fuzz chaos soak mutants flaked versions netns mpi slurm ssh ray bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -60,6 +60,22 @@ TIMES ?= 100
 flaked: dev
 	$(BIN)/pytest -q -n $(JOBS) --count $(TIMES) --flaked -m "not ($(ENGINES))" \
 	    $$(sed -n 's/^\(tests[^[ ]*\).*/\1/p' tests/flaked.txt | sort -u)
+
+# So many inputs of each decoder and seed, and sequences of commands: hours. `make fuzz EXAMPLES=1000` takes minutes;
+# DISTTENSOR_FUZZ_SEEDS=17,18 tries other seeds.
+EXAMPLES ?= 20000
+fuzz: dev
+	DISTTENSOR_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) -o timeout=0 -o faulthandler_timeout=0 tests/fuzz
+
+# Faults by chance while all is compared bit for bit, and work without an end while memory is watched: ten minutes each.
+# `make chaos SECONDS=120 SEED=7` has the faults of that seed.
+SECONDS ?= 600
+SEED ?=
+chaos: dev
+	$(BIN)/python tools/ci/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+soak: dev
+	$(BIN)/python tools/ci/soak.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 mutants: dev
 	$(BIN)/python tools/ci/mutants.py --jobs $(JOBS)
