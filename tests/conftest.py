@@ -25,7 +25,8 @@ import pytest
 import torch
 import warm
 from _pytest.faulthandler import fault_handler_stderr_fd_key
-from checkout import search_path
+from checkout import ROOT, search_path
+from hypothesis.configuration import set_hypothesis_home_dir
 from limits import HANG
 
 import disttensor as dt
@@ -35,6 +36,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # these tests go on, what they start does not inherit it
+
+# What hypothesis remembers of Unicode lies with pytest's own cache, not in a folder more.
+set_hypothesis_home_dir(ROOT / ".pytest_cache" / "hypothesis")
 
 # Triton's bindings (of torch 2.15's builds for CUDA) tell of leaks at the end of who is forked with them.
 LEAKY = torch.__version__ >= (2, 15) and find_spec("triton") is not None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 
 import channel_kit
 import pytest
 import torch
 
 import disttensor as dt
+from disttensor.runtime.channel.base import Protection
+from disttensor.runtime.channel.payload import store
 from disttensor.runtime.channel.shm import cuda_ipc
 from disttensor.runtime.channel.shm.channel import ShmChannel
 from disttensor.runtime.channel.shm.cuda_ipc import CudaSharing
@@ -16,6 +19,7 @@ from disttensor.runtime.channel.shm.segments import FREE
 from disttensor.runtime.channel.tcp.frames import EAGER
 from disttensor.runtime.contracts.data_channel import check_data_channel
 from disttensor.runtime.contracts.data_channel_kit import LIMIT
+from disttensor.runtime.protocol.errors import BrokenError
 
 LARGE = EAGER
 
@@ -45,13 +49,13 @@ def stand_in(monkeypatch):
     return exported
 
 
-def connected(n):
-    return channel_kit.connected(IpcChannel, range(-1, n - 1))
+def connected(n, protection=Protection()):  # noqa: B008 - frozen
+    return channel_kit.connected(IpcChannel, range(-1, n - 1), protection=protection)
 
 
-def warm(n):
+def warm(n, protection=Protection()):  # noqa: B008
     """Every pair has a buffer."""
-    channels = connected(n)
+    channels = connected(n, protection)
     serial = itertools.count(1 << 40)
     for (a, sender), (b, receiver) in itertools.permutations(enumerate(channels, -1), 2):
         carrier = sender._peers[b].carrier
@@ -67,6 +71,17 @@ def warm(n):
 def test_conformance(make, stand_in):
     check_data_channel(make)
     assert stand_in
+
+
+def test_what_is_altered_on_a_device_is_an_error(stand_in, monkeypatch):
+    pair = warm(2, Protection(checksum=True))
+    with closing(pair[0]), closing(pair[1]):
+        pair[0].isend(torch.ones(LARGE), 0, 0)
+        pair[1].recv(torch.zeros(LARGE), -1, 0)
+        monkeypatch.setattr(cuda_ipc, "store", lambda out, tensor: store(out, tensor + 1))
+        pair[0].isend(torch.ones(LARGE), 0, 1)
+        with pytest.raises(BrokenError, match=r"transfer 1 from rank -1 to rank 0 .*its checksum is not"):
+            pair[1].recv(torch.zeros(LARGE), -1, 1)
 
 
 @pytest.fixture

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from contextlib import closing
 
 import channel_kit
 import leaks
 import pytest
 import torch
 
-from disttensor.runtime.channel.base import DataChannel
+from disttensor.runtime.channel.base import DataChannel, Protection
 from disttensor.runtime.channel.shm.channel import ShmChannel
-from disttensor.runtime.channel.shm.segments import _DESCRIPTOR, Mappings, Segment, Segments
+from disttensor.runtime.channel.shm.segments import _DESCRIPTOR, FREE, HEAD, Mappings, Segment, Segments
 from disttensor.runtime.channel.shm.sharing import AHEAD
 from disttensor.runtime.channel.tcp.frames import EAGER
 from disttensor.runtime.contracts.data_channel import check_data_channel
@@ -23,8 +24,8 @@ from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
 LARGE = EAGER  #: elements of float32: four times what goes over the connection
 
 
-def connected(n: int) -> list[ShmChannel]:
-    return channel_kit.connected(ShmChannel, range(-1, n - 1))
+def connected(n: int, protection: Protection = Protection()) -> list[ShmChannel]:  # noqa: B008 - frozen
+    return channel_kit.connected(ShmChannel, range(-1, n - 1), protection=protection)
 
 
 _transfers = itertools.count(10**6)
@@ -66,9 +67,49 @@ def pair():
         channel.close()
 
 
-def test_conformance():
+@pytest.mark.parametrize(
+    ("protection", "peers"),
+    [(Protection(), (2, 3)), (Protection(encrypt=True, checksum=True), (2,))],
+    ids=["plain", "protected"],
+)
+def test_conformance(protection, peers):
     """With pairs that share memory already."""
-    check_data_channel(lambda n: probed(connected(n)), (2, 3))
+    check_data_channel(lambda n: probed(connected(n, protection)), peers)
+
+
+def test_what_is_altered_in_shared_memory_is_an_error(monkeypatch):
+    """With a checksum: in memory of the receiver's, where nothing has been written, and where the data lies."""
+    pair = probed(connected(2, Protection(checksum=True, encrypt=True)))
+    announce = Segment.announce
+
+    def altered(segment):
+        announce(segment)
+        segment.memory[HEAD + 3] ^= 1
+
+    monkeypatch.setattr(Segment, "announce", altered)
+    source, target = torch.full((LARGE,), 7.0), torch.zeros(LARGE)
+    with closing(pair[0]), closing(pair[1]):
+        receive, arrival = pair[1].irecv(target, -1, 1), pair[1].iarrive((LARGE,), torch.float32, -1, 2)
+        for transfer in (1, 2):
+            pair[0].isend(source, 0, transfer).wait(LIMIT)
+        for transfer, one in ((1, receive), (2, arrival)):
+            with pytest.raises(BrokenError, match=f"transfer {transfer} from rank -1 to rank 0 .*its checksum is not"):
+                one.wait(LIMIT)
+        with pytest.raises(BrokenError, match="its checksum is not"):
+            _ = arrival.tensor
+        assert target.count_nonzero() == 0
+        assert (source == 7).all()
+        monkeypatch.undo()
+        assert (move(pair, source) == 7).all()
+        assert all(segment.state == FREE for segment in segments(pair[0], 0))
+
+
+def test_with_a_checksum_no_collective_goes_by_pages_that_have_none():
+    for checksum in (False, True):
+        (channel,) = channel_kit.connected(ShmChannel, [0], protection=Protection(checksum=checksum))
+        with closing(channel):
+            assert channel.capabilities.shared_memory is not checksum
+            assert ShmChannel.capabilities.shared_memory
 
 
 def segments(channel: ShmChannel, peer: int) -> list:

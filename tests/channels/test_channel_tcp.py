@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from disttensor.runtime.channel import ChannelContext, PeerInfo, Transfer
+from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.pool import WarmPool
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import EAGER
@@ -25,17 +26,17 @@ from disttensor.runtime.protocol.errors import BrokenError, ClosedError
 KEY = b"k" * 32
 
 
-def channel(rank: int, **limits: float) -> TcpChannel:
+def channel(rank: int, protection: Protection = Protection(), **limits: float) -> TcpChannel:  # noqa: B008 - frozen
     class Impatient(TcpChannel):
         pass
 
     Impatient.limits = Limits(**limits)
-    return Impatient(ChannelContext(rank, "a job", "127.0.0.1"))
+    return Impatient(ChannelContext(rank, "a job", "127.0.0.1", protection=protection))
 
 
-def connected(n: int, **limits: float) -> list[TcpChannel]:
+def connected(n: int, protection: Protection = Protection(), **limits: float) -> list[TcpChannel]:  # noqa: B008
     """Channels of the ranks -1, 0, ... with a key of each pair."""
-    return channel_kit.connected(lambda context: channel(context.rank, **limits), range(-1, n - 1))
+    return channel_kit.connected(lambda context: channel(context.rank, protection, **limits), range(-1, n - 1))
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +46,17 @@ def nothing_left():
     leaks.check(before, "the test")
 
 
-@pytest.fixture
-def pair():
-    channels = connected(3)
+#: As on one host by default; with a checksum of each payload; encrypted.
+PROTECTIONS = [Protection(), Protection(checksum=True), Protection(encrypt=True)]
+
+
+def named(protection: Protection) -> str:
+    return "+".join(filter(None, ("checksum" * protection.checksum, "encrypted" * bool(protection.encrypt)))) or "plain"
+
+
+@pytest.fixture(params=PROTECTIONS, ids=named)
+def pair(request):
+    channels = connected(3, request.param)
     yield channels[1:]
     for one in channels:
         one.close()

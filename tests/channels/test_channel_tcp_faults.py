@@ -6,19 +6,28 @@ import os
 import pickle
 import random
 import socket
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 
 import pytest
 import torch
-from test_channel_tcp import KEY, channel, connected, nothing_left  # noqa: F401 - a fixture
+from channel_kit import connected as connected_by
+from test_channel_tcp import KEY, PROTECTIONS, channel, connected, named, nothing_left  # noqa: F401 - a fixture
 
 from disttensor.runtime.channel import PeerInfo
+from disttensor.runtime.channel.base import Protection
+from disttensor.runtime.channel.carrier import Carrier
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import DATA, SIZE, Frame, Opener, Sealer
-from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, WELCOME, Hello, answer, call
+from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, WELCOME, Hello, Secrets, answer, call
+from disttensor.runtime.channel.tcp.inbound import Inbound
+from disttensor.runtime.channel.tcp.shield import CHECKSUM, CHUNK, CIPHER, ENCRYPT, Sealed, agreed, is_local
 from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
+from disttensor.runtime.protocol.transfer_ids import BLOCK, COLLECTIVES, ORDERED
 
 
 class Wire:
@@ -40,7 +49,11 @@ class Wire:
             except OSError:
                 return
             host, port = self._target.split(":")
-            callee = socket.create_connection((host, int(port)))
+            try:
+                callee = socket.create_connection((host, int(port)))
+            except ConnectionError:  # it has closed meanwhile: who has called hung up before it said anything
+                caller.close()
+                continue
             self._socks += [caller, callee]
             for args in ((caller, callee, True), (callee, caller, False)):
                 thread = threading.Thread(target=self._pump, args=args)
@@ -81,10 +94,13 @@ class Wire:
 
 @contextmanager
 def through_a_wire(
-    flip: int | None = None, cut: int | None = None, **limits: float
+    flip: int | None = None,
+    cut: int | None = None,
+    protection: Protection = Protection(),  # noqa: B008 - frozen
+    **limits: float,
 ) -> Iterator[tuple[TcpChannel, TcpChannel, Wire]]:
     """Rank 0 calls rank 1 through a wire; rank 1 calls nobody who answers."""
-    a, b = channel(0, **limits), channel(1, **limits)
+    a, b = channel(0, protection, **limits), channel(1, protection, **limits)
     wire = Wire(b.address(), flip, cut)
     silent = socket.create_server(("127.0.0.1", 0))
     a.connect({1: PeerInfo(1, wire.address, KEY)})
@@ -96,6 +112,19 @@ def through_a_wire(
         b.abort()
         wire.close()
         silent.close()
+
+
+@contextmanager
+def pair() -> Iterator[tuple[TcpChannel, TcpChannel]]:
+    """Ranks 0 and 1."""
+    a, b = channel(0), channel(1)
+    a.connect({1: PeerInfo(1, b.address(), KEY)})
+    b.connect({0: PeerInfo(0, a.address(), KEY)})
+    try:
+        yield a, b
+    finally:
+        a.abort()
+        b.abort()
 
 
 def stranger(address: str) -> socket.socket:
@@ -164,7 +193,7 @@ def test_an_impostor_listens():
     hello = b""
     while len(hello) < HELLO:
         hello += sock.recv(HELLO - len(hello))
-    sock.sendall(b"\x01" + os.urandom(32))
+    sock.sendall(b"\x01\x00" + os.urandom(32))
     with pytest.raises(BrokenError, match="cannot prove"):
         send.wait(20)
     assert everything(sock) == b""
@@ -184,8 +213,8 @@ class Bomb:
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b" " * HELLO,
         random.Random(1).randbytes(5000),
         pickle.dumps(Bomb()) * 10,
-        b"DTt1" + bytes(HELLO - 4),
-        b"DTt1" + (0).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(64),
+        b"DTt2" + bytes(HELLO - 4),
+        b"DTt2" + (0).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(64),
     ],
     ids=["http", "random", "pickle", "zeros", "a known rank"],
 )
@@ -208,6 +237,9 @@ class Acceptor:
     def __init__(self) -> None:
         self.nonce = self.coming = os.urandom(NONCE)
 
+    def agree(self, secrets: Secrets) -> None:
+        secrets.mode = 0
+
     def recv(self, n: int) -> bytes:
         piece, self.coming = self.coming[:1], self.coming[1:]
         return piece
@@ -217,11 +249,12 @@ class Acceptor:
         assert hello is not None
         secrets = answer(hello, self.nonce, "job", 1, KEY)
         assert secrets is not None
+        self.agree(secrets)
         self.coming = secrets.verdict(WELCOME)
 
 
 def test_a_handshake_in_pieces():
-    verdict, _ = call(Acceptor(), KEY, "job", 0, 1)
+    verdict, _ = call(Acceptor(), KEY, "job", 0, 1, 0)
     assert verdict == WELCOME
 
 
@@ -253,7 +286,7 @@ def test_flipped_bit_in_a_header(at):
             b.irecv(target, 0, 8).wait(20)
 
 
-@pytest.mark.parametrize("at", [0, 4, 8, 12, HELLO - 1])
+@pytest.mark.parametrize("at", [0, 4, 8, 12, HELLO - 33, HELLO - 1])
 def test_flipped_bit_in_the_hello(at):
     with through_a_wire(flip=at, handshake=0.1) as (a, _, _):
         send = a.isend(torch.ones(3), 1, 0)
@@ -265,9 +298,10 @@ N = 1 << 20
 
 
 @pytest.mark.parametrize("passed", [0, 1, SIZE - 1, SIZE, SIZE + N // 2, SIZE + N - 1])
-def test_cut_in_a_tensor(passed):
+@pytest.mark.parametrize("protection", PROTECTIONS, ids=named)
+def test_cut_in_a_tensor(passed, protection):
     """At any byte: the receive fails and says whose it was; it never ends well."""
-    with through_a_wire(cut=HELLO + passed) as (a, b, _):
+    with through_a_wire(cut=HELLO + passed, protection=protection) as (a, b, _):
         receive = b.irecv(torch.zeros(N, dtype=torch.uint8), 0, 7)
         queued = b.irecv(torch.zeros(3), 0, 8)
         send = a.isend(torch.ones(N, dtype=torch.uint8), 1, 7)
@@ -282,14 +316,257 @@ def test_cut_in_a_tensor(passed):
             b.isend(torch.ones(1), 0, 9).wait(20)
 
 
-def test_uncut_wire():
+@pytest.mark.parametrize("protection", PROTECTIONS, ids=named)
+def test_uncut_wire(protection):
     """The same wire, unharmed: the tests above fail for the reason that they say."""
-    with through_a_wire() as (a, b, _):
+    with through_a_wire(protection=protection) as (a, b, _):
         target = torch.zeros(N, dtype=torch.uint8)
         receive = b.irecv(target, 0, 7)
         a.isend(torch.ones(N, dtype=torch.uint8), 1, 7).wait(20)
         receive.wait(20)
         assert target.count_nonzero() == N
+
+
+CHECKED, ENCRYPTED = PROTECTIONS[1:]
+#: Bytes of payloads: written by the caller; in several chunks.
+SMALL_AND_LARGE = (400, 3 * CHUNK + 5)
+
+
+def marked(nbytes: int) -> torch.Tensor:
+    """A tensor whose bytes are easy to find: 16 that come again and again."""
+    return torch.tensor(list(b"a tensor's bytes"), dtype=torch.uint8).repeat(nbytes // 16 + 1)[:nbytes].clone()
+
+
+def on_the_wire(nbytes: int, protection: Protection) -> int:
+    """How many bytes a payload takes."""
+    return nbytes + 4 if protection is CHECKED else nbytes + 16 * -(-nbytes // CHUNK)
+
+
+@pytest.mark.parametrize("nbytes", SMALL_AND_LARGE, ids=["small", "large"])
+@pytest.mark.parametrize("where", [0.0, 0.5, 1.0], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("protection", [CHECKED, ENCRYPTED], ids=named)
+def test_flipped_bit_in_a_payload(protection, nbytes, where):
+    """Never wrong numbers: an error that names both ranks and the transfer. The source stays as it is."""
+    at = int(where * (on_the_wire(nbytes, protection) - 1))
+    with through_a_wire(flip=HELLO + SIZE + at, protection=protection) as (a, b, _):
+        source = marked(nbytes)
+        receive, next_one = b.irecv(torch.zeros_like(source), 0, 7), b.irecv(torch.zeros(3), 0, 8)
+        send = a.isend(source, 1, 7)
+        what = "its checksum is not" if protection is CHECKED else "the tag of its encryption is wrong"
+        with pytest.raises(BrokenError, match=rf"transfer 7 from rank 0 to rank 1 .*{what}"):
+            receive.wait(20)
+        assert torch.equal(source, marked(nbytes))
+        if protection is CHECKED:  # nothing else is in doubt
+            send.wait(20)
+            a.isend(torch.ones(3), 1, 8).wait(20)
+            next_one.wait(20)
+        else:
+            with pytest.raises(BrokenError, match=r"the connection of rank 0 with rank 1 was given up: .*altered"):
+                next_one.wait(20)
+
+
+@pytest.mark.parametrize("nbytes", SMALL_AND_LARGE, ids=["small", "large"])
+def test_flipped_bit_in_clear(nbytes):
+    """Without either it arrives: the test above flips bits indeed, and this is what the two are for."""
+    with through_a_wire(flip=HELLO + SIZE + nbytes - 1) as (a, b, _):
+        target = torch.zeros(nbytes, dtype=torch.uint8)
+        receive = b.irecv(target, 0, 7)
+        a.isend(marked(nbytes), 1, 7).wait(20)
+        receive.wait(20)
+        assert (target != marked(nbytes)).sum() == 1
+
+
+@pytest.mark.parametrize("nbytes", SMALL_AND_LARGE, ids=["small", "large"])
+@pytest.mark.parametrize("protection", [CHECKED, ENCRYPTED], ids=named)
+def test_a_payload_that_nobody_can_take(protection, nbytes):
+    """All of its bytes are passed over, those of its protection too, and the connection goes on."""
+    with through_a_wire(protection=protection) as (a, b, _):
+        receive = b.irecv(torch.zeros(3), 0, 7)
+        a.isend(marked(nbytes), 1, 7)
+        with pytest.raises(BrokenError, match=f"rank 0 sends uint8 x {nbytes} but rank 1 receives float32 x 3"):
+            receive.wait(20)
+        check_works(a, b, 1, 0, transfer=8)
+
+
+def passed(protection: Protection) -> bytes:
+    """All that crosses the wire for a small and a large tensor, one of them without a fixed place."""
+    with through_a_wire(protection=protection) as (a, b, wire):
+        for transfer, nbytes in enumerate(SMALL_AND_LARGE):
+            target = torch.zeros(nbytes, dtype=torch.uint8)
+            receive = b.irecv(target, 0, transfer)
+            a.isend(marked(nbytes), 1, transfer).wait(20)
+            receive.wait(20)
+            assert torch.equal(target, marked(nbytes))
+        return wire.record
+
+
+def has_payload(record: bytes) -> bool:
+    """Whether eight bytes of a payload can be seen."""
+    twice = b"a tensor's bytes" * 2
+    return any(twice[start : start + 8] in record for start in range(16))
+
+
+def test_who_listens_sees_nothing_of_what_is_encrypted():
+    assert has_payload(passed(PROTECTIONS[0]))
+    first, second = passed(ENCRYPTED), passed(ENCRYPTED)
+    assert not has_payload(first)
+    assert len(first) == len(second) == HELLO + sum(SIZE + on_the_wire(n, ENCRYPTED) for n in SMALL_AND_LARGE)
+    assert first[-1000:] != second[-1000:]  # other keys
+
+
+FAR = "disttensor.runtime.channel.tcp.shield.is_local"
+
+
+@pytest.mark.parametrize(
+    ("protection", "clear"),
+    [(Protection(), False), (Protection(trusted=True), True), (Protection(encrypt=False, trusted=True), True)],
+    ids=str,
+)
+def test_to_another_host_in_clear_only_on_a_trusted_network(monkeypatch, protection, clear):
+    monkeypatch.setattr(FAR, lambda sock: False)
+    assert has_payload(passed(protection)) == clear
+
+
+@pytest.mark.parametrize("protection", [Protection(), Protection(encrypt=False)], ids=str)
+def test_to_another_host_nothing_goes_that_cannot_be_encrypted(monkeypatch, protection):
+    monkeypatch.setattr(FAR, lambda sock: False)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    why = r"pip install 'disttensor\[encrypt\]'" if protection.encrypt is None else "encrypt=False was asked for"
+    with through_a_wire(protection=protection) as (a, _, wire):
+        with pytest.raises(BrokenError, match=rf"rank 0 cannot: .*{why}.*encrypt=True.*trusted_network=True"):
+            a.isend(marked(400), 1, 7).wait(20)
+        assert wire.record == b""
+
+
+@pytest.mark.parametrize("able", [0, 1])
+def test_one_end_cannot_encrypt(able):
+    """Both are told, whoever calls; and the one that can sends nothing in clear."""
+    protections = [Protection(encrypt=False), Protection(encrypt=False)]
+    protections[able] = ENCRYPTED
+    a, b = channel(0, protections[0]), channel(1, protections[1])
+    wire = Wire(b.address())
+    a.connect({1: PeerInfo(1, wire.address, KEY)})
+    b.connect({0: PeerInfo(0, a.address(), KEY)})
+    target = torch.zeros(400, dtype=torch.uint8)
+    with closing(wire), closing(a), closing(b):
+        receive, send = b.irecv(target, 0, 7), a.isend(marked(400), 1, 7)
+        for one in (receive, send):
+            with pytest.raises(BrokenError, match=rf"rank {1 - able} cannot: .*encrypt=True.*trusted_network=True"):
+                one.wait(20)
+        assert not has_payload(wire.record)
+        assert target.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("here", "there", "local"), [
+    ("127.0.0.1", "127.0.0.5", True), ("::1", "::1", True), ("10.0.0.1", "10.0.0.1", True),
+    ("10.0.0.1", "10.0.0.2", False), ("fe80::1%eth0", "fe80::2%eth0", False),
+])  # fmt: skip
+def test_what_is_on_this_host(here, there, local):
+    class Sock:
+        def getsockname(self):
+            return here, 1
+
+        def getpeername(self):
+            return there, 2
+
+    assert is_local(Sock()) == local
+
+
+@pytest.mark.parametrize("theirs", [0, CHECKSUM, ENCRYPT, CHECKSUM | ENCRYPT, CIPHER])
+@pytest.mark.parametrize("mine", [0, CHECKSUM, ENCRYPT, CHECKSUM | ENCRYPT, CIPHER])
+def test_what_either_wants_is_done(mine, theirs):
+    wanted = (mine | theirs) & ~CIPHER
+    assert agreed(mine | CIPHER, theirs | CIPHER) == wanted
+    for less in (agreed(mine & ~CIPHER, theirs | CIPHER), agreed(mine | CIPHER, theirs & ~CIPHER)):
+        assert less == (None if wanted & ENCRYPT else wanted)
+
+
+def test_an_altered_mode():
+    """Who is between the two can't have them agree on less."""
+
+    class Between(Acceptor):
+        def sendall(self, data):
+            super().sendall(data)
+            assert self.coming[1] == ENCRYPT
+            self.coming = self.coming[:1] + b"\0" + self.coming[2:]
+
+        def agree(self, secrets):
+            secrets.mode = ENCRYPT
+
+    with pytest.raises(BrokenError, match="cannot prove"):
+        call(Between(), KEY, "job", 0, 1, ENCRYPT | CIPHER)
+
+
+class Script:
+    """A socket that keeps what is sent, and gives it back to an Inbound."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def sendall(self, data, flags=0):
+        self.data += bytes(data)
+
+    def recv_into(self, view, n=0, flags=0):
+        n = min(len(view), len(self.data))
+        view[:n], self.data = self.data[:n], self.data[n:]
+        return n
+
+
+@pytest.mark.parametrize("change", ["nothing", "chunks change places", "another frame's", "another direction's"])
+def test_chunks_in_their_place_only(change):
+    payload = memoryview(bytearray(os.urandom(2 * CHUNK)))
+    sock = Script()
+    Sealed(KEY).send(4, payload, sock)
+    assert sock.data[: CHUNK + 16] != payload[:CHUNK]
+    if change == "chunks change places":
+        half = CHUNK + 16
+        sock.data = sock.data[half:] + sock.data[:half]
+    key = bytes(32) if change == "another direction's" else KEY
+    target = memoryview(bytearray(2 * CHUNK))
+    read = partial(Sealed(key).read, 5 if change == "another frame's" else 4, target, Inbound(sock))
+    if change == "nothing":
+        assert read()
+        assert target == payload
+    else:
+        with pytest.raises(ProtocolError, match="altered"):
+            read()
+
+
+def test_keys_are_of_one_direction_and_one_connection():
+    def keys(nonces: bytes) -> list[bytes]:
+        secrets = Secrets(KEY, "job", 0, 1, nonces, 0)
+        return [*secrets.of_initiator, *secrets.of_acceptor]
+
+    assert len({*keys(bytes(64)), *keys(b"x" * 64)}) == 8
+
+
+class Open(Carrier):
+    """A carrier that would take anything, and not say where to."""
+
+    def stage(self, tensor):
+        raise AssertionError("it was given a tensor")
+
+    def open(self, descriptor, nbytes):
+        raise AssertionError("it was announced a tensor")
+
+
+def test_a_carrier_that_leaves_the_host_gets_nothing_that_is_to_be_encrypted():
+    class Carried(TcpChannel):
+        def _carrier(self, peer):
+            return Open
+
+    for protection, error in ((ENCRYPTED, None), (Protection(), BrokenError)):
+        a, b = connected_by(lambda context: Carried(context), [0, 1], protection=protection)
+        target = torch.zeros(N, dtype=torch.uint8)
+        with closing(a), closing(b):
+            receive = b.irecv(target, 0, 7)
+            a.isend(marked(N), 1, 7)
+            if error is None:
+                receive.wait(20)
+                assert torch.equal(target, marked(N))
+            else:
+                with pytest.raises(error):
+                    receive.wait(20)
 
 
 def test_replayed_session():
@@ -327,12 +604,83 @@ def test_frames_in_order_only():
     assert opener.open(second).transfer == 1
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["announced", "not announced yet"])
+@pytest.mark.parametrize("first", [ORDERED, COLLECTIVES + 5 * BLOCK], ids=["copies", "a collective"])
+def test_a_transfer_out_of_order_ends_the_connection_at_once(first, early):
+    """Its receiver, and all behind it, would wait for good."""
+    with pair() as (a, b):
+        check_works(a, b, 1, 0, first)
+        if early:
+            a.isend(torch.ones(5), 1, first + 9)
+        receive = b.irecv(torch.zeros(5), 0, first + 7)
+        if not early:
+            a.isend(torch.ones(5), 1, first + 9)
+        due = {ORDERED: "transfer 9 where 7 was due"}.get(first, f"transfer {first + 9} where {first + 7} was due")
+        with pytest.raises(BrokenError, match=f"connection of rank 0 with rank 1 was given up: rank 0 sent {due}"):
+            receive.wait(20)
+        with pytest.raises(BrokenError, match="where"):
+            b.irecv(torch.zeros(5), 0, first + 11).wait(20)
+
+
+def test_what_an_expired_peer_has_sent_arrives_and_nothing_else_is_waited_for():
+    with pair() as (a, b):
+        check_works(a, b, 1, 0)
+        late = b.irecv(torch.zeros(5), 0, 2)
+        a.isend(torch.ones(5), 1, 2).wait(20)
+        a.isend(torch.full((5,), 3.0), 1, 3).wait(20)
+        late.wait(20)
+        b.expire(0, "its host is gone")
+        target = torch.zeros(5)
+        b.irecv(target, 0, 3).wait(20)
+        assert target.tolist() == [3.0] * 5
+        for transfer in (4, 5):
+            with pytest.raises(BrokenError, match="rank 0 is lost to rank 1: its host is gone"):
+                b.irecv(torch.zeros(5), 0, transfer).wait(20)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_an_expired_peer_frees_who_waits_for_it(connected):
+    """For a tensor that never comes, also where another one that nobody is told of stands before it."""
+    with pair() as (a, b):
+        if connected:
+            check_works(a, b, 1, 0)
+            a.isend(torch.ones(5), 1, 77)
+        receive = b.irecv(torch.zeros(5), 0, 8)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(receive.wait, 20)
+            b.expire(0, "its host is gone")
+            b.expire(0, "told twice")
+            with pytest.raises(BrokenError, match="rank 0 is lost to rank 1: its host is gone"):
+                waiting.result(20)
+
+
+def test_transfers_that_have_no_order_may_come_in_any():
+    """And what has an order does not wait for what has another one, or none."""
+    with pair() as (a, b):
+        numbers = [8, 7, ORDERED + 2, COLLECTIVES, ORDERED + 5, COLLECTIVES + BLOCK + 3, COLLECTIVES + 1]
+        receives = [b.irecv(torch.zeros(5), 0, n) for n in (7, COLLECTIVES, ORDERED + 2, ORDERED + 5, COLLECTIVES + 1)]
+        receives += [b.irecv(torch.zeros(5), 0, n) for n in (COLLECTIVES + BLOCK + 3, 8)]
+        for n in numbers:
+            a.isend(torch.ones(5), 1, n)
+        for receive in receives:
+            receive.wait(20)
+
+
 def test_nobody_listens():
     a = channel(0)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"
     a.connect({1: PeerInfo(1, address, KEY)})
     with pytest.raises(BrokenError, match=f"rank 0 cannot reach rank 1 at {address}"):
+        a.isend(torch.ones(1), 1, 0).wait(20)
+    a.close()
+
+
+def test_too_many_addresses_are_not_tried():
+    """Each would be a socket, and a peer could have others scan a network."""
+    a = channel(0)
+    a.connect({1: PeerInfo(1, ",".join(["127.0.0.1:9"] * 33), KEY)})
+    with pytest.raises(BrokenError, match=r"a peer has 32 addresses at most, not 33: 127.0.0.1:9,"):
         a.isend(torch.ones(1), 1, 0).wait(20)
     a.close()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import ClassVar
 
+import msgspec
 import pytest
 import torch
 from equal import same
@@ -16,8 +20,11 @@ from native_channel import NativeChannel
 from telling import said
 
 import disttensor as dt
-from disttensor.runtime.channel.base import Capabilities
+from disttensor.runtime.channel import get_channel
+from disttensor.runtime.channel.base import Capabilities, ChannelContext, Protection
 from disttensor.runtime.channel.inproc import InprocChannel
+from disttensor.runtime.channel.opened import maker
+from disttensor.runtime.protocol.arguments import Addresses
 from disttensor.session import channel_router, current
 
 N = 3
@@ -283,14 +290,115 @@ def test_between_hosts_only_what_authenticates(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
     assert "trusted_network=True" in router.forbidden(Capabilities())
     assert "one host" in router.forbidden(Capabilities(same_host=True, authenticated=True))
-    assert router.forbidden(Capabilities(authenticated=True)) == ""
+    assert router.forbidden(Capabilities(authenticated=True, encrypted=True)) == ""
+    assert "it cannot encrypt" in router.forbidden(Capabilities(authenticated=True))
     with pytest.raises(
         ValueError,
         match=r"'trusting' must not be used here: it authenticates nobody, and the nodes are on .*another-host",
     ):
         dt.channels.select("send", "trusting")
-    monkeypatch.setattr(router, "trusted", True)
+    monkeypatch.setattr(router, "protection", Protection(trusted=True))
     assert router.forbidden(Capabilities()) == ""
+
+
+ENCRYPTS = Capabilities(authenticated=True, encrypted=True, checksums=True)
+NAMES_BOTH = r"encrypt=True.*trusted_network=True"
+
+
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+
+
+def two_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cloned machines: their names are one, their addresses are not."""
+    channel = current.session().router.data[0]
+    monkeypatch.setattr(type(channel), "address", lambda self: "10.9.8.7:41", raising=False)
+    for node in current.session().nodes:
+        theirs = msgspec.structs.replace(node.hello, addresses=Addresses("10.9.8.6:42", ""))
+        monkeypatch.setattr(node, "said_hello", theirs)
+
+
+@pytest.mark.parametrize("apart", [two_hosts, two_of_one_name])
+@pytest.mark.parametrize(
+    ("protection", "why"),
+    [
+        (Protection(), ""),
+        (Protection(encrypt=True), ""),
+        (Protection(encrypt=False), rf"in clear, as encrypt=False was asked for.*{NAMES_BOTH}"),
+        (Protection(encrypt=False, trusted=True), ""),
+        (Protection(trusted=True), ""),
+        (Protection(encrypt=True, trusted=True), ""),
+    ],
+    ids=str,
+)
+def test_between_hosts_in_clear_only_on_a_trusted_network(
+    monkeypatch: pytest.MonkeyPatch, apart: Callable[..., None], protection: Protection, why: str
+) -> None:
+    router = current.session().router
+    monkeypatch.setattr(router, "protection", protection)
+    assert router.forbidden(ENCRYPTS) == ""
+    apart(monkeypatch)
+    found = router.forbidden(ENCRYPTS)
+    assert re.search(why, found)
+    assert bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("protection", [Protection(), Protection(encrypt=True)], ids=str)
+def test_whoever_cannot_encrypt_is_named(monkeypatch: pytest.MonkeyPatch, protection: Protection) -> None:
+    router, node = current.session().router, current.session().nodes[1]
+    monkeypatch.setattr(router, "protection", protection)
+    two_hosts(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(node, "said_hello", msgspec.structs.replace(node.hello, no_cipher="it is not installed there"))
+        why = router.forbidden(ENCRYPTS)
+        assert re.search(
+            rf"has to be encrypted, and node 1 \(.*\) cannot: it is not installed there.*{NAMES_BOTH}", why
+        )
+        monkeypatch.setattr(socket, "gethostname", lambda: node.hello.host)
+        assert bool(router.forbidden(ENCRYPTS)) == bool(protection.encrypt)
+    two_hosts(monkeypatch)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    why = router.forbidden(ENCRYPTS)
+    assert re.search(r"this process cannot: .*pip install 'disttensor\[encrypt\]'.*trusted_network=True", why)
+
+
+@pytest.mark.parametrize("name", ["gloo", "mpi", "nccl"])
+def test_libraries_cannot_protect_and_refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With one sentence, which says which channels can; on one host and on a trusted network too."""
+    router = current.session().router
+    for protection, lacks in ((Protection(encrypt=True), "encrypt what"), (Protection(checksum=True), "no checksums")):
+        for trusted in (False, True):
+            monkeypatch.setattr(router, "protection", replace(protection, trusted=trusted))
+            with pytest.raises(ValueError, match=rf"{name!r} must not be used here: .*{lacks}.*'auto' and 'tcp'"):
+                router.check(name)
+            make = maker(ChannelContext(0, "job", "127.0.0.1", protection=router.protection))
+            with monkeypatch.context() as patch:
+                patch.setattr(get_channel(name), "unavailable", classmethod(lambda cls, rank: ""))
+                with pytest.raises(dt.DisttensorError, match=rf"{name!r} can't be used here: .*{lacks}"):
+                    make(name, 1, False)
+    monkeypatch.setattr(current, "_session", None)
+    monkeypatch.setattr(get_channel(name), "unavailable", classmethod(lambda cls, rank: ""))
+    with pytest.raises(ValueError, match=rf"{name!r} must not be used here: encrypt=True .* cannot encrypt"):
+        dt.init_master_worker(name, nodes=1, encrypt=True)
+
+
+def test_the_extra_is_named_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "_session", None)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ImportError) as caught:
+        dt.init_master_worker("tcp", nodes=1, encrypt=True)
+    assert str(caught.value) == (
+        "encrypt=True: the package cryptography is not installed: pip install 'disttensor[encrypt]'"
+    )
+    with dt.init_master_worker(nodes=1, launcher="inproc", encrypt=True):  # nothing leaves the process
+        assert torch.ones(3).to("node:0").sum().item() == 3
+
+
+def test_flags_are_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "_session", None)
+    for name in ("encrypt", "checksum", "trusted_network"):
+        with pytest.raises(TypeError, match=f"{name} is True or False, not 'no'"):
+            dt.init_master_worker(nodes=1, **{name: "no"})
 
 
 def test_on_several_hosts_a_session_begins_with_trust_only(monkeypatch: pytest.MonkeyPatch) -> None:

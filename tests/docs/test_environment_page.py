@@ -14,7 +14,7 @@ READ = {
     for name in re.findall(r"\bDISTTENSOR_[A-Z_]+\b", path.read_text())
 }
 #: Of the tests' own.
-TESTS = {"DISTTENSOR_TESTS_COLD"}
+TESTS = {"DISTTENSOR_FUZZ_EXAMPLES", "DISTTENSOR_FUZZ_SEEDS", "DISTTENSOR_TESTS_COLD"}
 
 
 def test_every_variable_is_named_and_no_other() -> None:

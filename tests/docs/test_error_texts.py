@@ -42,6 +42,7 @@ MISTAKES = [
     ("second session", "dt.init_master_worker()", "shutdown()"),
     ("use in a forked child", "in_a_child(lambda: a + 1)", "master"),
     ("node lost", "lose(); a.cpu()", "stay usable"),
+    ("function that ends its node", "dt.run(leave, node=0)", "while it ran leave()"),
     ("use after shutdown", "dt.shutdown(); a + 1", "init_master_worker"),
     ("factory without a session", "torch.ones(3, device='node:0')", "init_master_worker"),
 ]
@@ -69,10 +70,14 @@ def in_a_child(program):
     raise error
 
 def lose():
+    a.sum().item()
     os.kill(dt.nodes()[1]["pid"], signal.SIGKILL)
     with contextlib.suppress(dt.NodeLost):
         while True:
-            a.sum().item()
+            dt.synchronize(1)
+
+def leave():
+    os._exit(3)
 
 dt.init_master_worker(nodes=2, simulate_cuda=2, allow_ops=["mine::pieces"])
 a = torch.ones(3, 3, device="node:1")
@@ -97,6 +102,7 @@ for number, (title, code, _) in enumerate(MISTAKES):
 #: What differs from run to run and from machine to machine.
 VARYING = [
     (r"host [^,)]+, pid \d+", "host HOST, pid PID"),
+    (r"(?m)^>   \d+ on node:", ">   NUMBER on node:"),
     (r'[^ "\n]*/([\w.-]+\.py)', r"\1"),
     (r"\(at .*?\.cpp:\d+\)|\.cpp:\d+", ".cpp"),
     (r"0x[0-9a-f]+", "0x..."),

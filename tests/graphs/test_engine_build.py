@@ -251,6 +251,16 @@ def test_a_folder_of_somebody_else_is_refused(which: str, tmp_path: Path, monkey
         builder.folder()
 
 
+def test_the_folder_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    before = os.umask(0)
+    try:
+        builder.folder()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in sorted(tmp_path.rglob("*"))] == [0o700] * 3
+
+
 @pytest.mark.parametrize(("slower", "kept"), [(1.0, "interpreter"), (0.0, "inductor")])
 def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
@@ -378,6 +388,7 @@ def test_a_session_that_ends_while_its_node_compiles(tmp_path: Path, monkeypatch
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
     assert {path.suffix for path in (tmp_path / "disttensor").iterdir()} <= {".lock", ".draft"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "disttensor").iterdir())
 
 
 def compiling() -> int:

@@ -66,7 +66,8 @@ class Acts:
         near = subprocess.Popen([sys.executable, "-c", nap])
         far = subprocess.Popen([sys.executable, "-c", nap], start_new_session=True)
         print("children", near.pid, far.pid)
-        signal.pause()
+        while True:  # a signal that is handled ends it
+            signal.pause()
 
     @staticmethod
     def flood(lifeline: int) -> int:

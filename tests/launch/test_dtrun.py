@@ -136,17 +136,17 @@ def test_exit_code(dtrun: Dtrun, text: str, code: int) -> None:
 
 SHOW = """
 import json, os, sys
-names = "NODES", "SIMULATE_CUDA", "BACKEND", "TRUSTED_NETWORK"
+names = "NODES", "SIMULATE_CUDA", "BACKEND", "TRUSTED_NETWORK", "ENCRYPT", "CHECKSUM"
 print(json.dumps([sys.argv[1:], [os.environ.get("DISTTENSOR_" + n) for n in names], sys.stdin.read(), __name__]))
 """
 
 
 @pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node"])
 def test_what_the_script_gets(dtrun: Dtrun, spelling: str) -> None:
-    options = (spelling, "3", "--simulate-cuda=2", "--backend", "tcp", "--trusted-network")
+    options = (spelling, "3", "--simulate-cuda=2", "--backend", "tcp", "--trusted-network", "--encrypt", "--checksum")
     with dtrun(SHOW, "-n", "9", "--help", options=options) as process:
         out, _ = process.communicate("typed", timeout=HANG)
-    assert json.loads(out) == [["-n", "9", "--help"], ["3", "2", "tcp", "1"], "typed", "__main__"]
+    assert json.loads(out) == [["-n", "9", "--help"], ["3", "2", "tcp", "1", "1", "1"], "typed", "__main__"]
 
 
 def test_module(tmp_path: Path, dtrun: Dtrun) -> None:
@@ -154,7 +154,7 @@ def test_module(tmp_path: Path, dtrun: Dtrun) -> None:
     (tmp_path / "package" / "train.py").write_text(SHOW)
     with dtrun("", options=("-m", "package.train", "--x")) as process:
         out, _ = process.communicate("", timeout=HANG)
-    assert json.loads(out)[:2] == [["--x", str(tmp_path / "script.py")], [None] * 4]
+    assert json.loads(out)[:2] == [["--x", str(tmp_path / "script.py")], [None] * 6]
 
 
 def test_no_python(tmp_path: Path, dtrun: Dtrun) -> None:
@@ -305,6 +305,8 @@ def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
     logs = {str(path.relative_to(tmp_path / "logs")): path.read_text() for path in tmp_path.glob("logs/*/*.log")}
     assert logs.pop("0/stdout.log").startswith("line 0\nline 1\n")
     assert logs == {"0/stderr.log": "", "1/stdout.log": "", "1/stderr.log": "gone fishing\n"}
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.glob("logs/*/*.log")}
+    assert (modes, (tmp_path / "logs").stat().st_mode & 0o777) == ({0o600}, 0o700)
 
 
 @pytest.mark.parametrize("victim", ["dtrun", "script", "terminal"])

@@ -11,17 +11,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from join_kit import Agent, agent_hello, jobs
 from limits import HANG
 from ports import free_port
 from test_launch import bundles, collect
 
-from disttensor.runtime.host.launch_spec import LaunchSpec
 from disttensor.runtime.launch import Exited, Started
-from disttensor.runtime.launch.rendezvous.credentials import Invitation, derived, fresh, invite, read_connection_file
+from disttensor.runtime.launch.rendezvous.credentials import derived, fresh, invite, read_connection_file
 from disttensor.runtime.launch.rendezvous.rendezvous import find_rendezvous
 from disttensor.runtime.launch.starters.join import JoinLauncher
-from disttensor.runtime.launch.tree.control import AgentHello, Began, Ended, Order, Ready, Refuse, Start
-from disttensor.runtime.launch.tree.framed import FramedSocket
+from disttensor.runtime.launch.tree.control import Began, Ended, Ready, Refuse, Start
 from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
 from disttensor.runtime.protocol.errors import BrokenError, StartError
 from disttensor.runtime.transport.tunnel import TunnelClient
@@ -43,56 +42,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with contextlib.ExitStack() as stack:
-
-        def start(init_method: str, most: int, **more: object) -> JoinLauncher:
-            found = find_rendezvous(init_method)
-            assert found is not None
-            launcher = JoinLauncher(LaunchSpec("join", most=most, options=found.options, **more))
-            stack.callback(launcher.stop, 0)
-            return launcher
-
+    with jobs() as start:
         yield start
-
-
-class Agent:
-    """Joins, and says what an agent would say."""
-
-    def __init__(self, invitation: Invitation, agent_hello: AgentHello) -> None:
-        keys = invitation.public_key, invitation.secret_key
-        self._tunnel = TunnelClient(invitation.addresses, keys, invitation.server_key, LIMIT)
-        self.wire: FramedSocket[Order] = FramedSocket(Order, self._tunnel.socket.detach())
-        self.wire.say(agent_hello)
-        self._heard: list[Order] = []
-
-    def hears(self, kind: type) -> Order:
-        """The next order of a kind; others are passed over."""
-        deadline = time.monotonic() + LIMIT
-        while True:
-            while self._heard:
-                order = self._heard.pop(0)
-                if isinstance(order, kind):
-                    return order
-            left = deadline - time.monotonic()
-            if left < 0 or self.wire.ended:
-                break
-            select.select([self.wire], [], [], left)
-            self._heard += self.wire.hear()
-        raise AssertionError(f"no {kind.__name__} came; {self.wire.ended=}")
-
-    def hang_up(self) -> None:
-        self.wire.close()
-        self._tunnel.close()
-
-    def __enter__(self) -> Agent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.hang_up()
-
-
-def agent_hello(host: str = "a", slots: int = 1, first_rank: int = -1, protocol: int = PROTOCOL) -> AgentHello:
-    return AgentHello(protocol, VERSION, "3.11", host, 4711, slots, first_rank)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -311,7 +262,7 @@ def test_one_that_says_nonsense_is_lost_and_hurts_nobody(job: Job) -> None:
     launcher = job(url, 2)
     launcher.start(asked("x", "y"))
     invitation = find_rendezvous(url).invitation(LIMIT)
-    with Agent(invitation, agent_hello("a")) as good, Agent(invitation, agent_hello("b")) as bad:
+    with Agent(invitation, agent_hello("a", 1, 0)) as good, Agent(invitation, agent_hello("b", 1, 1)) as bad:
         good.hears(Start), bad.hears(Start)
         os.write(bad.wire.fileno(), b"\xff" * 8)
         [event] = collect(launcher, 1)

@@ -132,7 +132,7 @@ def test_a_program_of_a_process_group(hosts: Hosts) -> None:
     assert lines == ["0 0 left 4.0", "1 1 left 4.0", "2 0 right 4.0", "3 1 right 4.0"]
 
 
-CUT = CUT_OFF.format('init_method="tcp://left:29500", nodes=2')
+CUT = CUT_OFF.format('init_method="tcp://left:29500", nodes=2, silence=(2, 4, 8)')
 
 
 def test_a_network_that_is_cut(hosts: Hosts) -> None:

@@ -20,6 +20,7 @@ from limits import HANG
 from output_kit import unfolded
 from processes import alive_after
 
+from disttensor.runtime.host.memory_limit import MemoryKills
 from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.launch import (
     Exited,
@@ -30,11 +31,13 @@ from disttensor.runtime.launch import (
     register_launcher,
     registry,
 )
+from disttensor.runtime.launch.output.lines import Tail
 from disttensor.runtime.launch.starters.local import LocalLauncher
 from disttensor.runtime.launch.tree.control import Ended, News, NodeOutput, OutputAck, Start
 from disttensor.runtime.launch.tree.framed import FramedSocket
-from disttensor.runtime.launch.tree.server import CREDIT
+from disttensor.runtime.launch.tree.server import CREDIT, Node
 from disttensor.runtime.launch.tree.spawn import spawn_server
+from disttensor.runtime.process.page import Page
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import ForkError, StartError
 
@@ -104,6 +107,35 @@ def test_a_crash_has_a_traceback(launch: Launch) -> None:
     assert ended.tail[0] == "Fatal Python error: Segmentation fault"
 
 
+class Starved(MemoryKills):
+    """A system that has killed a process for want of memory."""
+
+    def words(self, peak: int) -> str:
+        return f" (likely out of memory: {peak})"
+
+
+@pytest.mark.parametrize(
+    ("ordered", "code", "says"),
+    [
+        (None, -signal.SIGKILL, "killed by SIGKILL (likely out of memory: 5)"),
+        (signal.SIGTERM, -signal.SIGKILL, "killed by SIGKILL (likely out of memory: 5)"),
+        (signal.SIGKILL, -signal.SIGKILL, "killed by SIGKILL"),
+        (None, -signal.SIGTERM, "killed by SIGTERM"),
+        (None, 3, "exit code 3"),
+    ],
+)
+def test_what_the_launcher_kills_did_not_lack_memory(ordered: int | None, code: int, says: str) -> None:
+    with subprocess.Popen(["sleep", "inf"], start_new_session=True) as process:
+        node = Node(0, process.pid, -1, (), Tail(), -1, Page())
+        try:
+            if ordered is not None:
+                node.signal(ordered)
+            node.signal_group(signal.SIGKILL)  # what it has left behind: no order
+            assert node.end_in_words(code, 5, Starved()) == says
+        finally:
+            os.close(node.pidfd)
+
+
 def test_log_directory_that_cannot_be_made(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     launcher, _ = launch()
@@ -132,7 +164,7 @@ def test_too_few_descriptors() -> None:
     launcher.start(bundles(*["serve"] * 10))
     failed = [e for e in collect(launcher, 10) if isinstance(e, Exited)]
     assert failed
-    assert "Too many open files: a node takes 4 of the 30 that one process may have" in failed[0].cause
+    assert "Too many open files: a node takes 5 of the 30 that one process may have" in failed[0].cause
     assert failed[0].rank > 2
     launcher.stop(0)
 
@@ -165,7 +197,7 @@ def test_workers_hold_nothing_of_others(launch: Launch, capfd: pytest.CaptureFix
     open_files = [
         {os.readlink(f.path) for f in os.scandir(f"/proc/{pid}/fd") if f.name != "0"} for pid in pids
     ]  # pipes only: nothing of the control socket, of pidfds or of the server's own pipes
-    assert all(len(files) == 3 and all(f.startswith("pipe:") for f in files) for files in open_files), open_files
+    assert all(len(files) == 4 and all(f.startswith("pipe:") for f in files) for files in open_files), open_files
     assert not set.intersection(*open_files)
     assert [os.readlink(f"/proc/{pid}/fd/0") for pid in pids] == ["/dev/null"] * 3
 

@@ -35,7 +35,8 @@ def test_mistakes(arguments: dict[str, Any], says: str) -> None:
 
 
 SCRIPT = """
-import disttensor as dt
+import os, disttensor as dt
+os.umask(0o022)
 def say(rank=None):
     print("hello" if rank is None else f"I am {rank}")
 with dt.init_master_worker(nodes=3, threads=1, log_dir="logs"):
@@ -51,6 +52,8 @@ def test_a_session(tmp_path: Path) -> None:
     lines = [line for rank in range(3) for line in (f"[node {rank}] I am {rank}", f"[node {rank}] hello")]
     assert sorted(unfolded(done.stdout.splitlines())) == lines
     assert (tmp_path / "logs/2/stdout.log").read_text() == "hello\nI am 2\n"
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "logs").rglob("*.log")}
+    assert (modes, (tmp_path / "logs").stat().st_mode & 0o777) == ({0o600}, 0o700)
 
 
 ON_A_TERMINAL = """

@@ -208,11 +208,17 @@ def test_dtrun_is_ended(dtrun: Dtrun, number: signal.Signals) -> None:
     ("options", "message"),
     [
         (("--backend", "tcp"), "--backend is for nodes with a master"),
+        (("--encrypt",), "--encrypt: torch.distributed cannot encrypt what ranks send each other (gloo, NCCL)"),
+        (("DISTTENSOR_ENCRYPT=1",), "DISTTENSOR_ENCRYPT: torch.distributed cannot encrypt"),
+        (("--checksum",), "--checksum: torch.distributed cannot compare checksums of what ranks send each other"),
         (("--launcher", "mpi"), "under mpiexec"),
         (("--no-python", "program", "no-such-program"), "there is no program"),
     ],
 )
-def test_mistakes(dtrun: Dtrun, options: tuple[str, ...], message: str) -> None:
+def test_mistakes(dtrun: Dtrun, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "=" in options[0]:
+        monkeypatch.setenv(*options[0].split("="))
+        options = ()
     with dtrun("", options=options) as process:
         _, err = process.communicate(timeout=HANG)
     assert process.returncode == 2

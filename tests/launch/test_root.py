@@ -19,6 +19,7 @@ from test_launch import STUBS, bundles, collect
 
 from disttensor.runtime.host.launch_spec import Host, LaunchSpec
 from disttensor.runtime.host.output_options import Output
+from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch import Exited, Started
 from disttensor.runtime.launch.starters.root_launcher import RootLauncher
 from disttensor.runtime.launch.tree.control import Order
@@ -32,9 +33,9 @@ pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is abou
 Tree = Callable[..., RootLauncher]
 
 
-def spec(*slots: int, **options: str) -> LaunchSpec:
+def spec(*slots: int, silence: Silence = Silence(), **options: str) -> LaunchSpec:  # noqa: B008 - frozen
     hosts = tuple(Host(name, n) for name, n in zip("abcdefgh", slots, strict=False))
-    return LaunchSpec("nearby", hosts=hosts, options={"preload": " ".join(STUBS)} | options)
+    return LaunchSpec("nearby", hosts=hosts, options={"preload": " ".join(STUBS)} | options, silence=silence)
 
 
 def asked(*jobs: str) -> list[Bundle]:
@@ -45,8 +46,8 @@ def asked(*jobs: str) -> list[Bundle]:
 def tree() -> Iterator[Tree]:
     with contextlib.ExitStack() as stack:
 
-        def start(*slots: int, **options: str) -> RootLauncher:
-            launcher = RootLauncher(spec(*slots, **options), "stub_workers:act")
+        def start(*slots: int, silence: Silence = Silence(), **options: str) -> RootLauncher:  # noqa: B008 - frozen
+            launcher = RootLauncher(spec(*slots, silence=silence, **options), "stub_workers:act")
             stack.callback(launcher.stop, 0)
             return launcher
 

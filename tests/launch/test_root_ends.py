@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 
 import psutil
 import pytest
 from checkout import search_path
+from limits import HANG
 from processes import alive_after
 from test_launch import collect
 from test_root import Tree, asked, tree
 from variants import variants
 
+from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch import Exited
 from disttensor.runtime.launch.starters.root_launcher import RootLauncher
 from disttensor.runtime.launch.tree.agent import EX_ROOT_GONE
@@ -83,9 +89,7 @@ def test_fork_server_killed(tree: Tree) -> None:
 
 def test_an_agent_ends_with_its_wire() -> None:
     """Whoever holds the other end: on another host no parent's death ends it."""
-    program = (
-        "import sys\nfrom disttensor.runtime.launch.tree import agent\nsys.exit(agent.main(['60', 'stub_workers']))"
-    )
+    program = "import sys\nfrom disttensor.runtime.launch.tree import agent\nsys.exit(agent.main(['stub_workers']))"
     environment = {**os.environ, "PYTHONPATH": search_path()}
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
@@ -108,12 +112,64 @@ def test_stopped_agent(tree: Tree) -> None:
     assert alive_after(10, levels.all) == []
 
 
-def test_cut_off_agent(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def become(pids: Iterable[int], stopped: bool) -> None:
+    """Waits until all of these processes are stopped, or none is."""
+    deadline = time.monotonic() + HANG
+    while {psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids} != {stopped}:
+        assert time.monotonic() < deadline
+
+
+def test_cut_off_agent(tree: Tree) -> None:
     """Its root is silent, and no wire has ended."""
-    launcher = tree(2, 2, lease="4")  # more than a root that is well takes between two beats
+    launcher = tree(2, 2, silence=Silence(0.5, 1, 2))
     levels = Levels(launcher)
     os.kill(levels.root, signal.SIGSTOP)
     assert alive_after(20, levels.below("a") + levels.below("b")) == []
     os.kill(levels.root, signal.SIGCONT)
     causes = {e.cause for e in collect(launcher, 4) if isinstance(e, Exited)}
     assert len(causes) >= 1
+
+
+def test_nodes_of_a_host_that_hears_nothing_are_stopped_until_it_does(tree: Tree) -> None:
+    """The master may take them for lost at any moment: whatever arrives then must not be run."""
+    launcher = tree(2, 2, silence=Silence(0.5, 500, 1000))
+    levels = Levels(launcher)
+    nodes = levels.nodes.values()
+    os.kill(levels.root, signal.SIGSTOP)
+    become(nodes, stopped=True)
+    for pid in nodes:
+        os.kill(pid, signal.SIGCONT)  # somebody else, who does not know
+    become(nodes, stopped=True)
+    os.kill(levels.root, signal.SIGCONT)
+    become(nodes, stopped=False)
+    assert select.select([launcher], [], [], 0.5)[0] == []  # nobody is lost
+    os.kill(levels.root, signal.SIGSTOP)
+    become(nodes, stopped=True)
+    os.kill(levels.root, signal.SIGCONT)
+    launcher.stop(0)
+    assert alive_after(0, levels.all) == []
+
+
+def test_a_silent_host_is_lost(tree: Tree) -> None:
+    launcher = tree(2, 2, silence=Silence(0.5, 3, 1000))
+    levels = Levels(launcher)
+    os.kill(levels.agents["b"], signal.SIGSTOP)
+    ended = [e for e in collect(launcher, 2) if isinstance(e, Exited)]
+    assert {(e.rank, e.host) for e in ended} == {(2, "b"), (3, "b")}
+    for event in ended:
+        assert re.fullmatch(r"silent for \d s: b is stopped or gone, or the network to it is", event.cause)
+    os.kill(levels.agents["b"], signal.SIGCONT)
+    assert alive_after(10, levels.below("b")) == []  # it learns that it was given up
+    assert alive_after(0, levels.below("a")) == levels.below("a")
+
+
+def test_a_root_that_stood_still_gives_nobody_up(tree: Tree) -> None:
+    """It has heard nothing for long, because it did not run."""
+    launcher = tree(2, 2, silence=Silence(0.5, 2, 1000))
+    levels = Levels(launcher)
+    os.kill(levels.root, signal.SIGSTOP)
+    become(levels.nodes.values(), stopped=True)
+    assert select.select([launcher], [], [], 2.5)[0] == []  # longer than after which it would give them up
+    os.kill(levels.root, signal.SIGCONT)
+    become(levels.nodes.values(), stopped=False)
+    assert select.select([launcher], [], [], 0.5)[0] == []

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,20 @@ def test_limits(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gather(str(project))
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", b"x\x9c\x03\x00\x00\x00\x00\x01"])
+def test_a_name_that_is_no_text_is_no_modules(project: Path) -> None:
+    before = gather(str(project))
+    (project / os.fsdecode(b"\xff.py")).write_text("")
+    assert gather(str(project)) == before
+    assert unpack(before.pack()) == before
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"nonsense", b"x\x9c\x03\x00\x00\x00\x00\x01", zlib.compress(b"\x82\xa6folder\xa1\xff\xa5files\x80"),
+        zlib.compress(b"\x82\xa6folder\xa1x\xa1y" + b"\x91" * 100_000),
+    ],
+)  # fmt: skip
 def test_nonsense(data: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         unpack(data)

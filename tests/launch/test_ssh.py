@@ -195,7 +195,7 @@ def test_dtrun_killed(hosts: Hosts) -> None:
         hosts.settle(10)
 
 
-CUT = CUT_OFF.format('hosts="left:1,right:1", threads=1')
+CUT = CUT_OFF.format('hosts="left:1,right:1", threads=1, silence=(2, 4, 8)')
 
 
 def test_network_cut(hosts: Hosts) -> None:

@@ -14,10 +14,10 @@ import torch
 
 import disttensor as dt
 from disttensor.runtime.master.failures import MAX_FAILURES, MAX_TRACES, Failure, Failures
-from disttensor.runtime.master.link import Link
+from disttensor.runtime.master.link import REPEATED, Link
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
-from disttensor.runtime.protocol.errors import ProtocolError
+from disttensor.runtime.protocol.errors import ClosedError, ProtocolError
 from disttensor.runtime.protocol.failure_ids import MAX_NAME, MAX_TEXT
 from disttensor.runtime.transport.inproc import InprocHub, InprocSpoke
 
@@ -41,6 +41,16 @@ class Wire:
     def say(self, *replies: c.Reply) -> None:
         self.spoke.send(codec.encode(c.Report(0, replies)))
         self.link.drain()
+
+    def issue(self, commands: int) -> None:
+        """Sends the node so many commands, which may fail now."""
+        outbox = self.link.nodes[0].outbox
+        for _ in range(commands):
+            outbox.add(c.Sync(0))
+        self.link.flush(outbox)
+
+    def lost(self) -> str:
+        return str(self.link.nodes[0].lost or "")
 
 
 @pytest.fixture
@@ -89,6 +99,12 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
     "empty state": (c.RngState, c.RngState(1, b"")),
     "text for a state": (c.RngState, c.Answer(1, "00ff")),
     "second hello": (c.Done, HELLO),
+    "what nobody asked for": (c.Done, c.Done(2)),
+    "the failure of what was not sent": (c.Answer, c.Failed(1, "op", "builtins.RuntimeError", "no", "")),
+    "a failure without a number": (c.Answer, c.Failed(-1, "op", "builtins.RuntimeError", "no", "")),
+    "the fault of what was not sent": (c.Answer, c.Poisoned(1, 0, 1)),
+    "the fault of no node": (c.Answer, c.Poisoned(1, 1, 0)),
+    "the fault of the master": (c.Answer, c.Poisoned(1, -1, 0)),
 }
 
 
@@ -96,6 +112,7 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
 def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
     kind, reply = WRONG[name]
     wire.say(HELLO)
+    wire.issue(1)
     request = wire.link.request(0, kind)
     assert request.id == 1
     wire.say(reply)
@@ -125,6 +142,45 @@ UNABLE = {
     "a huge cuda": told(cuda=(1 << 60, 0)),
     "a dtype of no library": told(onednn=False, bfloat16=True),
 }
+
+
+#: Hellos that no node says, and what would come of them.
+STRANGE = {
+    "a job's worth of devices": hello("cpu", *(f"cuda:{i}" for i in range(60_000))),
+    "a long host": msgspec.structs.replace(HELLO, host="h" * 900_000),
+    "a host that plays with the terminal": msgspec.structs.replace(HELLO, host="host\x1b[2J"),
+    "a host of two lines": msgspec.structs.replace(HELLO, host="host\n[node 0] all is well"),
+    "a host that is written backwards": msgspec.structs.replace(HELLO, host="host\u202e"),
+    "a long python": msgspec.structs.replace(HELLO, python="3" * 900_000),
+    "a long job": msgspec.structs.replace(HELLO, job="j" * 900_000),
+    "a long reason": msgspec.structs.replace(HELLO, no_cipher="x" * 900_000),
+    "a reason that plays with the terminal": msgspec.structs.replace(HELLO, no_cipher="no\x1b[2J"),
+    "a negative pid": msgspec.structs.replace(HELLO, pid=-1),
+    "a huge pid": msgspec.structs.replace(HELLO, pid=1 << 40),
+    "many gpus": msgspec.structs.replace(HELLO, gpus=("gpu",) * 60_000),
+    "a gpu with a long name": msgspec.structs.replace(HELLO, gpus=("g" * 900_000,)),
+    "a long address": msgspec.structs.replace(HELLO, addresses=c.Addresses("10.0.0.1:1," * 20_000)),
+    "a long address for collectives": msgspec.structs.replace(HELLO, addresses=c.Addresses("", "1" * 5000)),
+    "an address that plays with the terminal": msgspec.structs.replace(HELLO, addresses=c.Addresses("\x1b[2J:1")),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strange_hello_fails_the_node(name: str, wire: Wire) -> None:
+    """It would be printed in every error, or have each peer open a socket for each address."""
+    wire.say(STRANGE[name])
+    assert "broke the protocol" in wire.lost()
+    assert len(wire.lost()) < 1000
+    assert "\n[node 0]" not in wire.lost()
+    assert "\x1b" not in wire.lost()
+    assert wire.link.nodes[0].said_hello is None
+
+
+def test_addresses_of_a_further_channel_are_looked_at(wire: Wire) -> None:
+    wire.say(HELLO)
+    request = wire.link.request(0, c.Opened)
+    wire.say(c.Opened(request.id, c.Addresses("10.0.0.1:1," * 20_000)))
+    assert "broke the protocol: an address of a data channel is at most 4096" in wire.lost()
 
 
 @pytest.mark.parametrize("name", UNABLE)
@@ -229,10 +285,51 @@ def test_a_lost_node_is_ended_and_the_others_are_told() -> None:
 
 def test_what_a_failed_node_still_says_is_dropped(wire: Wire) -> None:
     wire.say(HELLO)
-    wire.say(HELLO)
-    assert wire.link.nodes[0].outbox.lost is not None
-    wire.say(FAILED)
+    wire.issue(1)
+    for reply in (HELLO, FAILED):
+        wire.spoke.send(codec.encode(c.Report(0, (reply,))))
+    wire.link.drain()
+    assert "a second hello" in wire.lost()
     assert not wire.link.failures
+    with pytest.raises(ClosedError):  # its connection is cut: it can't go on without end
+        wire.spoke.send(b"")
+
+
+def test_a_report_that_says_nothing_fails_the_node(wire: Wire) -> None:
+    """One after the other they would keep the master busy for good."""
+    wire.say(HELLO)
+    wire.issue(2)
+    for done in (1, 2):  # these say something
+        wire.spoke.send(codec.encode(c.Report(done, ())))
+        wire.link.drain()
+        assert wire.lost() == ""
+    wire.spoke.send(codec.encode(c.Report(2, ())))
+    wire.link.drain()
+    assert "broke the protocol: a report that says nothing" in wire.lost()
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_passed_over_once(wire: Wire) -> None:
+    wire.say(HELLO)
+    request, other = wire.link.request(0, c.Answer), wire.link.request(0, c.Answer)
+    with pytest.raises(TimeoutError):
+        wire.link.wait(request, 0.001)
+    wire.link.drop(request)
+    wire.link.drop(other)
+    wire.say(c.Answer(request.id, 1))
+    wire.say(c.Answer(other.id, 2))
+    assert wire.lost() == ""
+    wire.say(c.Answer(request.id, 1))
+    assert f"broke the protocol: Answer {request.id}, which nobody has asked for" in wire.lost()
+
+
+def test_a_failure_is_told_once(wire: Wire) -> None:
+    wire.say(HELLO)
+    wire.issue(1)
+    for _ in range(REPEATED + 1):
+        wire.say(FAILED)
+    assert (wire.lost(), len(wire.link.failures)) == ("", 1)
+    wire.say(FAILED)
+    assert "broke the protocol: 257 failures that it has told before" in wire.lost()
 
 
 def test_right_replies_are_taken(wire: Wire) -> None:
@@ -252,6 +349,7 @@ def test_right_replies_are_taken(wire: Wire) -> None:
     )
     replies = [c.Result(1, b"", told), c.Shapes(2, (None, *told)), c.Poisoned(3, 0, 0), c.Answer(4, None), c.Done(5)]
     wire.say(HELLO)
+    wire.issue(1)
     requests = [wire.link.request(0, kind) for kind in (c.Result, c.Shapes, c.Answer, c.Answer, c.Done)]
     wire.say(*replies)
     assert [wire.link.wait(request, 20) for request in requests] == replies
@@ -285,6 +383,7 @@ def test_observed_failures_go_first() -> None:
 
 def test_what_a_node_tells_is_cut(wire: Wire) -> None:
     wire.say(HELLO)
+    wire.issue(MAX_TRACES + 1)
     for seq in range(MAX_TRACES + 1):
         wire.say(c.Failed(seq, "o" * 99_000, "k" * 99_000, "m" * 99_000, "t" * 99_000))
     for seq, most in ((0, MAX_TEXT), (MAX_TRACES, MAX_NAME)):

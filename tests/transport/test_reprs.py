@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from disttensor.runtime.launch.tree.root import Root
 from disttensor.runtime.launch.tree.server import Server
 from disttensor.runtime.master.node import Node
 from disttensor.runtime.node.store import Store
+from disttensor.runtime.process.own_time import Unheard
 from disttensor.session import current
 from disttensor.testing import cut
 
@@ -63,5 +63,5 @@ def test_what_starts_nodes() -> None:
     assert repr(root) == "<Root ssh branches=[] asked=2>"
     server._nodes, server._deadline = {1: None, 0: None}, 5.0
     assert repr(server) == "<Server nodes=[0, 1] stopping>"
-    agent._ending, agent._ready, agent._heard = None, True, time.monotonic()
+    agent._ending, agent._ready, agent._paused, agent._unheard = None, True, False, Unheard()
     assert repr(agent) == "<Agent ready heard 0.0 s ago>"

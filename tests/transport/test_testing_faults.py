@@ -67,6 +67,20 @@ def test_cutting_the_data_connection_loses_copies_and_not_the_node(backend: str)
         assert all(node["alive"] for node in dt.nodes())
 
 
+def test_a_generator_draws_its_numbers_without_a_data_connection() -> None:
+    """Its state once came by that: when it was lost, the node drew from another one, and nothing said so."""
+    with dt.init_master_worker("tcp", nodes=2, threads=1):
+        torch.ones(3, device="node:1").cpu()
+        testing.cut(1, control=False, data=True)
+        seeds = (7, 8)
+        drawn = [
+            torch.randn(16, generator=torch.Generator(device="node:1").manual_seed(s), device="node:1") for s in seeds
+        ]
+        for seed, there in zip(seeds, drawn, strict=True):
+            here = torch.randn(16, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(there.to("node:0").cpu(), here)
+
+
 def test_a_stopped_process_goes_on_when_it_is_resumed() -> None:
     with dt.init_master_worker(nodes=1, threads=1):
         x = torch.ones(3, device="node:0")

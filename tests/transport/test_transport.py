@@ -1,5 +1,6 @@
 """The contract of transport/base.py, for each control transport; then what only a network can do to one."""
 
+import contextlib
 import os
 import select
 import socket
@@ -11,6 +12,7 @@ from transport_kit import LIMIT, Proxy, World, nothing_leaks
 from disttensor.runtime.protocol.errors import BrokenError, ClosedError
 from disttensor.runtime.protocol.keys import curve_pair, job_id, job_secret, pair_key
 from disttensor.runtime.transport import sockets
+from disttensor.runtime.transport.base import TURN
 from disttensor.runtime.transport.sockets import MAX_MESSAGE
 from disttensor.runtime.transport.zmq import ZmqHub, ZmqSpoke
 
@@ -102,6 +104,36 @@ def test_draining_after_each_send_misses_nothing(world):
             got += len(world.take(1))
     world.take(500 - got)
     thread.join()
+
+
+def test_one_drain_takes_a_bounded_number(world):
+    """A node that sends faster than messages are taken must not hold the thread that takes them."""
+    spokes = [world.join(rank) for rank in range(2)]
+    many = 2 * TURN + 1
+    for i in range(many):
+        spokes[0].send(b"%d" % i)
+    spokes[1].send(b"other")
+    got, turns = [], 0
+    while len(got) < many + 1:
+        assert world.ready(), f"{len(got)} messages were taken, and the descriptor does not tell of the others"
+        some = world.hub.drain()
+        assert len(some) <= TURN
+        got += some
+        turns += 1
+    assert turns >= 3
+    assert [message for rank, message in got if rank == 0] == [b"%d" % i for i in range(many)]
+    assert (1, b"other") in got
+    assert world.hub.drain() == []
+    assert not world.ready(0)
+
+
+def test_a_node_is_gone_after_its_last_message_however_many(world):
+    spoke = world.join(0)
+    for i in range(2 * TURN + 1):
+        spoke.send(b"%d" % i)
+    spoke.close()
+    got, gone = world.lost()
+    assert ([message for _, message in got], gone) == ([b"%d" % i for i in range(2 * TURN + 1)], [0])
 
 
 def test_recv_times_out(world):
@@ -291,24 +323,21 @@ def test_a_forked_child_does_not_keep_connections_alive(world):
     world.echo(0, spoke)
     world.hub.close()
     with pytest.raises(ClosedError):
-        spoke.recv(sockets.SILENCE / 2)  # sooner than by the heartbeats
+        spoke.recv(LIMIT)
     os.close(held)
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_silent_network_is_noticed_by_both_ends():
-    net = World("curve", silence=1.5)
-    proxy = Proxy(net.hub.address)
-    try:
-        spoke = net.join(0, address=proxy.address, silence=1.5)
-        assert spoke.recv(2.0) is None  # an idle connection is no silent one
-        proxy.frozen = True
+def test_an_end_that_answers_is_not_deaf_and_one_that_does_not_is_cut(net, monkeypatch):
+    """By the kernel's count of vain tries; a network without an answer is in test_two_hosts.py."""
+    with contextlib.closing(net.join(0)) as spoke:
+        assert net.hub.cut_deaf() == []
+        net.echo(0, spoke)
+        monkeypatch.setattr(net.hub, "_tries", 0)
+        assert net.hub.cut_deaf() == [0]
         assert net.lost() == ([], [0])
         with pytest.raises(ClosedError):
             spoke.recv(LIMIT)
-    finally:
-        net.close()
-        proxy.close()
 
 
 def test_connecting_is_tried_again(net, proxy):

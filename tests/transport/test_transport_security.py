@@ -367,15 +367,17 @@ def test_every_socket_has_its_options():
     ctx = sockets.context()
     keys = sockets.Curve(*curve_pair())
     router = sockets.router(ctx, "tcp://127.0.0.1", keys)
-    scheduler = sockets.dealer(ctx, "tcp://127.0.0.1", keys, b"name")
-    every = (router, scheduler, sockets.pair(ctx), sockets.rep(ctx))
+    dealer = sockets.dealer(ctx, "tcp://127.0.0.1", keys, b"name", 75.0)
+    every = (router, dealer, sockets.pair(ctx), sockets.rep(ctx))
     for sock in every:
-        assert (sock.LINGER, sock.SNDHWM, sock.RCVHWM) == (0, 0, 0)
-        if sock in (router, scheduler):
-            assert (sock.MAXMSGSIZE, sock.HANDSHAKE_IVL) == (MEBI + 64, 2000)
-            assert (sock.HEARTBEAT_IVL, sock.HEARTBEAT_TIMEOUT, sock.HEARTBEAT_TTL) == (1000, 5000, 5000)
-            assert sock.MECHANISM == zmq.CURVE
-    assert scheduler.RECONNECT_IVL > 3600_000
+        assert (0, 0, 1024 if sock is router else 0) == (sock.LINGER, sock.SNDHWM, sock.RCVHWM)
+    for sock in (router, dealer):
+        assert (sock.MAXMSGSIZE, sock.HANDSHAKE_IVL, sock.MECHANISM) == (MEBI + 64, 2000, zmq.CURVE)
+        assert sock.HEARTBEAT_IVL == 0  # a process that was stopped is no loss: its kernel answers
+        assert sock.TCP_KEEPALIVE == 1
+    probes = [(s.TCP_KEEPALIVE_IDLE, s.TCP_KEEPALIVE_INTVL, s.TCP_KEEPALIVE_CNT) for s in (router, dealer)]
+    assert probes == [(5, 2, 5), (25, 10, 5)]
+    assert (dealer.TCP_MAXRT, dealer.RECONNECT_IVL > 3600_000) == (75_000, True)
     for sock in every:
         sock.close()
     ctx.term()

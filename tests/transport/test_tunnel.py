@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import pytest
 from ports import free_port
@@ -15,6 +17,7 @@ from transport_kit import LIMIT, Proxy, nothing_leaks
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.transport import tunnel, tunnel_io
+from disttensor.runtime.transport.spoke import ZmqSpoke
 from disttensor.runtime.transport.tunnel import TunnelClient, TunnelServer
 from disttensor.runtime.transport.tunnel_io import WINDOW
 
@@ -123,6 +126,45 @@ def test_a_writer_that_does_not_wait_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         assert at.accept() is None
         while here.recv(1 << 20):
             pass
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"A" + (1 << 40).to_bytes(8, "big"), b"A", b"A" + b"\xff" * 1000, b"", b"X", b"Evil",
+        b"D" + bytes(WINDOW + (1 << 17)),
+    ],
+    ids=["more than was sent", "no number", "a long number", "nothing", "unknown", "a long end", "too much"],
+)  # fmt: skip
+def test_what_no_other_end_says_ends_the_tunnel(message: bytes) -> None:
+    end = tunnel_io.End()
+    try:
+        end.take(b"D12")
+        assert not end.over
+        end.take(message)
+        assert end.finished
+        end.take(b"D12")
+        assert end.finished
+    finally:
+        end.ours.close()
+        end.theirs.close()
+
+
+def test_one_for_whom_there_is_no_descriptor_left_ends_nobody_elses_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tunnelled() as (at, here, there):
+
+        def none_left() -> NoReturn:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tunnel_io, "End", none_left)
+            spoke = ZmqSpoke(at.addresses[0], HOST[0], *GUEST, 0, connect_timeout=LIMIT)
+            spoke.send(b"Dhello")
+            assert spoke.recv(LIMIT) == b"E"
+            spoke.close()
+        assert at.accept() is None
+        here.sendall(b"still here")
+        assert receive(there, 10) == b"still here"
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["root", "agent"])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, get_args, get_origin
+from typing import get_args
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire_values import i64, of_type
 
+from disttensor.runtime.master.history import TEXT, to_keep
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.dtypes import DTYPES, IDS, NAMES
@@ -19,35 +21,6 @@ from disttensor.runtime.protocol.errors import ProtocolError
 
 settings.register_profile("fast", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.load_profile("fast")
-
-i64 = st.integers(-(2**63), 2**63 - 1)
-text = st.text(max_size=20)
-floats = st.floats(allow_nan=False, width=64)
-plain = st.one_of(st.none(), st.booleans(), i64, floats, text)
-data = st.binary(max_size=40)
-plain = st.one_of(st.none(), st.booleans(), i64, floats, text)
-SCALARS: dict[object, st.SearchStrategy[Any]] = {
-    bool: st.booleans(), int: i64, float: floats, str: text, bytes: data, type(None): st.none()
-}  # fmt: skip
-
-
-def of_type(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type."""
-    if kind in SCALARS:
-        return SCALARS[kind]
-    if kind is c.Items:  # which may hold themselves
-        return st.recursive(
-            plain, lambda inner: st.builds(c.Items, st.lists(inner, max_size=4).map(tuple)), max_leaves=8
-        )
-    if get_origin(kind) is tuple:
-        args = get_args(kind)
-        if args[-1] is Ellipsis:
-            return st.lists(of_type(args[0]), max_size=4).map(tuple)
-        return st.tuples(*map(of_type, args))
-    if isinstance(kind, type) and issubclass(kind, c.Message):
-        return st.builds(kind, *(of_type(f.type) for f in msgspec.structs.fields(kind)))
-    return st.one_of(*map(of_type, get_args(kind)))
-
 
 COMMANDS: dict[type, st.SearchStrategy[c.Command]] = {kind: of_type(kind) for kind in get_args(c.Command)}
 REPLIES: dict[type, st.SearchStrategy[c.Reply]] = {kind: of_type(kind) for kind in get_args(c.Reply)}
@@ -63,6 +36,25 @@ def test_commands_round_trip(kind: type, data: st.DataObject) -> None:
     assert back == batch
     assert repr(back) == repr(batch)  # tells 1 from 1.0 from True
     assert codec.encode(back) == message
+
+
+@pytest.mark.parametrize("kind", COMMANDS, ids=lambda k: k.__name__)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_commands_without_data_are_short_and_of_their_kind(kind: type, data: st.DataObject) -> None:
+    command = data.draw(COMMANDS[kind])
+    long = msgspec.structs.replace(
+        command,
+        **{
+            name: value * 10_000
+            for name in command.__struct_fields__
+            if isinstance(value := getattr(command, name), (bytes, str, tuple))
+        },
+    )
+    (kept,) = codec.decode_batch(to_keep(7, b"x" * 10_000, [long])).commands
+    assert type(kept) is kind
+    assert len(codec.encode(c.Batch(7, (kept,)))) < 4 * (4 * TEXT + 100)
+    assert codec.encode(c.Batch(7, (command,))) == to_keep(7, codec.encode(c.Batch(7, (command,))), [command])
 
 
 @pytest.mark.parametrize("kind", REPLIES, ids=lambda k: k.__name__)

@@ -13,55 +13,16 @@ import numpy
 import pytest
 import torch
 from limits import HANG
+from node_kit import ALL, FULL, Node
 
-from disttensor.runtime.channel import get_channel
-from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Transfer
-from disttensor.runtime.channel.opened import Channels
+from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.node import user_functions as functions
-from disttensor.runtime.node.executor import Executor
-from disttensor.runtime.node.user_functions import Functions, decode_result, key_of
+from disttensor.runtime.node.user_functions import decode_result, key_of
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.allow_list import AllowList
 from disttensor.runtime.protocol.errors import PoisonedError, ProtocolError
 from disttensor.runtime.protocol.failure_ids import Poison
-
-
-class Node:
-    """An executor, its replies, and a master's end of the channel."""
-
-    def __init__(self, simulate_cuda: int = 0, functions: str = "any", allow: tuple[str, ...] = ()) -> None:
-        self.replies: list[c.Reply] = []
-        make = get_channel("inproc")
-        job = f"test-{id(self)}"
-        self.channel = make(ChannelContext(0, job, "127.0.0.1"))
-        self.master = make(ChannelContext(-1, job, "127.0.0.1"))
-        self.channel.connect({-1: PeerInfo(-1, self.master.address(), bytes(32))})
-        self.master.connect({0: PeerInfo(0, self.channel.address(), bytes(32))})
-        channels = Channels(lambda name, number, joint: self.channel, "inproc")
-        self.executor = Executor(
-            0, self.replies.append, channels, AllowList(allow), Functions(functions), simulate_cuda
-        )
-
-    def do(self, *commands: c.Command) -> list[c.Reply]:
-        """Applies a batch through the codec; gives the replies to it."""
-        before = len(self.replies)
-        batch = c.Batch(self.executor.seq, commands)
-        self.executor.apply(codec.decode_batch(codec.encode(batch)))
-        return self.replies[before:]
-
-    def __getitem__(self, ref: int) -> Any:
-        return self.executor.store.entries[ref]
-
-    def __contains__(self, ref: int) -> bool:
-        return ref in self.executor.store.entries
-
-    def failed(self, *commands: c.Command) -> c.Failed:
-        """Applies what has to fail once, and checks that the node goes on."""
-        failures = [r for r in self.do(*commands) if isinstance(r, c.Failed)]
-        assert len(failures) == 1, failures
-        assert self.do(c.Sync(77)) == [c.Done(77)]
-        return failures[0]
 
 
 @pytest.fixture
@@ -70,19 +31,6 @@ def node() -> Any:
     yield node
     node.channel.close()
     node.master.close()
-
-
-FULL = c.Define(1, "aten::full", (c.Items((2, 2)), c.Hole(False)), (("dtype", c.DType(0)),), 1)
-ADD = c.Define(2, "aten::add.Tensor", (c.Hole(True), c.Hole(True)), (), 1)
-MUL_ = c.Define(3, "aten::mul_.Scalar", (c.Hole(True), c.Hole(False)), (), 0)
-MAX = c.Define(4, "aten::max.dim", (c.Hole(True), 1), (), 2)
-SUM = c.Define(5, "aten::sum", (c.Hole(True),), (), 1)
-ITEM = c.Define(6, "aten::_local_scalar_dense", (c.Hole(True),), (), 0)
-GATHER = c.Define(7, "aten::gather", (c.Hole(True), 0, c.Hole(True)), (), 1)
-CAT = c.Define(8, "aten::cat", (c.Items((c.Hole(True), c.Hole(True))), 0), (), 1)
-SELECT = c.Define(9, "aten::select.int", (c.Hole(True), 0, c.Hole(False)), (), 1)
-NONZERO = c.Define(10, "aten::nonzero", (c.Hole(True),), (), 1)
-ALL = (FULL, ADD, MUL_, MAX, SUM, ITEM, GATHER, CAT, SELECT, NONZERO)
 
 
 @pytest.fixture
@@ -344,6 +292,22 @@ def test_a_failed_write_beside_sparse_tensors(ready: Node) -> None:
     assert ready.do(c.Memory(1, "")) == [c.MemoryUsage(1, 2, 16)]
 
 
+@pytest.mark.parametrize("stream", [0, 40])
+def test_a_question_on_an_unknown_stream_is_answered(ready: Node, stream: int) -> None:
+    if stream:
+        ready.do(c.Stream(stream, "cpu", 0))
+    before = len(ready.replies)
+    ready.do(c.On(7, c.Ask(5, c.Call(6, 9, (8,)))), c.On(7, c.Call(2, 60, (59, 58))))
+    ready.executor.close()
+    ready.executor.join(HANG)
+    asked, answer, called = ready.replies[before:]
+    assert isinstance(asked, c.Failed)
+    assert asked.message == "stream 7 is unknown"
+    assert answer == c.Poisoned(5, 0, asked.seq)
+    assert isinstance(called, c.Failed)
+    assert ready[60] == Poison(0, called.seq), "what another stream was to make is not made by the default one"
+
+
 @pytest.mark.parametrize("first", [1, -1, 10**6])
 def test_a_gap_ends_the_node(node: Node, first: int) -> None:
     with pytest.raises(ProtocolError, match="lost or repeated"):
@@ -450,10 +414,21 @@ def test_allow_list() -> None:
         allow.resolve("mine::op")
 
 
+COUNTED = {
+    "tensors": (3, (29, 1, 2), "aten::unbind.int gave 2 tensors where the master expects 3"),
+    "too few refs": (2, (29,), "puts out 2 tensors, and a call of it names 1 refs"),
+    "too many refs": (2, (29, 1, 2), "puts out 2 tensors, and a call of it names 3 refs"),
+}
+
+
 @pytest.mark.parametrize("stream", [0, 40])
-def test_an_operator_that_gives_another_number_than_asked_for_is_answered_once(ready: Node, stream: int) -> None:
-    two = c.Define(20, "aten::unbind.int", (c.Hole(True), 0), (), 3)  # it gives two of a (2, 2)
-    ask: c.Command = c.Ask(5, c.Call(20, 30, (29, 1, 2)))
+@pytest.mark.parametrize("what", COUNTED)
+def test_an_operator_that_gives_another_number_than_asked_for_is_answered_once(
+    ready: Node, what: str, stream: int
+) -> None:
+    outs, args, text = COUNTED[what]
+    two = c.Define(20, "aten::unbind.int", (c.Hole(True), 0), (), outs)  # it gives two of a (2, 2)
+    ask: c.Command = c.Ask(5, c.Call(20, 30, args))
     before = len(ready.replies)
     ready.do(two, *([c.Stream(stream, "cpu", 0), c.On(stream, ask)] if stream else [ask]))  # type: ignore[arg-type]
     if (lanes := ready.executor._lanes) is not None:
@@ -462,5 +437,5 @@ def test_an_operator_that_gives_another_number_than_asked_for_is_answered_once(r
     ready.executor.join(HANG)
     failed, answer = ready.replies[before:]
     assert isinstance(failed, c.Failed)
-    assert "aten::unbind.int gave 2 tensors where the master expects 3" in failed.message
+    assert text in failed.message
     assert answer == c.Poisoned(5, 0, failed.seq)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from disttensor.runtime.launch.rendezvous import credentials as i
+from disttensor.runtime.launch.rendezvous import torchrun, worker_cli
 from disttensor.runtime.protocol.errors import StartError
 from disttensor.runtime.protocol.keys import curve_pair_of
 
@@ -36,7 +39,7 @@ def test_a_connection_file_is_read_as_it_was_written_and_then_removed(tmp_path: 
     path = tmp_path / "new" / "folder" / "job"
     file = i.ConnectionFile(path, made)
     assert i.read_connection_file(path, 0) == made
-    assert (mode(path), mode(path.parent)) == (0o600, 0o700)
+    assert (mode(path), mode(path.parent), mode(path.parent.parent)) == (0o600, 0o700, 0o700)
     file.remove()
     file.remove()
     assert not path.exists()
@@ -97,6 +100,44 @@ def test_what_is_no_connection_file(tmp_path: Path) -> None:
         i.read_connection_file(path, 0.1)
     with pytest.raises(StartError, match=r"there is a file already where the connection file is to be: .* is no conn"):
         i.ConnectionFile(path, i.invite(i.fresh(), ADDRESSES))
+
+
+def with_(**changes: object) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        return msgspec.json.encode(msgspec.json.decode(data) | changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (
+            lambda data: data.replace(b'"addresses":["', b'"addresses":["\xff\xfe'),
+            "this version of disttensor writes: 'utf-8' codec",
+        ),
+        (lambda data: data[:-20], "Input data was truncated"),
+        (lambda data: b"", "it is empty"),
+        (with_(addresses=[]), "0 addresses"),
+        (with_(addresses=["tcp://localhost"]), "'tcp://localhost' is no address"),
+        (with_(addresses=["tcp://localhost:99999"]), "Port out of range"),
+        (with_(addresses=["tcp://a\x00b:1"]), r"'tcp://a\\x00b:1' is no address"),
+        (with_(server_key="short"), "its server_key is no CURVE key of 40 characters"),
+        (with_(secret_key="\u00e9" * 40), "its secret_key is no CURVE key"),
+        (with_(host="a\x1b[2Jb"), r"its host is 'a\\x1b\[2Jb'"),
+    ],
+)
+def test_a_damaged_connection_file_is_one_sentence(
+    damage: Callable[[bytes], bytes], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job"
+    i.ConnectionFile(path, i.invite(i.fresh(), ("tcp://127.0.0.1:1",)))
+    path.write_bytes(damage(path.read_bytes()))
+    assert worker_cli.main(["--connection-file", str(path), "--timeout", "0"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"dtrun worker: error: {path} is no connection file: .*{says}.*", line)
+    with pytest.raises(StartError, match=r"there is a file already where the connection file is to be: .* is no conn"):
+        i.ConnectionFile(path, i.invite(i.fresh(), ("tcp://127.0.0.1:1",)))
 
 
 @pytest.mark.parametrize("wrong", [0o640, 0o604, 0o666])
@@ -176,6 +217,26 @@ def test_a_secret_in_the_environment_is_taken_out_of_it_with_a_warning(monkeypat
     with pytest.warns(UserWarning, match="DISTTENSOR_SECRET_FILE"):
         assert i.shared_secret() == b"swordfish"
     assert "DISTTENSOR_SECRET" not in os.environ
+
+
+def test_a_secret_in_the_environment_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTTENSOR_SECRET", os.fsdecode(b"\xff\xfe"))
+    with pytest.warns(UserWarning, match="DISTTENSOR_SECRET_FILE"):
+        assert i.shared_secret() == b"\xff\xfe"
+
+
+@pytest.mark.parametrize("said", [b"\xff\xfe", b"", b"tcp://a:1 tcp://b", b"http://a:1", b"tcp://a:1 " * 65])
+def test_what_anybody_writes_into_torchruns_store_is_one_sentence(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def wait(self, keys: list[str], timeout: object) -> None:
+            pass
+
+        def get(self, key: str) -> bytes:
+            return said
+
+    monkeypatch.setattr(torchrun, "_store", lambda *_: Store())
+    with pytest.raises(StartError, match=r"what torchrun's store at h:1 says of where the master is are no addresses"):
+        torchrun.look_up("h", 1, "run", 1.0)
 
 
 def test_derived_keys_depend_on_the_secret_and_on_the_meeting_only() -> None:

@@ -15,7 +15,7 @@ from screen import Screen
 from disttensor.runtime.host.output_options import Choice, Output
 from disttensor.runtime.launch.output import printer as module
 from disttensor.runtime.launch.output.folding import OutputFolding
-from disttensor.runtime.launch.output.lines import Lines, Tail
+from disttensor.runtime.launch.output.lines import Lines, Tail, plain
 from disttensor.runtime.launch.output.printer import Printer, spans
 
 Make = Callable[..., Printer]
@@ -205,6 +205,14 @@ def test_tails() -> None:
     assert one.lines() == tuple(f"line {i}" for i in range(10, 30))
 
 
+def test_tails_do_nothing_to_a_terminal() -> None:
+    tail = Tail()
+    tail.add(2, b"\x1b]0;t\x07a\x07b\xc2\x9b2J\xe2\x80\xaec\td\n")
+    assert tail.lines() == ("a\ufffdb\ufffd2J\ufffdc\td",)
+    assert plain("x" * 30, 20) == "x" * 20
+    assert plain("two\nlines\ud800", 20) == "two\nlines\ufffd"
+
+
 def test_tail_of_a_crash() -> None:
     """What comes before the traceback is the most useful of it."""
     tail = Tail()
@@ -235,6 +243,31 @@ def test_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:
     }  # fmt: skip
     make(2, log_dir=str(tmp_path / "logs")).take(1, 2, b", and more")
     assert (tmp_path / "logs/1/stderr.log").read_bytes() == b"unfinished, and more"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000, 0o777])
+def test_log_files_are_nobody_elses(umask: int, make: Make, tmp_path: Path) -> None:
+    """Nor are the folders that were made for them. What was there already stays as it was."""
+    there = tmp_path / "there"
+    (there / "logs" / "0").mkdir(parents=True)
+    for path in (there, there / "logs", there / "logs" / "0"):
+        path.chmod(0o755)
+    (there / "logs" / "0" / "stdout.log").touch()
+    (there / "logs" / "0" / "stdout.log").chmod(0o640)
+    before = os.umask(umask)
+    try:
+        make(2, log_dir=str(tmp_path / "new" / "logs")).take(0, 1, b"x\n")
+        make(1, log_dir=str(there / "logs")).take(0, 1, b"x\n")
+    finally:
+        os.umask(before)
+    modes = {str(p.relative_to(tmp_path)): f"{p.stat().st_mode & 0o777:o}" for p in sorted(tmp_path.rglob("*"))}
+    assert modes == {
+        "new": "700", "new/logs": "700",
+        **{f"new/logs/{k}": "700" for k in range(2)},
+        **{f"new/logs/{k}/{name}.log": "600" for k in range(2) for name in ("stdout", "stderr")},
+        "there": "755", "there/logs": "755", "there/logs/0": "755",
+        "there/logs/0/stdout.log": "640", "there/logs/0/stderr.log": "600",
+    }  # fmt: skip
 
 
 def test_only_into_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,22 @@ def test_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert ray.cluster(LaunchSpec("ray")) == "10.0.0.1:6379"
     assert ray.cluster(spec) == "127.0.0.1:6379"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff", b'{"doing": "\xff"}', b'{"x": ' + b"[" * 100_000, b"[", b'{"ended": 7, "code": 1}', b'{"hosts": [7]}'],
+    ids=["no JSON", "text", "too deep", "cut off", "a host that is none", "no host"],
+)
+def test_what_its_driver_does_not_say(line: bytes) -> None:
+    said: list[str] = []
+    starter = ray.RayStarter.__new__(ray.RayStarter)
+    starter.root = SimpleNamespace(give_up=lambda why, tail: said.append(why))  # type: ignore[assignment]
+    starter._reasons = SimpleNamespace(lines=[])  # type: ignore[assignment]
+    starter._hosts = []
+    starter._hear([line, line])
+    assert len(said) == 1
+    assert said[0].startswith("what came was not said by the process that talks with Ray: ")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from checkout import ROOT
 
 import disttensor as dt
 from disttensor.cli.options import parser
+from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.host.launch_spec import Host, LaunchSpec
 from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.host.precedence import SETTINGS, Setting
+from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous
 from disttensor.startup.settings import Settings
 
@@ -28,6 +30,7 @@ SAID = LaunchSpec(
     interface=("eth1",),
     env={"FROM": "dtrun"},
     timeout=7.0,
+    silence=Silence(4, 5, 6),
     options={"python": "p"},
     output=Output(log_dir="/said"),
 )
@@ -45,18 +48,23 @@ CASES: dict[str, tuple[Any, str, Any, Any, Any, Any]] = {
     "simulate_cuda": (1, "2", 1, 2, 0, 0),
     "bind": ("none", "core", "none", "core", "", ""),
     "trusted_network": (True, "1", True, True, False, False),
+    "encrypt": (False, "1", False, True, None, None),
+    "checksum": (True, "1", True, True, False, False),
     "launcher": ("local", "", "local", None, "ssh", "local"),
     "hosts": ("x:1", "", (Host("x", 1),), None, SAID.hosts, ()),
     "interface": ("eth0", "", ("eth0",), None, ("eth1",), ()),
     "launcher_options": ({"ssh": "s"}, "", {"python": "p", "ssh": "s"}, None, {"python": "p"}, {}),
     "env": ({"TO": "here"}, "", {"FROM": "dtrun", "TO": "here"}, None, {"FROM": "dtrun"}, {}),
     "timeout": (9.0, "", 9.0, None, 7.0, 60.0),
+    "silence": ((1, 2, 3), "", Silence(1, 2, 3), None, SAID.silence, Silence(10, 15, 60)),
 }
 
 
 def seen(settings: Settings, name: str) -> Any:
-    if name in ("launcher", "hosts", "interface", "timeout"):
+    if name in ("launcher", "hosts", "interface", "timeout", "silence"):
         return getattr(settings.spec, name)
+    if name in ("trusted_network", "encrypt", "checksum"):
+        return getattr(settings.protection, name.removesuffix("_network"))
     return (
         settings.spec.options
         if name == "launcher_options"
@@ -98,6 +106,14 @@ def test_numbers_are_numbers() -> None:
         if row.number:
             with pytest.raises(ValueError, match=f"{row.variable}='many' is not a number"):
                 of({row.variable: "many"})
+
+
+def test_not_to_encrypt_is_not_the_default() -> None:
+    """Which encrypts between hosts: only what says so goes without."""
+    for text, said in (("", None), ("0", False), ("1", True)):
+        assert of({"DISTTENSOR_ENCRYPT": text}).protection == Protection(encrypt=said)
+    with pytest.raises(TypeError, match="encrypt is True or False, not 'tls'"):
+        of(encrypt="tls")
 
 
 def test_it_is_pure_and_frozen(monkeypatch: pytest.MonkeyPatch) -> None:

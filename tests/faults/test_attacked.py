@@ -1,0 +1,332 @@
+"""Nodes that stand still, never end, flood the script, or lie: what it costs, and whom. With real nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import hostile_workers
+import psutil
+import pytest
+import torch
+from checkout import search_path
+from equal import same
+from limits import HANG
+from processes import alive_after
+
+import disttensor as dt
+from disttensor import testing
+from disttensor.runtime.launch.starters.local import LocalLauncher
+from disttensor.runtime.master import patience
+
+
+def program(text: str) -> subprocess.Popen[str]:
+    """A script of its own, which is told to go on by a line."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", textwrap.dedent(text)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+
+
+def probe(node: int = 0) -> None:
+    """Computes something on a node and compares it to the bit."""
+    x = torch.linspace(-1, 1, 1000)
+    same(torch.exp(x.to(f"node:{node}")), torch.exp(x))
+
+
+def in_thread(run: Callable[[], object], raised: list[BaseException]) -> threading.Thread:
+    def body() -> None:
+        try:
+            run()
+        except BaseException as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread
+
+
+# ---- who stands still ------------------------------------------------------------------------------------------------
+
+COUNTS = """
+    import select, sys, torch, disttensor as dt
+    dt.init_master_worker(nodes=2, threads=1)
+    x, y = (torch.zeros(3, dtype=torch.int64, device=f"node:{node}") for node in range(2))
+    print(*(node["pid"] for node in dt.nodes()), flush=True)
+    count = 0
+    told = False
+    while not told:  # once more after the pause, at least
+        told = bool(select.select([sys.stdin], [], [], 0.01)[0])
+        x += 1
+        y += x.to("node:1")
+        count += 1
+        assert y.tolist() == [count * (count + 1) // 2] * 3
+        if count == 20:
+            print("busy", flush=True)
+    print([node["alive"] for node in dt.nodes()], count >= 20, flush=True)
+"""
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+#: Which processes are stopped: of the script's pid and the nodes'.
+STOPPED: dict[str, Callable[[int, list[int]], list[int]]] = {
+    "the script": lambda script, nodes: [script],
+    "a node": lambda script, nodes: nodes[1:],
+    "all of them": lambda script, nodes: tree(script),
+}
+
+
+@pytest.mark.parametrize("seconds", [6, pytest.param(30, marks=pytest.mark.slow)])
+def test_who_stands_still_for_a_while_loses_nothing(seconds: int) -> None:
+    running = {name: program(COUNTS) for name in STOPPED}
+    stopped: dict[str, list[int]] = {}
+    for name, script in running.items():
+        assert script.stdout is not None
+        nodes = [int(pid) for pid in script.stdout.readline().split()]
+        assert script.stdout.readline() == "busy\n"
+        stopped[name] = STOPPED[name](script.pid, nodes)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pids in stopped.values():
+            for pid in pids:
+                os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            time.sleep(seconds)  # not to wait for something: this is how long they stand still
+    for name, script in running.items():
+        said, errors = script.communicate("\n", timeout=HANG)
+        assert (said, script.returncode) == ("[True, True] True\n", 0), errors
+        stood = re.findall(r"this script stood still for (\d+) s .*are all there\n", errors)
+        if name == "a node":
+            assert errors == ""
+        else:
+            assert len(stood) == errors.count("\n") == 1, errors
+            assert seconds - 1 <= int(stood[0]), errors
+
+
+# ---- who floods the script -------------------------------------------------------------------------------------------
+
+FLOODED = """
+    import os, re, resource, signal, torch, disttensor as dt, hostile_workers
+
+    def resident():
+        return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+
+    def honest():
+        assert (x.exp().cpu() == torch.arange(10.0).exp()).all()
+
+    dt.init_master_worker(nodes=1 + len(hostile_workers.SAYINGS), threads=1)
+    x = torch.arange(10.0, device="node:0")
+    honest()
+    before = resident()
+    for node, saying in enumerate(hostile_workers.SAYINGS, 1):
+        y = torch.ones(10, device=f"node:{node}")
+        dt.run(hostile_workers.flood, saying, node=node)
+        try:
+            while True:
+                honest()
+                y.sum().item()
+        except dt.NodeLost as e:
+            print(f"{saying}:", str(e).splitlines()[0], flush=True)
+        honest()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            honest()
+    except KeyboardInterrupt:
+        honest()
+        print("interrupted, grown by", resident() - before, "MB")
+"""
+
+
+def test_a_node_that_floods_the_script_is_lost_and_nothing_else() -> None:
+    script = program(FLOODED)
+    said, errors = script.communicate(timeout=HANG)
+    lines = said.splitlines()
+    assert len(lines) == len(hostile_workers.SAYINGS) + 1, said + errors
+    for node, (saying, line) in enumerate(zip(hostile_workers.SAYINGS, lines, strict=False), 1):
+        assert re.match(rf"{saying}: node {node} \(.*\) is lost: broke the protocol: ", line), line
+    assert int(lines[-1].removeprefix("interrupted, grown by ").removesuffix(" MB")) < 200
+    assert (script.returncode, errors.count("SystemExit")) == (1, 1)  # a failure that nobody asked about, told once
+
+
+# ---- who lies about transfers ----------------------------------------------------------------------------------------
+
+#: Where node 1's tensor goes, and what is raised where one with another number has come.
+WAYS: dict[str, tuple[Callable[[torch.Tensor], object], type[dt.DisttensorError]]] = {
+    "to the script": (torch.Tensor.cpu, dt.errors.BrokenError),
+    "between nodes": (lambda x: x.to("node:0").sum().item(), dt.errors.RemoteError),
+}
+
+
+@pytest.fixture
+def liar() -> Iterator[torch.Tensor]:
+    """A tensor on node 1 of two, whose connections are made."""
+    with dt.init_master_worker("tcp", nodes=2, threads=1):
+        x = torch.ones(1000, device="node:1")
+        for run, _ in WAYS.values():
+            run(x)
+        yield x
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wrong_number_of_a_transfer_ends_its_connection_only(way: str, liar: torch.Tensor) -> None:
+    dt.run(hostile_workers.send_as, 1_000_003, 1, node=1)
+    run, error = WAYS[way]
+    with pytest.raises(error, match=r"rank 1 sent transfer \d+ where \d+ was due"):
+        run(liar)
+    assert (liar + 1).sum().item() == 2000  # what its commands answer is not what it sends
+    probe()
+
+
+def test_a_number_that_nobody_was_told_holds_a_node_up_until_the_sender_ends(liar: torch.Tensor) -> None:
+    """It has a place in no order, so it may be meant for later; behind it nothing is read."""
+    y = torch.ones(3, device="node:0")
+    dt.run(hostile_workers.send_as, 7, 0, node=1)
+    waiting = liar.to("node:0") * 2
+    with pytest.raises(TimeoutError):
+        dt.synchronize(0, timeout=0.5)
+    dt.kill(1)
+    assert (y + 1).sum().item() == 6
+    with pytest.raises(dt.errors.RemoteError, match=r"rank 1 is lost to rank 0: killed by disttensor\.kill"):
+        waiting.sum().item()
+    with pytest.raises(dt.NodeLost):
+        liar.sum().item()
+
+
+# ---- who lies from the start -----------------------------------------------------------------------------------------
+
+#: What is refused in a Hello, in words.
+REFUSED = {
+    "addresses": "an address of a data channel is at most 4096 printable characters",
+    "devices": "60001 devices are over the limit of 64 CUDA devices",
+    "host": r"the node's host is at most 255 printable characters",
+}
+
+
+@pytest.mark.parametrize("lie", REFUSED)
+def test_a_worker_whose_hello_is_a_lie_is_refused_by_name(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = LocalLauncher.__init__
+    entry = f"hostile_workers:{lie}"
+    monkeypatch.setattr(LocalLauncher, "__init__", lambda self: make(self, entry))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(dt.errors.StartError, match=f"node 1.*broke the protocol: {REFUSED[lie]}") as caught:
+        dt.init_master_worker("tcp", nodes=2, threads=1)
+    assert len(str(caught.value)) < 2000
+    assert "\x1b" not in str(caught.value)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 8
+
+
+# ---- who never ends --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    with dt.init_master_worker(nodes=2, threads=1):
+        probe()  # connections are made at first use: have them before the test looks for leaks
+        yield
+
+
+def nap() -> None:
+    import time
+
+    time.sleep(3600)
+
+
+def hold() -> None:
+    import ctypes
+    import os
+
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # nobody writes; no other thread runs
+
+
+def search() -> None:
+    import re
+
+    re.match(r"(a*)*b", "a" * 64)
+
+
+#: How a node comes to answer nothing: what is done to it, and what has to be said of it, with the lines shown.
+STUCK: dict[str, tuple[Callable[[], None] | None, list[str]]] = {
+    "stopped": (None, [r"its process is stopped \(state T\): `kill -CONT {pid}`"]),
+    "asleep": (nap, [r"it runs a function \(command \d+\), issued at {line}", r"test_attacked\.py.* in nap"]),
+    "holds the GIL": (hold, [r"it runs a function", "it holds the GIL", r"issued at {line}", r" in hold"]),
+    "searches": (search, [r"it runs a function", "it holds the GIL", r"issued at {line}", r" in search"]),
+}
+
+
+class Warned(logging.Handler):
+    """Waits for a warning in which all of some patterns are."""
+
+    def __init__(self, patterns: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.patterns, self.there, self.texts = patterns, threading.Event(), list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if all(re.search(pattern, self.texts[-1]) for pattern in self.patterns):
+            self.there.set()
+
+
+@contextlib.contextmanager
+def warned(*patterns: str) -> Iterator[Warned]:
+    handler = Warned(list(patterns))
+    log = logging.getLogger("disttensor")
+    log.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        log.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("way", STUCK)
+def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
+    node, (function, patterns) = 1, STUCK[way]
+    pid = int(dt.nodes()[node]["pid"])
+    x = torch.ones(3, device=f"node:{node}")
+    assert x.sum().item() == 3
+    wait = lambda: dt.run(function, node=node) if function else x.sum().item()  # noqa: E731
+    line = rf"\S*test_attacked\.py:{wait.__code__.co_firstlineno}\b"
+    raised: list[BaseException] = []
+    if function is None:
+        testing.stop(node)
+    about = [rf"^node {node} \(host \S+, pid {pid}\) has not answered for \d+ s: "]
+    about += [pattern.format(pid=pid, line=line) for pattern in patterns]
+    waiting: list[threading.Thread] = []
+    try:
+        with warned(*about) as said:
+            waiting.append(in_thread(wait, raised))
+            assert said.there.wait(HANG), said.texts
+        with pytest.raises(TimeoutError, match=rf"node {node} has not answered within 0\.2 s"):
+            dt.synchronize(node, timeout=0.2)
+        waiting.append(in_thread(lambda: (x + 1).cpu(), raised))
+        probe()
+    finally:
+        dt.kill(node)
+        for thread in waiting:
+            thread.join(HANG)
+    assert [type(e) for e in raised] == [dt.NodeLost] * 2
+    for e in raised:
+        assert re.search(rf"node {node} .*killed by disttensor\.kill, at \S*test_attacked\.py:\d+", str(e))
+    assert alive_after(HANG, [pid]) == []
+    with pytest.raises(dt.NodeLost):
+        dt.kill(node)
+    probe()

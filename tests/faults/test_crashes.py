@@ -1,0 +1,107 @@
+"""What is said of a node that has ended: how, in which function, by which line, and its last commands."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import testing
+
+
+def leaves() -> None:
+    os._exit(3)
+
+
+def crashes() -> None:
+    ctypes.string_at(0)
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FUNCTIONS = [(leaves, "exit code 3"), (crashes, "killed by SIGSEGV"), (is_killed, "killed by SIGKILL")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A session with a node for each test to lose."""
+    with dt.init_master_worker(nodes=7, threads=1):
+        yield
+
+
+def issued(function: Callable[..., object], line: int) -> str:
+    """The place ``line`` lines below a function's first."""
+    return f"{__file__}:{function.__code__.co_firstlineno + line} in {function.__qualname__}"  # type: ignore[attr-defined]
+
+
+def lost(node: int) -> dt.NodeLost:
+    """The error of a node that was killed."""
+    with pytest.raises(dt.NodeLost) as caught:  # noqa: PT012 - the loss need not be known at once
+        while True:
+            torch.ones(1, device=f"node:{node}").sum().item()
+    return caught.value
+
+
+@pytest.mark.parametrize("node", range(3))
+def test_a_function_that_ends_its_node(node: int) -> None:
+    function, end = FUNCTIONS[node]
+    x = torch.ones(3, device=f"node:{node}")
+    x *= 2
+    with pytest.raises(dt.NodeLost) as caught:
+        dt.run(function, node=node)
+    error, name = caught.value, function.__name__
+    line = issued(test_a_function_that_ends_its_node, 6)
+    assert error.cause == f"{end} while it ran {name}(), issued at {line}"
+    assert re.fullmatch(rf"\d+ on node:{node}: {name}\(\), issued at {re.escape(line)}", error.commands[-1])
+    earlier = error.commands[-2]
+    assert "aten::mul_.Tensor" in earlier
+    assert earlier.endswith(issued(test_a_function_that_ends_its_node, 4) + " (done)")
+    if function is crashes:
+        assert any(re.search(rf"test_crashes.py.*, line \d+ in {name}", text) for text in error.tail)
+    lines = str(error).splitlines()
+    assert lines[0].startswith(f"node {node} (host {error.host}, pid {error.pid}) is lost: {error.cause}; ")
+    assert [text.strip() for text in lines[-len(error.commands) :]] == list(error.commands)
+    assert lines[-len(error.commands) - 1] == "the last commands that it was sent:"
+    assert torch.ones(3, device="node:6").sum().item() == 3
+
+
+def test_the_error_stays_whole() -> None:
+    """Raised again, and pickled."""
+    with pytest.raises(dt.NodeLost) as caught:
+        dt.run(leaves, node=3)
+    error = caught.value
+    assert len(error.commands) == 1
+    other = lost(3)
+    assert other is not error
+    for again in (other, pickle.loads(pickle.dumps(error))):
+        assert (str(again), again.commands, again.cause) == (str(error), error.commands, error.cause)
+
+
+def test_a_function_on_a_stream() -> None:
+    """What is known of it is that it has not ended."""
+    stream = dt.Stream("node:4")
+    with pytest.raises(dt.NodeLost) as caught, stream:
+        dt.run(leaves, node=4)
+    line = issued(test_a_function_on_a_stream, 4)
+    assert re.fullmatch(
+        rf"exit code 3; not known to be done: leaves\(\), issued at {re.escape(line)}.*", caught.value.cause
+    )
+    assert " on a stream of node:4: leaves()" in caught.value.commands[-1]
+
+
+def test_a_node_that_had_nothing_to_do() -> None:
+    assert torch.ones(3, device="node:5").sum().item() == 3
+    testing.kill(5)
+    with pytest.raises(dt.NodeLost) as caught:
+        dt.synchronize(5)
+    assert caught.value.cause == "killed by SIGKILL"
+    assert all(text.endswith(" (done)") for text in caught.value.commands)

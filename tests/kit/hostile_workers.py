@@ -1,0 +1,78 @@
+"""Nodes that say what no honest one does: workers that are so from the start, and what takes over one that runs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from disttensor.runtime.node import worker
+from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.arguments import Addresses
+
+#: What a Hello of node 1 has in place of the truth.
+LIES: dict[str, Callable[[c.Hello], c.Hello]] = {
+    "addresses": lambda hello: msgspec.structs.replace(
+        hello, addresses=Addresses(",".join(f"127.0.0.1:{20_000 + i}" for i in range(20_000)))
+    ),
+    "devices": lambda hello: msgspec.structs.replace(hello, devices=("cpu", *(f"cuda:{i}" for i in range(60_000)))),
+    "host": lambda hello: msgspec.structs.replace(hello, host="\x1b]0;owned\x07" + "h" * 100_000),
+}
+
+
+def _lying(lie: str) -> Callable[[int], int]:
+    def main(lifeline: int) -> int:
+        honest = Worker.hello
+
+        def hello(self: Worker) -> c.Hello:
+            said = honest(self)
+            return LIES[lie](said) if self.bundle.rank == 1 else said
+
+        Worker.hello = hello  # type: ignore[method-assign]
+        return worker.main(lifeline)
+
+    return main
+
+
+addresses, devices, host = (_lying(lie) for lie in LIES)
+
+
+def _this_worker() -> Worker:
+    return next(found for found in gc.get_objects() if type(found) is Worker)
+
+
+#: What a node that was taken over may say without end, or once: for dt.run.
+SAYINGS: dict[str, Callable[[Worker], tuple[c.Reply, ...]]] = {
+    "nothing": lambda own: (),
+    "what nobody asked for": lambda own: (c.Answer(10**9, "x" * 1_000_000),),
+    "failures": lambda own: (c.Failed(0, "o" * 250, "builtins.SystemExit", "m" * 3000, "t" * 3000),),
+    "failures to come": lambda own: (c.Failed(10**6, "op", "builtins.KeyError", "m", ""),),
+    "the fault of another": lambda own: (c.Poisoned(10**9, 0, 10**6),),
+}
+
+
+def flood(saying: str) -> None:
+    """Has this node say one thing without end, in a thread, once this function has returned."""
+    own = _this_worker()
+    begun = own.executor.done
+
+    def go() -> None:
+        while own.executor.done == begun:
+            time.sleep(0.01)
+        message = codec.encode(c.Report(own.executor.done, SAYINGS[saying](own)))
+        while True:
+            own._spoke.send(message)
+
+    threading.Thread(target=go, daemon=True).start()
+
+
+def send_as(add: int, factor: int) -> None:
+    """Has this node send its next transfers under other numbers than it was told."""
+    channel = _this_worker().channels.data[0]
+    honest = type(channel).isend.__get__(channel)
+    channel.isend = lambda tensor, peer, transfer: honest(tensor, peer, factor * transfer + add)  # type: ignore[method-assign]

@@ -1,0 +1,48 @@
+"""The page that a node shares with the process above it: what it is at, its end included."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, Page
+
+
+def test_the_page_names_the_function_while_it_runs() -> None:
+    page = Page()
+    assert page.running == -1
+    page.begin(4, COMMANDS)
+    with page.function(1 << 41 | 7):
+        assert page.running == 1 << 41 | 7
+    with pytest.raises(KeyError), page.function(8):
+        raise KeyError
+    assert page.running == -1
+    assert page.read()[:2] == (8, COMMANDS)
+
+
+def test_the_page_says_for_how_long() -> None:
+    page = Page()
+    assert page.read() == (0, IDLE, 0.0, 0.0)
+    assert not page.began
+    page.begin(5, COLLECTIVE)
+    seq, kind, seconds, deaf = page.read()
+    assert (seq, kind, deaf) == (5, COLLECTIVE, 0.0)
+    assert 0 <= page.read()[2] - seconds < 60
+    page.live()
+    assert page.began
+    assert 0 <= page.read()[3] < 60
+    page.rest()
+    assert page.read()[:3] == (5, IDLE, 0.0)
+
+
+def test_only_the_process_above_pauses() -> None:
+    page = Page(mmap.mmap(-1, mmap.PAGESIZE))
+    assert not page.paused
+    page.paused = True
+    page.begin(1, FUNCTION)
+    page.live()
+    page.rest()
+    assert page.paused
+    page.paused = False
+    assert not page.paused
