@@ -1,13 +1,12 @@
-"""The history of a node: the last commands that it was sent, for the error that tells of its end.
+"""The last commands that a node was sent, for the error that tells of its end.
 
-It keeps messages as they were encoded, a tenth of the memory of the commands, and decodes them when somebody asks: a
-message more costs one append, however many commands are in it.
+The outbox keeps messages as they were encoded, a tenth of the memory of the commands; they are decoded when somebody
+asks. So a message more costs one append, however many commands are in it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -71,40 +70,6 @@ class Sent(NamedTuple):
         return f"{self.number} on {self.place}: {what}{' (done)' if self.done else ''}"
 
 
-class History:
-    """The last commands that one node was sent."""
-
-    def __init__(self) -> None:
-        #: (number of the first command, encoded batch, sites), the oldest first
-        self._messages: deque[tuple[int, bytes, Sequence[Site | None]]] = deque()
-
-    def __repr__(self) -> str:
-        return f"<History commands={sum(len(sites) for _, _, sites in self._messages)} bytes={self.size}>"
-
-    @property
-    def size(self) -> int:
-        """The bytes of the messages that it keeps."""
-        return sum(len(message) for _, message, _ in self._messages)
-
-    def add(self, first: int, message: bytes, sites: Sequence[Site | None]) -> None:
-        """Adds a message (``to_keep``), and drops those that are too old."""
-        messages = self._messages
-        messages.append((first, message, sites))
-        end = first + len(sites)
-        while end - messages[0][0] - len(messages[0][2]) >= KEPT:
-            messages.popleft()
-
-    def withdraw(self, count: int) -> None:
-        """Takes the last ``count`` messages back: they were never sent."""
-        for _ in range(min(count, len(self._messages))):
-            self._messages.pop()
-
-    def batches(self) -> Iterator[tuple[int, Sequence[tuple[c.Command, Site | None]]]]:
-        """Yields the messages, the newest first: the number of the first command, and all with their sites."""
-        for first, message, sites in reversed(list(self._messages)):
-            yield first, list(zip(codec.decode_batch(message).commands, sites, strict=True))
-
-
 def asks(command: c.Command) -> int:
     """Returns the number of the request that the command answers; -1 where it answers none."""
     asking = command.command if isinstance(command, c.On) else command
@@ -149,21 +114,16 @@ def name_of(command: c.Command, defined: Mapping[int, c.Define]) -> str:
     return type(command).__name__
 
 
-def doing(sent: Sequence[Sent], running: int = -1, earlier: Site | None = None) -> str:
+def doing(sent: Sequence[Sent], running: int = -1) -> str:
     """Returns what a node that is gone was doing, in words that follow the cause of its end; "" if that is nothing.
 
     ``running``: the number of the command whose function it was running, where that is known. Of other commands only
-    those are known that it had not reported as done, and a report may lag behind. ``earlier``: the site of the first of
-    them, where it is not among ``sent`` any more.
+    those are known that it had not reported as done, and a report may lag behind.
     """
     for each in sent:
         if each.number == running and each.runs and not each.done:
             return f" while it ran {each.words}"
     waiting = [each for each in sent if each.counts and not each.done]
-    if earlier is not None:
-        return (
-            f"; not known to be done: more than {len(waiting)} commands, the first of them issued at {line_of(earlier)}"
-        )
     if not waiting:
         return ""
     runs = [each for each in waiting if each.runs]

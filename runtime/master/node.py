@@ -131,13 +131,12 @@ class Node:
             first = sent[0].number
             if first <= done and len(found) >= SHOWN:
                 break
-        earlier = self.outbox.running() if first > done else None
-        return doing(found, running, earlier), tuple(map(str, found[-SHOWN:]))
+        return doing(found, running), tuple(map(str, found[-SHOWN:]))
 
     def _last(self, done: int) -> Iterator[list[Sent]]:
         """Yields what was sent, a message at a time, the newest first."""
         rank, answered, defined = self.rank, self.answered, self.defined
-        for first, commands in self.outbox.history.batches():
+        for first, commands in self.outbox.last_messages():
             yield [
                 Sent(n, rank, command, site, n < done or asks(command) == answered, defined)
                 for n, (command, site) in enumerate(commands, first)

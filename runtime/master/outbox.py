@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import sub
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, NodeLost
 from .failures import Site, line_of
-from .history import History, to_keep
+from .history import KEPT, to_keep
 from .route import Tap
 
 #: The window: the most commands, and bytes of them, in flight per node. A full one blocks the issuing thread.
@@ -36,8 +36,8 @@ SWEEP = 16
 #: Fewer dead refs than this are left to the end of the batch.
 MIN_SWEEP = 4
 
-#: A message: the number of its first command, its bytes, those that the history keeps, the commands' sites.
-_Packed = tuple[int, bytes, bytes, list[Site | None]]
+#: The record of a message: the number of its first command, its size, the commands' sites, its bytes or shorter ones.
+_Record = tuple[int, int, list[Site | None], bytes]
 
 
 def _free(refs: list[int]) -> c.Free:
@@ -76,10 +76,9 @@ class Outbox:
         self.lost: NodeLost | None = None
         self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
         self.blocking = blocking  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
-        #: messages in flight: (number of the first command, bytes, sites)
-        self._flight: deque[tuple[int, int, list[Site | None]]] = deque()
+        self._flight: deque[_Record] = deque()  #: messages in flight
         self._flight_bytes = 0
-        self.history = History()  #: the last commands that it was sent
+        self._past: deque[_Record] = deque()  #: those before them, while they have some of the last KEPT commands
 
     def add_route(self, by: int) -> None:
         """Counts one thread more (or, with -1, one less) that has a route."""
@@ -104,11 +103,10 @@ class Outbox:
             return
         commands: list[c.Command] = self.queue[:n:2]  # type: ignore[assignment]
         sites: list[Site | None] = self.queue[1:n:2]  # type: ignore[assignment]
-        packed: list[_Packed] = []
+        packed: list[tuple[bytes, _Record]] = []
         self._pack(self.sent, commands, sites, packed)
-        for first, message, kept, sites in packed:
-            self._flight.append((first, len(message), sites))
-            self.history.add(first, kept, sites)
+        for message, record in packed:
+            self._flight.append(record)
             self._flight_bytes += len(message)
             self.bytes += len(message)
             self.ready.append(message)
@@ -181,7 +179,7 @@ class Outbox:
         first: int,
         commands: list[c.Command],
         sites: list[Site | None],
-        packed: list[_Packed],
+        packed: list[tuple[bytes, _Record]],
     ) -> None:
         why = ""
         try:
@@ -200,14 +198,18 @@ class Outbox:
             self._pack(first, commands[:half], sites[:half], packed)
             self._pack(first + half, commands[half:], sites[half:], packed)
             return
-        packed.append((first, message, to_keep(first, message, commands), sites))
+        packed.append((message, (first, len(message), sites, to_keep(first, message, commands))))
 
     def acknowledge(self, done: int) -> None:
         """Notes that the node has applied ``done`` commands. Earlier commands need no site any more."""
         self.done = max(self.done, done)
-        flight = self._flight
+        flight, past = self._flight, self._past
         while flight and flight[0][0] + len(flight[0][2]) <= done:
-            self._flight_bytes -= flight.popleft()[1]
+            record = flight.popleft()
+            self._flight_bytes -= record[1]
+            past.append(record)
+        while past and self.sent - past[0][0] - len(past[0][2]) >= KEPT:
+            past.popleft()
 
     def raise_unsendable(self) -> None:
         """Raises, once, the error of a command that could not be sent."""
@@ -233,19 +235,28 @@ class Outbox:
 
     def site(self, seq: int) -> Site | None:
         """Returns the site where command ``seq`` was issued, while it is in flight."""
-        for first, _, sites in self._flight:
+        for first, _, sites, _ in self._flight:
             if first <= seq < first + len(sites):
                 return sites[seq - first]
         return None
 
     def running(self) -> Site | None:
         """Returns the site of the oldest command that the node has not reported, of those that a line issued."""
-        flying = (site for first, _, sites in self._flight for seq, site in enumerate(sites, first) if seq >= self.done)
+        flying = (
+            site for first, _, sites, _ in self._flight for seq, site in enumerate(sites, first) if seq >= self.done
+        )
         return next((site for site in flying if site is not None), None)
 
+    def last_messages(self) -> Iterator[tuple[int, list[tuple[c.Command, Site | None]]]]:
+        """Yields the messages that the node was sent last, with at least KEPT commands, the newest first: the number of
+        the first command, and all with their sites. Those of long messages are without their data."""
+        for first, _, sites, kept in reversed([*self._past, *self._flight]):
+            yield first, list(zip(codec.decode_batch(kept).commands, sites, strict=True))
+
     def withdraw_unsent(self) -> None:
-        """Takes messages that have not left out of the history: the node is gone."""
-        self.history.withdraw(len(self.ready))
+        """Forgets messages that have not left: the node is gone."""
+        for _ in range(len(self.ready)):
+            self._flight.pop()
         self.ready.clear()
 
     def lose(self, error: NodeLost) -> None:
@@ -255,6 +266,7 @@ class Outbox:
         self.discard()
         self.flush_with.clear()
         self.ready.clear()
+        self._past += self._flight
         self._flight.clear()
         self._flight_bytes = 0
 
