@@ -3,6 +3,7 @@
 from ..runtime.protocol.errors import (
     BrokenError,
     BusyError,
+    CancelledError,
     ChannelError,
     ClosedError,
     DisttensorError,
@@ -21,6 +22,7 @@ from ..runtime.protocol.errors import (
 __all__ = [
     "BrokenError",
     "BusyError",
+    "CancelledError",
     "ChannelError",
     "ClosedError",
     "DisttensorError",

@@ -222,7 +222,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     channels = Channels(maker(context), settings.channel, collective=False)
     undo.callback(channels.close)
     session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.protection)
-    session.link.side = side
+    session.link.side.hub = side
     undo.callback(session.close, 0)
     session.allow = AllowList(settings.allow_ops)
     session.bundle = bundle
@@ -262,15 +262,13 @@ def _hub(
             silence=settings.spec.silence.lost,
         )  # fmt: skip
         undo.callback(hub.close)
-        if not encrypted or all(secret for _, secret in keys):  # else no secret may travel to a node
-            if encrypted:
-                side_keys = [curve_pair() for _ in range(count)]
+        beside = starter.side_key_pairs(count) if encrypted else keys
+        if beside:
+            side_keys = beside
             side = ZmqHub(
-                starter.listen,
-                server_keys=server if encrypted else None,
-                node_keys=_public(side_keys),
+                starter.listen, server_keys=server if encrypted else None, node_keys=_public(side_keys),
                 unread=SIDE_UNREAD,
-            )
+            )  # fmt: skip
             undo.callback(side.close)
     bundle = b.Bundle(
         job=job,

@@ -1,5 +1,5 @@
 """Functions of the user that run on nodes."""
 
-from .functions import Each, run
+from .functions import Each, interrupt, run
 
-__all__ = ["Each", "run"]
+__all__ = ["Each", "interrupt", "run"]

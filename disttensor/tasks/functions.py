@@ -20,6 +20,7 @@ from ..dispatch.call_site import here
 from ..dispatch.copies import move, upload
 from ..dispatch.first_call import layout_of
 from ..dispatch.lazy_views import materialise
+from ..errors.argument_checks import spelled
 from ..errors.missing import REMEDY, advised, culprit
 from ..proxy.meta import Handle, meta_told, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
@@ -75,9 +76,12 @@ def run(
 
     Raises the error that the function raised, with the node's traceback as a note; TypeError for other results, and for
     a function or arguments that can't be pickled; ValueError for what exceeds 64 MiB, and for nodes that do not exist;
-    GraphError while a graph is recorded; NodeLost. With several nodes all have ended then, and further errors are in
-    notes. With ``nodes`` also ValueError where gloo must not be used between their hosts, and DisttensorError where
-    nodes are threads (launcher="inproc").
+    GraphError while a graph is recorded; NodeLost; CancelledError where ``interrupt`` has ended the function. With
+    several nodes all have ended then, and further errors are in notes. With ``nodes`` also ValueError where gloo must not
+    be used between their hosts, and DisttensorError where nodes are threads (launcher="inproc").
+
+    Ctrl-C ends the waiting, and the function by a KeyboardInterrupt on its node, which stays usable. What a C library
+    does is not interrupted, nor are nodes that are threads; a warning names what goes on after 5 s.
     """
     session = current.session()
     site = here()
@@ -100,6 +104,29 @@ def run(
         raise advised(error, session.bundle) from None
     finally:
         call.end()
+
+
+@spelled
+def interrupt(node: int | str | torch.device) -> int:
+    """Ends the function that a node runs by a KeyboardInterrupt, and those that wait there to begin. Does not wait.
+
+        >>> threading.Timer(0.5, dt.tasks.interrupt, [1]).start()
+        >>> dt.run(time.sleep, 3600, node=1)
+        Traceback (most recent call last):
+        disttensor.runtime.protocol.errors.CancelledError: sleep() was cancelled
+
+    Returns the number of these functions. Threads that wait for them in ``run`` raise CancelledError, unless a function
+    catches the KeyboardInterrupt and returns. The node stays usable. What a C library does is not interrupted, nor are
+    nodes that are threads; a warning names what goes on after 5 s (``kill`` ends the node). Raises NodeLost, ValueError
+    for a node that does not exist.
+    """
+    session = current.session()
+    place = session.places.at(node)
+    session.link.check(place.outbox)
+    requests = session.link.waited_for(place.node, c.Result)
+    for request in requests:
+        session.link.cancel(place.node, request)
+    return len(requests)
 
 
 def _check_call(fn: Any, kwargs: dict[str, Any]) -> None:
@@ -251,6 +278,9 @@ class _Call:
         if not self._adopted:
             self._sent.discard((self.place.node, self._function))  # the node may not have come to keep it
             if self._request and self.place.outbox.lost is None:
+                link = session_of(self.place).link
+                if self._request in link.nodes[self.place.node].unawaited:
+                    link.cancel(self.place.node, self._request)
                 # nobody will adopt what it returns
                 self.place.outbox.add(c.Adopt(self._request, ()), self._site)
         self._keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle

@@ -106,6 +106,14 @@ class Launcher(ABC):
         """
         return [curve_pair() for _ in range(count)]
 
+    def side_key_pairs(self, count: int) -> list[tuple[str, str]]:
+        """Returns a second key pair of each node, as ``key_pairs`` does: that of its side channel.
+
+        Empty where nodes can have no side channels, as with a launcher whose ``key_pairs`` is its own and which has no
+        method of this name: a secret key might not be allowed to travel.
+        """
+        return [curve_pair() for _ in range(count)] if type(self).key_pairs is Launcher.key_pairs else []
+
     def show(self, output: Output) -> None:
         """Sets how to show the output of nodes that are started after this.
 

@@ -13,7 +13,7 @@ from types import CodeType
 import torch
 
 from ..protocol import commands as c
-from ..protocol.errors import DisttensorError, GeometryError, PeerFailed, RemoteError
+from ..protocol.errors import CancelledError, DisttensorError, GeometryError, PeerFailed, RemoteError
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, position
 
 #: The place where a command was issued: a code object and the index of the instruction in it. Cheaper than a line.
@@ -24,10 +24,15 @@ _KNOWN: dict[str, type[Exception]] = {
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, Warning)
 } | {
-    **{f"{kind.__module__}.{kind.__name__}": kind for kind in (DisttensorError, GeometryError, PeerFailed)},
+    **{
+        f"{kind.__module__}.{kind.__name__}": kind
+        for kind in (DisttensorError, CancelledError, GeometryError, PeerFailed)
+    },
     "torch.OutOfMemoryError": torch.OutOfMemoryError,
     "torch._C._LinAlgError": torch._C._LinAlgError,  # type: ignore[attr-defined]
 }
+
+_CANCELLED = f"{CancelledError.__module__}.{CancelledError.__name__}"
 
 #: The number of failures kept with their traceback and their whole message; later ones are kept without.
 MAX_TRACES = 256
@@ -135,6 +140,7 @@ class Failures(dict[tuple[int, int], Failure]):
             by_worth = [f for f in self.values() if not f.observed] + [f for f in reversed(self.values()) if f.observed]
             for f in by_worth[MAX_FAILURES // 2 :]:
                 del self[f.rank, f.seq]
+        failure.observed = failure.told.kind == _CANCELLED  # by the script itself
         failure.told = _cut(failure.told, MAX_TEXT if len(self) < MAX_TRACES else 0)
         self[failure.rank, failure.seq] = failure
 

@@ -56,6 +56,11 @@ class Sent(NamedTuple):
         return self.site is not None and not isinstance(self.command, _SERVE)
 
     @property
+    def beside(self) -> bool:
+        """Returns whether a stream other than the default one takes the command."""
+        return isinstance(self.command, c.On)
+
+    @property
     def runs(self) -> bool:
         """Returns whether the command runs a function of the user's."""
         return isinstance(self.command.command if isinstance(self.command, c.On) else self.command, c.Run)

@@ -20,13 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from ..host.launcher import Exited, Launcher, Sight
 from ..process.signals import Interrupts, uninterrupted
-from ..protocol import codec, side
+from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.arguments import Message
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
@@ -35,8 +34,9 @@ from ..transport.base import Hub
 from .failures import Failure, Failures, Site, line_of
 from .node import Node
 from .outbox import Outbox
-from .patience import Patience
+from .patience import Cancelled, Patience
 from .requests import Request, Waker
+from .side_channels import SideChannels
 
 #: Commands that nobody flushed leave after about this long (seconds).
 IDLE = 0.002
@@ -69,7 +69,7 @@ class Link:
     def __init__(self, hub: Hub, nodes: int, launcher: Launcher | None, on_lost: Callable[[NodeLost], None]) -> None:
         self.hub = hub
         self._hub_fd = hub.fileno()
-        self.side: Hub | None = None  #: the side channels, by which nodes hear of losses whatever they are at
+        self.side = SideChannels()
         self.launcher = launcher
         self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
         self.failures = Failures()
@@ -94,7 +94,7 @@ class Link:
         self._ids = count(1)
         self._local = threading.local()
         self._looked = 0.0  #: when connections were looked at last
-        self._words: list[bytes] = []  #: what nodes are told by side channels
+        self._cancelled: dict[int, Cancelled] = {}  #: functions that are to end, by request
         self._deaf: set[int] = set()  #: nodes whose connections were cut because nothing arrived there
         self._wake = threading.Event()
         self._parked = False  #: whether the flushing thread waits for work
@@ -115,8 +115,7 @@ class Link:
         """Lets in one more node, by its public keys of both connections; its rank is the next."""
         with self._lock:
             self.hub.admit(len(self.nodes), key)
-            if self.side is not None:
-                self.side.admit(len(self.nodes), side_key)
+            self.side.admit(len(self.nodes), side_key)
             self.nodes.append(Node(len(self.nodes), self.nodes[0].outbox.blocking))
             return self.nodes[-1]
 
@@ -471,20 +470,30 @@ class Link:
                 self._wake.set()
             for other in self.there():
                 other.outbox.add(c.Lost(rank, cause))
-            self._words.append(side.encode(side.Gone(rank, cause)))
-            self._tell_beside()
+            if not self.closed:
+                self.side.lost(rank, cause, [other for other in self.nodes if other.lost is None])
             self._on_lost(lost)
 
-    def _tell_beside(self) -> None:
-        """Tells all nodes out of turn what they have not been told yet. The caller holds the lock."""
-        if self.side is None or self.closed:
-            return
-        self.side.drain()  # first messages, by which connections are known; a node says nothing else here
-        for node in self.there():
-            with suppress(BrokenError):  # it has no side channel yet, or none any more
-                while node.words < len(self._words):
-                    self.side.send(node.rank, self._words[node.words])
-                    node.words += 1
+    @uninterrupted
+    def cancel(self, rank: int, request: int) -> None:
+        """Has the function of a request interrupted on its node, if it has not ended. Does not wait.
+
+        Nothing happens where the node has no side channel, and where it is lost.
+        """
+        with self._lock:
+            node = self.nodes[rank]
+            if node.lost is None and not self.closed and self._under_way(node, request) and self.side.hub is not None:
+                self._cancelled[request] = Cancelled(node, request)
+                self.side.cancel(node, request)
+                self._wake.set()
+
+    def _under_way(self, node: Node, request: int) -> bool:
+        """Returns whether the node has not answered a request, whether anybody waits for that or not."""
+        return node.lost is None and (request in node.unawaited or request in self._requests)
+
+    def waited_for(self, rank: int, kind: type[Message]) -> list[int]:
+        """Returns the requests for which threads wait that a node answers by such a reply."""
+        return [each.id for each in list(self._requests.values()) if each.node == rank and each.kind is kind]
 
     def kill(self, rank: int, cause: str) -> None:
         """Ends a node and marks it as lost, whatever it is at. Raises as ``check`` for one that is lost already."""
@@ -637,7 +646,8 @@ class Link:
                 said = True
 
     def _look_at_time(self, then: float, used: float) -> tuple[float, float]:
-        """Has deaf connections cut, and logs that this process did not run between two rounds.
+        """Does what is due now and then: has deaf connections cut, tells nodes what they could not be told before, says
+        which functions go on although they were cancelled, and logs that this process did not run between two rounds.
 
         Returns the time now, and the CPU time until now.
         """
@@ -645,9 +655,13 @@ class Link:
         if now - self._looked > DEAF:
             self._looked = now
             self._deaf.update(self.hub.cut_deaf())
-            if self._words:  # a node may have had no side channel yet
+            if self.side.behind:
                 with self._lock:
-                    self._tell_beside()
+                    if not self.closed:
+                        self.side.tell(self.there())
+        for request, cancelled in list(self._cancelled.items()):
+            if not self._under_way(cancelled.node, request) or cancelled.look(self._look):
+                del self._cancelled[request]
         if now - then > STILL and use - used < (now - then) / 10:
             _log.warning(
                 "this script stood still for %.0f s (stopped by Ctrl-Z or a debugger, or its host was): nodes have "
@@ -704,8 +718,7 @@ class Link:
         self.launcher = None
         self._wake = threading.Event()
         self.hub.forked()
-        if self.side is not None:
-            self.side.forked()
+        self.side.forked()
         for node in self.nodes:
             node.forked()
 
@@ -717,8 +730,7 @@ class Link:
             self.closing = self.closed = True
             self.launcher = None  # the session stops it
             self.hub.close()
-            if self.side is not None:
-                self.side.close()
+            self.side.close()
             for request in list(self._requests.values()):
                 request.resolve()
             for node in self.nodes:

@@ -28,7 +28,6 @@ class Node:
         self.said_hello: c.Hello | None = None
         self.unawaited: set[int] = set()  #: ids of requests that it may still answer, and nobody waits for
         self.repeated = 0  #: failures that it has told before
-        self.words = 0  #: how many words it was told by its side channel
         self.sight: Sight | None = None  #: what it looked like from outside, when that was asked for last
         self.explained = 0.0  #: when somebody who waits was told what it is at
         #: its addresses in each of its data channels, by the channel's number

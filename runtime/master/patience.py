@@ -11,12 +11,15 @@ from ..host.launcher import Sight
 from ..process.own_time import Unheard
 from ..process.page import COMMANDS, IDLE, WORDS
 from .failures import line_of
+from .history import asks
 
 if TYPE_CHECKING:
     from .node import Node
 
 #: Seconds of a wait after which it is explained; again each time that it has taken twice as long.
 PATIENCE = 10.0
+#: Seconds after which a function that was cancelled and goes on is told of.
+UNHEEDED = 5.0
 #: Seconds that a look from outside may take.
 _SIGHT = 1.5
 #: A node whose own threads have not run for so many seconds holds the GIL, or is stopped.
@@ -56,17 +59,60 @@ class Patience:
                 _log.warning("%s", explained(node, others, seconds))
 
 
+class Cancelled:
+    """A function that was cancelled on a node that has not said yet that it has ended."""
+
+    def __init__(self, node: Node, request: int) -> None:
+        self.node = node
+        self._request = request
+        self._unheard = Unheard()
+        self._asked = False
+
+    def look(self, ask: Callable[[Node], None]) -> bool:
+        """Warns, after a while, if the function runs all the same, and returns True then. ``ask`` is as for Patience.
+
+        To be called at least every second.
+        """
+        seconds, node = self._unheard.look(), self.node
+        if seconds < UNHEEDED:
+            return False
+        if not self._asked:
+            self._asked, node.sight = True, None
+            ask(node)
+            return False
+        sight = node.sight
+        if sight is None and seconds < UNHEEDED + _SIGHT:
+            return False
+        sent = next((each for each in node.last_commands() if each.runs and asks(each.command) == self._request), None)
+        if sent is not None and sight is not None and not sent.beside and sight.seq != sent.number:
+            self._unheard.heard()  # it has not begun, and is not going to
+            self._asked = False
+            return False
+        text = (
+            f"node {node.rank}{_where(node)}: {sent.words if sent is not None else 'a function'}, was cancelled "
+            f"{seconds:.0f} s ago and goes on; Python code can be interrupted, and its calls that wait in the kernel, "
+            f"but no library's: disttensor.kill({node.rank}) ends the node"
+        )
+        if sight is not None and (stack := _users_frames(sight.stack)):
+            text += "\n" + "\n".join(stack)
+        _log.warning("%s", text)
+        return True
+
+
 def explained(node: Node, others: list[Node], seconds: float) -> str:
     """Returns the words for a node that is waited for."""
-    hello = node.said_hello
-    where = f" (host {hello.host}, pid {hello.pid})" if hello is not None else ""
-    text = f"node {node.rank}{where} has not answered for {seconds:.0f} s: {_doing(node, node.sight)}"
+    text = f"node {node.rank}{_where(node)} has not answered for {seconds:.0f} s: {_doing(node, node.sight)}"
     behind, most = node.behind, max((other.behind for other in others), default=0)
     if others and behind > most:
         text += f"; it is {behind} commands behind, and the other nodes are {most} at most"
     if node.sight is not None and (stack := _users_frames(node.sight.stack)):
         text += "\n" + "\n".join(stack)
     return text
+
+
+def _where(node: Node) -> str:
+    hello = node.said_hello
+    return f" (host {hello.host}, pid {hello.pid})" if hello is not None else ""
 
 
 def _doing(node: Node, sight: Sight | None) -> str:

@@ -1,6 +1,7 @@
 """The node's end of the side channel: a thread that takes the master's words, whatever the node is at.
 
-master: Link.lose --Gone--> this thread --> DataChannel.expire: a receive that waits for a lost peer ends
+master: Link.lose   --Gone-->   this thread --> DataChannel.expire: a receive that waits for a lost peer ends
+        Link.cancel --Cancel--> this thread --> Functions.cancel: a function is interrupted
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ..transport.base import Spoke
 class SideChannel:
     """The thread, which connects by itself: nothing waits for it. Without this connection a node works as well."""
 
-    def __init__(self, connect: Callable[[], Spoke], channels: Channels) -> None:
-        """``connect`` makes the connection, and may wait for it."""
-        self._connect, self._channels = connect, channels
+    def __init__(self, connect: Callable[[], Spoke], channels: Channels, cancel: Callable[[int], None]) -> None:
+        """``connect`` makes the connection, and may wait for it; ``cancel`` interrupts the function of a request."""
+        self._connect, self._channels, self._cancel = connect, channels, cancel
         self._spoke: Spoke | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -55,5 +56,9 @@ class SideChannel:
                     print(f"disttensor: the side channel is given up: {e}", file=sys.stderr)
 
     def _take(self, word: side.Word) -> None:
-        for channel in self._channels:
-            channel.expire(word.rank, word.why)
+        match word:
+            case side.Gone():
+                for channel in self._channels:
+                    channel.expire(word.rank, word.why)
+            case side.Cancel():
+                self._cancel(word.request)

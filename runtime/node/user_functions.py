@@ -23,6 +23,7 @@ import torch
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
+from .interruption import Interruption
 
 #: The most bytes of a pickled function, or of the pickled arguments of one call.
 MAX_PICKLE = 64 << 20
@@ -67,6 +68,7 @@ class Functions:
         self._pieces: dict[bytes, bytearray] = {}
         self._whole: dict[bytes, bytes] = {}
         self._kept: dict[bytes, _Function] = {}
+        self._interruption = Interruption()
 
     def piece(self, key: bytes, data: bytes, last: bool) -> None:
         """Adds a piece. Raises ProtocolError when the pieces are too long or do not match the digest ``key``."""
@@ -99,12 +101,20 @@ class Functions:
             while len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[command.function] = function
-        job = partial(_run, function, arguments)
+        job: Job = partial(self._run, command, partial(_run, function, arguments))
         if command.world is None:
             return job
         if self._worlds is None:
             raise DisttensorError("this node has no process groups")
         return self._worlds.within(command.world, job)
+
+    def cancel(self, request: int) -> None:
+        """Raises KeyboardInterrupt in the function of a request, in whichever thread it runs; has it not begin where it
+        has not. Called by the side channel's thread."""
+        self._interruption.cancel(request)
+
+    def _run(self, command: c.Run, job: Job, tensors: Tensors) -> tuple[bytes, list[torch.Tensor]]:
+        return self._interruption.run(command.request, command.what, partial(job, tensors))
 
     def skip(self, command: c.Run) -> None:
         """Withdraws from the command's process group, if any: the command is not going to be run."""

@@ -226,7 +226,7 @@ def start(bundle: Bundle) -> int:
         ZmqSpoke, bundle.side_addresses[addresses.index(address)], bundle.server_key, bundle.side_public_key,
         bundle.side_secret_key, bundle.rank, silence=bundle.silence,
     )  # fmt: skip
-    with contextlib.closing(SideChannel(beside, worker.channels)):
+    with contextlib.closing(SideChannel(beside, worker.channels, worker.executor.functions.cancel)):
         return worker.serve()
 
 

@@ -3,6 +3,7 @@
     DisttensorError
       NodeLost          a node died or was cut off; the tensors that it held are gone
       RemoteError       an operation failed on a node with a type that the master doesn't know
+      CancelledError    a function on a node was interrupted, as the script has asked for
       ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
       GeometryError     an operation gave a node's tensor another shape or other strides than its proxy has
       VerifyError       a node's result is not that of local torch (``verify=``)
@@ -67,6 +68,10 @@ class NodeLost(DisttensorError):
 
 class RemoteError(DisttensorError):
     """An operation or a function failed on a node with an exception type that the master doesn't know."""
+
+
+class CancelledError(DisttensorError):
+    """A function on a node was interrupted, or did not begin, because the script does not want its result any more."""
 
 
 class ProtocolError(DisttensorError):

@@ -21,11 +21,17 @@ class Gone(Message, frozen=True, tag=1):
     why: str
 
 
-#: What the master tells a node. A cancelled function and a breakpoint will be words, too.
-Word: TypeAlias = Gone
+class Cancel(Message, frozen=True, tag=2):
+    """The script does not wait for a function any more: it is to be interrupted, or not to begin."""
+
+    request: int
+
+
+#: What the master tells a node. A breakpoint will be a word, too.
+Word: TypeAlias = Gone | Cancel
 
 encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Word)
+_decoder: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 
 
 def decode(message: bytes) -> Word:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import re
 import signal
@@ -22,6 +20,7 @@ from checkout import search_path
 from equal import same
 from limits import HANG
 from processes import alive_after
+from telling import warned
 
 import disttensor as dt
 from disttensor import testing
@@ -269,30 +268,6 @@ STUCK: dict[str, tuple[Callable[[], None] | None, list[str]]] = {
     "holds the GIL": (hold, [r"it runs a function", "it holds the GIL", r"issued at {line}", r" in hold"]),
     "searches": (search, [r"it runs a function", "it holds the GIL", r"issued at {line}", r" in search"]),
 }
-
-
-class Warned(logging.Handler):
-    """Waits for a warning in which all of some patterns are."""
-
-    def __init__(self, patterns: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.patterns, self.there, self.texts = patterns, threading.Event(), list[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        if all(re.search(pattern, self.texts[-1]) for pattern in self.patterns):
-            self.there.set()
-
-
-@contextlib.contextmanager
-def warned(*patterns: str) -> Iterator[Warned]:
-    handler = Warned(list(patterns))
-    log = logging.getLogger("disttensor")
-    log.addHandler(handler)
-    try:
-        yield handler
-    finally:
-        log.removeHandler(handler)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -50,6 +50,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process is ready to be a node, for one session."""
 
     public_key: str
+    side_public_key: str = ""
     untidy: bool = False  #: it has given up a transfer: MPI_Finalize would wait for that
 
 
@@ -113,6 +114,9 @@ class MpiLauncher(Launcher):
         if missing := self._processes.gather(range(count), ARRIVE):
             raise StartError(f"nodes {missing} are still busy with the session before this one")
         return [(self._processes.offers[rank].public_key, "") for rank in range(count)]
+
+    def side_key_pairs(self, count: int) -> list[tuple[str, str]]:
+        return [(self._processes.offers[rank].side_public_key, "") for rank in range(count)]
 
     def too_many(self, count: int) -> str:
         return f"mpiexec has started {self.capacity} beside the master (it needs -n {count + 1})"

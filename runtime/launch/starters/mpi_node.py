@@ -58,10 +58,13 @@ def serve(world: mpi_env.World, output: Output = Output()) -> NoReturn:  # noqa:
     exit_at_once(0)
 
 
-def _order(world: mpi_env.World, public: str, timeout: float | None = None) -> bytes | None:
-    """Offers to be a node with this key, and waits for the master's order; None if none comes in time."""
+def _order(world: mpi_env.World, public: str, side: str = "", timeout: float | None = None) -> bytes | None:
+    """Offers to be a node with these keys, and waits for the master's order; None if none comes in time.
+
+    ``side`` is the public key of the side channel.
+    """
     comm, status = world.comm, world.mpi.Status()
-    comm.Send([msgspec.json.encode(Offer(public, bool(world.abandoned))), world.mpi.BYTE], 0, OFFER)
+    comm.Send([msgspec.json.encode(Offer(public, side, bool(world.abandoned))), world.mpi.BYTE], 0, OFFER)
     return take(world, status) if await_true(lambda: bool(comm.Iprobe(0, ORDER, status)), timeout) else None
 
 
@@ -69,15 +72,15 @@ def _work(world: mpi_env.World) -> int:
     """Serves session after session. A code other than 0 ends all processes: mpiexec does so without MPI_Finalize."""
     patience = None
     while True:
-        public, secret = curve_pair()
-        order = _order(world, public, patience)
+        (public, secret), (side, side_secret) = curve_pair(), curve_pair()
+        order = _order(world, public, side, patience)
         if order is None:
             return worker.EX_MASTER_GONE
         if not order:
             return 0
         bundle = msgspec.json.decode(order, type=Bundle)
         if bundle.public_key:
-            bundle = msgspec.structs.replace(bundle, secret_key=secret)
+            bundle = msgspec.structs.replace(bundle, secret_key=secret, side_secret_key=side_secret)
         _be_new()
         try:
             code = worker.start(bundle)

@@ -1,0 +1,277 @@
+"""Functions that are interrupted on their nodes: by Ctrl-C at the script, and by ``interrupt``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from equal import same
+from limits import HANG
+from telling import warned
+
+import disttensor as dt
+from disttensor.runtime.master import patience
+from disttensor.session import current
+
+
+def tell(port: int) -> None:
+    """Tells the test that the function has begun."""
+    socket.create_connection(("127.0.0.1", port), timeout=HANG).close()
+
+
+def loop(port: int) -> None:
+    tell(port)
+    while True:
+        pass
+
+
+def nap(port: int) -> None:
+    import time
+
+    tell(port)
+    time.sleep(3600)
+
+
+def lock(port: int) -> None:
+    mutex = threading.Lock()
+    tell(port)
+    with mutex, mutex:
+        pass
+
+
+def child(port: int) -> None:
+    tell(port)
+    subprocess.run(["sleep", "3600"], check=True)
+
+
+def read(port: int) -> None:
+    tell(port)
+    os.read(os.pipe()[0], 1)
+
+
+def stuck(port: int) -> None:
+    import ctypes
+
+    mutex = ctypes.create_string_buffer(64)
+    tell(port)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # of C: no signal ends it, and the GIL is free
+
+
+def stubborn(port: int) -> int:
+    try:
+        nap(port)
+    except KeyboardInterrupt:
+        return 7
+    return 0
+
+
+WAYS: list[Callable[[int], None]] = [loop, nap, lock, child, read]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with dt.init_master_worker(nodes=2, threads=1):
+        x = torch.ones(3, device="node:0")
+        x.to("node:1").cpu()
+        yield
+
+
+class Began:
+    """A port at which functions say that they have begun; ``times`` of them have to, then ``then()`` is called."""
+
+    def __init__(self, then: Callable[[], object], times: int = 1) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.settimeout(HANG)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, args=(then, times))
+        self._thread.start()
+
+    def _run(self, then: Callable[[], object], times: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            for _ in range(times):
+                self._socket.accept()[0].close()
+            then()
+
+    def __enter__(self) -> int:
+        return self.port
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._socket.close()
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def usable(node: int, pid: int) -> None:
+    """Computes on the node, and looks that its process is the one that it was, with nothing left."""
+    x = torch.linspace(-1, 1, 1000)
+    same(torch.exp(x.to(f"node:{node}")), torch.exp(x))
+    assert dt.run(os.getpid, node=node) == pid
+    dt.synchronize()  # a function that the script itself has ended is no error
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_ends_the_function(way: Callable[[int], None]) -> None:
+    pid = dt.run(os.getpid, node=1)
+    with Began(ctrl_c) as port, pytest.raises(KeyboardInterrupt):
+        dt.run(way, port, node=1)
+    usable(1, pid)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_thread_that_waits_for_an_interrupted_function_is_told(way: Callable[[int], None]) -> None:
+    pid = dt.run(os.getpid, node=1)
+    counted: list[int] = []
+    with (
+        Began(lambda: counted.append(dt.tasks.interrupt(1))) as port,
+        pytest.raises(dt.errors.CancelledError) as caught,
+    ):
+        dt.run(way, port, node=1)
+    assert str(caught.value) == f"{way.__name__}() was cancelled"
+    notes = "\n".join(caught.value.__notes__)
+    assert re.search(r"issued: \S*test_cancelled\.py:\d+ in test_a_thread", notes)
+    assert f"in {way.__name__}" in notes
+    assert counted == [1]
+    assert dt.tasks.interrupt(1) == 0
+    usable(1, pid)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_all_nodes_of_a_call_are_interrupted() -> None:
+    pids = dt.run(os.getpid, node=[0, 1])
+    with Began(ctrl_c, times=2) as port, pytest.raises(KeyboardInterrupt):
+        dt.run(nap, port, node=[0, 1])
+    for node, pid in enumerate(pids):
+        usable(node, pid)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_function_on_a_stream_is_interrupted() -> None:
+    pid = dt.run(os.getpid, node=1)
+    for interrupt, error in ((ctrl_c, KeyboardInterrupt), (lambda: dt.tasks.interrupt(1), dt.errors.CancelledError)):
+        with dt.Stream("node:1"), Began(interrupt) as port, pytest.raises(error):
+            dt.run(loop, port, node=1)
+        usable(1, pid)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_a_function_makes_of_it_is_its_result() -> None:
+    with Began(lambda: dt.tasks.interrupt(1)) as port:
+        assert dt.run(stubborn, port, node=1) == 7
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = dt.run(os.getpid, node=1)
+    link = current.session().link
+    wait, raised, began = link.wait, list[BaseException](), threading.Event()
+
+    def first(port: int) -> None:
+        try:
+            dt.run(nap, port, node=1)
+        except BaseException as e:
+            raised.append(e)
+
+    def waits(*args: object, **kwargs: object) -> object:  # the second function has been sent by now
+        assert dt.tasks.interrupt(1) == 2
+        return wait(*args, **kwargs)  # type: ignore[arg-type]
+
+    with Began(began.set) as port:
+        thread = threading.Thread(target=first, args=(port,))
+        thread.start()
+        assert began.wait(HANG)
+        monkeypatch.setattr(link, "wait", waits)
+        with pytest.raises(dt.errors.CancelledError, match=r"^touch\(\) was cancelled before it began$"):
+            dt.run(Path.touch, tmp_path / "begun", node=1)
+        monkeypatch.undo()
+        thread.join()
+    assert [str(e) for e in raised] == ["nap() was cancelled"]
+    assert not (tmp_path / "begun").exists()
+    usable(1, pid)
+
+
+def test_what_does_not_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "UNHEEDED", 0.2)
+    with dt.init_master_worker(nodes=2, threads=1):
+        x = torch.ones(3, device="node:1")
+        pid = dt.run(os.getpid, node=1)
+        patterns = [
+            rf"^node 1 \(host \S+, pid {pid}\): stuck\(\), issued at \S*test_cancelled\.py:\d+ in test_what_does_not",
+            r"was cancelled \d+ s ago and goes on; .*disttensor\.kill\(1\) ends the node",
+            r"test_cancelled\.py.* in stuck",
+        ]
+        with warned(*patterns) as said:
+            with Began(ctrl_c) as port, pytest.raises(KeyboardInterrupt):
+                dt.run(stuck, port, node=1)
+            assert said.there.wait(HANG), said.texts
+        with pytest.raises(TimeoutError):
+            dt.synchronize(1, timeout=0.1)
+        dt.kill(1)
+        with pytest.raises(dt.NodeLost):
+            x.sum().item()
+
+
+def test_interrupt_refuses_what_is_no_node_or_lost() -> None:
+    with dt.init_master_worker(nodes=2, threads=1):
+        with pytest.raises(ValueError, match="node:9"):
+            dt.tasks.interrupt(9)
+        dt.kill(1)
+        with pytest.raises(dt.NodeLost):
+            dt.tasks.interrupt(1)
+
+
+PROGRAM = """
+import os, random, signal, threading, time, torch, disttensor as dt
+
+def work(n):
+    return sum(range(n))
+
+def strike():
+    rng = random.Random(0)
+    while not over.wait(rng.uniform(0, 0.01)):
+        dt.tasks.interrupt(0)
+
+dt.init_master_worker(nodes=1, threads=1)
+x, over, rng, ended = torch.arange(5.0, device="node:0"), threading.Event(), random.Random(1), [0, 0]
+pid = dt.run(os.getpid, node=0)
+thread = threading.Thread(target=strike)
+thread.start()
+stream = dt.Stream("node:0")
+for i in range(400):
+    n = rng.randrange(200_000)
+    try:
+        with stream if i % 2 else dt.node(0):
+            assert dt.run(work, n, node=0) == n * (n - 1) // 2
+        ended[0] += 1
+    except dt.errors.CancelledError:
+        ended[1] += 1
+    assert (x + i).tolist() == [i, i + 1, i + 2, i + 3, i + 4]
+over.set()
+thread.join()
+assert min(ended) > 20, ended
+assert dt.run(os.getpid, node=0) == pid
+threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+try:
+    dt.run(time.sleep, 3600, node=0)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_interrupts_at_any_moment_end_no_node(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = script(PROGRAM)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

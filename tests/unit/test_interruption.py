@@ -1,0 +1,156 @@
+"""A function ends when it is interrupted, and what runs after it is never hit."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from limits import HANG
+
+from disttensor.runtime.node.interruption import AHEAD, Interruption
+from disttensor.runtime.protocol.errors import CancelledError
+
+
+def forever(began: threading.Event | None = None) -> None:
+    if began is not None:
+        began.set()
+    while True:
+        time.sleep(0.001)
+
+
+def in_main(body: Callable[[], None]) -> None:
+    body()
+
+
+def in_thread(body: Callable[[], None]) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(HANG)
+    assert not thread.is_alive()
+    if raised:
+        raise raised[0]
+
+
+@pytest.fixture(params=[in_main, in_thread])
+def place(request: pytest.FixtureRequest) -> Callable[[Callable[[], None]], None]:
+    return request.param
+
+
+def canceller(functions: Interruption, request: int, began: threading.Event) -> threading.Thread:
+    thread = threading.Thread(target=lambda: began.wait(HANG) and functions.cancel(request))
+    thread.start()
+    return thread
+
+
+def nothing_left(functions: Interruption) -> bool:
+    return not (functions._running or functions._struck or functions._expected)
+
+
+def test_a_function_is_interrupted(place: Callable[[Callable[[], None]], None]) -> None:
+    functions = Interruption()
+
+    def body() -> None:
+        began = threading.Event()
+        thread = canceller(functions, 7, began)
+        with pytest.raises(CancelledError, match=r"^f\(\) was cancelled$") as caught:
+            functions.run(7, "f()", lambda: forever(began))
+        assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+        thread.join()
+
+    place(body)
+    assert nothing_left(functions)
+
+
+def test_what_it_does_about_that_is_its_own(place: Callable[[Callable[[], None]], None]) -> None:
+    functions = Interruption()
+
+    def caught(began: threading.Event, error: Exception | None) -> int:
+        try:
+            forever(began)
+        except KeyboardInterrupt:
+            if error is not None:
+                raise error from None
+        return 3
+
+    def body() -> None:
+        began = threading.Event()
+        thread = canceller(functions, 1, began)
+        assert functions.run(1, "f()", lambda: caught(began, None)) == 3
+        thread.join()
+        began = threading.Event()
+        thread = canceller(functions, 2, began)
+        with pytest.raises(ValueError, match="its own"):
+            functions.run(2, "f()", lambda: caught(began, ValueError("its own")))
+        thread.join()
+
+    place(body)
+    assert nothing_left(functions)
+
+
+def test_an_interrupt_of_its_own_is_none_of_the_scripts() -> None:
+    def own() -> None:
+        raise KeyboardInterrupt("its own")
+
+    functions = Interruption()
+    with pytest.raises(KeyboardInterrupt, match="its own"):
+        functions.run(1, "f()", own)
+    assert nothing_left(functions)
+
+
+def test_what_is_cancelled_ahead_does_not_begin() -> None:
+    functions = Interruption()
+    functions.cancel(2)
+    assert functions.run(1, "f()", lambda: 5) == 5
+    with pytest.raises(CancelledError, match=r"^g\(\) was cancelled before it began$"):
+        functions.run(2, "g()", lambda: pytest.fail("it began"))
+    assert functions.run(2, "g()", lambda: 6) == 6
+    for request in range(3 * AHEAD):
+        functions.cancel(request)  # told after all of them have ended
+    assert len(functions._ahead) == AHEAD
+    assert nothing_left(functions)
+
+
+def test_interrupts_at_any_moment_hit_the_function_or_nothing(place: Callable[[Callable[[], None]], None]) -> None:
+    functions, over = Interruption(), threading.Event()
+    now = [0]
+    rng = random.Random(0)
+
+    def strike() -> None:
+        while not over.is_set():
+            functions.cancel(now[0] + 1)  # that which runs, or is about to
+            for _ in range(rng.randrange(300)):
+                pass
+
+    def short() -> int:
+        return sum(range(rng.randrange(300)))
+
+    def body() -> None:
+        thread = threading.Thread(target=strike)
+        thread.start()
+        ends = {True: 0, False: 0}
+        try:
+            for request in range(1, 3000):
+                now[0] = request - 1
+                try:
+                    functions.run(request, "f()", short)
+                    ends[True] += 1
+                except CancelledError:
+                    ends[False] += 1
+        finally:
+            over.set()
+            thread.join(HANG)
+        assert min(ends.values()) > 0, ends
+
+    place(body)
+    assert nothing_left(functions)
