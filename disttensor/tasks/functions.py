@@ -77,11 +77,12 @@ def run(
     Raises the error that the function raised, with the node's traceback as a note; TypeError for other results, and for
     a function or arguments that can't be pickled; ValueError for what exceeds 64 MiB, and for nodes that do not exist;
     GraphError while a graph is recorded; NodeLost; CancelledError where ``interrupt`` has ended the function. With
-    several nodes all have ended then, and further errors are in notes. With ``nodes`` also ValueError where gloo must not
-    be used between their hosts, and DisttensorError where nodes are threads (launcher="inproc").
+    several nodes all have ended then, and further errors are in notes. With ``nodes`` also ValueError where gloo must
+    not be used between their hosts, and DisttensorError where nodes are threads (launcher="inproc").
 
-    Ctrl-C ends the waiting, and the function by a KeyboardInterrupt on its node, which stays usable. What a C library
-    does is not interrupted, nor are nodes that are threads; a warning names what goes on after 5 s.
+    Ctrl-C ends the waiting, and the function by a KeyboardInterrupt on its node, which stays usable. It does not
+    interrupt what a C library does, nor, on a node that has streams, what waits in the kernel (``time.sleep``), nor
+    nodes that are threads; a warning names what goes on after 5 s.
     """
     session = current.session()
     site = here()
@@ -116,9 +117,8 @@ def interrupt(node: int | str | torch.device) -> int:
         disttensor.runtime.protocol.errors.CancelledError: sleep() was cancelled
 
     Returns the number of these functions. Threads that wait for them in ``run`` raise CancelledError, unless a function
-    catches the KeyboardInterrupt and returns. The node stays usable. What a C library does is not interrupted, nor are
-    nodes that are threads; a warning names what goes on after 5 s (``kill`` ends the node). Raises NodeLost, ValueError
-    for a node that does not exist.
+    catches the KeyboardInterrupt and returns. What can't be interrupted is as with Ctrl-C in ``run``; ``kill`` ends
+    that, with the node. Raises NodeLost, ValueError for a node that does not exist.
     """
     session = current.session()
     place = session.places.at(node)
@@ -278,9 +278,7 @@ class _Call:
         if not self._adopted:
             self._sent.discard((self.place.node, self._function))  # the node may not have come to keep it
             if self._request and self.place.outbox.lost is None:
-                link = session_of(self.place).link
-                if self._request in link.nodes[self.place.node].unawaited:
-                    link.cancel(self.place.node, self._request)
+                session_of(self.place).link.cancel(self.place.node, self._request)  # if it runs: nobody waits for it
                 # nobody will adopt what it returns
                 self.place.outbox.add(c.Adopt(self._request, ()), self._site)
         self._keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle

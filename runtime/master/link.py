@@ -482,7 +482,9 @@ class Link:
         """
         with self._lock:
             node = self.nodes[rank]
-            if node.lost is None and not self.closed and self._under_way(node, request) and self.side.hub is not None:
+            if self.closed or self.side.hub is None or request in self._cancelled:
+                return
+            if self._under_way(node, request):
                 self._cancelled[request] = Cancelled(node, request)
                 self.side.cancel(node, request)
                 self._wake.set()

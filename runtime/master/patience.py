@@ -90,8 +90,8 @@ class Cancelled:
             return False
         text = (
             f"node {node.rank}{_where(node)}: {sent.words if sent is not None else 'a function'}, was cancelled "
-            f"{seconds:.0f} s ago and goes on; Python code can be interrupted, and its calls that wait in the kernel, "
-            f"but no library's: disttensor.kill({node.rank}) ends the node"
+            f"{seconds:.0f} s ago and goes on; Python code can be interrupted, but no library's (nor what waits in the "
+            f"kernel, on a node that has streams); disttensor.kill({node.rank}) ends the node"
         )
         if sight is not None and (stack := _users_frames(sight.stack)):
             text += "\n" + "\n".join(stack)

@@ -305,3 +305,35 @@ def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monke
     with pytest.raises(dt.NodeLost):
         dt.kill(node)
     probe()
+
+
+def stuck() -> None:
+    import ctypes
+
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # in C: no signal ends it, and the GIL is free
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_goes_on_although_it_was_cancelled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "UNHEEDED", 0.2)
+    x, pid = torch.ones(3, device="node:1"), dt.nodes()[1]["pid"]
+    raised: list[BaseException] = []
+    patterns = [
+        rf"^node 1 \(host \S+, pid {pid}\): stuck\(\), issued at \S*test_attacked\.py:\d+ in ",
+        r"was cancelled \d+ s ago and goes on; .*disttensor\.kill\(1\) ends the node",
+        r"test_attacked\.py.* in stuck",
+    ]
+    with warned(*patterns) as said:
+        thread = in_thread(lambda: dt.run(stuck, node=1), raised)
+        while not said.there.wait(0.1):  # it may not have been sent at first
+            dt.tasks.interrupt(1)
+            probe()
+    dt.kill(1)
+    thread.join(HANG)
+    assert [type(e) for e in raised] == [dt.NodeLost]
+    with pytest.raises(dt.NodeLost):
+        dt.tasks.interrupt(1)
+    with pytest.raises(dt.NodeLost):
+        x.sum().item()

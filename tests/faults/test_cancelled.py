@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,8 @@ import pytest
 import torch
 from equal import same
 from limits import HANG
-from telling import warned
 
 import disttensor as dt
-from disttensor.runtime.master import patience
 from disttensor.session import current
 
 
@@ -48,23 +47,25 @@ def lock(port: int) -> None:
         pass
 
 
+CHILD = """
+import socket, sys, time
+socket.create_connection(("127.0.0.1", int(sys.stdin.read()))).close()
+time.sleep(3600)
+"""
+
+
 def child(port: int) -> None:
-    tell(port)
-    subprocess.run(["sleep", "3600"], check=True)
+    process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, text=True)
+    try:
+        process.communicate(str(port))
+    finally:
+        process.kill()
+        process.wait()
 
 
 def read(port: int) -> None:
     tell(port)
     os.read(os.pipe()[0], 1)
-
-
-def stuck(port: int) -> None:
-    import ctypes
-
-    mutex = ctypes.create_string_buffer(64)
-    tell(port)
-    for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # of C: no signal ends it, and the GIL is free
 
 
 def stubborn(port: int) -> int:
@@ -81,8 +82,8 @@ WAYS: list[Callable[[int], None]] = [loop, nap, lock, child, read]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=2, threads=1):
-        x = torch.ones(3, device="node:0")
-        x.to("node:1").cpu()
+        for node in (0, 1):  # connections are made at first use: have them before the tests look for leaks
+            usable(node, dt.run(os.getpid, node=node))
         yield
 
 
@@ -154,18 +155,18 @@ def test_a_thread_that_waits_for_an_interrupted_function_is_told(way: Callable[[
 def test_all_nodes_of_a_call_are_interrupted() -> None:
     pids = dt.run(os.getpid, node=[0, 1])
     with Began(ctrl_c, times=2) as port, pytest.raises(KeyboardInterrupt):
-        dt.run(nap, port, node=[0, 1])
+        dt.run(loop, port, node=[0, 1])
     for node, pid in enumerate(pids):
         usable(node, pid)
 
 
 @pytest.mark.usefixtures("cluster")
 def test_a_function_on_a_stream_is_interrupted() -> None:
-    pid = dt.run(os.getpid, node=1)
-    for interrupt, error in ((ctrl_c, KeyboardInterrupt), (lambda: dt.tasks.interrupt(1), dt.errors.CancelledError)):
-        with dt.Stream("node:1"), Began(interrupt) as port, pytest.raises(error):
-            dt.run(loop, port, node=1)
-        usable(1, pid)
+    pid = dt.run(os.getpid, node=0)
+    for interrupt, error in ((ctrl_c, KeyboardInterrupt), (lambda: dt.tasks.interrupt(0), dt.errors.CancelledError)):
+        with dt.Stream("node:0"), Began(interrupt) as port, pytest.raises(error):
+            dt.run(loop, port, node=0)
+        usable(0, pid)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -182,7 +183,7 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
 
     def first(port: int) -> None:
         try:
-            dt.run(nap, port, node=1)
+            dt.run(loop, port, node=1)
         except BaseException as e:
             raised.append(e)
 
@@ -195,50 +196,24 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
         thread.start()
         assert began.wait(HANG)
         monkeypatch.setattr(link, "wait", waits)
-        with pytest.raises(dt.errors.CancelledError, match=r"^touch\(\) was cancelled before it began$"):
+        with pytest.raises(dt.errors.CancelledError, match=r"^Path\.touch\(\) was cancelled before it began\n"):
             dt.run(Path.touch, tmp_path / "begun", node=1)
         monkeypatch.undo()
         thread.join()
-    assert [str(e) for e in raised] == ["nap() was cancelled"]
+    assert [str(e) for e in raised] == ["loop() was cancelled"]
     assert not (tmp_path / "begun").exists()
     usable(1, pid)
 
 
-def test_what_does_not_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "UNHEEDED", 0.2)
-    with dt.init_master_worker(nodes=2, threads=1):
-        x = torch.ones(3, device="node:1")
-        pid = dt.run(os.getpid, node=1)
-        patterns = [
-            rf"^node 1 \(host \S+, pid {pid}\): stuck\(\), issued at \S*test_cancelled\.py:\d+ in test_what_does_not",
-            r"was cancelled \d+ s ago and goes on; .*disttensor\.kill\(1\) ends the node",
-            r"test_cancelled\.py.* in stuck",
-        ]
-        with warned(*patterns) as said:
-            with Began(ctrl_c) as port, pytest.raises(KeyboardInterrupt):
-                dt.run(stuck, port, node=1)
-            assert said.there.wait(HANG), said.texts
-        with pytest.raises(TimeoutError):
-            dt.synchronize(1, timeout=0.1)
-        dt.kill(1)
-        with pytest.raises(dt.NodeLost):
-            x.sum().item()
-
-
-def test_interrupt_refuses_what_is_no_node_or_lost() -> None:
-    with dt.init_master_worker(nodes=2, threads=1):
-        with pytest.raises(ValueError, match="node:9"):
-            dt.tasks.interrupt(9)
-        dt.kill(1)
-        with pytest.raises(dt.NodeLost):
-            dt.tasks.interrupt(1)
-
-
 PROGRAM = """
-import os, random, signal, threading, time, torch, disttensor as dt
+import os, random, signal, threading, torch, disttensor as dt
 
 def work(n):
     return sum(range(n))
+
+def forever():
+    while True:
+        pass
 
 def strike():
     rng = random.Random(0)
@@ -262,11 +237,11 @@ for i in range(400):
     assert (x + i).tolist() == [i, i + 1, i + 2, i + 3, i + 4]
 over.set()
 thread.join()
-assert min(ended) > 20, ended
+assert min(ended) > 3, ended
 assert dt.run(os.getpid, node=0) == pid
 threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
 try:
-    dt.run(time.sleep, 3600, node=0)
+    dt.run(forever, node=0)
 except KeyboardInterrupt:
     print("interrupted")
 """
