@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import hostile_workers
 import psutil
 import pytest
 import torch
+from began import Began, tell
 from checkout import search_path
 from equal import same
 from limits import HANG
@@ -307,12 +309,17 @@ def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monke
     probe()
 
 
-def stuck() -> None:
+def stuck(port: int) -> None:
     import ctypes
 
-    mutex = ctypes.create_string_buffer(64)
-    for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # in C: no signal ends it, and the GIL is free
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    told = False
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):  # that comes before it is in C
+            if not told:
+                tell(port)
+                told = True
+            lock(mutex)  # the second time no signal ends it, and the GIL is free
 
 
 @pytest.mark.usefixtures("cluster")
@@ -325,11 +332,10 @@ def test_what_goes_on_although_it_was_cancelled_is_named(monkeypatch: pytest.Mon
         r"was cancelled \d+ s ago and goes on; .*disttensor\.kill\(1\) ends the node",
         r"test_attacked\.py.* in stuck",
     ]
-    with warned(*patterns) as said:
-        thread = in_thread(lambda: dt.run(stuck, node=1), raised)
-        while not said.there.wait(0.1):  # it may not have been sent at first
-            dt.tasks.interrupt(1)
-            probe()
+    with warned(*patterns) as said, Began(lambda: dt.tasks.interrupt(1)) as port:
+        thread = in_thread(lambda: dt.run(stuck, port, node=1), raised)
+        assert said.there.wait(HANG), said.texts
+    probe()
     dt.kill(1)
     thread.join(HANG)
     assert [type(e) for e in raised] == [dt.NodeLost]

@@ -16,14 +16,15 @@ from disttensor.session import current
 
 
 def test_words_are_of_known_kinds() -> None:
-    word = side.Gone(3, "its host is gone")
-    assert side.decode(side.encode(word)) == word
+    for word in (side.Gone(3, "its host is gone"), side.Cancel(7)):
+        assert side.decode(side.encode(word)) == word
     for wrong in (
         b"",
         b"\xc1",
         side.encode([9, 3, "x"]),
         side.encode([1, 3]),
         side.encode([1, "3", 4]),
+        side.encode([2, "7"]),
         b"\x91" * 9999,
     ):
         with pytest.raises(ProtocolError):
@@ -40,9 +41,9 @@ def test_a_loss_reaches_a_node_that_waits_for_the_lost_one(beside: bool, monkeyp
         pid = int(dt.nodes()[1]["pid"])
         testing.stop(1)
         waiting = x.to("node:0") * 2
-        launcher, channel = link.launcher, link.side
+        launcher, channel = link.launcher, link.side.hub
         link.launcher = None  # nobody ends it
-        link.side = channel if beside else None
+        link.side.hub = channel if beside else None
         link.lose(1, "for a test")
         if beside:
             assert (y + 1).sum().item() == 6
@@ -51,7 +52,7 @@ def test_a_loss_reaches_a_node_that_waits_for_the_lost_one(beside: bool, monkeyp
         else:
             with pytest.raises(TimeoutError):
                 dt.synchronize(0, timeout=1)
-        link.launcher, link.side = launcher, channel
+        link.launcher, link.side.hub = launcher, channel
         os.kill(pid, signal.SIGKILL)
         assert (y + 2).sum().item() == 9
         with pytest.raises(dt.NodeLost, match="for a test"):
