@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import select
+import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from limits import HANG
 
+from disttensor.runtime.node import interruption
 from disttensor.runtime.node.interruption import AHEAD, Interruption
 from disttensor.runtime.protocol.errors import CancelledError
 
@@ -22,7 +27,10 @@ def forever(began: threading.Event | None = None) -> None:
 
 
 def in_main(body: Callable[[], None]) -> None:
-    body()
+    try:
+        body()
+    except KeyboardInterrupt:  # which would end the run of the tests
+        pytest.fail("an interrupt has hit what runs after the function")
 
 
 def in_thread(body: Callable[[], None]) -> None:
@@ -39,7 +47,11 @@ def in_thread(body: Callable[[], None]) -> None:
     thread.join(HANG)
     assert not thread.is_alive()
     if raised:
-        raise raised[0]
+        in_main(partial(_raise, raised[0]))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 @pytest.fixture(params=[in_main, in_thread])
@@ -51,6 +63,16 @@ def canceller(functions: Interruption, request: int, began: threading.Event) -> 
     thread = threading.Thread(target=lambda: began.wait(HANG) and functions.cancel(request))
     thread.start()
     return thread
+
+
+def slowly(call: Callable[..., object]) -> Callable[..., object]:
+    """Calls it after another thread has had its turn."""
+
+    def run(*args: object) -> object:
+        time.sleep(0)
+        return call(*args)
+
+    return run
 
 
 def nothing_left(functions: Interruption) -> bool:
@@ -98,6 +120,27 @@ def test_what_it_does_about_that_is_its_own(place: Callable[[Callable[[], None]]
     assert nothing_left(functions)
 
 
+def test_a_wait_in_the_kernel_ends() -> None:
+    functions, began, reads = Interruption(), threading.Event(), os.pipe()
+
+    def wait() -> None:
+        began.set()
+        select.select([reads[0]], [], [])
+
+    late = threading.Timer(HANG / 10, os.write, [reads[1], b"x"])
+    late.start()
+    thread = canceller(functions, 1, began)
+    with pytest.raises(CancelledError):
+        functions.run(1, "f()", wait)
+    late.cancel()
+    late.join()
+    thread.join()
+    assert select.select([reads[0]], [], [], 0)[0] == []  # nothing had to be written
+    os.close(reads[1])
+    assert os.read(reads[0], 1) == b""
+    os.close(reads[0])
+
+
 def test_an_interrupt_of_its_own_is_none_of_the_scripts() -> None:
     def own() -> None:
         raise KeyboardInterrupt("its own")
@@ -121,7 +164,11 @@ def test_what_is_cancelled_ahead_does_not_begin() -> None:
     assert nothing_left(functions)
 
 
-def test_interrupts_at_any_moment_hit_the_function_or_nothing(place: Callable[[Callable[[], None]], None]) -> None:
+def test_interrupts_at_any_moment_hit_the_function_or_nothing(
+    place: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interruption, "_set_exception", slowly(interruption._set_exception))
+    monkeypatch.setattr(interruption.signal, "pthread_kill", slowly(signal.pthread_kill))
     functions, over = Interruption(), threading.Event()
     now = [0]
     rng = random.Random(0)
