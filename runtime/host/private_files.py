@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 
 
@@ -35,3 +37,16 @@ def open_private_file(path: str | os.PathLike[str], flags: int) -> int:
         return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)  # the umask may have taken even this user's rights
     return fd
+
+
+def lock_file(fd: int) -> bool:
+    """Locks an open file for this process and returns True; False if another one has it locked.
+
+    The lock ends with the descriptor, so with the process, however that ends. File systems without locks lock nothing.
+    """
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

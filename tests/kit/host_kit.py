@@ -119,6 +119,16 @@ class Hosts:
         lines = [line.split(maxsplit=2) for line in listed]
         return [args for _, state, args in lines if state[0] != "Z" and not args.startswith(self.daemons)]
 
+    def pids(self, host: str) -> list[int]:
+        """What runs on a host other than its daemons, by the numbers that this process knows them by."""
+        network, found = f"/proc/{self._pids[host]}/ns/net", []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                args = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if os.path.samefile(f"/proc/{name}/ns/net", network) and not args.startswith(self.daemons):
+                    found.append(int(name))
+        return found
+
     def over(self) -> bool:
         """Whether nothing is left of what was started."""
         return not any(self.processes(host) for host in ADDRESSES)

@@ -113,6 +113,17 @@ def test_a_file_that_is_there_already(job: Job, tmp_path: Path) -> None:
         collect(second, 1)
 
 
+def test_a_zombie_has_ended(job: Job, tmp_path: Path) -> None:
+    """Where nobody waits for a job's processes, as in many containers, its file is told from that of one that runs."""
+    job(f"file://{tmp_path}/job", 1)
+    invitation = read_connection_file(tmp_path / "job", LIMIT)
+    ended = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+    seen = invitation.over, msgspec.structs.replace(invitation, pid=ended).over
+    os.waitpid(ended, 0)
+    assert seen == (False, True)
+
+
 def test_nodes_join_by_the_users_secret(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)

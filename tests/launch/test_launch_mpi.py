@@ -12,8 +12,12 @@ import pytest
 from contract_kit import CONTRACT, results
 from limits import HANG
 from mpi_kit import KINDS, Mpi, dedented
+from strangers import Job, besiege, children, written
 
 pytestmark = [pytest.mark.mpi]
+
+#: Processes that mpiexec is made of.
+STARTERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "prterun", "prted", "orted"}
 
 #: The beginning of most scripts here.
 HEAD = """
@@ -173,6 +177,19 @@ mpi_processes().order = lambda rank, data, order=mpi_processes().order: (bundles
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=HANG)
     assert process.returncode != 0
+
+
+def test_strangers_at_every_port(mpi: Mpi) -> None:
+    """Those of the session are ours; mpiexec, its helpers and MPI's library in each process listen as they like."""
+    script, fifo = written(mpi.folder)
+    with mpi.start(script.read_text(), str(fifo)) as process, Job(process, fifo) as job:
+        theirs = besiege(job, children(process.pid), mpi.folder / "marker")
+        ranks = [port for port in theirs if port.pid in job.pids]
+        assert ranks, theirs  # MPI's library in each of them; the rest is mpiexec's, and its helpers'
+        assert {psutil.Process(port.pid).name() for port in theirs if port not in ranks} <= STARTERS
+        job.probe()
+        job.end()
+        process.communicate(timeout=HANG)
 
 
 def test_without_mpiexec(mpi: Mpi) -> None:

@@ -15,6 +15,7 @@ from host_kit import ROOT, signal_to
 from launch_kit import local_losses, losses
 from limits import HANG
 from slurm_kit import Slurm, cluster, why_not
+from strangers import Job, besiege, written
 from variants import variants
 
 pytestmark = [pytest.mark.slurm]
@@ -74,6 +75,18 @@ def test_the_kit(slurm: Slurm) -> None:
     submitted = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=srun sleep 1000")
     slurm.wait_until(lambda: slurm.jobs() == [submitted.stdout.strip()], 20, "other jobs are there")  # which complete
     assert slurm.run("scancel", submitted.stdout.strip()).returncode == 0
+
+
+def test_strangers_at_every_port(slurm: Slurm) -> None:
+    """Those of the session and its tunnel are ours; srun's are for its tasks, and strangers there have it hang."""
+    path, fifo = written(slurm.folder)
+    with slurm.start(*STEP, str(path), str(fifo)) as process, Job(process, fifo) as job:
+        pids = [pid for host in ("left", "right") for pid in slurm.pids(host)]
+        theirs = besiege(job, pids, slurm.folder / "marker", spared=True)
+        assert {Path(f"/proc/{port.pid}/comm").read_text().strip() for port in theirs} <= {"srun", "slurmstepd"}
+        job.probe()
+        job.end()
+        process.communicate(timeout=HANG)
 
 
 #: Of the tasks of a step there are none to be had anew, for a master to be killed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from contract_kit import CONTRACT, UNDER_DTRUN, results
 from launch_kit import DIGITS, local_losses, losses
 from limits import HANG
 from ray_kit import CPUS, ENVIRONMENT, cluster
+from strangers import Job, besiege, written
 from variants import variants
 
 pytestmark = [pytest.mark.ray]
@@ -65,15 +67,21 @@ class Runs:
         (self.folder / "script.py").write_text(text)
         return "script.py"
 
-    def left(self) -> list[str]:
+    def pids(self) -> list[int]:
         """What runs of these runs. Nodes are known by the folder that they work in."""
         found = []
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
                 if process.environ().get(MARK) == self.environment[MARK] or process.cwd() == str(self.folder):
-                    found.append(" ".join(process.cmdline()))
-            except (psutil.Error, OSError):  # it has ended
-                continue
+                    found.append(process.pid)
+        return found
+
+    def left(self) -> list[str]:
+        """Their command lines."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(psutil.Error, OSError):
+                found.append(" ".join(psutil.Process(pid).cmdline()))
         return found
 
     def settle(self, within: float = HANG) -> None:
@@ -231,6 +239,25 @@ def test_nothing_is_left_when_dtrun_is_killed(runs: Runs) -> None:
         process.kill()
         assert process.wait(HANG) != 0
         runs.settle(10)
+
+
+def test_strangers_at_every_port(tmp_path: Path) -> None:
+    """Those of the session are ours; Ray's library listens in the driver. (A cluster of its own: Ray keeps spare
+    processes for jobs that last.)"""
+    script, fifo = written(tmp_path)
+    command = "-m", "dtrun", "--launcher", "ray", "-n", "2", str(script), str(fifo)
+    with cluster(tmp_path) as address:
+        runs = Runs(tmp_path, address)
+        with runs.start(*command) as process, Job(process, fifo) as job:
+            theirs = besiege(job, runs.pids(), tmp_path / "marker")
+            assert theirs
+            for port in theirs:
+                assert port.pid not in job.pids
+                assert re.search(r"ray_driver\.py|^ray::", " ".join(psutil.Process(port.pid).cmdline())), port
+            job.probe()
+            job.end()
+            _, err = process.communicate(timeout=HANG)
+            assert (process.returncode, err) == (0, "")
 
 
 def test_an_actor_that_is_killed(runs: Runs) -> None:

@@ -16,6 +16,7 @@ from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import Hosts, hosts_by_ssh, signal_to
 from launch_kit import CUT_OFF, DIGITS, ROOT, local_losses, losses
 from limits import HANG
+from strangers import Job, besiege, written
 from variants import variants
 
 from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
@@ -88,6 +89,19 @@ def test_an_interface_that_one_host_does_not_reach(hosts: Hosts) -> None:
 def test_digits(hosts: Hosts) -> None:
     out = succeed(hosts, "python", "-m", "dtrun", "--hosts", "left:2,right:2", str(DIGITS))
     assert losses(out) == pytest.approx(local_losses(), abs=2e-4)
+
+
+def test_strangers_at_every_port(hosts: Hosts) -> None:
+    """On both hosts: the script's, the nodes', and whatever else the way by ssh may have opened."""
+    script, fifo = written(hosts.folder)
+    with (
+        hosts.start("dtrun", "--hosts", "left:1,right:1", str(script), str(fifo)) as process,
+        Job(process, fifo) as job,
+    ):
+        pids = [pid for host in ("left", "right") for pid in hosts.pids(host)]
+        assert besiege(job, pids, hosts.folder / "marker") == []
+        job.end()
+    hosts.settle(10)
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------

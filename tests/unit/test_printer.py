@@ -241,8 +241,22 @@ def test_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:
     assert files == {
         "0/stdout.log": b"out\rput\n", "0/stderr.log": b"", "1/stdout.log": b"", "1/stderr.log": b"unfinished",
     }  # fmt: skip
+    printer.end(0)
     make(2, log_dir=str(tmp_path / "logs")).take(1, 2, b", and more")
     assert (tmp_path / "logs/1/stderr.log").read_bytes() == b"unfinished, and more"
+
+
+def test_log_files_are_one_jobs_at_a_time(make: Make, tmp_path: Path) -> None:
+    """Who comes second is told which file it is, and by which argument to name others."""
+    first = make(2, log_dir=str(tmp_path))
+    first.take(0, 1, b"mine\n")
+    with pytest.raises(OSError, match=r"Another job writes to this file now: .*--log-dir.*/0/stdout\.log"):
+        make(1, log_dir=str(tmp_path))
+    first.take(0, 1, b"still\n")
+    assert (tmp_path / "0/stdout.log").read_text() == "mine\nstill\n"
+    first.end(0)
+    make(1, log_dir=str(tmp_path)).take(0, 1, b"now mine\n")
+    assert (tmp_path / "0/stdout.log").read_text() == "mine\nstill\nnow mine\n"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o000, 0o777])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,3 +68,17 @@ def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ray.cluster(LaunchSpec("ray"))
     note.write_text("10.0.0.2:6379")
     assert ray.cluster(LaunchSpec("ray", options={"address": "auto"})) == "10.0.0.2:6379"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to somebody else")
+def test_another_users_cluster_is_not_taken_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs a cluster runs code as those who connect to it."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    note = tmp_path / "note"
+    note.write_text("10.0.0.2:6379\n")
+    monkeypatch.setattr(ray, "_CURRENT", str(note))
+    assert ray.cluster(LaunchSpec("ray")) == "10.0.0.2:6379"
+    os.chown(note, 65534, 65534)
+    with pytest.raises(StartError, match="belongs to user 65534, and this process to 0: RAY_ADDRESS"):
+        ray.cluster(LaunchSpec("ray"))
+    assert ray.cluster(LaunchSpec("ray", options={"address": "10.0.0.2:6379"})) == "10.0.0.2:6379"

@@ -9,18 +9,22 @@ Used by the process nearest to the user: the fork server of a local session, the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...host.output_options import STREAMS, Choice, Output
-from ...host.private_files import make_private_folder, open_private_file
+from ...host.private_files import lock_file, make_private_folder, open_private_file
 from .folding import Group, OutputFolding
 from .lines import Lines, showable
 from .output_fd import OutputFd, Terminal
 
 #: The interval at which a progress bar is shown (seconds); it is also shown when it has ended.
 BAR = 5.0
+
+#: What to do where log files are another job's, or another user's.
+_ELSEWHERE = "name another folder (log_dir=, dtrun --log-dir)"
 
 #: A colour for each node: the bright ones after the others; no red, which means trouble, and neither black nor white.
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -75,9 +79,7 @@ class Printer:
         output, log = self._output, -1
         silent = bool(output.log_dir) and self._redirected.has(rank, stream)
         if output.log_dir and (silent or self._teed.has(rank, stream)):
-            folder = os.path.join(output.log_dir, str(rank))
-            make_private_folder(folder)  # nodes print what only their user may see
-            log = open_private_file(os.path.join(folder, STREAMS[stream]), os.O_WRONLY | os.O_APPEND)
+            log = _open_log(os.path.join(output.log_dir, str(rank), STREAMS[stream]))
         return _Stream(rank, stream, log, silent)
 
     def take(self, rank: int, stream: int, piece: bytes) -> None:
@@ -188,6 +190,19 @@ class Printer:
         """Closes the descriptors that it has opened. Nothing may come after this."""
         for fd in self.fds():
             os.close(fd)
+
+
+def _open_log(path: str) -> int:
+    """Opens a node's log file for this process alone. Raises OSError, with another one's files as well."""
+    try:
+        make_private_folder(os.path.dirname(path))  # nodes print what only their user may see
+        log = open_private_file(path, os.O_WRONLY | os.O_APPEND)
+    except PermissionError as e:
+        raise PermissionError(e.errno, f"{e.strerror}: {_ELSEWHERE}", e.filename) from e
+    if not lock_file(log):
+        os.close(log)
+        raise BlockingIOError(errno.EBUSY, f"Another job writes to this file now: {_ELSEWHERE}", path)
+    return log
 
 
 class _Stream:

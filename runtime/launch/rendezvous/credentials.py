@@ -39,6 +39,9 @@ _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _ADDRESS = re.compile(r"tcp://([\w.%-]+|\[[\w.:%]+\]):\d{1,5}", re.ASCII)
 _LONG, _MOST = 255, 64
 
+#: What to do where a connection file is another job's.
+_ELSEWHERE = "give this job another path (dtrun --connection-file, init_method=)"
+
 #: Seconds between two tries to read a file that is not there yet.
 _PAUSE = 0.1
 
@@ -72,7 +75,7 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def over(self) -> bool:
         """True if its maker is known to have ended; only processes that see the maker's pid can know."""
-        return self.place == _place() and not os.path.exists(f"/proc/{self.pid}")
+        return self.place == _place() and _has_ended(self.pid)
 
 
 def fresh() -> Keys:
@@ -126,6 +129,14 @@ def check_addresses(addresses: Sequence[str]) -> None:
             raise ValueError(f"{address[:_LONG]!a} is no address such as tcp://10.0.0.1:41233")
 
 
+def _has_ended(pid: int) -> bool:
+    """Returns whether there is no such process, or only a zombie, which stays where nobody waits for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def _place() -> str:
     """Identifies this boot of this machine, and its pid namespace."""
     with contextlib.suppress(OSError):
@@ -163,12 +174,10 @@ def _left_over(path: Path) -> str:
     try:
         there = read_connection_file(path, 0)
     except StartError as e:
-        return f"there is a file already where the connection file is to be: {e}"
+        return f"there is a file already where the connection file is to be: {e}; {_ELSEWHERE}"
     if there.over:
         return f"{path} was left over by {there.whose()}, which has ended: remove it"
-    return (
-        f"{path} is the connection file of {there.whose()}: give this job another path, or remove it if that has ended"
-    )
+    return f"{path} is the connection file of {there.whose()}: {_ELSEWHERE}, or remove it if that has ended"
 
 
 def read_connection_file(path: str | Path, timeout: float) -> Invitation:
@@ -214,7 +223,10 @@ def shared_secret() -> bytes:
         )
         return os.fsencode(text)  # which may be no UTF-8
     path = secret_file()
-    data = _read_private(path, "secret file")
+    try:
+        data = _read_private(path, "secret file")
+    except StartError as e:
+        raise StartError(f"{e}; DISTTENSOR_SECRET_FILE names another") from None
     if data is None:
         _make_folder(path.parent)
         try:

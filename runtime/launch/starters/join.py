@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from ...host.addresses import LOOPBACK
 from ...host.interfaces import addresses_of, listening_as
 from ...host.launch_spec import LaunchSpec
+from ...protocol.errors import BrokenError, StartError
 from ...transport.tunnel import TunnelServer
 from ..output.printer import spans
 from ..rendezvous.credentials import ConnectionFile, derived, fresh, invite, shared_secret
@@ -79,7 +80,15 @@ class JoinStarter(LocalAgentStarter):
 
     def open(self, hosts: Sequence[str], port: int, server_keys: tuple[str, str], *agents: str) -> tuple[str, ...]:
         """Lets in agents that have one of these keys; returns the addresses of the tunnel server."""
-        self._tunnel = TunnelServer(hosts, port, server_keys, *agents)
+        try:
+            self._tunnel = TunnelServer(hosts, port, server_keys, *agents)
+        except BrokenError as e:
+            if not port:
+                raise
+            raise StartError(
+                f"port {port} of this host is taken, perhaps by another job: name another one on all hosts (dtrun "
+                f"--master-port, MASTER_PORT, init_method=) [{e}]"
+            ) from e
         self.loop.watch(self._tunnel.arrivals, self._arrived)
         return self._tunnel.addresses
 

@@ -152,8 +152,15 @@ def _relay(rank: int, output: Output, out: int, err: int) -> None:
         first = fd + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
     # Open MPI gives its processes terminals, and passes on their output there to wherever its own output goes.
-    printer = Printer(output, environment={**os.environ, "TERM": "dumb"})
-    printer.begin(rank)
+    environment = {**os.environ, "TERM": "dumb"}
+    printer = Printer(output, environment=environment)
+    try:
+        printer.begin(rank)
+    except OSError as e:  # nobody can be told but who reads this, and output is not to be lost
+        os.write(2, f"[node {rank}] no output goes to its log files: {e}\n".encode())
+        printer.close()
+        printer = Printer(environment=environment)
+        printer.begin(rank)
     sources = [Source(fd, stream, partial(printer.take, rank)) for stream, fd in ((1, out), (2, err))]
     poller = select.poll()
     for source in sources:

@@ -52,6 +52,11 @@ def cluster(spec: LaunchSpec) -> str:
     if found == "auto":
         found = ""
         with contextlib.suppress(OSError), open(_CURRENT) as file:
+            if (owner := os.fstat(file.fileno()).st_uid) not in (0, os.geteuid()):
+                raise StartError(
+                    f"{_CURRENT} names a Ray cluster and belongs to user {owner}, and this process to {os.geteuid()}: "
+                    "RAY_ADDRESS, or the launcher's option address, names the one that you mean"
+                )
             found = file.read().strip()
     if not found:
         raise StartError(

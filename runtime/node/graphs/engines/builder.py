@@ -168,11 +168,13 @@ def folder() -> str:
         user = str(os.getuid())
     root = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(gettempdir(), f"torchinductor_{user}")
     path = os.path.join(root, "disttensor")
-    make_private_folder(path)
     for one in (root, path):
+        make_private_folder(one)
         status = os.stat(one)
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{one} is not this user's alone: code is loaded from it")
+            raise PermissionError(
+                f"{one} is not this user's alone: code is loaded from it (TORCHINDUCTOR_CACHE_DIR names another folder)"
+            )
     return path
 
 
