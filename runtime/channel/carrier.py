@@ -53,7 +53,8 @@ class Parcel(ABC):
 class Carrier(ABC):
     """Moves large payloads between one pair of peers.
 
-    An exception in ``stage``, ``carry``, ``hear``, ``open`` or a parcel ends the pair's connection.
+    An exception in ``stage``, ``carry``, ``hear``, ``open`` or a parcel ends the pair's connection. But a MemoryError
+    of ``open`` says that there is no room for this payload, which it has dropped: only its transfer fails.
     """
 
     #: the number of bytes of a descriptor

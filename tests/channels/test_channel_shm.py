@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from disttensor.runtime.channel.base import DataChannel, Protection
+from disttensor.runtime.channel.shm import segments as shm
 from disttensor.runtime.channel.shm.channel import ShmChannel
 from disttensor.runtime.channel.shm.segments import _DESCRIPTOR, FREE, HEAD, Mappings, Segment, Segments
 from disttensor.runtime.channel.shm.sharing import AHEAD
@@ -166,6 +168,27 @@ def test_without_common_memory_everything_takes_the_connection(monkeypatch):
         channel.close()
 
 
+@pytest.mark.fault(9)
+def test_a_receiver_without_room_to_map_a_payload_loses_that_one_only(pair, monkeypatch):
+    real = shm._mapped
+
+    def full(fd, nbytes, inherited):
+        if inherited:  # by the receiver
+            raise OSError(errno.ENOMEM, "mmap")
+        return real(fd, nbytes, inherited)
+
+    kept = move(pair, torch.arange(LARGE))  # its segment is in use, so that the next payload takes another one
+    with monkeypatch.context() as patch:
+        patch.setattr(shm, "_mapped", full)
+        with pytest.raises(BrokenError, match=r"rank 0 has no memory for it: \d+ bytes of .* cannot be mapped"):
+            move(pair, torch.arange(LARGE))
+    made = len(segments(pair[0], 0))
+    assert torch.equal(move(pair, torch.arange(LARGE) + 1), torch.arange(LARGE) + 1)
+    assert len(segments(pair[0], 0)) == made  # by the segment that was dropped
+    assert torch.equal(kept, torch.arange(LARGE))
+
+
+@pytest.mark.fault(44)
 def test_without_memory_for_segments_everything_takes_the_connection(pair, monkeypatch):
     def full(self, nbytes):
         raise OSError(28, "No space left on device")

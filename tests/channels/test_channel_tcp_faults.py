@@ -170,6 +170,7 @@ def test_wrong_key():
         one.close()
 
 
+@pytest.mark.fault(39)
 def test_another_job():
     a, b = channel(0), channel(1)
     a._context = type(a._context)(0, "another job", "127.0.0.1")
@@ -207,6 +208,7 @@ class Bomb:
         return os.mkdir, ("bomb-went-off",)
 
 
+@pytest.mark.fault(32, 34)
 @pytest.mark.parametrize(
     "said",
     [
@@ -258,6 +260,7 @@ def test_a_handshake_in_pieces():
     assert verdict == WELCOME
 
 
+@pytest.mark.fault(33)
 def test_silent_strangers():
     """They are hung up on after the limit, no more than 64 at once are kept, and peers get through meanwhile."""
     master, a, b = connected(3)
@@ -273,6 +276,7 @@ def test_silent_strangers():
         one.close()
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize("at", [0, 5, 17, 25, 33, 47, 48, SIZE - 1])
 def test_flipped_bit_in_a_header(at):
     with through_a_wire(flip=HELLO + at) as (a, b, _):
@@ -297,6 +301,7 @@ def test_flipped_bit_in_the_hello(at):
 N = 1 << 20
 
 
+@pytest.mark.fault(30)
 @pytest.mark.parametrize("passed", [0, 1, SIZE - 1, SIZE, SIZE + N // 2, SIZE + N - 1])
 @pytest.mark.parametrize("protection", PROTECTIONS, ids=named)
 def test_cut_in_a_tensor(passed, protection):
@@ -342,6 +347,7 @@ def on_the_wire(nbytes: int, protection: Protection) -> int:
     return nbytes + 4 if protection is CHECKED else nbytes + 16 * -(-nbytes // CHUNK)
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize("nbytes", SMALL_AND_LARGE, ids=["small", "large"])
 @pytest.mark.parametrize("where", [0.0, 0.5, 1.0], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("protection", [CHECKED, ENCRYPTED], ids=named)
@@ -569,6 +575,7 @@ def test_a_carrier_that_leaves_the_host_gets_nothing_that_is_to_be_encrypted():
                     receive.wait(20)
 
 
+@pytest.mark.fault(38)
 def test_replayed_session():
     """All that rank 0 once said, said again to a rank 1 that waits for the same transfer: it gets a nonce."""
     with through_a_wire() as (a, b, wire):
@@ -666,6 +673,7 @@ def test_transfers_that_have_no_order_may_come_in_any():
             receive.wait(20)
 
 
+@pytest.mark.fault(31)
 def test_nobody_listens():
     a = channel(0)
     with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -685,6 +693,7 @@ def test_too_many_addresses_are_not_tried():
     a.close()
 
 
+@pytest.mark.fault(31)
 def test_nobody_answers():
     """The address leads nowhere: an error within the limit, for who receives too, and abort need not wait for it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

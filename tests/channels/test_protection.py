@@ -34,6 +34,7 @@ def altering_one(monkeypatch: pytest.MonkeyPatch, cls: type, method: str, alter:
     return left
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("ask", ["checksum", "encrypt"])
 def test_what_is_altered_is_never_a_number(monkeypatch: pytest.MonkeyPatch, ask: str, n: int) -> None:

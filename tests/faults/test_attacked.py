@@ -17,9 +17,9 @@ import hostile_workers
 import psutil
 import pytest
 import torch
+from aftermath import aftermath, probe
 from began import Began, tell
 from checkout import search_path
-from equal import same
 from limits import HANG
 from processes import alive_after
 from telling import warned
@@ -41,12 +41,6 @@ def program(text: str) -> subprocess.Popen[str]:
         text=True,
         env=env,
     )
-
-
-def probe(node: int = 0) -> None:
-    """Computes something on a node and compares it to the bit."""
-    x = torch.linspace(-1, 1, 1000)
-    same(torch.exp(x.to(f"node:{node}")), torch.exp(x))
 
 
 def in_thread(run: Callable[[], object], raised: list[BaseException]) -> threading.Thread:
@@ -95,6 +89,7 @@ STOPPED: dict[str, Callable[[int, list[int]], list[int]]] = {
 }
 
 
+@pytest.mark.fault(5, 6, 17)
 @pytest.mark.parametrize("seconds", [6, pytest.param(30, marks=pytest.mark.slow)])
 def test_who_stands_still_for_a_while_loses_nothing(seconds: int) -> None:
     running = {name: program(COUNTS) for name in STOPPED}
@@ -156,6 +151,7 @@ FLOODED = """
 """
 
 
+@pytest.mark.fault(35)
 def test_a_node_that_floods_the_script_is_lost_and_nothing_else() -> None:
     script = program(FLOODED)
     said, errors = script.communicate(timeout=HANG)
@@ -186,6 +182,7 @@ def liar() -> Iterator[torch.Tensor]:
         yield x
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_wrong_number_of_a_transfer_ends_its_connection_only(way: str, liar: torch.Tensor) -> None:
     dt.run(hostile_workers.send_as, 1_000_003, 1, node=1)
@@ -193,7 +190,7 @@ def test_a_wrong_number_of_a_transfer_ends_its_connection_only(way: str, liar: t
     with pytest.raises(error, match=r"rank 1 sent transfer \d+ where \d+ was due"):
         run(liar)
     assert (liar + 1).sum().item() == 2000  # what its commands answer is not what it sends
-    probe()
+    probe(0)
 
 
 def test_a_number_that_nobody_was_told_holds_a_node_up_until_the_sender_ends(liar: torch.Tensor) -> None:
@@ -221,6 +218,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("lie", REFUSED)
 def test_a_worker_whose_hello_is_a_lie_is_refused_by_name(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = LocalLauncher.__init__
@@ -240,7 +238,7 @@ def test_a_worker_whose_hello_is_a_lie_is_refused_by_name(lie: str, monkeypatch:
 @pytest.fixture
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=2, threads=1):
-        probe()  # connections are made at first use: have them before the test looks for leaks
+        probe(0)  # connections are made at first use: have them before the test looks for leaks
         yield
 
 
@@ -272,11 +270,17 @@ STUCK: dict[str, tuple[Callable[[], None] | None, list[str]]] = {
 }
 
 
+@pytest.mark.fault(4, 7)
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("way", STUCK)
 def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert patience.PATIENCE == 10.0
     monkeypatch.setattr(patience, "PATIENCE", 0.3)
-    node, (function, patterns) = 1, STUCK[way]
+    with aftermath(0):
+        never_answers(way, *STUCK[way])
+
+
+def never_answers(way: str, function: Callable[[], None] | None, patterns: list[str], node: int = 1) -> None:
     pid = int(dt.nodes()[node]["pid"])
     x = torch.ones(3, device=f"node:{node}")
     assert x.sum().item() == 3
@@ -295,7 +299,7 @@ def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monke
         with pytest.raises(TimeoutError, match=rf"node {node} has not answered within 0\.2 s"):
             dt.synchronize(node, timeout=0.2)
         waiting.append(in_thread(lambda: (x + 1).cpu(), raised))
-        probe()
+        probe(0)
     finally:
         dt.kill(node)
         for thread in waiting:
@@ -306,7 +310,6 @@ def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monke
     assert alive_after(HANG, [pid]) == []
     with pytest.raises(dt.NodeLost):
         dt.kill(node)
-    probe()
 
 
 def stuck(port: int) -> None:

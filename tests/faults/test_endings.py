@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from aftermath import Clock
 from limits import HANG
 from processes import alive_after
 from variants import variants
@@ -23,6 +24,8 @@ x = torch.ones(200, 200, device="node:1")
 for _ in range(2000):
     x = (x @ x).clamp_(max=1)
 y = x.to("node:0")
+import aftermath
+print(aftermath.now(), flush=True)
 """
 
 ENDS = {
@@ -35,10 +38,12 @@ ENDS = {
 }
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize("how", variants(ENDS))
 def test_the_end_with_work_in_flight(how: str, script: Script) -> None:
     line, code = ENDS[how]
     done = script(WORK + line)
+    Clock(done.stdout).check(3.0, "the end of the script")
     assert done.returncode in (code, -2 if how == "interrupt" else code), done.stderr
     if how in ("end", "sys.exit", "os._exit"):
         assert "Traceback" not in done.stderr, done.stderr
@@ -59,12 +64,16 @@ f = F()
 }
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("what", variants(LEFT_OVER))
 def test_proxies_that_are_left_at_the_end(what: str, script: Script) -> None:
     done = script(
-        "import os\nimport torch\nimport disttensor as dt\ndt.init_master_worker(nodes=2)\n" + LEFT_OVER[what]
+        "import os\nimport aftermath\nimport torch\nimport disttensor as dt\ndt.init_master_worker(nodes=2)\n"
+        + LEFT_OVER[what]
+        + "\nprint(aftermath.now(), flush=True)\n"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    Clock(done.stdout).check(3.0, "the end of the script")
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (0, 1, "")
 
 
 CHILD = """
@@ -76,19 +85,23 @@ def child():
 
 dt.init_master_worker(nodes=2)
 pids = dt.run(child, node=1)
+import aftermath
 print(*pids, flush=True)
+print(aftermath.now(), flush=True)
 """
 
 
 HOW = ["os.kill(pids[1], 9); dt.shutdown()", "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize("how", variants(HOW))
 def test_what_a_user_function_started_dies_with_its_node(how: str, script: Script) -> None:
     done = script(CHILD + how)
-    pids = [int(p) for p in done.stdout.split()]
-    assert len(pids) == 2, done.stderr
-    assert alive_after(HANG, pids) == []
+    assert done.stdout.count("\n") == 2, done.stderr
+    pids, stamp = done.stdout.splitlines()
+    assert alive_after(HANG, map(int, pids.split())) == []
+    Clock(stamp).check(2.0, "the end of what the function has started")
 
 
 CONNECTING = """
@@ -113,6 +126,7 @@ with dt.init_master_worker(nodes=2):
 """
 
 
+@pytest.mark.fault(18)
 @pytest.mark.cold
 def test_ctrl_c_while_nodes_start(script: Script) -> None:
     """Whenever it comes it is raised once, nothing is left over, and the next session works."""

@@ -157,6 +157,7 @@ def out_of_range(device: str = "node:1") -> torch.Tensor:
     return torch.ones(3, device=device).gather(0, torch.tensor([7], device=device))
 
 
+@pytest.mark.fault(10)
 def test_a_failure_is_told_with_everything() -> None:
     y, n = torch.ones(3, device="node:1").gather(0, torch.tensor([7], device="node:1")), line()
     with pytest.raises(RuntimeError, match="out of bounds") as e:
@@ -196,6 +197,7 @@ FAILURES: dict[str, tuple[type[Exception], str, Callable[[torch.device], object]
 }
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("sync", ["cpu", "item", "synchronize", "print"])
 def test_failures_have_their_own_type(name: str, sync: str) -> None:
@@ -223,6 +225,7 @@ def test_failures_have_their_own_type(name: str, sync: str) -> None:
     dt.synchronize()
 
 
+@pytest.mark.fault(10)
 def test_dependents_are_poisoned_and_others_are_exact() -> None:
     local = torch.randn(4, 4)
     x = local.to("node:1")
@@ -292,6 +295,7 @@ def test_poison_travels_between_nodes() -> None:
     same(torch.ones(2, device="node:1") + 1, torch.full((2,), 2.0))
 
 
+@pytest.mark.fault(11)
 def test_the_first_of_several() -> None:
     first, second = out_of_range(), not_positive_ex()
     both = first.sum() + second.sum()
@@ -304,6 +308,7 @@ def not_positive_ex() -> torch.Tensor:
     return torch.zeros(3, device="node:1").scatter(0, torch.tensor([4], device="node:1"), 1.0)
 
 
+@pytest.mark.fault(11)
 def test_synchronize_raises_what_nobody_saw_once() -> None:
     out_of_range(), not_positive_ex()
     with pytest.raises(RuntimeError, match="aten::gather") as raised:
@@ -319,6 +324,7 @@ def test_synchronize_raises_what_nobody_saw_once() -> None:
         bad.cpu()
 
 
+@pytest.mark.fault(11)
 def test_many_failures_are_attached_and_the_rest_counted() -> None:
     for _ in range(12):
         out_of_range()

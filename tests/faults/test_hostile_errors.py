@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from aftermath import aftermath
 from telling import said
 
 import disttensor as dt
@@ -94,6 +95,7 @@ ERRORS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fault(13)
 @pytest.mark.parametrize("name", ERRORS)
 def test_it_arrives_and_the_node_goes_on(name: str) -> None:
     make = ERRORS[name]
@@ -101,13 +103,14 @@ def test_it_arrives_and_the_node_goes_on(name: str) -> None:
     def program() -> None:
         raise make()
 
-    with pytest.raises((RuntimeError, ValueError, dt.DisttensorError)) as caught:
+    with aftermath(0), pytest.raises((RuntimeError, ValueError, dt.DisttensorError)) as caught:
         dt.run(program, node=0)
     assert not isinstance(caught.value, dt.NodeLost)
     told = said(caught.value)
     assert "node 0" in told
     assert "test_hostile_errors.py" in told
-    longest = testing.limit("error") + 2000
+    assert testing.limit("error") == 64 << 10
+    longest = testing.limit("error") + 2000  # and the place where it was issued
     assert len(str(caught.value)) < longest
     assert sum(map(len, getattr(caught.value, "__notes__", []))) < longest
     assert (torch.ones(2, device="node:0") + 1).tolist() == [2, 2]

@@ -58,6 +58,7 @@ dt.shutdown()
 """
 
 
+@pytest.mark.fault(18)
 @pytest.mark.parametrize("launcher", variants(["local", "inproc"]))
 @pytest.mark.parametrize(
     ("times", "seed"), [(40, 0), *(pytest.param(200, seed, marks=pytest.mark.slow) for seed in range(1, 4))]

@@ -34,6 +34,7 @@ class Alarm:
             signal.raise_signal(signal.SIGALRM)
 
 
+@pytest.mark.fault(18)
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("where", WHERE)
 def test_a_handler_that_raises_splits_nothing(where: str, first: bool) -> None:

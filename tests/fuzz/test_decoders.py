@@ -25,6 +25,7 @@ def decode(decoder: Decoder, data: bytes) -> None:
         str(error)
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS.keys())
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
 def test_whatever_comes_is_understood_or_refused(decoder: Decoder, seed: int) -> None:

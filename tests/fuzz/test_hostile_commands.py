@@ -328,6 +328,7 @@ def bounded() -> Iterator[None]:
     assert _grows() - before < GROWTH
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS.keys())
 def test_hostile_commands_work_or_are_reported(seed: int) -> None:
     fuzz(seed, EXAMPLES, sequence, SEQUENCES, st.sampled_from([0, 0, 1, -1, 10**6]))
@@ -352,6 +353,7 @@ HUGE_ONES: dict[str, Callable[[int], tuple[c.Command, ...]]] = {
 }
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("size", [2**44, 2**62, 2**63 - 1])
 @pytest.mark.parametrize("name", HUGE_ONES)
 def test_a_huge_tensor_is_refused_before_its_memory_is_touched(name: str, size: int) -> None:

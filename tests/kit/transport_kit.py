@@ -7,6 +7,7 @@ import gc
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -129,6 +130,7 @@ class Proxy:
         self.frozen = False  #: forward nothing any more, in silence
         self.flip = False  #: damage the next piece that a client sends
         self.drop = 0  #: hang up on so many connections first
+        self._reset = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -137,6 +139,10 @@ class Proxy:
         for end in list(self._pairs):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """Has the kernel answer both ends of every connection that there is none (RST)."""
+        self._reset = True
 
     def close(self) -> None:
         self._stop.close()
@@ -151,6 +157,12 @@ class Proxy:
                 ready = select.select([self._listener, self._stopped, *ends], [], [], 0.05)[0]
                 if self._stopped in ready:
                     break
+                if self._reset:
+                    for end in list(self._pairs):
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        end.close()
+                    self._pairs.clear()
+                    continue
                 if self._listener in ready:
                     client = self._listener.accept()[0]
                     if self.drop:

@@ -190,6 +190,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.fault(43)
 def test_signals_are_passed_on(dtrun: Dtrun) -> None:
     with dtrun(WAIT_FOR_SIGNALS) as process:
         assert process.stdout is not None
@@ -201,6 +202,7 @@ def test_signals_are_passed_on(dtrun: Dtrun) -> None:
         assert process.wait(HANG) == 143
 
 
+@pytest.mark.fault(43)
 def test_terminal(dtrun: Dtrun) -> None:
     ours, theirs = pty.openpty()
     tty = os.ttyname(theirs)
@@ -309,6 +311,7 @@ def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
     assert (modes, (tmp_path / "logs").stat().st_mode & 0o777) == ({0o600}, 0o700)
 
 
+@pytest.mark.fault(43)
 @pytest.mark.parametrize("victim", ["dtrun", "script", "terminal"])
 def test_killed(dtrun: Dtrun, victim: str) -> None:
     with dtrun(NODES, "serve", "stubborn") as process:

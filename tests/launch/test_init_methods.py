@@ -121,6 +121,7 @@ def test_a_host_without_torch_is_named_with_what_it_said(start: Start, tmp_path:
     assert worker.wait(HANG) == 1
 
 
+@pytest.mark.fault(39)
 def test_another_version_of_torch_is_named(start: Start, tmp_path: Path) -> None:
     url = f"tcp://localhost:{free_port()}"
     (tmp_path / "sitecustomize.py").write_text(PATCH)
@@ -157,6 +158,7 @@ def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Star
             torch.ones(1, device="node:0").item()
 
 
+@pytest.mark.fault(40)
 @pytest.mark.cold
 def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
     from disttensor.runtime.launch.rendezvous.rendezvous import find_rendezvous

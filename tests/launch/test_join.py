@@ -175,6 +175,7 @@ def test_nodes_of_one_host_are_told_apart_whoever_started_them(job: Job) -> None
 # ---- who may not -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(39)
 def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
@@ -221,6 +222,7 @@ def test_another_secret_opens_nothing(job: Job, monkeypatch: pytest.MonkeyPatch)
         TunnelClient(stranger.addresses, (stranger.public_key, stranger.secret_key), stranger.server_key, 0.5)
 
 
+@pytest.mark.fault(39)
 def test_another_jobs_guest_is_refused_and_counted(job: Job, tmp_path: Path) -> None:
     launcher = job(f"file://{tmp_path}/job", 1)
     mine = read_connection_file(tmp_path / "job", LIMIT)

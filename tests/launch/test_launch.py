@@ -146,6 +146,7 @@ def test_log_directory_that_cannot_be_made(launch: Launch, tmp_path: Path) -> No
     assert "could not be started: [Errno 20] Not a directory" in event.cause
 
 
+@pytest.mark.fault(42)
 def test_preload_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     launcher = LocalLauncher("stub_workers:act", ("no_such_module",))
     launcher.start(bundles("serve"))
@@ -156,6 +157,7 @@ def test_preload_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     launcher.stop(0)
 
 
+@pytest.mark.fault(44)
 def test_too_few_descriptors() -> None:
     launcher = LocalLauncher("stub_workers:act", STUBS)
     assert launcher._server is not None

@@ -70,6 +70,7 @@ def group() -> Iterator[Path]:
         made.rmdir()
 
 
+@pytest.mark.fault(8)
 def test_a_node_that_was_killed_for_its_memory(group: Path, tmp_path: Path) -> None:
     """The kernel's kills are told from others, and from the launcher's own, though it has killed another process."""
     program = tmp_path / "program.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -10,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import psutil
 import pytest
 from checkout import search_path
 from limits import HANG
 from processes import alive_after
-from test_launch import collect
+from test_launch import bundles, collect
 from test_root import Tree, asked, tree
 from variants import variants
 
@@ -24,7 +26,8 @@ from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch import Exited
 from disttensor.runtime.launch.starters.root_launcher import RootLauncher
 from disttensor.runtime.launch.tree.agent import EX_ROOT_GONE
-from disttensor.runtime.launch.tree.framed import MARK
+from disttensor.runtime.launch.tree.control import AgentNews, Beat, Began, Look, Ready, Seen, Start
+from disttensor.runtime.launch.tree.framed import MARK, FramedSocket
 from disttensor.runtime.protocol.errors import StartError
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
@@ -119,6 +122,7 @@ def become(pids: Iterable[int], stopped: bool) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.fault(23)
 def test_cut_off_agent(tree: Tree) -> None:
     """Its root is silent, and no wire has ended."""
     launcher = tree(2, 2, silence=Silence(0.5, 1, 2))
@@ -130,6 +134,7 @@ def test_cut_off_agent(tree: Tree) -> None:
     assert len(causes) >= 1
 
 
+@pytest.mark.fault(6, 23)
 def test_nodes_of_a_host_that_hears_nothing_are_stopped_until_it_does(tree: Tree) -> None:
     """The master may take them for lost at any moment: whatever arrives then must not be run."""
     launcher = tree(2, 2, silence=Silence(0.5, 500, 1000))
@@ -150,6 +155,53 @@ def test_nodes_of_a_host_that_hears_nothing_are_stopped_until_it_does(tree: Tree
     assert alive_after(0, levels.all) == []
 
 
+@pytest.mark.fault(23)
+def test_nodes_do_not_go_on_by_what_was_on_its_way_for_long() -> None:
+    """When a link heals, all arrives that was sent before the host was given up: beats, and commands behind them."""
+    program = "import sys\nfrom disttensor.runtime.launch.tree import agent\nsys.exit(agent.main(['stub_workers']))"
+    command = [sys.executable, "-c", program]
+    silence, pipe = Silence(0.3, 2, 1000), subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": search_path()}
+    with (
+        subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe) as agent,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(agent.kill)
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert os.read(agent.stdout.fileno(), len(MARK)) == MARK
+        wire = FramedSocket(AgentNews, os.dup(agent.stdout.fileno()), os.dup(agent.stdin.fileno()))
+        stack.callback(wire.close)
+
+        heard: list[AgentNews] = []
+
+        def hear(kind: type[Any]) -> Any:
+            while not any(isinstance(news, kind) for news in heard):
+                assert select.select([wire], [], [], HANG)[0]
+                heard.extend(wire.hear())
+                assert not wire.ended
+            return heard.pop(next(i for i, news in enumerate(heard) if isinstance(news, kind)))
+
+        def look(at: float) -> tuple[Beat, Seen]:
+            """What an agent answers to a beat, and whether its node is paused then."""
+            for order in (Beat(silence, at), Look(0)):
+                wire.say(order)
+            wire.push(HANG)
+            return hear(Beat), hear(Seen)
+
+        hear(Ready)
+        wire.say(Start(bundles("serve")[0], "stub_workers:act"))
+        wire.push(HANG)
+        pid = hear(Began).pid
+        beat, seen = look(0.0)
+        assert not seen.paused
+        become([pid], stopped=True)
+        beat, seen = look(beat.at - 2 * silence.lost)
+        assert seen.paused
+        assert not look(beat.at)[1].paused
+
+
+@pytest.mark.fault(23)
 def test_a_silent_host_is_lost(tree: Tree) -> None:
     launcher = tree(2, 2, silence=Silence(0.5, 3, 1000))
     levels = Levels(launcher)
@@ -163,6 +215,7 @@ def test_a_silent_host_is_lost(tree: Tree) -> None:
     assert alive_after(0, levels.below("a")) == levels.below("a")
 
 
+@pytest.mark.fault(17)
 def test_a_root_that_stood_still_gives_nobody_up(tree: Tree) -> None:
     """It has heard nothing for long, because it did not run."""
     launcher = tree(2, 2, silence=Silence(0.5, 2, 1000))

@@ -162,6 +162,7 @@ def python_of(hosts: Hosts, **files: str) -> str:
     return str(python)
 
 
+@pytest.mark.fault(42)
 def test_one_of_eight_cannot_import(hosts: Hosts) -> None:
     """Where all others have started."""
     lines = fail(hosts, "left:7,right:1", python=python_of(hosts, torch="import not_there"))
@@ -201,6 +202,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.fault(16, 43)
 def test_dtrun_killed(hosts: Hosts) -> None:
     with hosts.start("dtrun", "--hosts", "left:2,right:2", write(hosts, SERVING)) as process:
         assert process.stdout is not None
@@ -212,6 +214,7 @@ def test_dtrun_killed(hosts: Hosts) -> None:
 CUT = CUT_OFF.format('hosts="left:1,right:1", threads=1, silence=(2, 4, 8)')
 
 
+@pytest.mark.fault(23)
 def test_network_cut(hosts: Hosts) -> None:
     """Nothing arrives any more, and nobody is told: the left host goes on, and nothing stays on the right one."""
     with hosts.start("python", write(hosts, CUT), stdin=subprocess.PIPE) as process:
@@ -226,6 +229,69 @@ def test_network_cut(hosts: Hosts) -> None:
             hosts.settle(30)
         finally:
             hosts.run("ip", "link", "set", "eth0", "up", host="right")
+
+
+LATE = """
+import pathlib, sys, time
+import torch
+import disttensor as dt
+from aftermath import Clock, probe
+
+def late():
+    pathlib.Path({late!r}).touch()
+
+with dt.init_master_worker(hosts="left:1,right:1", threads=1, silence=(2, 4, 8)):
+    for node in range(2):
+        probe(node)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    clock = Clock()
+    time.sleep({pause})
+    try:
+        dt.run(late, node=1)
+    except dt.NodeLost as error:
+        print(error.host, flush=True)
+    clock.check(4 + 1.5, "the loss")  # and the time between two looks
+    sys.stdin.readline()
+    probe(0)
+    print([node["alive"] for node in dt.nodes()], flush=True)
+"""
+
+#: How the link is cut, and is whole again: commands on the right host. Replies alone are lost as they go to no station.
+CUTS = {
+    "both ways": ("ip link set eth0 down", "ip link set eth0 up"),
+    "replies": (
+        "ip neigh replace 10.78.0.1 lladdr 02:00:00:00:00:99 dev eth0 nud permanent",
+        "ip neigh del 10.78.0.1 dev eth0",
+    ),
+}
+
+
+@pytest.mark.fault(6, 23, 26)
+@pytest.mark.parametrize("how", CUTS)
+def test_commands_that_come_late_are_not_run(how: str, hosts: Hosts) -> None:
+    """The node pauses before it is lost. The link heals, what is under way arrives, and the node ends without it."""
+    late, (cut, heal) = hosts.folder / "late", CUTS[how]
+    text = LATE.format(late=str(late), pause=2.5 if how == "both ways" else 0)
+    with hosts.start("python", write(hosts, text), stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        hosts.run(*cut.split(), host="right")
+        try:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "right\n", process.communicate()[1]
+        finally:
+            hosts.run(*heal.split(), host="right")
+        hosts.await_nodes_end("right")
+        out, err = process.communicate("healed\n", timeout=HANG)
+        assert (out, process.returncode) == ("[True, False]\n", 0), err
+        hosts.settle(30)
+    # without the replies, what is told is run until the host is given up
+    ran = late.exists()
+    late.unlink(missing_ok=True)
+    assert ran == (how == "replies")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ with hosts(1, 1), dt.init_master_worker("tcp", nodes=2, threads=1):
     for _ in range(3):
         dt.all_reduce(xs)
         xs[0].copy_(xs[1].to("node:0") - 1)
-    time.sleep(1)  # TCP tries again after 1.4 s and after 3 s
+    time.sleep(2)  # this is how long it lasts
     mend("right")
     print([x.mean().item() for x in xs], [node["alive"] for node in dt.nodes()])
 """
@@ -230,6 +230,7 @@ def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[i
 CUTS = [("right", True), ("left", False), ("left", True), ("right", False)]
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize(("end", "busy"), variants(CUTS))
 def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
     """The node beyond it is lost; who waits for it gets an error, though no connection ends; the others go on."""
@@ -247,6 +248,7 @@ def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
     assert rest == "2000.0 [True, True, False]"
 
 
+@pytest.mark.fault(24)
 def test_a_short_cut_harms_nobody(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(MENDED)

@@ -38,6 +38,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("options", variants(["", "persistent_workers=True", "multiprocessing_context='spawn'"]))
 def test_workers(options: str, script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = script(PROGRAM.replace("{body}", f"print(total(num_workers=2, {options}))"))
@@ -45,6 +46,7 @@ def test_workers(options: str, script: Callable[..., subprocess.CompletedProcess
     assert done.stdout.split() == ["396.0", "14850.0", "end"]
 
 
+@pytest.mark.fault(21)
 def test_a_worker_that_uses_a_node(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     body = """
         try:

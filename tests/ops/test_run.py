@@ -253,6 +253,7 @@ def test_a_result_that_contains_itself() -> None:
     assert dt.run(lambda: 1, node=1) == 1
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize("code", [0, 3, "text", None])
 def test_sys_exit(code: object) -> None:
     with pytest.raises(dt.DisttensorError, match=r"sys\.exit"):
@@ -260,6 +261,7 @@ def test_sys_exit(code: object) -> None:
     assert dt.run(lambda: 1, node=1) == 1
 
 
+@pytest.mark.fault(15)
 def test_keyboard_interrupt() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -99,6 +99,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.fault(45)
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("n", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_live_proxies(n: int) -> None:
@@ -138,6 +139,7 @@ def at_window(cluster: None) -> Iterator[threading.Event]:
         yield reached
 
 
+@pytest.mark.fault(29)
 def test_a_busy_node_holds_its_issuer_at_the_window(at_window: threading.Event, tmp_path: Path) -> None:
     x, y = torch.zeros(1, device="node:1"), torch.ones(1, device="node:0")
     total, issued = 3 * WINDOW, 0
@@ -152,9 +154,11 @@ def test_a_busy_node_holds_its_issuer_at_the_window(at_window: threading.Event, 
             assert testing.queued(1).in_flight <= WINDOW + 2 * MESSAGE
 
     with ThreadPoolExecutor(1) as pool, Busy(1, tmp_path) as busy:
+        before = resident(os.getpid())
         issuing = pool.submit(issue)
         assert at_window.wait(SOON)
         then, queued = issued, testing.queued(1)
+        assert resident(os.getpid()) - before < 100 << 20
         assert WINDOW < queued.in_flight <= WINDOW + 2 * MESSAGE
         for i in range(100):
             assert (y + i).item() == 1 + i  # the other node works on
@@ -190,6 +194,7 @@ def test_transfers_between_nodes_wait_for_the_window(busy: int, at_window: threa
         assert issuing.result(SOON).item() == 1
 
 
+@pytest.mark.fault(29)
 def test_waiting_long_at_the_window_is_said(
     at_window: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +211,7 @@ def test_waiting_long_at_the_window_is_said(
         issuing.result(SOON)
     finally:
         logger.removeHandler(handler)
+    assert testing.limit("slow") == 5.0
     message = next(r.getMessage() for r in caplog.records if "commands behind" in r.getMessage())
     assert message.startswith("node 1 is 10")
     assert "so this operation waits; it is at what was issued at" in message
@@ -363,6 +369,7 @@ def test_bytes_per_command_of_a_training_step() -> None:
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(22)
 @pytest.mark.usefixtures("cluster")
 def test_eight_threads_at_once() -> None:
     """Operations, fetches, uploads and moves of eight threads; in-process nodes have more in test_threads.py."""

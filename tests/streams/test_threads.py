@@ -54,6 +54,7 @@ def test_fetches_in_all_threads() -> None:
     assert at_once(program) == [[4.0 * (k + i) for i in range(50)] for k in range(THREADS)]
 
 
+@pytest.mark.fault(22)
 def test_each_threads_order_is_kept() -> None:
     x = torch.zeros(THREADS, 100, device="node:1")
 
@@ -71,6 +72,7 @@ def test_each_threads_order_is_kept() -> None:
     same(x, expected)
 
 
+@pytest.mark.fault(22)
 def test_writes_of_all_threads_arrive() -> None:
     x = torch.zeros(3, device="node:1")
     at_once(lambda k: [x.add_(1) for _ in range(100)])

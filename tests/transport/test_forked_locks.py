@@ -10,6 +10,7 @@ import pytest
 from limits import HANG
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("meanwhile", ["", "session.link._unexplained[0] = 'its connection ended', float('inf')"])
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(meanwhile: str) -> None:
     """Nor for the launcher, where the fork came while it was asked why a node is gone."""

@@ -134,6 +134,7 @@ def test_node_to_node_is_one_command_each(x: torch.Tensor) -> None:
     del y, to
 
 
+@pytest.mark.fault(45)
 def test_dropping_many_proxies_costs_few_messages() -> None:
     n = 40_000
     kept = [torch.zeros(1, device="node:1") for _ in range(n)]
@@ -160,6 +161,7 @@ def test_a_program_keeps_no_tensors(x: torch.Tensor) -> None:
     assert testing.usage(x) == before
 
 
+@pytest.mark.fault(45)
 def test_frees_follow_uses() -> None:
     """Tensors that are dropped at once after their last use are there for it."""
     local = torch.randn(8, 8)

@@ -108,6 +108,7 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
 }
 
 
+@pytest.mark.fault(34, 35)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
     kind, reply = WRONG[name]
@@ -213,6 +214,7 @@ def test_a_wrong_first_word_fails_the_node(reply: c.Reply, wire: Wire) -> None:
     assert all(node.said_hello is None for node in wire.link.nodes)
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("done", [-1, 1, 1 << 40])
 def test_a_node_cannot_have_done_what_it_was_not_sent(done: int, wire: Wire) -> None:
     """Its window would open, and lines of what may still fail would be forgotten."""
@@ -223,6 +225,7 @@ def test_a_node_cannot_have_done_what_it_was_not_sent(done: int, wire: Wire) -> 
     assert wire.link.nodes[0].outbox.done == 0
 
 
+@pytest.mark.fault(37)
 def test_a_node_cannot_answer_for_another() -> None:
     hub = InprocHub(2)
     link = Link(hub, 2, None, lambda error: None)
@@ -332,6 +335,7 @@ def test_a_failure_is_told_once(wire: Wire) -> None:
     assert "broke the protocol: 257 failures that it has told before" in wire.lost()
 
 
+@pytest.mark.fault(35)
 def test_right_replies_are_taken(wire: Wire) -> None:
     tensors = [
         torch.zeros(()),

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+from aftermath import within
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
 
 from disttensor.runtime.protocol.errors import BrokenError, ClosedError
@@ -290,17 +291,21 @@ def test_a_send_that_takes_the_receivers_cue_wakes_it(net):
 # ---- the network ----------------------------------------------------------------------------------------------------
 
 
-def test_a_cut_connection_is_lost_for_good(net, proxy):
+@pytest.mark.fault(25)
+@pytest.mark.parametrize("how", [Proxy.cut, Proxy.reset])
+def test_a_cut_connection_is_lost_for_good(net, proxy, how):
     spoke, other = net.join(0, address=proxy.address), net.join(1)
-    proxy.cut()
-    assert net.lost() == ([], [0])
-    with pytest.raises(ClosedError):
-        spoke.recv(LIMIT)
+    with within(1.0):
+        how(proxy)
+        assert net.lost() == ([], [0])
+        with pytest.raises(ClosedError):
+            spoke.recv(LIMIT)
     with pytest.raises(BrokenError, match="does not come back"):
         net.spoke(0)
     net.echo(1, other)
 
 
+@pytest.mark.fault(21)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CPython warns of any fork beside threads
 def test_a_forked_child_does_not_keep_connections_alive(world):
     spoke = world.join(0)
@@ -328,6 +333,7 @@ def test_a_forked_child_does_not_keep_connections_alive(world):
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.fault(26)
 def test_an_end_that_answers_is_not_deaf_and_one_that_does_not_is_cut(net, monkeypatch):
     """By the kernel's count of vain tries; a network without an answer is in test_two_hosts.py."""
     with contextlib.closing(net.join(0)) as spoke:
@@ -352,6 +358,7 @@ def test_a_master_that_is_not_there():
         ZmqSpoke(f"tcp://127.0.0.1:{port}", curve_pair()[0], *curve_pair(), 0, connect_timeout=0.3)
 
 
+@pytest.mark.fault(44)
 def test_a_taken_port_is_named(net):
     port = int(net.hub.address.rpartition(":")[2])
     with pytest.raises(BrokenError, match=f"cannot listen on tcp://127.0.0.1:{port}"):

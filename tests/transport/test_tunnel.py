@@ -244,6 +244,7 @@ def test_what_speaks_another_language_is_no_root(monkeypatch: pytest.MonkeyPatch
             TunnelClient([address], GUEST, HOST[0], 0.3)
 
 
+@pytest.mark.fault(32)
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(1000)], ids=["http", "zeros"])
 def test_a_stranger_leaves_no_trace(noise: bytes) -> None:
     with tunnelled() as (at, here, there):

@@ -86,6 +86,7 @@ def test_garbage(message: bytes) -> None:
         assert isinstance(decoded, (c.Batch, c.Report))
 
 
+@pytest.mark.fault(35)
 @given(st.lists(st.one_of(*COMMANDS.values()), min_size=1, max_size=3), st.data())
 @settings(max_examples=150)
 def test_damaged_messages(commands: list[c.Command], data: st.DataObject) -> None:
@@ -172,6 +173,7 @@ def test_to_spec() -> None:
         codec.to_value([1])
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("shape", [(-1,), (2**62, 2**62), (2**46,), (1,) * 65, (3, -2)])
 def test_shapes_that_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ProtocolError, match="shape"):

@@ -232,6 +232,7 @@ NONSENSE: dict[str, tuple[tuple[c.Command, ...], str]] = {
 }
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_fails_that_command_only(ready: Node, name: str) -> None:
     commands, text = NONSENSE[name]
@@ -271,6 +272,7 @@ def test_a_distance_that_is_none(ready: Node, bad: c.Plain, sending: bool) -> No
     assert ready[60].tolist() == [[5, 5], [5, 5]]
 
 
+@pytest.mark.fault(36)
 def test_random_calls_never_end_the_node(ready: Node) -> None:
     draw = random.Random(0)
     values: list[c.Plain] = [None, True, "x", 1.5, math.nan, -math.inf, 0, -1, 1, 2, 3, 2**62, -(2**62)]

@@ -259,6 +259,7 @@ def test_log_files_are_one_jobs_at_a_time(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "0/stdout.log").read_text() == "mine\nstill\nnow mine\n"
 
 
+@pytest.mark.fault(40)
 @pytest.mark.parametrize("umask", [0o022, 0o000, 0o777])
 def test_log_files_are_nobody_elses(umask: int, make: Make, tmp_path: Path) -> None:
     """Nor are the folders that were made for them. What was there already stays as it was."""
@@ -296,6 +297,7 @@ def test_only_into_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.fault(44)
 def test_log_file_that_cannot_be_written(
     make: Make, pipes: Pipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

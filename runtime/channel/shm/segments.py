@@ -16,6 +16,7 @@ descriptors come again there: so each has a random id, in its first page and in 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -191,7 +192,8 @@ class Mapping:
     """The receiver's side of a segment."""
 
     def __init__(self, pid: int, fd: int, id: int, nbytes: int) -> None:
-        """Raises OSError when this process can't open it, ProtocolError for what is not this segment."""
+        """Raises OSError when this process can't open it, ProtocolError for what is not this segment, MemoryError when
+        there is no room to map it; the segment is free again then."""
         path = f"/proc/{pid}/fd/{fd}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             raise ProtocolError(f"{path} is no shared memory of ours")
@@ -199,7 +201,13 @@ class Mapping:
         try:
             if fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(mine).st_size != HEAD + nbytes:
                 raise ProtocolError(f"{path} is not sealed, or not of {nbytes} bytes")
-            self.map = _mapped(mine, HEAD + nbytes, inherited=True)
+            try:
+                self.map = _mapped(mine, HEAD + nbytes, inherited=True)
+            except OSError as error:
+                if error.errno != errno.ENOMEM or os.pread(mine, 8, _ID.start) != _WORD.pack(id):
+                    raise
+                os.pwrite(mine, bytes([FREE, 0, 1]), 0)  # as `take` and `free` would
+                raise MemoryError(f"{nbytes} bytes of shared memory cannot be mapped") from error
         finally:
             os.close(mine)
         if bytes(self.map[_ID]) != _WORD.pack(id):  # before anything is written: it may be in use between others
@@ -242,7 +250,8 @@ class Mappings:
     def open(self, descriptor: bytes, nbytes: int) -> Mapping:
         """Returns the mapping of a segment.
 
-        Raises OSError when this process can't open it, ProtocolError for another segment.
+        Raises OSError when this process can't open it, ProtocolError for another segment, MemoryError when it has no
+        room to map it.
         """
         pid, fd, id, size = unpacked(descriptor)
         if not 0 <= nbytes <= size:

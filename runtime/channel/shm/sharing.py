@@ -125,12 +125,12 @@ class Sharing(Carrier):
             return
         try:
             self._mappings.open(word.removeprefix(_TRY), 1)
-        except (OSError, ProtocolError):  # in another container, say: no answer means that it can't be used
+        except (OSError, ProtocolError, MemoryError):  # in another container, say: no answer means that it is no use
             return
         self.say(_YES)
 
     def open(self, descriptor: bytes, nbytes: int) -> Parcel:
-        """Returns the payload that the peer has announced. Raises OSError, ProtocolError."""
+        """Returns the payload that the peer has announced. Raises OSError, ProtocolError, MemoryError."""
         mapping = self._mappings.open(descriptor, nbytes)
         mapping.take()
         return Loan(mapping, nbytes)

@@ -251,7 +251,11 @@ class Reader:
         peer, ticket = self._peer, entry.ticket
         what = f"transfer {spoken(frame.transfer)} from rank {peer.rank} to rank {peer.me}"
         try:
-            parcel = self._parcel(frame) if frame.kind == CARRIED else None
+            try:
+                parcel = self._parcel(frame) if frame.kind == CARRIED else None
+            except MemoryError as error:
+                self._fail_for_room(entry, what, error)
+                return
             if (frame.dtype, frame.numel) != (entry.dtype, entry.numel):
                 sends, receives = describe(frame.dtype, frame.numel), describe(entry.dtype, entry.numel)
                 peer.unclaim()
@@ -305,10 +309,14 @@ class Reader:
             made = entry.ticket.tensor = self._peer.empty(*entry.form)
             entry.view = byte_view(made)
         except Exception as error:
-            self._peer.unclaim()
-            entry.ticket.fail(BrokenError, f"{what}: rank {self._peer.me} has no memory for it: {error}")
+            self._fail_for_room(entry, what, error)
             return None
         return made
+
+    def _fail_for_room(self, entry: Receive, what: str, error: BaseException) -> None:
+        """Fails a transfer for which there is no memory. The connection is in order."""
+        self._peer.unclaim()
+        entry.ticket.fail(BrokenError, f"{what}: rank {self._peer.me} has no memory for it: {error}")
 
     def _carrier(self) -> Carrier:
         """Returns the peer's carrier. Raises ProtocolError if there is none."""

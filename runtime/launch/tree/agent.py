@@ -8,7 +8,7 @@ SIGTERM all make it end its fork server, and so the nodes, and then itself. When
 sees the end of its socket; when that one is killed, the kernel ends the nodes, and the agent says so and ends.
 
 Long before the lease is over it has the nodes stopped (host/silence.py): the master may take them for lost by then, and
-what it has sent them must not be run any more. They go on when the root is heard again.
+what it has sent them must not be run any more. They go on when the root says that it has heard this agent lately.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Agent:
         self._loop = Loop()
         self._unheard = Unheard()
         self._paused = False  #: the nodes are stopped, because nothing is heard
-        self._paused = False
         self._ending: float | None = None  #: when the end has to be done at the latest
         self._code = 0
         self._ready = False  #: the fork server is ready
@@ -114,7 +113,6 @@ class Agent:
             raise
         for order in orders:
             self._unheard.heard()
-            self._pause(False)
             match order:
                 case Refuse():
                     print(f"disttensor: {order.why}", file=sys.stderr)
@@ -124,7 +122,12 @@ class Agent:
                     self._stop(order.grace)
                 case Beat():
                     self._silence = order.silence
-                    self._up.say(Beat(order.silence))
+                    now = time.monotonic()
+                    self._up.say(Beat(order.silence, now))
+                    # Whatever was under way when the link was cut arrives when it heals, beats too. What the root has
+                    # heard so lately, it has not given up.
+                    if now - order.at < order.silence.lost:
+                        self._pause(False)
                 case _:
                     self._down.say(order)
         if self._up.ended:

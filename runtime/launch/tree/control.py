@@ -72,9 +72,14 @@ class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The root's heartbeat; an agent answers with its own. Who hears nothing for long acts as ``silence`` says."""
+    """The root's heartbeat; an agent answers with its own. Who hears nothing for long acts as ``silence`` says.
+
+    ``at`` is a time by the agent's clock: when it sent this beat; in the root's, when the agent sent the latest one
+    that the root has heard. What was on its way for long says so by that.
+    """
 
     silence: Silence = Silence()
+    at: float = 0.0
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

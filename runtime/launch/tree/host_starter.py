@@ -42,6 +42,7 @@ class Branch(ABC):
         self.gone: tuple[str, int, tuple[str, ...]] | None = None  #: cause, code, last lines
         self.unheard = Unheard()  #: how long nothing has come from its agent
         self.beats = 0  #: beats that its agent has not answered yet
+        self.heard_at = 0.0  #: when its agent sent the latest answer, by the agent's clock
         self.looks: set[int] = set()  #: nodes that its agent is to look at
 
     @abstractmethod

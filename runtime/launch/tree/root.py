@@ -330,6 +330,7 @@ class Root:
                 self.report_status(branch, "its nodes have not answered yet")
             case Beat():
                 branch.beats -= 1
+                branch.heard_at = news.at
             case Seen():
                 branch.looks.discard(news.rank)
                 self._up.say(news)
@@ -408,7 +409,7 @@ class Root:
         """Tells agents that this end is there, and gives up those of which nothing was heard for long."""
         silence = self.spec.silence
         for branch in [b for b in self._branches if b.agent_hello is not None and b.gone is None]:
-            branch.say(Beat(silence))
+            branch.say(Beat(silence, branch.heard_at))
             branch.beats += 1
             branch.unheard.most = silence.most
             seconds = branch.unheard.look()

@@ -1,0 +1,207 @@
+"""Nodes and scripts without memory, descriptors, disk, or a port, by real limits; and proxies by the million."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from aftermath import aftermath, within
+from fuzzing import SEEDS
+from limits import HANG
+
+import disttensor as dt
+from disttensor import testing
+
+
+@contextmanager
+def limited(kind: int, value: int, *pids: int) -> Iterator[None]:
+    """Processes have a soft limit meanwhile."""
+    before = {pid: resource.prlimit(pid, kind) for pid in pids}
+    try:
+        for pid, (_, hard) in before.items():
+            resource.prlimit(pid, kind, (value, hard))
+        yield
+    finally:
+        for pid, limits in before.items():
+            resource.prlimit(pid, kind, limits)
+
+
+def pid_of(node: int) -> int:
+    return int(dt.nodes()[node]["pid"])
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    with dt.init_master_worker(nodes=2, threads=1):
+        for node in range(2):
+            torch.ones(1 << 20).to(f"node:{node}").to(f"node:{1 - node}").cpu()
+        yield
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+#: More than there is, and less than any check of sizes refuses.
+MUCH = 1 << 30
+
+ALLOCATIONS: dict[str, tuple[Callable[[], object], type[Exception]]] = {
+    "an operation": (lambda: (torch.ones(MUCH // 4, device="node:1") * 2).sum().item(), RuntimeError),
+    "a function": (lambda: dt.run(bytearray, MUCH, node=1), MemoryError),
+    "a tensor on its way": (lambda: torch.empty(MUCH // 4).to("node:1").sum().item(), dt.errors.RemoteError),
+}
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("what", ALLOCATIONS)
+def test_a_node_without_memory(what: str) -> None:
+    run, kind = ALLOCATIONS[what]
+    x = torch.arange(1000.0, device="node:1")
+    has = int(Path(f"/proc/{pid_of(1)}/statm").read_text().split()[0]) * resource.getpagesize()
+    with aftermath(0, 1), limited(resource.RLIMIT_AS, has + (256 << 20), pid_of(1)):
+        with pytest.raises(kind) as caught:
+            run()
+        told = "\n".join([str(caught.value), *caught.value.__notes__])
+        assert f"test_exhausted.py:{run.__code__.co_firstlineno}" in told
+        assert "node 1" in told
+        assert torch.equal((x + 1).cpu(), torch.arange(1000.0) + 1)
+        caught.value.__traceback__ = None
+        dt.synchronize()
+
+
+@pytest.mark.fault(44)
+@pytest.mark.usefixtures("cluster")
+def test_without_shared_memory_tensors_take_tcp() -> None:
+    """The kernel gives none: a file of memory must not be as large."""
+    local = torch.randn(1 << 20)
+    remote = local.to("node:0")
+    both = [remote.clone(), remote.to("node:1")]
+    dt.all_reduce(both)  # connections of collectives are made at first use, too
+    with aftermath(0, 1), limited(resource.RLIMIT_FSIZE, 4096, pid_of(0), pid_of(1), os.getpid()):
+        assert torch.equal(remote.to("node:1").cpu(), local)
+        assert torch.equal((local * 2).to("node:1").cpu(), local * 2)
+        dt.all_reduce(both)
+        assert torch.equal(both[0].cpu(), local * 4)
+
+
+# ---- descriptors, disk, ports ----------------------------------------------------------------------------------------
+
+FEW = """
+import resource, sys
+import aftermath, torch
+import disttensor as dt
+most = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+torch.set_num_threads(1)
+clock = aftermath.Clock()
+try:
+    with dt.init_master_worker(nodes=24, threads=1):
+        for node in range(24):
+            aftermath.probe(node)
+        print("works")
+except dt.DisttensorError as e:
+    print(str(e).splitlines()[0])
+"""
+
+
+@pytest.mark.fault(44)
+def test_a_script_with_few_descriptors(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    with within(30.0):
+        done = script("import sys\nsys.argv = ['', '64']\n" + FEW)
+    assert done.returncode == 0, done.stderr
+    assert "Too many open files" in done.stdout
+    assert "64" in done.stdout
+
+
+@pytest.mark.fault(44)
+def test_a_full_disk_for_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "stdout.log").symlink_to("/dev/full")
+    with dt.init_master_worker(nodes=2, threads=1, log_dir=str(tmp_path)), aftermath(0, 1):
+        for _ in range(3):
+            for node in range(2):
+                dt.run(print, "a line", node=node)
+    said = capfd.readouterr()
+    assert said.err.count("no more output of node 0 goes to its stdout.log: [Errno 28] No space left on device") == 1
+    assert said.out == "[2 nodes] a line\n" * 3
+    assert (tmp_path / "1" / "stdout.log").read_text() == "a line\n" * 3
+
+
+@pytest.mark.fault(44)
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with within(5.0), pytest.raises(dt.DisttensorError, match=rf"{port}.*[Aa]ddress already in use"):
+            dt.init_master_worker(init_method=f"tcp://127.0.0.1:{port}", nodes=1)
+
+
+# ---- proxies ---------------------------------------------------------------------------------------------------------
+
+
+class Held(Exception):
+    """Holds the frame that it was raised in, and so what that held."""
+
+
+def holding(x: torch.Tensor) -> Held:
+    y = x + 1
+    try:
+        raise Held
+    except Held as e:
+        assert y is not None
+        return e
+
+
+def settle(before: list[int], there: list[int]) -> None:
+    """Waits until nodes have as many tensors more. A collection that runs in another thread is none of ours."""
+    deadline = time.monotonic() + HANG
+    while (now := [testing.usage(node).tensors - count for node, count in enumerate(before)]) != there:
+        assert time.monotonic() < deadline, (now, there)
+        gc.collect()
+
+
+@pytest.mark.fault(45)
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        *((seed, 20_000) for seed in list(SEEDS.values())[:1] + list(SEEDS.values())[-1:]),
+        pytest.param(45, 10_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_a_node_has_what_the_script_has(seed: int, count: int) -> None:
+    """However proxies die: at once, in cycles, with exceptions that held their frames, or all at the end."""
+    rng = random.Random(seed)
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        one = [torch.ones(1, device=f"node:{node}") for node in range(2)]
+        before = [testing.usage(node).tensors for node in range(2)]
+        kept: list[tuple[int, object]] = []
+        with aftermath(0, 1):
+            for number in range(count):
+                node = rng.randrange(2)
+                match rng.randrange(8):
+                    case 0:
+                        kept.append((node, one[node] + number))
+                    case 1:
+                        cycle: list[object] = [one[node] * 2]
+                        cycle.append(cycle)
+                        del cycle
+                    case 2:
+                        kept.append((node, holding(one[node])))
+                    case 3 if kept:
+                        kept.pop(rng.randrange(len(kept)))
+                    case 4 if len(kept) > 1000:
+                        kept.clear()
+                    case _:
+                        one[node] + number
+                if number % (count // 4) == 0:
+                    settle(before, [sum(at == node for at, _ in kept) for node in range(2)])
+            kept.clear()
+            gc.collect()

@@ -1,0 +1,113 @@
+"""`python -O` takes asserts away: no guard is one, and strangers, liars and hostile bytes are refused as ever."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from limits import HANG
+
+#: Files in which those speak who must not be believed: of the quick ones the tests of rows are taken, else all.
+QUICK = [
+    "transport/test_transport_security.py",
+    "transport/test_replies.py",
+    "transport/test_tunnel.py",
+    "channels/test_channel_tcp_faults.py",
+    "unit/test_codec.py",
+    "unit/test_executor.py",
+    "unit/test_invitation.py",
+    "launch/test_join.py",
+]
+SLOW = [
+    "faults/test_attacked.py",
+    "faults/test_other_user.py",
+    "fuzz",
+    "launch/test_hostile_agents.py",
+    "launch/test_init_methods.py",
+    "channels/test_protection.py",
+]
+
+
+@pytest.mark.fault(41)
+@pytest.mark.parametrize("suites", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_hostile_suites(suites: list[str]) -> None:
+    """In programs, nodes and tests alike. Asserts of tests stay: pytest makes other statements of them."""
+    run = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
+    if suites is QUICK:
+        run += ["-m", "fault and not (slow or netns or mpi or slurm or ssh or ray or gpu)"]
+    without = ["-W", "ignore:assertions not in test modules"]  # as said of all that pytest does not rewrite
+    environment = {**os.environ, "PYTHONOPTIMIZE": "1"}
+    done = subprocess.run(
+        [*run, *without, *(f"tests/{suite}" for suite in suites)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * HANG,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 50
+
+
+FALSE = """
+def test_false():
+    assert __debug__, "asserts of the product are gone"
+def test_kit():
+    import transport_kit
+    transport_kit.check(1, 2)
+"""
+
+
+def test_asserts_of_tests_stay_and_others_go(tmp_path: Path) -> None:
+    """What the test above relies on."""
+    (tmp_path / "test_false.py").write_text(FALSE)
+    command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "-c", os.devnull, "test_false.py"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "kit")},
+    )  # fmt: skip
+    assert "AssertionError: asserts of the product are gone" in done.stdout
+    assert "AssertionError: 1 instead of 2" in done.stdout
+    assert "2 failed" in done.stdout
+
+
+#: Folders of what takes the bytes of others: no assert at all stands there.
+GUARDS = ("transport", "protocol", "channel/tcp", "channel/shm", "launch/tree", "launch/rendezvous", "master")
+
+
+def asserts(text: str) -> Iterator[tuple[int, ast.expr]]:
+    yield from ((node.lineno, node.test) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert))
+
+
+def narrows(test: ast.expr) -> bool:
+    """Whether an assert only tells mypy a type: `x is not None`, `isinstance(x, Kind)`."""
+    return bool(re.fullmatch(r"[\w.]+ is not None|isinstance\([\w.]+, \w+\)", ast.unparse(test)))
+
+
+@pytest.mark.fault(41)
+def test_no_check_is_an_assert() -> None:
+    files = [path for folder in ("runtime", "disttensor") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 200
+    found = {
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in [*files, ROOT / "dtrun.py"]
+        for line, test in asserts(path.read_text())
+        if not narrows(test) or (path.is_relative_to(ROOT / "runtime") and _guards(path))
+    }
+    assert found == set()
+
+
+def _guards(path: Path) -> bool:
+    return path.relative_to(ROOT / "runtime").as_posix().startswith(GUARDS)
+
+
+def test_the_scan_finds_checks() -> None:
+    text = "assert x is not None\nassert isinstance(self.y, Reg)\nassert n < 3, 'large'\nassert isinstance(x, A) or y"
+    assert [line for line, test in asserts(text) if not narrows(test)] == [3, 4]
+    assert _guards(ROOT / "runtime" / "transport" / "zmq.py")
+    assert not _guards(ROOT / "runtime" / "node" / "executor.py")
