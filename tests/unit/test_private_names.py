@@ -58,6 +58,7 @@ INTERNAL: dict[str, str] = {
     "collectives/test_collectives.py": "algorithms as functions of ranks over a wire",
     "collectives/test_native_ends.py": "a channel's own collectives over a wire whose ranks fail",
     "faults/test_attacked.py": "how long a wait is before it is explained, and workers that break the protocol",
+    "faults/test_stale.py": "whether an ended session is still in memory",
     "faults/test_warm.py": "infer.warm, which a first session calls while its nodes start",
     "launch/test_binding.py": "which cores and GPUs a node is given, on hosts that are made up",
     "launch/test_dtrun.py": "dtrun's main, and the server that it hands down, without a process of its own",
