@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..runtime.master.failures import Failure, Site
-from ..runtime.master.link import Link
+from ..runtime.master.link import EXIT_CAUSE_TIMEOUT, Link
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
@@ -50,7 +50,19 @@ class Questions:
                     f"node {says} says that command {seq} of node {rank} failed; that one has not said so"
                 )
             return DisttensorError(f"command {seq} of node {rank} failed, and why is not known")
-        return found.exception()
+        return self.exception(found)
+
+    def exception(
+        self, failure: Failure, others: Sequence[Failure] = (), timeout: float = EXIT_CAUSE_TIMEOUT
+    ) -> Exception:
+        """Makes the exception for a failure, with ``others`` as its notes. Where a node's loss is said to be the reason
+        it waits, ``timeout`` seconds at most, until it is known whether that node is lost."""
+        link, lost = self._link, failure.told.lost
+        if lost < 0:
+            return failure.exception(others)
+        with suppress(DisttensorError, TimeoutError):
+            self.sync(lost, timeout)  # a peer may see the end of its connection before this process does
+        return failure.exception(others, link.nodes[lost].lost)
 
     def unobserved(self) -> list[Failure]:
         """Returns the failures that nothing has raised yet, the earliest first."""
@@ -61,7 +73,7 @@ class Questions:
         notes."""
         left = [f for f in self.unobserved() if node is None or f.rank == node]
         if left:
-            error = left[0].exception(others=left[1:])
+            error = self.exception(left[0], left[1:])
             for f in left:
                 f.observed = True
             raise error

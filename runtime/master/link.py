@@ -338,6 +338,8 @@ class Link:
             seq = position(reply.seq)[0]
             if not 0 <= seq < node.outbox.sent:
                 raise ProtocolError(f"a failure of command {reply.seq}, and {node.outbox.sent} were sent")
+            if not -1 <= reply.lost < len(self.nodes) or reply.lost == rank:
+                raise ProtocolError(f"a failure by the loss of node {reply.lost}, and no such peer is there")
             if (rank, reply.seq) not in self.failures:
                 self.failures.keep(Failure(rank, hello.host, hello.pid, reply, node.outbox.site(seq)))
                 return
