@@ -20,15 +20,18 @@ class Questions:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R:
-        """Sends everything that is queued anywhere, then a request; waits for the reply, which is of this ``kind``.
+    def ask(
+        self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
+    ) -> R:
+        """Sends everything that is queued anywhere, then a request; waits for the reply, which is of this ``kind``, and
+        has ``due`` reasons if it is Unusable.
 
         ``command`` makes the command from the request's id. Raises the error that made an operand fail, NodeLost,
         GraphError while a graph is recorded.
         """
         waits("this operation")
         link = self._link
-        request = link.request(place.node, kind)
+        request = link.request(place.node, kind, due)
         commands = place.outbox.commands
         commands += (command(request.id), site)
         reply = link.exchange(place.outbox, request, None)
