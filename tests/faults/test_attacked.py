@@ -13,6 +13,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import hostile_workers
 import psutil
@@ -256,6 +258,16 @@ def hold() -> None:
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # nobody writes; no other thread runs
 
 
+def reading(fifo: str) -> tuple[int, int]:
+    """Reads a byte in C code that knows nothing of signals; gives what read(2) has returned, and errno."""
+    import ctypes
+    import os
+
+    source = os.open(fifo, os.O_RDONLY)
+    read = ctypes.CDLL(None, use_errno=True).read
+    return read(source, ctypes.create_string_buffer(1), 1), ctypes.get_errno()
+
+
 def search() -> None:
     import re
 
@@ -293,6 +305,28 @@ def warned(*patterns: str) -> Iterator[Warned]:
         yield handler
     finally:
         log.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_look_ends_no_call_of_c_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal that asks for the stacks has the kernel go on with what it can go on with."""
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    results: list[Any] = []
+    with warned(r"it runs a function", r"test_attacked\.py.* in reading") as said:
+
+        def run() -> None:
+            results.append(dt.run(reading, fifo, node=1))
+            said.there.set()  # it has ended, before anything was written
+
+        waiting = threading.Thread(target=run)
+        waiting.start()
+        with open(fifo, "wb", buffering=0) as sink:
+            assert said.there.wait(HANG), said.texts
+            sink.write(b"x")
+        waiting.join()
+    assert results == [(1, 0)]
 
 
 @pytest.mark.usefixtures("cluster")
