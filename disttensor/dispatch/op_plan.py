@@ -13,6 +13,7 @@ from ..proxy.meta import Meta
 from ..runtime.master.failures import Site
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
+from ..session import caches
 from ..session.places import Place
 from .meta_inference import asks_always, gives_value
 
@@ -118,7 +119,10 @@ class Entry:
         """Adds an entry to one of this operator's tables. A full table is emptied first, with the others."""
         if len(table) >= MAX_PLANS:
             self.forget()
-        table[key] = known
+        if isinstance(known, Plan):
+            caches.keep(table, key, known, known.place)
+        else:
+            table[key] = known
 
     def forget(self) -> None:
         """Drops all plans, and the findings about the meta kernel."""

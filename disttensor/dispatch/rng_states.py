@@ -23,7 +23,6 @@ from ..runtime.protocol.errors import GraphError
 from ..session import current
 from ..session.places import Place, one_session
 from .call_site import here
-from .copies import upload
 from .first_call import place_of
 from .lazy_views import materialise
 from .op_plan import Entry
@@ -68,7 +67,8 @@ class NodeGenerator(torch._C.Generator):
     """
 
     _place: Place
-    _kept: DistributedTensor | None  #: the state after the last draw; None while the local generator has it
+    #: the state: on the node after a draw, here as it was set; None while the local generator has it
+    _kept: torch.Tensor | None
 
     def __new__(cls, place: Place) -> NodeGenerator:
         self: NodeGenerator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
@@ -95,7 +95,7 @@ class NodeGenerator(torch._C.Generator):
     def get_state(self) -> torch.Tensor:
         """Returns the state as a local uint8 tensor. Waits for the node if the generator has drawn."""
         if self._kept is not None:
-            return self._kept.cpu()
+            return self._kept.cpu() if isinstance(self._kept, DistributedTensor) else self._kept.clone()
         if self._place.kernels == "cuda":  # a state is the seed, and the count of numbers drawn
             seed = self.initial_seed()
             return torch.tensor([seed - (1 << 64) if seed >= 1 << 63 else seed, 0]).view(torch.uint8)
@@ -104,7 +104,7 @@ class NodeGenerator(torch._C.Generator):
     def set_state(self, new_state: torch.Tensor) -> NodeGenerator:
         if self._place.kernels == "cuda":
             super().manual_seed(int(new_state[:8].cpu().view(torch.int64)))
-            self._kept = upload(new_state.cpu().clone(), self._home)
+            self._kept = new_state.cpu().clone()
         else:
             super().set_state(new_state.cpu())
             self._kept = None
@@ -116,15 +116,11 @@ class NodeGenerator(torch._C.Generator):
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (str(self.device), self.get_state())
 
-    @property
-    def _home(self) -> Place:
-        return self._place.session.places.at(self._place.node, "cpu")
-
     def borrow(self) -> DistributedTensor:
         """Makes this generator's state that of the place's default generator, and returns the state of before."""
-        before = keep(self._place)
-        if self._kept is not None:
-            restore(self._place, self._kept)
+        before, kept = keep(self._place), self._kept
+        if isinstance(kept, DistributedTensor):
+            restore(self._place, kept)  # type: ignore[arg-type]  # a metaclass of torch's hides it from mypy
         else:
             put(self._place, self.get_state())
         return before

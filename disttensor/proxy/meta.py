@@ -116,6 +116,7 @@ def meta_of(
         if len(_metas) >= MAX_METAS:
             _metas.clear()
         meta = _metas.setdefault(key, Meta(*key))
+        caches.keep(_metas, key, meta, place)
     return meta
 
 

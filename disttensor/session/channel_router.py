@@ -293,14 +293,15 @@ class ChannelRouter:
         command: Callable[[int], c.Command],
         site: Site | None,
         ranks: Collection[int] | None = None,
+        due: int = 0,
     ) -> dict[int, R]:
-        """Asks these nodes (None: all) and returns their replies by rank. Raises the error of the first node that
-        failed."""
+        """Asks these nodes (None: all) and returns their replies by rank, which have ``due`` reasons if they are
+        Unusable. Raises the error of the first node that failed."""
         link = self._link
         asked: dict[int, Request] = {}
         for node in link.there():
             if ranks is None or node.rank in ranks:
-                request = asked[node.rank] = link.request(node.rank, kind)
+                request = asked[node.rank] = link.request(node.rank, kind, due)
                 node.outbox.add(command(request.id), site)
         link.flush_all()
         replies: dict[int, R] = {}
@@ -337,8 +338,9 @@ class ChannelRouter:
                 self._unusable[name] = str(error)
         if not texts:
             return
-        replies = self._ask(c.Unusable, lambda request: c.Usable(request, tuple(texts.values())), None)
-        said = {rank: dict(zip(texts, reply.reasons, strict=False)) for rank, reply in replies.items()}
+        asked = tuple(texts.values())
+        replies = self._ask(c.Unusable, lambda request: c.Usable(request, asked), None, due=len(asked))
+        said = {rank: dict(zip(texts, reply.reasons, strict=True)) for rank, reply in replies.items()}
         for name in texts:
             why = why_unusable(name, MASTER)
             if not why:

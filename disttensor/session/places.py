@@ -46,7 +46,9 @@ class Owner(Protocol):
     @property
     def nodes(self) -> list[Node]: ...
 
-    def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R: ...
+    def ask(
+        self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
+    ) -> R: ...
 
     def flush(self, outbox: Outbox) -> None: ...
 
@@ -125,7 +127,7 @@ class Place:
             if route.get().recorder is not None:
                 return  # nothing answers while a graph is recorded
             place = self.session.places.at(self.node)
-            unusable = self.session.ask(place, c.Unusable, lambda id: c.Usable(id, (op,), ops=True), site)
+            unusable = self.session.ask(place, c.Unusable, lambda id: c.Usable(id, (op,), ops=True), site, 1)
             if why_not := "".join(unusable.reasons):
                 raise NotImplementedError(f"node {self.node}: {why_not}")
         self.home.permitted.add(op)

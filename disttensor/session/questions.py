@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..runtime.master.failures import Failure, Site
-from ..runtime.master.link import Link
+from ..runtime.master.link import EXIT_CAUSE_TIMEOUT, Link
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
@@ -20,15 +20,18 @@ class Questions:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None) -> R:
-        """Sends everything that is queued anywhere, then a request; waits for the reply, which is of this ``kind``.
+    def ask(
+        self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
+    ) -> R:
+        """Sends everything that is queued anywhere, then a request; waits for the reply, which is of this ``kind``, and
+        has ``due`` reasons if it is Unusable.
 
         ``command`` makes the command from the request's id. Raises the error that made an operand fail, NodeLost,
         GraphError while a graph is recorded.
         """
         waits("this operation")
         link = self._link
-        request = link.request(place.node, kind)
+        request = link.request(place.node, kind, due)
         commands = place.outbox.commands
         commands += (command(request.id), site)
         reply = link.exchange(place.outbox, request, None)
@@ -50,7 +53,19 @@ class Questions:
                     f"node {says} says that command {seq} of node {rank} failed; that one has not said so"
                 )
             return DisttensorError(f"command {seq} of node {rank} failed, and why is not known")
-        return found.exception()
+        return self.exception(found)
+
+    def exception(
+        self, failure: Failure, others: Sequence[Failure] = (), timeout: float = EXIT_CAUSE_TIMEOUT
+    ) -> Exception:
+        """Makes the exception for a failure, with ``others`` as its notes. Where a node's loss is said to be the reason
+        it waits, ``timeout`` seconds at most, until it is known whether that node is lost."""
+        link, lost = self._link, failure.told.lost
+        if lost < 0:
+            return failure.exception(others)
+        with suppress(DisttensorError, TimeoutError):
+            self.sync(lost, timeout)  # a peer may see the end of its connection before this process does
+        return failure.exception(others, link.nodes[lost].lost)
 
     def unobserved(self) -> list[Failure]:
         """Returns the failures that nothing has raised yet, the earliest first."""
@@ -61,7 +76,7 @@ class Questions:
         notes."""
         left = [f for f in self.unobserved() if node is None or f.rank == node]
         if left:
-            error = left[0].exception(others=left[1:])
+            error = self.exception(left[0], left[1:])
             for f in left:
                 f.observed = True
             raise error

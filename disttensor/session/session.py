@@ -241,8 +241,9 @@ class Session:
                         errors.append(e)
         left = self.questions.unobserved()
         if left:
-            errors.insert(0, left[0].exception(others=left[1:]))
-        errors += [lost.again() for lost in link.losses if lost.rank not in said]
+            errors.insert(0, self.questions.exception(left[0], left[1:], 0.0))
+        named = {error.rank for error in errors if isinstance(error, NodeLost)}  # by what failed for its loss
+        errors += [lost.again() for lost in link.losses if lost.rank not in said | named]
         for other in errors[1:]:
             errors[0].add_note(in_short(other))
         return errors[0] if errors else None

@@ -133,8 +133,8 @@ def init_master_worker(
         functions: which user functions nodes run: "any" or "none".
         security: "curve" (encrypted and authenticated), or "none", on loopback only.
         launcher: "local" processes; "ssh": those of ``hosts``; "mpi": the processes of `mpiexec -n 5 dtrun script.py`;
-            "inproc": threads of this process, for tests; "auto": dtrun's launcher, else "ssh" if there are ``hosts``,
-            else "local".
+            "inproc": threads of this process, for tests, which draw from this process's generator; "auto": dtrun's
+            launcher, else "ssh" if there are ``hosts``, else "local".
         hosts: the hosts of nodes, and how many run on each: "a:4,b:4" or ["a:4", "b:4"]. Nodes 0 to 3 are on the first.
         interface: the interfaces, addresses or names of this machine by which other hosts reach it, as "eth0" or
             ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.

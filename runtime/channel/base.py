@@ -325,6 +325,11 @@ class DataChannel(ABC):
         """Returns the reason why ``peer`` is lost, or an empty text."""
         return ""
 
+    def blame(self, error: Exception, peer: int) -> None:
+        """Notes in the error of a transfer with ``peer`` that the peer's loss is its reason, where that is known."""
+        if isinstance(error, BrokenError) and error.rank is None and self.failure(peer):
+            error.rank = peer
+
     def tally(self, sent: int, received: int, start: float) -> None:  # noqa: B027 - for those that count
         """Counts bytes that a collective moved without transfers of this channel, since ``start`` (perf_counter)."""
 

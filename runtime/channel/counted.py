@@ -103,6 +103,7 @@ class CountedChannel(DataChannel):
         self.inner, self.use = inner, use
         self.name, self.capabilities = inner.name, inner.capabilities  # type: ignore[misc]  # in place of the class's
         self._sent, self._received = _Tallies(), _Tallies()
+        self._forgotten: dict[int, str] = {}  #: why peers are lost, for channels that do not keep it
 
     def __repr__(self) -> str:
         return f"<CountedChannel {self.inner!r}>"
@@ -178,6 +179,8 @@ class CountedChannel(DataChannel):
         return self.inner.address()
 
     def connect(self, peers: Mapping[int, PeerInfo]) -> None:
+        for peer in peers:
+            self._forgotten.pop(peer, None)
         self.inner.connect(peers)
 
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
@@ -187,12 +190,13 @@ class CountedChannel(DataChannel):
         return self.inner.empty(shape, dtype)
 
     def failure(self, peer: int) -> str:
-        return self.inner.failure(peer)
+        return self.inner.failure(peer) or self._forgotten.get(peer, "")
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> torch.Tensor:
         return self.inner.staging(shape, dtype, peer)
 
     def forget(self, peer: int, why: str) -> None:
+        self._forgotten[peer] = why
         self.inner.forget(peer, why)
 
     def expire(self, peer: int, why: str) -> None:

@@ -194,9 +194,11 @@ class Exchange:
             if error.seq == LOST:
                 me = self.ranks[self.me]
                 error = BrokenError(
-                    f"rank {error.rank} was lost to a rank of a collective that rank {me} takes part in"
+                    f"rank {error.rank} was lost to a rank of a collective that rank {me} takes part in", error.rank
                 )
         else:
+            if peer is not None:
+                self.channel.blame(error, peer)
             self._trouble = self._blame if peer is None else (peer, LOST)
         self.error = error
 

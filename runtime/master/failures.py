@@ -13,7 +13,7 @@ from types import CodeType
 import torch
 
 from ..protocol import commands as c
-from ..protocol.errors import CancelledError, DisttensorError, GeometryError, PeerFailed, RemoteError
+from ..protocol.errors import CancelledError, DisttensorError, GeometryError, NodeLost, PeerFailed, RemoteError
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, position
 
 #: The place where a command was issued: a code object and the index of the instruction in it. Cheaper than a line.
@@ -90,15 +90,16 @@ class Failure:
             where = f"  issued: {line_of(self.site)}"
         return f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n{where}"
 
-    def exception(self, others: Sequence[Failure] = ()) -> Exception:
-        """Makes the exception: of the original type where that is known, else a RemoteError that names it.
+    def exception(self, others: Sequence[Failure] = (), loss: NodeLost | None = None) -> Exception:
+        """Makes the exception: of the original type where that is known, else a RemoteError that names it; NodeLost
+        where the command failed by the ``loss`` of another node.
 
         The exception has the original's arguments and text; its notes are the place, the node's traceback and
         ``others``, later failures. Marks the failure as observed.
         """
         self.observed = True
-        error = self._original()
-        error.add_note(self.where())
+        error = self._original() if loss is None else loss.again()
+        error.add_note(self.where() if loss is None else f"{self.where()}\n  as: {self.told.message}")
         if self.told.traceback:
             error.add_note(f"--- traceback on node {self.rank} ---\n{self.told.traceback.rstrip()}")
         for i, other in enumerate(others[:MAX_ATTACHED]):
@@ -151,4 +152,4 @@ def _cut(told: c.Failed, most: int) -> c.Failed:
     flat = [x for arg in told.args for x in (arg if isinstance(arg, tuple) else (arg,))]
     short = len(flat) <= MAX_ARGS and sum(len(x) for x in flat if isinstance(x, str)) <= most
     args = told.args if short else ()
-    return c.Failed(told.seq, told.op[:MAX_NAME], told.kind[:MAX_NAME], message, told.traceback[:most], args)
+    return c.Failed(told.seq, told.op[:MAX_NAME], told.kind[:MAX_NAME], message, told.traceback[:most], args, told.lost)

@@ -337,6 +337,8 @@ class Link:
             seq = position(reply.seq)[0]
             if not 0 <= seq < node.outbox.sent:
                 raise ProtocolError(f"a failure of command {reply.seq}, and {node.outbox.sent} were sent")
+            if not -1 <= reply.lost < len(self.nodes) or reply.lost == rank:
+                raise ProtocolError(f"a failure by the loss of node {reply.lost}, and no such peer is there")
             if (rank, reply.seq) not in self.failures:
                 self.failures.keep(Failure(rank, hello.host, hello.pid, reply, node.outbox.site(seq)))
                 return
@@ -356,6 +358,8 @@ class Link:
                 self._check_cause(reply)
             elif not isinstance(reply, request.kind):
                 raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
+            elif isinstance(reply, c.Unusable) and len(reply.reasons) != request.due:
+                raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
             self._requests.pop(reply.request, None)
             node.answered = reply.request
             request.resolve(reply)
@@ -507,13 +511,13 @@ class Link:
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
-    def request(self, node: int, kind: type[Message] = c.Done) -> Request:
-        """Returns a new request to ``node``, whose id goes into a command.
+    def request(self, node: int, kind: type[Message] = c.Done, due: int = 0) -> Request:
+        """Returns a new request to ``node``, whose id goes into a command. ``due``: of reasons, how many are asked for.
 
         Raises as ``check``: nobody would answer it.
         """
         self.check(self.nodes[node].outbox)
-        request = Request(next(self._ids), node, kind)
+        request = Request(next(self._ids), node, kind, due)
         self._requests[request.id] = request
         return request
 

@@ -30,12 +30,13 @@ class Waker:
 class Request:
     """An answer that a thread waits for. ``reply`` is set before ``done``."""
 
-    __slots__ = ("done", "id", "kind", "node", "reply", "waker")
+    __slots__ = ("done", "due", "id", "kind", "node", "reply", "waker")
 
-    def __init__(self, id: int, node: int, kind: type[Message] = c.Done) -> None:
+    def __init__(self, id: int, node: int, kind: type[Message] = c.Done, due: int = 0) -> None:
         self.id = id
         self.node = node
         self.kind = kind  #: the reply's type, if nothing has failed
+        self.due = due  #: of reasons (Unusable): how many there have to be
         self.reply: c.Reply | None = None
         self.done = False
         self.waker: Waker | None = None  #: wakes the thread that waits

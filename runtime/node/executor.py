@@ -209,7 +209,7 @@ class Executor(NodeState):
                 self.emit(c.Opened(command.request, self.channels.open(command.channel, command.name)))
             case c.Usable():
                 why_not = self.allow.why_not if command.ops else partial(why_unusable, rank=self.rank)
-                self.emit(c.Unusable(command.request, tuple(map(why_not, command.names))))
+                self.emit(c.Unusable(command.request, tuple(codec.one_line(why_not(name)) for name in command.names)))
             case c.Lost():
                 self.channels.forget(command.rank, command.why)
             case c.Stop():

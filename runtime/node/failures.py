@@ -8,6 +8,7 @@ import sys
 import traceback
 
 from ..protocol import commands as c
+from ..protocol.errors import BrokenError
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, attempt
 
 #: Python's own exception types, whose arguments are reported.
@@ -35,7 +36,8 @@ def told(number: int, op: str, error: Exception) -> c.Failed:
     except BaseException:
         args = ()
     args = () if args == (text,) else args
-    return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args)
+    lost = error.rank if isinstance(error, BrokenError) and error.rank is not None else -1
+    return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost)
 
 
 def _clean(text: str) -> str:

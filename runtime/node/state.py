@@ -142,7 +142,7 @@ class NodeState:
             # the bytes come all the same: they go into a tensor that they don't fit, so that they are dropped
             channel.irecv(torch.empty(0, dtype=torch.uint8), peer, transfer)
             raise
-        return Pending(arrival, peer, math.prod(shape) * dtype.itemsize, str(device))
+        return Pending(arrival, channel, peer, math.prod(shape) * dtype.itemsize, str(device))
 
     def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> None:
         """Answers a Run with its function's result."""

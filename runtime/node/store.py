@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..channel.base import Arrival, Transfer
+from ..channel.base import Arrival, DataChannel, Transfer
 from ..channel.ticket import Ticket
 from ..protocol.errors import ChannelError, DisttensorError, PoisonedError
 from ..protocol.failure_ids import Poison
@@ -38,8 +38,9 @@ Tell = Callable[[Exception], Poison]  #: reports a failure to the master
 class Pending:
     """A placeholder for a tensor that a transfer is filling."""
 
-    def __init__(self, transfer: Arrival, peer: int, nbytes: int, device: str = "cpu") -> None:
+    def __init__(self, transfer: Arrival, channel: DataChannel, peer: int, nbytes: int, device: str = "cpu") -> None:
         self.transfer = transfer
+        self.channel = channel
         self.peer = peer
         self.nbytes = nbytes
         self.device = device
@@ -56,6 +57,7 @@ class Pending:
             tensor = self.transfer.tensor
         except ChannelError as e:
             error = e
+            self.channel.blame(e, self.peer)
         with self._lock:
             if self._value is None:
                 if isinstance(error, PoisonedError):

@@ -103,7 +103,7 @@ class Worker:
             gpus=affinity.gpus() if cuda and not self.bundle.simulate_cuda else (),
             addresses=self.channels.open(0, self.bundle.backend),
             abilities=capabilities.own(self.bundle.simulate_cuda),
-            no_cipher=no_cipher(),
+            no_cipher=codec.one_line(no_cipher()),
         )
 
     def serve(self) -> int:

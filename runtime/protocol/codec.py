@@ -6,7 +6,7 @@ Everything that arrives is decoded into the types of commands.py or refused with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -22,6 +22,8 @@ MAX_MESSAGE = 1 << 20
 
 #: The most CUDA devices of a node, and characters of a host's name (as in DNS) and of a data channel's address.
 MAX_DEVICES, MAX_HOST, MAX_ADDRESS = 64, 255, 4096
+#: The most characters of a reason why something can't be used.
+MAX_REASON = 4096
 
 #: The number of elements or bytes that torch can count with room to spare. (An expanded tensor has no such memory.)
 _COUNTABLE = 1 << 62
@@ -138,8 +140,25 @@ def check_reply(reply: c.Reply) -> None:
         _check_sizes(reply.tensors, reply.bytes)
     elif isinstance(reply, c.StorageInfo):
         _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride)
+    elif isinstance(reply, c.Unusable):
+        _check_reasons(reply.reasons)
+    elif isinstance(reply, c.GraphEngines):
+        _check_reasons(text for program in reply.programs for text in program)
+    elif isinstance(reply, c.Counts):
+        _check_reasons(text for name, use, *_ in reply.rows for text in (name, use))
     elif isinstance(reply, c.RngState) and not reply.state:
         raise ProtocolError("a generator's state is not empty")
+
+
+def one_line(text: str) -> str:
+    """Returns a text as the master takes it for a reason: one line of printable characters, of MAX_REASON at most."""
+    line = "".join(ch if ch.isprintable() else "?" for ch in " ".join(text.split()))
+    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 4] + " ..."
+
+
+def _check_reasons(texts: Iterable[str]) -> None:
+    for text in texts:
+        _check_text("a reason, or a name in a list", text, MAX_REASON)
 
 
 def _check_sizes(*sizes: int) -> None:
@@ -163,7 +182,7 @@ def _check_hello(hello: c.Hello) -> None:
         *(("gpu", g) for g in hello.gpus),
     ):
         _check_text(f"the node's {what}", text, MAX_HOST)
-    _check_text("the reason why it can't encrypt", hello.no_cipher, MAX_ADDRESS)
+    _check_text("the reason why it can't encrypt", hello.no_cipher, MAX_REASON)
     if not 0 <= hello.pid < 1 << 32:
         raise ProtocolError(f"{hello.pid} is no pid")
     _check_addresses(hello.addresses)

@@ -534,6 +534,7 @@ class Failed(Message, frozen=True, tag=44):
     traceback: str  #: empty where it shows no code of the user's
     #: the exception's arguments, which are of types of Python's own, if they are more than its message
     args: tuple[Plain | tuple[Plain, ...], ...] = ()
+    lost: int = -1  #: the peer by whose loss it failed, if that is known; else -1
 
 
 class Poisoned(Message, frozen=True, tag=45):

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import zmq
 
+from ..host.tcp_info import is_deaf
 from . import sockets
 
 _log = logging.getLogger(__name__)
@@ -103,14 +104,13 @@ class ZapHandler:
     def cut_deaf(self, tries: int) -> list[int]:
         """Breaks each registered connection for whose bytes the kernel has tried in vain so often; returns the ranks.
 
-        (The kernel itself would go on for a quarter of an hour. When nothing is under way it finds out by itself.)
+        (When nothing is under way the kernel finds out by itself.)
         """
         deaf = []
         with self._lock:
             for descriptor, rank in self._watched.items():
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
-                    if max(info[2], info[3]) >= tries:  # retransmits, probes
+                    if is_deaf(connection, tries):
                         connection.shutdown(socket.SHUT_RDWR)
                         deaf.append(rank)
         return deaf

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 
 import joint_programs as programs
 import pytest
 import torch
 from channel_kit import BETWEEN_PROCESSES
+from variants import variants
 
 import disttensor as dt
 
@@ -42,6 +45,36 @@ def test_between_processes_and_when_one_dies(backend):
         dt.shutdown()
 
 
+#: What fails on nodes 0 and 1 by the end of node 2; each gives what it has made there.
+BROKEN: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
+    "all_reduce": lambda xs: dt.all_reduce(xs) or xs[:2],
+    "broadcast": lambda xs: dt.broadcast([*xs[:2], xs[2]], 2) or xs[:2],  # to one of them by way of the other
+    "transfer": lambda xs: [xs[2].to(f"node:{k}") for k in range(2)],
+}
+
+
+@pytest.mark.parametrize("backend", variants(BETWEEN_PROCESSES))
+def test_what_breaks_by_a_nodes_loss_raises_that_loss(backend):
+    """It is raised by tensors of nodes that are there, and names what has failed on them, and its line."""
+    with dt.init_master_worker(nodes=3, backend=backend, threads=1):  # whose end raises the loss no more
+        inputs = [[torch.ones(size, device=f"node:{k}") for k in range(3)] for size in (10, 300_001) for _ in BROKEN]
+        for xs in inputs:
+            dt.all_reduce(xs)
+        dt.synchronize()
+        pid = dt.nodes()[2]["pid"]
+        os.kill(pid, signal.SIGSTOP)  # what is issued now waits for it
+        broken = [(name, BROKEN[name](xs)) for name, xs in zip([*BROKEN, *BROKEN], inputs, strict=True)]
+        os.kill(pid, signal.SIGKILL)
+        for name, made in broken:
+            for x in made:
+                with pytest.raises(dt.NodeLost, match=r"node 2 .* is lost: killed by SIGKILL") as raised:
+                    x.sum().item()
+                assert raised.value.rank == 2
+                where = rf"failed: {name} on node [01] .*\n  issued: .*test_joint_processes.py:\d+ in "
+                assert re.search(where, raised.value.__notes__[0])
+        assert (torch.ones(2, device="node:1") + 1).tolist() == [2, 2]
+
+
 @pytest.mark.parametrize("backend", BETWEEN_PROCESSES)
 def test_other_transfers_do_not_stand_in_the_way(backend):
     """What a node sends and what its collectives send are in no order that its peers could rely on."""
@@ -62,7 +95,7 @@ def test_a_node_that_stops_leaves_nobody_waiting():
     dt.synchronize()
     os.kill(dt.nodes()[2]["pid"], signal.SIGSTOP)
     dt.all_reduce(xs)
-    with pytest.raises(dt.DisttensorError, match="rank 2"):
+    with pytest.raises(dt.NodeLost, match="node 2"):
         xs[0].cpu()
     with pytest.raises(dt.NodeLost):
         xs[2].cpu()

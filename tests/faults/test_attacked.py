@@ -12,6 +12,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import hostile_workers
 import psutil
@@ -202,7 +204,7 @@ def test_a_number_that_nobody_was_told_holds_a_node_up_until_the_sender_ends(lia
         dt.synchronize(0, timeout=0.5)
     dt.kill(1)
     assert (y + 1).sum().item() == 6
-    with pytest.raises(dt.errors.RemoteError, match=r"rank 1 is lost to rank 0: killed by disttensor\.kill"):
+    with pytest.raises(dt.NodeLost, match=r"node 1 .* is lost: killed by disttensor\.kill"):
         waiting.sum().item()
     with pytest.raises(dt.NodeLost):
         liar.sum().item()
@@ -255,6 +257,16 @@ def hold() -> None:
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # nobody writes; no other thread runs
 
 
+def reading(fifo: str) -> tuple[int, int]:
+    """Reads a byte in C code that knows nothing of signals; gives what read(2) has returned, and errno."""
+    import ctypes
+    import os
+
+    source = os.open(fifo, os.O_RDONLY)
+    read = ctypes.CDLL(None, use_errno=True).read
+    return read(source, ctypes.create_string_buffer(1), 1), ctypes.get_errno()
+
+
 def search() -> None:
     import re
 
@@ -271,6 +283,28 @@ STUCK: dict[str, tuple[Callable[[], None] | None, list[str]]] = {
 
 
 @pytest.mark.fault(4, 7)
+@pytest.mark.usefixtures("cluster")
+def test_a_look_ends_no_call_of_c_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal that asks for the stacks has the kernel go on with what it can go on with."""
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    results: list[Any] = []
+    with warned(r"it runs a function", r"test_attacked\.py.* in reading") as said:
+
+        def run() -> None:
+            results.append(dt.run(reading, fifo, node=1))
+            said.there.set()  # it has ended, before anything was written
+
+        waiting = threading.Thread(target=run)
+        waiting.start()
+        with open(fifo, "wb", buffering=0) as sink:
+            assert said.there.wait(HANG), said.texts
+            sink.write(b"x")
+        waiting.join()
+    assert results == [(1, 0)]
+
+
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("way", STUCK)
 def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +372,7 @@ def test_what_goes_on_although_it_was_cancelled_is_named(monkeypatch: pytest.Mon
     with warned(*patterns) as said, Began(lambda: dt.tasks.interrupt(1)) as port:
         thread = in_thread(lambda: dt.run(stuck, port, node=1), raised)
         assert said.there.wait(HANG), said.texts
-    probe()
+    probe(0)
     dt.kill(1)
     thread.join(HANG)
     assert [type(e) for e in raised] == [dt.NodeLost]

@@ -24,12 +24,15 @@ from test_launch import STUBS, bundles, collect
 import disttensor as dt
 from disttensor.runtime.host.launch_spec import LaunchSpec
 from disttensor.runtime.launch import Exited, Started
+from disttensor.runtime.launch.output.lines import LONG
 from disttensor.runtime.launch.output.printer import Printer
 from disttensor.runtime.launch.rendezvous.credentials import Invitation, read_connection_file
 from disttensor.runtime.launch.starters.join import JoinLauncher, JoinStarter, _JoinedAgent
 from disttensor.runtime.launch.starters.mpi import MpiProcesses, Offer
 from disttensor.runtime.launch.tree import framed
+from disttensor.runtime.launch.tree.agent_check import LAST
 from disttensor.runtime.launch.tree.control import (
+    CREDIT,
     AgentHello,
     AgentNews,
     Beat,
@@ -45,6 +48,7 @@ from disttensor.runtime.launch.tree.control import (
     Modules,
     NodeOutput,
     Order,
+    OutputAck,
     Ready,
     Refuse,
     Seen,
@@ -259,6 +263,86 @@ def test_answers_that_were_asked_for_are_taken_once(tmp_path: Path, capfd: pytes
             agent.ended()
     cause = "what came was not an agent's: the end of a session that was not to end"
     assert capfd.readouterr().err == f"[a] disttensor: this host is cut off: {cause}\n"  # it has no node
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[tuple[int, int]]:
+    """A pipe that nobody reads, and that is full."""
+    out, inn = os.pipe()
+    os.set_blocking(inn, False)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while os.write(inn, b"." * 4096):
+                pass
+        os.set_blocking(inn, True)
+        yield out, inn
+    finally:
+        os.close(out)
+        os.close(inn)
+
+
+def test_an_agent_that_sends_output_without_end_is_cut_off(tmp_path: Path) -> None:
+    """Nothing of it can be shown, and so the root would have to keep it. An honest one waits for the root then."""
+    kept = os.dup(1)
+    with unread() as (_, inn), contextlib.ExitStack() as undo:
+        undo.callback(os.close, kept)
+        undo.callback(os.dup2, kept, 1)
+        os.dup2(inn, 1)
+        with job(tmp_path) as (launcher, invitation), Agent(invitation, agent_hello("good")) as good:
+            begin(launcher, good, 0)
+            with Agent(invitation, agent_hello("bad")) as bad:
+                begin(launcher, bad, 1)
+                sent, piece = 0, NodeOutput(1, 1, b"x" * (LONG - 1) + b"\n")
+                while not bad.wire.ended and sent < 2 * (CREDIT + LAST):
+                    bad.wire.say(piece)
+                    bad.wire.push(HANG)
+                    bad.wire.hear()
+                    sent += LONG
+                [event] = collect(launcher, 1)
+                assert isinstance(event, Exited)
+                cause = f"more than {CREDIT + LAST} bytes of output before the root has taken any"
+                assert event.cause == f"what came was not an agent's: {cause}"
+            launcher.kill(0, signal.SIGUSR1)
+            assert good.hears(Kill) == Kill(0, signal.SIGUSR1)  # the root lives, and hears the others
+
+
+def test_output_that_is_shown_lets_an_agent_send_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with job(tmp_path) as (launcher, invitation), Agent(invitation, agent_hello()) as agent:
+        begin(launcher, agent, 0)
+        for text in (b"a" * 999 + b"\n", b"b\n"):
+            agent.wire.say(NodeOutput(0, 1, text))
+            assert agent.hears(OutputAck) == OutputAck(len(text))
+    assert capfd.readouterr().out == "[node 0] " + "a" * 999 + "\n[node 0] b\n"
+
+
+def test_what_a_host_writes_is_counted_while_nothing_can_be_shown() -> None:
+    """As ssh's own stderr: who writes it can't be made to wait, for its nodes' lines come by the same connection."""
+    with root_here() as (root, _), unread() as (out, inn):
+        root._printer = Printer(fds=(inn, inn), environment={})
+        for _ in range(100):
+            root.remark("far", [b"x" * 999] * 100)
+        os.set_blocking(out, False)
+        shown = bytearray()
+        while root._printer.waiting:
+            with contextlib.suppress(BlockingIOError):
+                while piece := os.read(out, 1 << 20):
+                    shown += piece
+            root._printer.push()
+        root._make_up()
+        root._make_up()  # it is said once
+        root.remark("far", [b"the end"])
+        root._printer.push()
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(out, 1 << 20):
+                shown += piece
+        lines = shown.lstrip(b".").decode().splitlines()
+        assert len(shown) < 1 << 20
+        assert lines[:-2] == ["[far] " + "x" * 999] * len(lines[:-2])
+        left = 10_000 - len(lines[:-2])
+        assert lines[-2:] == [
+            f"[far] disttensor: {left} lines of its own left out here, as nothing could be shown at that time",
+            "[far] the end",
+        ]
 
 
 def test_reasons_do_nothing_to_a_terminal(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ from disttensor.runtime.launch import (
 )
 from disttensor.runtime.launch.output.lines import Tail
 from disttensor.runtime.launch.starters.local import LocalLauncher
-from disttensor.runtime.launch.tree.control import Ended, News, NodeOutput, OutputAck, Start
+from disttensor.runtime.launch.tree.control import CREDIT, Ended, News, NodeOutput, OutputAck, Start
 from disttensor.runtime.launch.tree.framed import FramedSocket
-from disttensor.runtime.launch.tree.server import CREDIT, Node
+from disttensor.runtime.launch.tree.server import Node
 from disttensor.runtime.launch.tree.spawn import spawn_server
 from disttensor.runtime.process.page import Page
 from disttensor.runtime.protocol.bundle import Bundle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from equal import same
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import disttensor as dt
+from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -74,6 +76,25 @@ def test_states() -> None:
         )
         results.append(given)
     same(*results)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_state_that_is_set_goes_with_the_command(kind: str) -> None:
+    """By a data channel it could be lost on its way, and what is drawn next would be drawn from another state."""
+    state = torch.Generator().manual_seed(7).get_state()
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(7))
+    with contextlib.ExitStack() as taken:
+        if kind == "cuda":
+            taken.enter_context(testing.as_cuda("node:1"))
+        g = torch.Generator("node:1")
+        with testing.MessageLog() as log:
+            g.set_state(state)
+            drawn = torch.rand(4, device="node:1", generator=g)
+        assert [name for name in log.commands if "aten::" not in name] == ["Keep", "Random", "Keep", "Keep"]
+        same(drawn, expected)
+        g.set_state(state)
+        g.get_state().zero_()  # a copy, as local generators give
+        assert torch.equal(g.get_state(), state)
 
 
 def test_the_default_one_knows_nothing_of_it() -> None:

@@ -109,7 +109,7 @@ class Fake:
         if command.shape[0] == 13:
             raise MemoryError("no")
         nbytes = command.shape[0] * 4
-        return Pending(None, MASTER, nbytes)  # type: ignore[arg-type]
+        return Pending(None, None, MASTER, nbytes)  # type: ignore[arg-type]
 
     def apply(self, batch: c.Batch) -> None:
         for command in batch.commands:

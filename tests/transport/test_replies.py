@@ -102,6 +102,9 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
     "what nobody asked for": (c.Done, c.Done(2)),
     "the failure of what was not sent": (c.Answer, c.Failed(1, "op", "builtins.RuntimeError", "no", "")),
     "a failure without a number": (c.Answer, c.Failed(-1, "op", "builtins.RuntimeError", "no", "")),
+    "a failure by the loss of no node": (c.Answer, msgspec.structs.replace(FAILED, lost=1)),
+    "a failure by its own loss": (c.Answer, msgspec.structs.replace(FAILED, lost=0)),
+    "a failure by the loss of the script": (c.Answer, msgspec.structs.replace(FAILED, lost=-2)),
     "the fault of what was not sent": (c.Answer, c.Poisoned(1, 0, 1)),
     "the fault of no node": (c.Answer, c.Poisoned(1, 1, 0)),
     "the fault of the master": (c.Answer, c.Poisoned(1, -1, 0)),
@@ -120,6 +123,41 @@ def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
     with pytest.raises(dt.NodeLost, match="broke the protocol") as e:
         wire.link.wait(request, 20)
     assert len(str(e.value)) < 4000  # the other nodes are told, in one message
+
+
+#: Answers with reasons that no node gives to a question about two channels, and what is said of them.
+REASONS: dict[str, tuple[c.Reply, str]] = {
+    "too few": (c.Unusable(1, ("no",)), "1 reasons of node 0 where 2 were asked for"),
+    "too many": (c.Unusable(1, ("", "", "no")), "3 reasons of node 0 where 2 were asked for"),
+    "none": (c.Unusable(1, ()), "0 reasons of node 0 where 2 were asked for"),
+    "a flood": (c.Unusable(1, ("", "x" * 100_000)), "4096 printable characters, not 100000"),
+    "for the terminal": (c.Unusable(1, ("", "\x1b[2J")), r"4096 printable characters, not 4 as '\\x1b"),
+    "for the terminal, of a graph": (c.GraphEngines(1, (("interpreter", "\x1b[2J"),)), "printable characters"),
+    "for the terminal, of traffic": (
+        c.Counts(1, (("\x1b[2J", "", 0, (0, 0, 0.0), (0, 0, 0.0)),)),
+        "printable characters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_wrong_reason_fails_the_node(name: str, wire: Wire) -> None:
+    reply, what = REASONS[name]
+    wire.say(HELLO)
+    request = wire.link.request(0, type(reply), 2)
+    wire.say(reply)
+    with pytest.raises(dt.NodeLost, match=f"broke the protocol: .*{what}"):
+        wire.link.wait(request, 20)
+
+
+def test_reasons_of_honest_nodes_are_taken(wire: Wire) -> None:
+    """Whatever an exception on them says."""
+    wire.say(HELLO)
+    said = [codec.one_line(text) for text in ("", "fine \t\n\ngr\u00fcn", "\x1b[2J\ud800", "x " * 100_000)]
+    assert said[:3] == ["", "fine gr\u00fcn", "?[2J?"]
+    request = wire.link.request(0, c.Unusable, len(said))
+    wire.say(c.Unusable(request.id, tuple(said)))
+    assert wire.link.wait(request, 20) == c.Unusable(request.id, tuple(said))
 
 
 def told(torch: str = "2.13.0", cpu: str = "AVX2", **abilities: Any) -> c.Hello:

@@ -10,6 +10,7 @@ import pytest
 from aftermath import within
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
 
+from disttensor.runtime.host.tcp_info import is_deaf
 from disttensor.runtime.protocol.errors import BrokenError, ClosedError
 from disttensor.runtime.protocol.keys import curve_pair, job_id, job_secret, pair_key
 from disttensor.runtime.transport import sockets
@@ -331,6 +332,12 @@ def test_a_forked_child_does_not_keep_connections_alive(world):
         spoke.recv(LIMIT)
     os.close(held)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_kernel_counts_its_vain_tries():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        assert not is_deaf(connection, 1)
+        assert is_deaf(connection, 0)
 
 
 @pytest.mark.fault(26)

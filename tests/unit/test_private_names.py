@@ -61,6 +61,7 @@ INTERNAL: dict[str, str] = {
     "faults/test_attacked.py": "how long a wait is before it is explained, and workers that break the protocol",
     "faults/test_other_user.py": "the secrets of a session, to see that nobody else can",
     "faults/test_slow_wire.py": "the addresses that processes tell each other, to have slow wires between them",
+    "faults/test_stale.py": "whether an ended session is still in memory",
     "faults/test_warm.py": "infer.warm, which a first session calls while its nodes start",
     "launch/test_binding.py": "which cores and GPUs a node is given, on hosts that are made up",
     "launch/test_dtrun.py": "dtrun's main, and the server that it hands down, without a process of its own",

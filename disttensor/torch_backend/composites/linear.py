@@ -64,7 +64,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
         if known is None:
             if len(_known) >= 4096:
                 _known.clear()
-            known = _known[key] = _plain(*key)
+            known = _plain(*key)
+            caches.keep(_known, key, known, *(meta.place for meta in key if meta is not None))
         if known:
             if _grad() and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
                 return _WAYS[len(key[0].shape) > 2, bias is not None](bias, input, weight)  # type: ignore[no-any-return]

@@ -121,5 +121,6 @@ def _choose(
             _choices.clear()
         first, second, third, *rest = metas
         asked = kernel_choice.Attention(first, second, third, rest[0] if rest else None, *facts)
-        choice = _choices[signature] = kernel_choice.attention(query._place.record, asked)
+        choice = kernel_choice.attention(query._place.record, asked)
+        caches.keep(_choices, signature, choice, *(meta.place for meta in metas))
     return choice

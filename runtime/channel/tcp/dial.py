@@ -28,7 +28,7 @@ _LOOPBACK_BUFFER = 256 << 10
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
 #: The number of vain tries of the kernel after which the peer's host is gone: 6 to 14 seconds, as the time between two
 #: tries doubles from 0.2 on.
-_TRIES = 6
+TRIES = 6
 #: The most addresses of a peer: each of them is tried at once, with a socket.
 _MOST = 32
 #: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or
@@ -73,16 +73,6 @@ def tune_after(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def is_deaf(sock: socket.socket) -> bool:
-    """Returns whether the peer's kernel has not answered for long: its host, or the network, is gone.
-
-    (This side's kernel would go on sending for a quarter of an hour. The kernel of a process that doesn't read
-    answers.)
-    """
-    _, _, retransmits, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
-    return max(retransmits, probes) >= _TRIES
 
 
 def shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:

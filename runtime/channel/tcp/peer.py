@@ -31,6 +31,7 @@ from enum import Enum
 
 import torch
 
+from ...host.tcp_info import is_deaf
 from ...protocol.errors import BrokenError, BusyError, ChannelError, ClosedError, ProtocolError
 from ...protocol.transfer_ids import sequence_of, spoken
 from ..base import PeerInfo, Protection
@@ -38,7 +39,7 @@ from ..carrier import Carrier, Say
 from ..cipher import no_cipher
 from ..payload import byte_view, describe, dtype_id, is_plain, plain
 from ..ticket import Ticket, failed
-from .dial import dial, is_deaf, shut_down, tune_after, unacknowledged
+from .dial import TRIES, dial, shut_down, tune_after, unacknowledged
 from .frames import CARRIED, DATA, EAGER, POISON, WORD, Frame
 from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets
 from .reader import Reader, Receive, ReceiveTicket
@@ -195,7 +196,7 @@ class TcpPeer:
         """Fails the peer if its host, or the network to it, is gone; the connection does not report its end then."""
         sock = self._sock
         with suppress(OSError):  # closed meanwhile
-            if sock is not None and self.failure is None and is_deaf(sock):
+            if sock is not None and self.failure is None and is_deaf(sock, TRIES):
                 self.fail(BrokenError, self.lost(TimeoutError("its host has not answered for some time")))
 
     def fail(self, kind: type[ChannelError], why: str) -> None:

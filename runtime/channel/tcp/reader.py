@@ -208,16 +208,19 @@ class Reader:
 
         It must not return the receive to its caller, which would keep the tensor alive until the next frame.
         """
-        peer = self._peer
         try:
             return self._step(patient)
-        except (OSError, EOFError) as error:
-            peer.fail(BrokenError, peer.lost(error))
-            raise
         except BaseException as error:  # an exit too: the bytes of the frame that were read are lost
-            why = str(error) or type(error).__name__
-            peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fails the peer, for an error after which nothing more can be read from it."""
+        peer, why = self._peer, str(error) or type(error).__name__
+        if isinstance(error, (OSError, EOFError)):
+            peer.fail(BrokenError, peer.lost(error))
+        else:
+            peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
 
     def _step(self, patient: bool) -> bool:
         frame = self._frame
@@ -289,6 +292,7 @@ class Reader:
             # The rest of the payload cannot be told from frames any more, so the connection is over.
             peer.unclaim()
             kind, why = peer.failure or (BrokenError, peer.lost(error) if isinstance(error, EOFError) else str(error))
+            self._give_up(error)  # first: who waits for this transfer asks whether the peer is lost
             ticket.fail(kind, f"{what} broke off: {why}")
             raise
         peer.unclaim()

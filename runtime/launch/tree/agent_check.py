@@ -13,8 +13,9 @@ import msgspec
 
 from ...host.output_options import STREAMS
 from ...protocol.errors import ProtocolError
-from ..output.lines import TAIL_LINES, TAIL_WIDTH, plain
+from ..output.lines import LONG, TAIL_LINES, TAIL_WIDTH, plain
 from .control import (
+    CREDIT,
     AgentHello,
     AgentNews,
     Beat,
@@ -38,6 +39,9 @@ RANKS = 1 << 24
 PIDS = 1 << 22
 #: The most characters of a host's name (as in DNS), of a version, of a reason, and of the stacks of a node.
 NAME, VERSION, REASON, STACK = 255, 100, 4000, 16 << 10
+#: The most bytes of a node's output that its fork server sends beyond the window: what is left of its two streams at
+#: its end, or asked for by a Flush (`Source.close`, `Server._flush`); and as much again.
+LAST = 2 * 2 * 80 * LONG
 
 
 def check_news(
@@ -73,6 +77,10 @@ def check_news(
             raise ProtocolError(
                 f"output of node {news.rank} to stream {news.fd}; there are {', '.join(map(str, STREAMS))}"
             )
+        case NodeOutput() if branch.owed > CREDIT:
+            most = CREDIT + len(seats.of(branch)) * LAST
+            if branch.owed + len(news.data) > most:
+                raise ProtocolError(f"more than {most} bytes of output before the root has taken any")
         case Began() if news.rank in seats.pids:
             raise ProtocolError(f"node {news.rank} has begun twice")
         case Began():

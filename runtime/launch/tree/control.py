@@ -21,6 +21,9 @@ from ...protocol.bundle import Bundle
 
 #: A bundle is 1 MiB at most (see protocol/bundle.py), a tail 20 short lines.
 MAX_FRAME = 2 << 20
+#: The most bytes of output on their way up (the window), but for one more piece of each node, and what is left at its
+#: end or asked for by a Flush.
+CREDIT = 1 << 18
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -41,6 +41,7 @@ class Branch(ABC):
         self.waiting: list[Start] = []  #: orders until it has said hello
         self.gone: tuple[str, int, tuple[str, ...]] | None = None  #: cause, code, last lines
         self.unheard = Unheard()  #: how long nothing has come from its agent
+        self.owed = 0  #: bytes of its nodes' output that it was not told have been taken
         self.beats = 0  #: beats that its agent has not answered yet
         self.heard_at = 0.0  #: when its agent sent the latest answer, by the agent's clock
         self.looks: set[int] = set()  #: nodes that its agent is to look at
@@ -90,7 +91,10 @@ class RootPort(Protocol):
         """
 
     def remark(self, who: str, lines: Sequence[bytes]) -> None:
-        """Shows the user output of a host, or of a program that has started something there."""
+        """Shows the user output of a host, or of a program that has started something there.
+
+        While nothing can be shown, its lines are counted and left out.
+        """
 
     def reconsider(self) -> None:
         """Reports the status again: ``waiting`` has another text."""

@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -91,8 +90,7 @@ class Root:
         self._seats = RankAssignment()
         self._asked = 0  #: nodes that the master has asked for
         self._printer = Printer()
-        #: output that was received and not acknowledged yet: (branch, bytes)
-        self._owed: deque[tuple[Branch, int]] = deque()
+        self._unshown: dict[str, int] = {}  #: by host or program: lines of its own that there was no room for
         self._flushing: dict[int, set[Branch]] = {}  #: by the id of a Flush: branches that have not answered it yet
         self._awake: set[Branch] = set()  #: branches that are to end the session and have nodes left
         self._ending: float | None = None  #: when the end has to be done at the latest
@@ -118,9 +116,8 @@ class Root:
             self._printer.push()
             for branch in self._branches:
                 branch.push()
-            while self._owed and not self._printer.full:
-                branch, size = self._owed.popleft()
-                branch.say(OutputAck(size))
+            if not self._printer.full:
+                self._make_up()
         for branch in list(self._branches):
             self.lost(branch, "was ended", 0, ())
         if self._starter is not None:
@@ -129,6 +126,18 @@ class Root:
         end_children(2.0)
         self._printer.flush(0.5)
         self._up.push(0.5)
+
+    def _make_up(self) -> None:
+        """Says what was left out while output had no room, and lets agents send more."""
+        for who, count in self._unshown.items():
+            lines = "1 line" if count == 1 else f"{count} lines"
+            text = f"disttensor: {lines} of its own left out here, as nothing could be shown at that time"
+            self._printer.remark(who, [text.encode()])
+        self._unshown.clear()
+        for branch in self._branches:
+            if branch.owed:
+                branch.say(OutputAck(branch.owed))
+                branch.owed = 0
 
     def _is_needed(self) -> bool:
         """Returns whether anything is left to wait for while it ends, within the time that it has at most."""
@@ -275,7 +284,11 @@ class Root:
         self._deal()
 
     def remark(self, who: str, lines: Sequence[bytes]) -> None:
-        self._printer.remark(who, lines)
+        # Who writes it can't be made to wait: ssh would bring nothing of its nodes', either.
+        if self._printer.full or who in self._unshown:
+            self._unshown[who] = self._unshown.get(who, 0) + len(lines)
+        else:
+            self._printer.remark(who, lines)
 
     def report_status(self, branch: Branch, what: str) -> None:
         branch.what = what
@@ -320,7 +333,7 @@ class Root:
                 self._let_in(branch, news)
             case NodeOutput():
                 self._printer.take(news.rank, news.fd, news.data)
-                self._owed.append((branch, len(news.data)))
+                branch.owed += len(news.data)
             case SessionEnded():
                 self._rested(branch)
             case Flushed():

@@ -37,6 +37,7 @@ from ..output.lines import Tail
 from ..output.printer import Printer
 from ..output.relay import Source
 from .control import (
+    CREDIT,
     Began,
     Ended,
     EndSession,
@@ -64,8 +65,6 @@ from .shipping import adopt
 TERM_TIME = 1.0
 #: Seconds in which a worker that runs has written its stacks; and the most characters of them that are passed on.
 LOOK_TIME, MAX_STACK = 0.2, 16 << 10
-#: The most bytes of output on their way up (the window), but for one more piece of each node.
-CREDIT = 1 << 18
 
 
 class Node:

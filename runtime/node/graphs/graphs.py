@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from ...protocol import codec
 from ...protocol import commands as c
 from ...protocol.errors import DisttensorError, ProtocolError
 from ...protocol.traits import TRAITS, kinds
@@ -116,7 +117,7 @@ class Graphs:
         """Returns for each program of a graph the engine that ran it last, and the reason why no other does."""
         graph = self._graphs.get(number)
         programs = [s.engine for s in graph.steps if type(s) is Segment] if graph is not None else []
-        return tuple((engine.used, " ".join(engine.why.split())) for engine in programs)
+        return tuple((engine.used, codec.one_line(engine.why)) for engine in programs)
 
     def templates(self) -> set[int]:
         """Returns the numbers of the templates that replays need."""

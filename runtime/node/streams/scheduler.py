@@ -16,7 +16,7 @@ import torch
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
 from ...protocol import commands as c
-from ...protocol.errors import PoisonedError, ProtocolError
+from ...protocol.errors import ChannelError, PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
 from ..collectives import join
@@ -312,7 +312,17 @@ class Scheduler(Lanes):
             self._task(lane, "Wait", _nothing, waits=[mark])
 
     def _await(self, lane: Lane, command: c.Await) -> None:
-        self._task(lane, "Wait", _nothing, waits=[self._events.arrival(command)])
+        arrival = self._events.arrival(command)
+
+        def run(values: Values) -> Results:
+            try:
+                arrival.wait()
+            except ChannelError as error:
+                self.node.channel.blame(error, command.peer)
+                raise
+            return None
+
+        self._task(lane, "Wait", run)
 
     def _signal(self, command: c.Signal) -> None:
         self._to_peer(command, torch.empty(0, dtype=torch.uint8), [self._events[command.ref]])
