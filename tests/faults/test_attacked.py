@@ -282,7 +282,6 @@ STUCK: dict[str, tuple[Callable[[], None] | None, list[str]]] = {
 }
 
 
-@pytest.mark.fault(4, 7)
 @pytest.mark.usefixtures("cluster")
 def test_a_look_ends_no_call_of_c_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal that asks for the stacks has the kernel go on with what it can go on with."""
@@ -305,6 +304,7 @@ def test_a_look_ends_no_call_of_c_code(tmp_path: Path, monkeypatch: pytest.Monke
     assert results == [(1, 0)]
 
 
+@pytest.mark.fault(4, 7)
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("way", STUCK)
 def test_a_node_that_never_answers_is_explained_and_can_be_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
