@@ -321,6 +321,7 @@ class Link:
                 self.hub.cut(rank)  # what it goes on sending is not to be taken in
                 continue
             node.outbox.acknowledge(report.done)
+            node.busy = report.busy
         for rank in self.hub.gone():
             self._disconnected(rank, _SILENT if rank in self._deaf else "its connection ended")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -14,6 +15,8 @@ from .failures import Site
 from .history import KEPT, SHOWN, Sent, asks, doing
 from .outbox import Outbox
 
+#: The fewest commands whose mean time says something of a node.
+PACED = 100
 #: Templates between two clean-ups of a node's table.
 GENERATION = 32_768
 
@@ -37,6 +40,7 @@ class Node:
         self.templates: dict[object, int] = {}  #: numbers of templates, by operator and static arguments
         self.defined: dict[int, c.Define] = {}  #: templates that the node knows, by number
         self.generation = 0  #: the generation of templates; ``start_generation`` raises it
+        self.busy = 0.0  #: seconds for which it has worked until its last report, as it says
         self.answered = 0  #: the number of the last request that it has answered
         self.permitted: set[str] = set()  #: operators that the node is known to have and to run
         self._next = count()
@@ -105,6 +109,12 @@ class Node:
             self._generations = [self._generations[1], next(self._next)]
             self.defined = {n: d for n, d in self.defined.items() if n >= self._generations[0]}
             self.outbox.add(c.Forget(self._generations[0]))
+
+    @property
+    def pace(self) -> float:
+        """The seconds that it has worked for one command, on average; 0 where that can't be known."""
+        done, busy = self.outbox.done, self.busy
+        return busy / done if done >= PACED and 0 < busy < math.inf else 0.0
 
     def last_commands(self, most: int = KEPT) -> list[Sent]:
         """Returns the last commands that it was sent, ``most`` at most, the oldest first."""

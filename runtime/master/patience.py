@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PATIENCE = 10.0
 #: Seconds after which a function that was cancelled and goes on is told of.
 UNHEEDED = 5.0
+#: A node whose commands take so many times as long as those of the others (the median node's) is slow.
+SLOWER = 1.5
 #: Seconds that a look from outside may take.
 _SIGHT = 1.5
 #: A node whose own threads have not run for so many seconds holds the GIL, or is stopped.
@@ -105,9 +107,26 @@ def explained(node: Node, others: list[Node], seconds: float) -> str:
     behind, most = node.behind, max((other.behind for other in others), default=0)
     if others and behind > most:
         text += f"; it is {behind} commands behind, and the other nodes are {most} at most"
+    paces = sorted(other.pace for other in others if other is not node and other.pace)
+    if paces and node.pace > SLOWER * (usual := paces[len(paces) // 2]):
+        text += (
+            f"; its commands have taken {_brief(node.pace)} each, those of the other nodes {_brief(usual)}: it is "
+            f"{node.pace / usual:.1f} times as slow"
+        )
     if node.sight is not None and (stack := _users_frames(node.sight.stack)):
         text += "\n" + "\n".join(stack)
     return text
+
+
+def _brief(seconds: float) -> str:
+    """Formats a short time."""
+    return (
+        f"{seconds * 1e6:.0f} us"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.1f} ms"
+        if seconds < 1
+        else f"{seconds:.1f} s"
+    )
 
 
 def _where(node: Node) -> str:

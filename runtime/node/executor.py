@@ -15,7 +15,7 @@ from ..channel.counted import count
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
 from ..process import page
-from ..process.page import COLLECTIVE, RECEIVE
+from ..process.page import COLLECTIVE, COMMANDS, RECEIVE
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
@@ -185,6 +185,7 @@ class Executor(NodeState):
             case c.Collective(done=0):
                 page.mine.begin(self.seq, COLLECTIVE)
                 collectives.take_part(self, command)
+                page.mine.begin(self.seq, COMMANDS)
             case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
                 self._lanes = Scheduler(self, self.other, self.failed, self.events, self.graphs)
                 self._beside = True
@@ -291,6 +292,7 @@ class Executor(NodeState):
                 page.mine.begin(self.seq, RECEIVE)
                 try:
                     self.other(command)
+                    page.mine.begin(self.seq, COMMANDS)
                     return
                 except Exception as again:
                     again.__context__ = None  # the report leaves out that it came too early the first time

@@ -72,6 +72,7 @@ class Worker:
         self._unacknowledged = 0  #: bytes of messages since the last report
         self._telling = threading.RLock()  #: held while reporting, by the receiving thread or a stream's
         self._receiver = threading.get_ident()
+        self._busy = page.mine.busy if role.is_node() else float  #: threads of one process have one page
         hosts = bundle.data_hosts or (LOOPBACK,)
         protection = Protection(bundle.encrypt, bundle.trusted_network, bundle.checksum)
         context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection)
@@ -171,7 +172,7 @@ class Worker:
         self._told = done
         if done == executor.seq:
             self._unacknowledged = 0
-        message = codec.encode(c.Report(done, tuple(replies)))
+        message = codec.encode(c.Report(done, tuple(replies), self._busy()))
         if len(message) > codec.MAX_MESSAGE and len(replies) > 1:
             for reply in replies:
                 self._replies = [reply]

@@ -28,11 +28,12 @@ _KIND, _ALIVE_AT, _PAUSED = 8, _AT.size, _AT.size + _ALIVE.size
 class Page:
     """The page of one node, which writes it but for ``paused``."""
 
-    __slots__ = ("_memory",)
+    __slots__ = ("_busy", "_kind", "_memory", "_since")
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         """``memory`` is shared with a forked child; None: a page that only this process sees."""
         self._memory: Any = bytearray(_PAUSED + 1) if memory is None else memory
+        self._kind, self._since, self._busy = IDLE, 0.0, 0.0
 
     @classmethod
     def shared(cls) -> Page:
@@ -41,7 +42,11 @@ class Page:
 
     def begin(self, seq: int, kind: int) -> None:
         """Notes that the node is at command ``seq``, and what it does there."""
-        _AT.pack_into(self._memory, 0, seq, kind, time.monotonic())
+        now = time.monotonic()
+        if COMMANDS <= self._kind <= FUNCTION:
+            self._busy += now - self._since
+        self._kind, self._since = kind, now
+        _AT.pack_into(self._memory, 0, seq, kind, now)
 
     @contextlib.contextmanager
     def function(self, seq: int) -> Iterator[None]:
@@ -61,7 +66,16 @@ class Page:
 
     def rest(self) -> None:
         """Notes that the node waits for commands."""
-        self._memory[_KIND] = IDLE
+        if COMMANDS <= self._kind <= FUNCTION:
+            self._busy += time.monotonic() - self._since
+        self._kind = self._memory[_KIND] = IDLE
+
+    def busy(self) -> float:
+        """Returns the seconds for which the node has been busy itself, and has not waited for commands or other nodes.
+
+        Only the node's own copy knows.
+        """
+        return self._busy + (time.monotonic() - self._since if COMMANDS <= self._kind <= FUNCTION else 0.0)
 
     def live(self) -> None:
         """Notes that the node's threads run."""

@@ -1,7 +1,7 @@
 """The vocabulary of the control channel. Frozen structs, no logic.
 
     master -> node   Batch(first, commands)     commands are numbered from 0 per node; `first` is the first one's number
-    node -> master   Report(done, replies)      `done` commands have been applied; replies are the exception
+    node -> master   Report(done, replies, busy)  `done` commands have been applied; replies are the exception
 
 Refs in a Call are written as distances from ``out``, which keeps them short: recent operands take one byte.
 A Call names a *template*, defined once: an operator with its static arguments, and holes for tensors and numbers.
@@ -588,3 +588,4 @@ class Report(Message, frozen=True, tag=2):
 
     done: int
     replies: tuple[Reply, ...]
+    busy: float = 0.0  #: seconds for which the node has worked, and not waited; 0 where it doesn't know

@@ -30,6 +30,7 @@ import disttensor as dt
 from disttensor import testing
 from disttensor.runtime.launch.starters.local import LocalLauncher
 from disttensor.runtime.master import patience
+from disttensor.runtime.master.node import PACED
 
 
 def program(text: str) -> subprocess.Popen[str]:
@@ -357,6 +358,35 @@ def stuck(port: int) -> None:
                 tell(port)
                 told = True
             lock(mutex)  # the second time no signal ends it, and the GIL is free
+
+
+def work(seconds: float) -> None:
+    import time
+
+    time.sleep(seconds)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_node_that_is_slow_beside_the_others_is_named_with_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
+    for node, seconds in ((0, 1e-3), (1, 2e-2)):
+        for _ in range(PACED):
+            dt.run(work, seconds, node=node)
+    raised: list[BaseException] = []
+    slow = r"its commands have taken \S+ (ms|s) each, those of the other nodes \S+ (us|ms): it is \d+\.\d times as slow"
+    for node, patterns in ((1, [r"^node 1 ", slow]), (0, [r"^node 0 "])):
+        with warned(*patterns) as said, Began(lambda: said.there.wait(HANG)) as port:
+            thread = in_thread(lambda: dt.run(told_and_asleep, port, node=node), raised)  # noqa: B023 - joined here
+        assert said.there.is_set(), said.texts
+        assert bool(re.search(slow, said.texts[-1])) == (node == 1)
+        dt.tasks.interrupt(node)
+        thread.join(HANG)
+    assert [type(e) for e in raised] == [dt.errors.CancelledError] * 2
+
+
+def told_and_asleep(port: int) -> None:
+    tell(port)
+    nap()
 
 
 @pytest.mark.usefixtures("cluster")

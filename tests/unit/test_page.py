@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import time
 
 import pytest
 
-from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, Page
+from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, RECEIVE, Page
 
 
 def test_the_page_names_the_function_while_it_runs() -> None:
@@ -46,3 +47,23 @@ def test_only_the_process_above_pauses() -> None:
     assert page.paused
     page.paused = False
     assert not page.paused
+
+
+def test_the_page_counts_the_time_of_work_and_not_that_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    page = Page()
+    for kind, seconds, busy in (
+        (COMMANDS, 2, 2),
+        (RECEIVE, 30, 2),
+        (COMMANDS, 1, 3),
+        (FUNCTION, 4, 7),
+        (COLLECTIVE, 50, 7),
+        (COMMANDS, 1, 8),
+    ):
+        page.begin(1, kind)
+        now[0] += seconds
+        assert page.busy() == busy
+    page.rest()
+    now[0] += 100
+    assert page.busy() == 8
