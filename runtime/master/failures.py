@@ -141,7 +141,7 @@ class Failures(dict[tuple[int, int], Failure]):
             by_worth = [f for f in self.values() if not f.observed] + [f for f in reversed(self.values()) if f.observed]
             for f in by_worth[MAX_FAILURES // 2 :]:
                 del self[f.rank, f.seq]
-        failure.observed = failure.told.kind == _CANCELLED  # by the script itself
+        failure.observed = failure.observed or failure.told.kind == _CANCELLED  # by the script itself
         failure.told = _cut(failure.told, MAX_TEXT if len(self) < MAX_TRACES else 0)
         self[failure.rank, failure.seq] = failure
 

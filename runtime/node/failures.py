@@ -36,7 +36,9 @@ def told(number: int, op: str, error: Exception) -> c.Failed:
     except BaseException:
         args = ()
     args = () if args == (text,) else args
-    lost = error.rank if isinstance(error, BrokenError) and error.rank is not None else -1
+    lost = -1
+    if issubclass(type(error), BrokenError) and error.rank is not None:  # an isinstance would ask a hostile class
+        lost = error.rank
     return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost)
 
 

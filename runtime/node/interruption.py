@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..protocol.errors import CancelledError
+from ..protocol.errors import CancelledError, DisttensorError
 
 #: The signal that interrupts a function in the main thread: system calls come back, ``time.sleep`` among them.
 INTERRUPT = signal.SIGRTMIN + 7
@@ -88,7 +88,8 @@ class Interruption:
                     self._await(request)
         except BaseException as e:
             struck = self._struck.pop(request, None) is not None or not began
-            if struck and isinstance(e if isinstance(e, KeyboardInterrupt) else e.__cause__, KeyboardInterrupt):
+            told = e.__cause__ if type(e) is DisttensorError else e  # as user_functions.py tells it
+            if struck and issubclass(type(told), KeyboardInterrupt):
                 raise CancelledError(f"{what} was cancelled{'' if began else ' before it began'}") from e
             raise
         finally:

@@ -69,6 +69,6 @@ def test_from_a_copy_that_has_followed_the_link(sources: Path) -> None:
 
 def test_from_an_sdist(sources: Path, tmp_path: Path) -> None:
     with tarfile.open(build("sdist", sources)) as archive:
-        archive.extractall(tmp_path / "sdist", filter="data")
+        archive.extractall(tmp_path / "sdist", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = (tmp_path / "sdist").iterdir()
     assert contents(build("wheel", unpacked)) == MODULES

@@ -296,7 +296,8 @@ class _Reading:
     def refused(self, frame: Frame) -> None: ...
 
     def fail(self, kind: type[ChannelError], why: str) -> None:
-        self.failed.append(kind)
+        if not self.failed:  # as a peer, which fails once
+            self.failed.append(kind)
 
     def lost(self, error: Exception) -> str:
         return "lost"
