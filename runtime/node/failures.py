@@ -36,9 +36,8 @@ def told(number: int, op: str, error: Exception) -> c.Failed:
     except BaseException:
         args = ()
     args = () if args == (text,) else args
-    lost = -1
-    if issubclass(type(error), BrokenError) and error.rank is not None:  # an isinstance would ask a hostile class
-        lost = error.rank
+    # our own only: a hostile class may do anything when it is asked for an attribute
+    lost = error.rank if type(error) is BrokenError and error.rank is not None else -1
     return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost)
 
 
