@@ -116,6 +116,33 @@ while not os.path.exists("spins"):
     mpi.run(HEAD + body)  # its exit code is mpiexec's affair, as that ends the node
 
 
+def test_a_function_is_interrupted(mpi: Mpi) -> None:
+    """By the side channel, whose secret key each node makes for itself, too."""
+    body = """
+import signal, threading
+dt.init_master_worker()
+pid = dt.run(os.getpid, node=1)
+def spin(mark):
+    open(mark, "x").close()
+    while True:
+        pass
+def interrupt():
+    while not os.path.exists("spins"):
+        time.sleep(0.01)
+    dt.tasks.interrupt(1)
+thread = threading.Thread(target=interrupt)
+thread.start()
+try:
+    dt.run(spin, "spins", node=1)
+except dt.errors.CancelledError as e:
+    print(e)
+thread.join()
+print(dt.run(os.getpid, node=1) == pid)
+"""
+    done = mpi.run(HEAD + body)
+    assert (done.returncode, done.stdout) == (0, "spin() was cancelled\nTrue\n"), done.stderr
+
+
 def waiting(body: str) -> str:
     """A script with a session, which tells the pids of nodes and master."""
     start = """
@@ -171,6 +198,7 @@ mpi_processes().order = lambda rank, data, order=mpi_processes().order: (bundles
         secret, _, bundles = process.stdout.readline().partition(" ")
         assert len(secret) == 64
         assert bundles.count('"secret_key":""') == 2
+        assert bundles.count('"side_secret_key":""') == 2
         assert secret not in bundles
         for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
             assert secret not in " ".join(child.cmdline()) + str(child.environ())
