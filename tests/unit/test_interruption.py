@@ -164,6 +164,49 @@ def test_what_is_cancelled_ahead_does_not_begin() -> None:
     assert nothing_left(functions)
 
 
+def test_an_interrupt_that_comes_when_its_function_has_ended_hits_nothing(
+    place: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = Interruption()
+    began, sending, gone_on, sent = (threading.Event() for _ in range(4))
+
+    def held(send: Callable[..., object]) -> Callable[..., object]:
+        def strike(*args: object) -> object:
+            sending.set()
+            assert gone_on.wait(HANG)
+            try:
+                return send(*args)
+            finally:
+                sent.set()
+
+        return strike
+
+    def sleep(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        if sending.is_set():
+            gone_on.set()  # the function's thread waits for the interrupt
+        sleep(seconds)
+
+    monkeypatch.setattr(interruption, "_set_exception", held(interruption._set_exception))
+    monkeypatch.setattr(interruption.signal, "pthread_kill", held(signal.pthread_kill))
+    monkeypatch.setattr(interruption.time, "sleep", sleep)
+
+    def short() -> int:
+        began.set()
+        assert sending.wait(HANG)
+        return 3
+
+    def body() -> None:
+        thread = canceller(functions, 1, began)
+        assert functions.run(1, "f()", short) == 3
+        gone_on.set()  # or it went on without it
+        assert sent.wait(HANG)
+        assert sum(range(1000)) == 499500
+        thread.join()
+
+    place(body)
+    assert nothing_left(functions)
+
+
 def test_interrupts_at_any_moment_hit_the_function_or_nothing(
     place: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +219,7 @@ def test_interrupts_at_any_moment_hit_the_function_or_nothing(
     def strike() -> None:
         while not over.is_set():
             functions.cancel(now[0] + 1)  # that which runs, or is about to
+            time.sleep(0)  # or the next one was cancelled before the interrupt came, and took it for its own
             for _ in range(rng.randrange(300)):
                 pass
 
