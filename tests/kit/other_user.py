@@ -12,7 +12,7 @@ from checkout import ROOT
 #: Debian's "nobody", and its group.
 UID = 65534
 
-#: Debian's Python may lie where only root gets to, as /root/.pyenv. The other user's processes have a view of the file
+#: Python may lie where only root gets to, as in root's home. The other user's processes have a view of the file
 #: system in which these places, and nothing beside them, can be reached: mounts that nobody else has.
 _UNCOVER = """\
 set -e

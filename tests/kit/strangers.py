@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from checkout import ROOT
 from limits import HANG
 
 MEBI = 1 << 20
@@ -344,6 +345,19 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fifo)
+
+
+def started(*command: str, folder: Path, home: Path, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """dtrun with these arguments, as a program of this checkout. ``before``: what starts it as another user."""
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "dtrun", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(home)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def written(folder: Path, text: str = PROBE) -> tuple[Path, Path]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
 from limits import HANG
-from strangers import PROBE, RANKS, Job, besiege, children, written
+from strangers import PROBE, RANKS, Job, besiege, children, started, written
 from variants import variants
 
 
@@ -30,27 +27,17 @@ class Case:
         with contextlib.ExitStack() as stack:
 
             def start(*command: str) -> subprocess.Popen[str]:
-                process = stack.enter_context(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "dtrun", *command],
-                        cwd=folder,
-                        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
+                process = stack.enter_context(started(*command, folder=folder, home=folder))
                 stack.callback(process.kill)
                 return process
 
-            started = [start(*self.options, str(script), str(fifo), *self.arguments)]
+            jobs = [start(*self.options, str(script), str(fifo), *self.arguments)]
             if self.joins:
-                started.append(start("worker", *self.joins))
-            with Job(started[0], fifo) as job:
-                yield job, [pid for process in started for pid in children(process.pid)]
+                jobs.append(start("worker", *self.joins))
+            with Job(jobs[0], fifo) as job:
+                yield job, [pid for process in jobs for pid in children(process.pid)]
                 job.end()
-            for process in started:
+            for process in jobs:
                 assert process.communicate(timeout=HANG)[1] == ""
                 assert process.returncode == 0
 

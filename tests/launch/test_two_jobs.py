@@ -7,18 +7,16 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
 from limits import HANG
 from other_user import UID, as_other_user, why_not
 from ports import free_port
 from processes import alive_after
-from strangers import PROBE, Job, children
+from strangers import PROBE, Job, children, started
 from variants import variants
 
 #: Whose the two jobs are: the one that is there, and the one that comes second.
@@ -60,15 +58,7 @@ def start(folder: Path) -> Iterator[Start]:
                 if user == "other":
                     os.chown(home, UID, UID)
             process = stack.enter_context(
-                subprocess.Popen(
-                    [*(as_other_user() if user == "other" else []), sys.executable, "-m", "dtrun", *command],
-                    cwd=folder,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(home)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
+                started(*command, folder=folder, home=home, before=as_other_user() if user == "other" else ())
             )
             stack.callback(process.kill)
             return process
@@ -170,25 +160,26 @@ def listed(folder: Path) -> dict[str, tuple[int, int, int, str]]:
     return found
 
 
+def kill(job: Job) -> None:
+    """Kills all processes of a job."""
+    pids = children(job.process.pid)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # by the end of those before it
+            os.kill(pid, signal.SIGKILL)
+    assert alive_after(HANG, pids) == []
+
+
 def test_what_a_killed_job_had_is_free(start: Start, folder: Path) -> None:
     """Its port and its log files at once; its connection file has to be removed, and that is said."""
     options = "--nnodes", "1:2", "-n", "1", "--log-dir", "logs"
     by_port = "--master-addr", "localhost", "--master-port", str(free_port())
     with probing(start, folder, "me", "fifo", *options, *by_port) as first:
-        pids = children(first.process.pid)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # by the end of those before it
-                os.kill(pid, signal.SIGKILL)
-        assert alive_after(HANG, pids) == []
+        kill(first)
     second = start("me", *options, *by_port, "short.py")
     assert second.communicate(timeout=HANG) == ("3.0\n", "")
     by_file = "--connection-file", "job"
     with probing(start, folder, "me", "another", *options, *by_file) as third:
-        pids = children(third.process.pid)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # by the end of those before it
-                os.kill(pid, signal.SIGKILL)
-        assert alive_after(HANG, pids) == []
+        kill(third)
     fourth = start("me", *options, *by_file, "short.py")
     out, err = fourth.communicate(timeout=HANG)
     assert (out, fourth.returncode) == ("", 1)
