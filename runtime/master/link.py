@@ -34,7 +34,7 @@ from ..transport.base import Hub
 from .failures import Failure, Failures, Site, line_of
 from .node import Node
 from .outbox import Outbox
-from .patience import Cancelled, Patience
+from .patience import Patience
 from .requests import Request, Waker
 from .side_channels import SideChannels
 
@@ -93,9 +93,6 @@ class Link:
         self._requests: dict[int, Request] = {}
         self._ids = count(1)
         self._local = threading.local()
-        self._looked = 0.0  #: when connections were looked at last
-        self._cancelled: dict[int, Cancelled] = {}  #: functions that are to end, by request
-        self._deaf: set[int] = set()  #: nodes whose connections were cut because nothing arrived there
         self._wake = threading.Event()
         self._parked = False  #: whether the flushing thread waits for work
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
@@ -323,7 +320,7 @@ class Link:
             node.outbox.acknowledge(report.done)
             node.busy = report.busy
         for rank in self.hub.gone():
-            self._disconnected(rank, _SILENT if rank in self._deaf else "its connection ended")
+            self._disconnected(rank, _SILENT if self.nodes[rank].deaf else "its connection ended")
 
     def _take(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
@@ -487,10 +484,9 @@ class Link:
         """
         with self._lock:
             node = self.nodes[rank]
-            if self.closed or self.side.hub is None or request in self._cancelled:
+            if self.closed or self.side.hub is None or request in self.side.cancelled:
                 return
             if self._under_way(node, request):
-                self._cancelled[request] = Cancelled(node, request)
                 self.side.cancel(node, request)
                 self._wake.set()
 
@@ -640,7 +636,7 @@ class Link:
 
     def _flush_idle(self) -> None:
         """Sends what an issuing thread left behind, so that nodes work while the script does something else."""
-        quiet, said, last = 0, False, (time.monotonic(), time.process_time())
+        quiet, said, last = 0, False, (time.monotonic(), time.process_time(), 0.0)
         while not self.closed:
             try:
                 last = self._look_at_time(*last)
@@ -652,30 +648,32 @@ class Link:
                     _log.exception("what flushes behind the script's back failed; it goes on")
                 said = True
 
-    def _look_at_time(self, then: float, used: float) -> tuple[float, float]:
+    def _look_at_time(self, then: float, used: float, looked: float) -> tuple[float, float, float]:
         """Does what is due now and then: has deaf connections cut, tells nodes what they could not be told before, says
         which functions go on although they were cancelled, and logs that this process did not run between two rounds.
 
-        Returns the time now, and the CPU time until now.
+        ``then``, ``used``: the time and the CPU time at the last call; ``looked``: when connections were looked at.
+        Returns the three for the next call.
         """
         now, use = time.monotonic(), time.process_time()
-        if now - self._looked > DEAF:
-            self._looked = now
-            self._deaf.update(self.hub.cut_deaf())
+        if now - looked > DEAF:
+            looked = now
+            for rank in self.hub.cut_deaf():
+                self.nodes[rank].deaf = True
             if self.side.behind:
                 with self._lock:
                     if not self.closed:
                         self.side.tell(self.there())
-        for request, cancelled in list(self._cancelled.items()):
+        for request, cancelled in list(self.side.cancelled.items()):
             if not self._under_way(cancelled.node, request) or cancelled.look(self._look):
-                del self._cancelled[request]
+                del self.side.cancelled[request]
         if now - then > STILL and use - used < (now - then) / 10:
             _log.warning(
                 "this script stood still for %.0f s (stopped by Ctrl-Z or a debugger, or its host was): nodes have "
                 "waited meanwhile, and those of this host are all there",
                 now - then,
             )
-        return now, use
+        return now, use, looked
 
     def _look_about(self, quiet: int) -> int:
         """Does one round of the idle flush; returns the new count.

@@ -36,7 +36,7 @@ SWEEP = 16
 #: Fewer dead refs than this are left to the end of the batch.
 MIN_SWEEP = 4
 
-#: The record of a message: the number of its first command, its size, the commands' sites, its bytes or shorter ones.
+#: The record of a message: the number after its last command, its size, the commands' sites, its bytes or shorter ones.
 _Record = tuple[int, int, list[Site | None], bytes]
 
 
@@ -198,17 +198,19 @@ class Outbox:
             self._pack(first, commands[:half], sites[:half], packed)
             self._pack(first + half, commands[half:], sites[half:], packed)
             return
-        packed.append((message, (first, len(message), sites, to_keep(first, message, commands))))
+        packed.append((message, (first + len(sites), len(message), sites, to_keep(first, message, commands))))
 
     def acknowledge(self, done: int) -> None:
         """Notes that the node has applied ``done`` commands. Earlier commands need no site any more."""
-        self.done = max(self.done, done)
+        if done > self.done:
+            self.done = done
         flight, past = self._flight, self._past
-        while flight and flight[0][0] + len(flight[0][2]) <= done:
+        while flight and flight[0][0] <= done:
             record = flight.popleft()
             self._flight_bytes -= record[1]
             past.append(record)
-        while past and self.sent - past[0][0] - len(past[0][2]) >= KEPT:
+        forgotten = self.sent - KEPT
+        while past and past[0][0] <= forgotten:
             past.popleft()
 
     def raise_unsendable(self) -> None:
@@ -235,23 +237,26 @@ class Outbox:
 
     def site(self, seq: int) -> Site | None:
         """Returns the site where command ``seq`` was issued, while it is in flight."""
-        for first, _, sites, _ in self._flight:
-            if first <= seq < first + len(sites):
-                return sites[seq - first]
+        for end, _, sites, _ in self._flight:
+            if end - len(sites) <= seq < end:
+                return sites[seq - end]
         return None
 
     def running(self) -> Site | None:
         """Returns the site of the oldest command that the node has not reported, of those that a line issued."""
         flying = (
-            site for first, _, sites, _ in self._flight for seq, site in enumerate(sites, first) if seq >= self.done
+            site
+            for end, _, sites, _ in self._flight
+            for seq, site in enumerate(sites, end - len(sites))
+            if seq >= self.done
         )
         return next((site for site in flying if site is not None), None)
 
     def last_messages(self) -> Iterator[tuple[int, list[tuple[c.Command, Site | None]]]]:
         """Yields the messages that the node was sent last, with at least KEPT commands, the newest first: the number of
         the first command, and all with their sites. Those of long messages are without their data."""
-        for first, _, sites, kept in reversed([*self._past, *self._flight]):
-            yield first, list(zip(codec.decode_batch(kept).commands, sites, strict=True))
+        for end, _, sites, kept in reversed([*self._past, *self._flight]):
+            yield end - len(sites), list(zip(codec.decode_batch(kept).commands, sites, strict=True))
 
     def withdraw_unsent(self) -> None:
         """Forgets messages that have not left: the node is gone."""

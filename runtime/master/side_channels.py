@@ -10,6 +10,7 @@ from ..protocol import side
 from ..protocol.errors import BrokenError
 from ..transport.base import Hub
 from .node import Node
+from .patience import Cancelled
 
 
 class SideChannels:
@@ -17,6 +18,7 @@ class SideChannels:
 
     def __init__(self) -> None:
         self.hub: Hub | None = None  #: None where there are none: nodes that are threads
+        self.cancelled: dict[int, Cancelled] = {}  #: functions that are to end and have not, by request
         self._losses: list[bytes] = []
         self._untold: dict[int, deque[bytes]] = {}  #: by rank: the words that it has not been sent
 
@@ -42,6 +44,7 @@ class SideChannels:
     def cancel(self, node: Node, request: int) -> None:
         """Tells a node that nobody waits for the function of a request any more."""
         if self.hub is not None:
+            self.cancelled[request] = Cancelled(node, request)
             self._untold.setdefault(node.rank, deque()).append(side.encode(side.Cancel(request)))
             self.tell([node])
 

@@ -72,7 +72,8 @@ class Worker:
         self._unacknowledged = 0  #: bytes of messages since the last report
         self._telling = threading.RLock()  #: held while reporting, by the receiving thread or a stream's
         self._receiver = threading.get_ident()
-        self._busy = page.mine.busy if role.is_node() else float  #: threads of one process have one page
+        #: where the time of work is counted; nodes in threads of one process have one page, which cannot tell
+        self._page = page.mine if role.is_node() else None
         hosts = bundle.data_hosts or (LOOPBACK,)
         protection = Protection(bundle.encrypt, bundle.trusted_network, bundle.checksum)
         context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection)
@@ -120,7 +121,7 @@ class Worker:
                 mine.begin(batch.first, COMMANDS)
                 self.executor.apply(batch)
                 if self.executor.done == self.executor.seq:
-                    mine.rest()
+                    mine.rest()  # before the report, which tells for how long it has worked
                 self._unacknowledged += size
                 if self._replies or self._due:
                     self._flush()
@@ -140,10 +141,11 @@ class Worker:
         return 0
 
     def _emit(self, reply: c.Reply) -> None:
-        with self._telling:
-            self._replies.append(reply)
         if type(reply) in _AWAITED:
-            self._flush()
+            self._flush(reply)
+        else:
+            with self._telling:
+                self._replies.append(reply)
 
     @property
     def _due(self) -> bool:
@@ -154,10 +156,12 @@ class Worker:
         if self._replies or self._due:
             self._flush()
 
-    def _flush(self) -> None:
-        """Reports the commands that are done, with the replies. This opens the master's window."""
+    def _flush(self, reply: c.Reply | None = None) -> None:
+        """Reports the commands that are done, with the replies and this one. This opens the master's window."""
         try:
             with self._telling:
+                if reply is not None:
+                    self._replies.append(reply)
                 self._report()
         except ClosedError:
             if threading.get_ident() == self._receiver:
@@ -172,13 +176,13 @@ class Worker:
         self._told = done
         if done == executor.seq:
             self._unacknowledged = 0
-        message = codec.encode(c.Report(done, tuple(replies), self._busy()))
-        if len(message) > codec.MAX_MESSAGE and len(replies) > 1:
-            for reply in replies:
-                self._replies = [reply]
-                self._report()
-            return
+        message = codec.encode(c.Report(done, tuple(replies), self._page.busy if self._page is not None else 0.0))
         if len(message) > codec.MAX_MESSAGE:
+            if len(replies) > 1:
+                for reply in replies:
+                    self._replies = [reply]
+                    self._report()
+                return
             seq = done
             text = f"an answer of {len(message)} bytes is over the limit of {codec.MAX_MESSAGE}; return tensors instead"
             failed = c.Failed(seq, "answer", "disttensor.runtime.protocol.errors.DisttensorError", text, "")

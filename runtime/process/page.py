@@ -17,23 +17,29 @@ from typing import Any
 
 #: What a node is at.
 IDLE, COMMANDS, FUNCTION, COLLECTIVE, RECEIVE = range(5)
+#: Where it waits for nobody.
+_OWN = frozenset({COMMANDS, FUNCTION})
 #: The same in words.
 WORDS = ("waits for commands", "runs operations", "runs a function", "takes part in a collective", "waits for a tensor")
 
 _AT = struct.Struct("<QBxxxxxxxd")  # the number of a command, what the node is at, since when
 _ALIVE = struct.Struct("<d")
+_write, _now = _AT.pack_into, time.monotonic  # looked up once: a node writes its page for every batch
 _KIND, _ALIVE_AT, _PAUSED = 8, _AT.size, _AT.size + _ALIVE.size
 
 
 class Page:
     """The page of one node, which writes it but for ``paused``."""
 
-    __slots__ = ("_busy", "_kind", "_memory", "_since")
+    __slots__ = ("_kind", "_memory", "_since", "busy")
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         """``memory`` is shared with a forked child; None: a page that only this process sees."""
         self._memory: Any = bytearray(_PAUSED + 1) if memory is None else memory
-        self._kind, self._since, self._busy = IDLE, 0.0, 0.0
+        self._kind, self._since = IDLE, 0.0
+        #: seconds for which the node was busy itself, and did not wait for commands or other nodes, until it last began
+        #: or ended something. Only its own copy knows
+        self.busy = 0.0
 
     @classmethod
     def shared(cls) -> Page:
@@ -42,11 +48,11 @@ class Page:
 
     def begin(self, seq: int, kind: int) -> None:
         """Notes that the node is at command ``seq``, and what it does there."""
-        now = time.monotonic()
-        if COMMANDS <= self._kind <= FUNCTION:
-            self._busy += now - self._since
+        now = _now()
+        if self._kind in _OWN:
+            self.busy += now - self._since
         self._kind, self._since = kind, now
-        _AT.pack_into(self._memory, 0, seq, kind, now)
+        _write(self._memory, 0, seq, kind, now)
 
     @contextlib.contextmanager
     def function(self, seq: int) -> Iterator[None]:
@@ -66,16 +72,9 @@ class Page:
 
     def rest(self) -> None:
         """Notes that the node waits for commands."""
-        if COMMANDS <= self._kind <= FUNCTION:
-            self._busy += time.monotonic() - self._since
+        if self._kind in _OWN:
+            self.busy += _now() - self._since
         self._kind = self._memory[_KIND] = IDLE
-
-    def busy(self) -> float:
-        """Returns the seconds for which the node has been busy itself, and has not waited for commands or other nodes.
-
-        Only the node's own copy knows.
-        """
-        return self._busy + (time.monotonic() - self._since if COMMANDS <= self._kind <= FUNCTION else 0.0)
 
     def live(self) -> None:
         """Notes that the node's threads run."""

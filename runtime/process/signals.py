@@ -14,6 +14,7 @@ import sys
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # the public one takes a microsecond: it makes enums
 from collections.abc import Callable
+from operator import is_
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -66,7 +67,8 @@ class Interrupts:
 
     def look(self) -> None:
         """Wraps the handlers that the user has set since the last look. Called before uninterrupted work."""
-        if _ident() == _MAIN:
+        # all in one expression: every message that leaves pays for this, and seven steps of a loop take a microsecond
+        if _ident() == _MAIN and not all(map(is_, map(getsignal, self._seen), self._seen.values())):
             for number, seen in self._seen.items():
                 if getsignal(number) is not seen:
                     self._wrap(number)

@@ -125,29 +125,9 @@ def from_value(value: c.Value) -> object:
 
 def check_reply(reply: c.Reply) -> None:
     """Refuses metadata that no tensor can have and devices that cannot exist. Raises ProtocolError."""
-    if isinstance(reply, c.Hello):
-        _check_hello(reply)
-    elif isinstance(reply, c.Opened):
-        _check_addresses(reply.addresses)
-    elif isinstance(reply, c.Shapes):
-        for out in reply.outs:
-            if out is not None:
-                _check_geometry(out)
-    elif isinstance(reply, c.Result):
-        for tensor in reply.tensors:
-            _check_geometry(tensor)
-    elif isinstance(reply, c.MemoryUsage):
-        _check_sizes(reply.tensors, reply.bytes)
-    elif isinstance(reply, c.StorageInfo):
-        _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride)
-    elif isinstance(reply, c.Unusable):
-        _check_reasons(reply.reasons)
-    elif isinstance(reply, c.GraphEngines):
-        _check_reasons(text for program in reply.programs for text in program)
-    elif isinstance(reply, c.Counts):
-        _check_reasons(text for name, use, *_ in reply.rows for text in (name, use))
-    elif isinstance(reply, c.RngState) and not reply.state:
-        raise ProtocolError("a generator's state is not empty")
+    check = _CHECKS.get(type(reply))
+    if check is not None:
+        check(reply)
 
 
 def one_line(text: str) -> str:
@@ -215,6 +195,12 @@ def _check_abilities(hello: c.Hello) -> None:
         raise ProtocolError("a torch without oneDNN has no dtypes of that library's")
 
 
+def _check_geometries(tensors: Iterable[c.Geometry | None]) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            _check_geometry(tensor)
+
+
 def _check_geometry(g: c.Geometry) -> None:
     itemsize = dtype_of(g.dtype).itemsize
     check_shape(tuple(n or 1 for n in g.shape), itemsize, _COUNTABLE)  # next to a 0 too, sizes have to be countable
@@ -225,6 +211,26 @@ def _check_geometry(g: c.Geometry) -> None:
         raise ProtocolError(f"no tensor of {dtype_of(g.dtype)} has the lazy bits {g.bits}")
     if not _DEVICE.fullmatch(g.device):
         raise ProtocolError(f"{g.device[:100]!r} is no device")
+
+
+def _check_state(state: c.RngState) -> None:
+    if not state.state:
+        raise ProtocolError("a generator's state is not empty")
+
+
+#: How a reply is checked; the others have nothing that could not be. By the exact type, which is what decoding makes.
+_CHECKS: dict[type[c.Reply], Callable[[Any], None]] = {
+    c.Hello: _check_hello,
+    c.Opened: lambda reply: _check_addresses(reply.addresses),
+    c.Shapes: lambda reply: _check_geometries(reply.outs),
+    c.Result: lambda reply: _check_geometries(reply.tensors),
+    c.MemoryUsage: lambda reply: _check_sizes(reply.tensors, reply.bytes),
+    c.StorageInfo: lambda reply: _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride),
+    c.Unusable: lambda reply: _check_reasons(reply.reasons),
+    c.GraphEngines: lambda reply: _check_reasons(text for program in reply.programs for text in program),
+    c.Counts: lambda reply: _check_reasons(text for name, use, *_ in reply.rows for text in (name, use)),
+    c.RngState: _check_state,
+}
 
 
 def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = 1 << 46) -> None:

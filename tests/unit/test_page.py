@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import time
 
 import pytest
 
@@ -51,19 +50,20 @@ def test_only_the_process_above_pauses() -> None:
 
 def test_the_page_counts_the_time_of_work_and_not_that_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("disttensor.runtime.process.page._now", lambda: now[0])
     page = Page()
-    for kind, seconds, busy in (
-        (COMMANDS, 2, 2),
+    for kind, seconds, before in (
+        (COMMANDS, 2, 0),
         (RECEIVE, 30, 2),
-        (COMMANDS, 1, 3),
-        (FUNCTION, 4, 7),
+        (COMMANDS, 1, 2),
+        (FUNCTION, 4, 3),
         (COLLECTIVE, 50, 7),
-        (COMMANDS, 1, 8),
+        (COMMANDS, 1, 7),
     ):
         page.begin(1, kind)
+        assert page.busy == before
         now[0] += seconds
-        assert page.busy() == busy
     page.rest()
     now[0] += 100
-    assert page.busy() == 8
+    page.begin(2, COMMANDS)
+    assert page.busy == 8
