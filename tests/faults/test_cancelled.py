@@ -176,7 +176,7 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
 
 
 PROGRAM = """
-import os, random, signal, threading, torch, disttensor as dt
+import itertools, os, random, signal, threading, torch, disttensor as dt
 
 def work(n):
     return sum(range(n))
@@ -196,7 +196,9 @@ pid = dt.run(os.getpid, node=0)
 thread = threading.Thread(target=strike)
 thread.start()
 stream = dt.Stream("node:0")
-for i in range(400):
+for i in itertools.count():
+    if i >= 400 and min(ended) > 3:  # a machine that is busy elsewhere lets few interrupts come in time
+        break
     n = rng.randrange(200_000)
     try:
         with stream if i % 2 else dt.node(0):
@@ -207,7 +209,6 @@ for i in range(400):
     assert (x + i).tolist() == [i, i + 1, i + 2, i + 3, i + 4]
 over.set()
 thread.join()
-assert min(ended) > 3, ended
 assert dt.run(os.getpid, node=0) == pid
 threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
 try:
