@@ -59,6 +59,8 @@ SLOW = 5.0
 
 #: The cause of a loss that no process has told of.
 _SILENT = "nothing that it was sent has arrived for long: its host is gone, or the network to it is"
+#: The cause of a node's loss that sends a message without an end.
+_ENDLESS = "broke the protocol: a message that never ends"
 
 _log = logging.getLogger("disttensor")
 
@@ -95,7 +97,7 @@ class Link:
         self._local = threading.local()
         self._looked = 0.0  #: when connections were looked at last
         self._words: list[bytes] = []  #: what nodes are told by side channels
-        self._deaf: set[int] = set()  #: nodes whose connections were cut because nothing arrived there
+        self._cut: dict[int, str] = {}  #: nodes whose connections were cut, and why
         self._wake = threading.Event()
         self._parked = False  #: whether the flushing thread waits for work
         self._flusher = threading.Thread(target=self._flush_idle, name="disttensor-flush", daemon=True)
@@ -323,7 +325,7 @@ class Link:
                 continue
             node.outbox.acknowledge(report.done)
         for rank in self.hub.gone():
-            self._disconnected(rank, _SILENT if rank in self._deaf else "its connection ended")
+            self._disconnected(rank, self._cut.get(rank, "its connection ended"))
 
     def _take(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
@@ -648,7 +650,10 @@ class Link:
         now, use = time.monotonic(), time.process_time()
         if now - self._looked > DEAF:
             self._looked = now
-            self._deaf.update(self.hub.cut_deaf())
+            self._cut.update(dict.fromkeys(self.hub.cut_deaf(), _SILENT))
+            self._cut.update(dict.fromkeys(self.hub.cut_endless(), _ENDLESS))
+            if self.side is not None:
+                self.side.cut_endless()
             if self._words:  # a node may have had no side channel yet
                 with self._lock:
                     self._tell_beside()
