@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import socket
+import struct
+
+#: Where struct tcp_info has the bytes that have arrived (tcpi_bytes_received, a u64), and how long it is up to there.
+_RECEIVED, _LENGTH = 128, 136
 
 
 def is_deaf(connection: socket.socket, tries: int) -> bool:
@@ -14,3 +18,10 @@ def is_deaf(connection: socket.socket, tries: int) -> bool:
     """
     _, _, retransmits, probes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
     return max(retransmits, probes) >= tries
+
+
+def bytes_received(connection: socket.socket) -> int:
+    """Returns how many bytes have arrived on a connection, also those that nobody has read yet. Raises OSError for a
+    socket that is closed, or none of TCP's."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH)
+    return int(struct.unpack_from("=Q", info, _RECEIVED)[0])

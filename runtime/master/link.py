@@ -59,6 +59,8 @@ SLOW = 5.0
 
 #: The cause of a loss that no process has told of.
 _SILENT = "nothing that it was sent has arrived for long: its host is gone, or the network to it is"
+#: The cause of a node's loss that sends a message without an end.
+_ENDLESS = "broke the protocol: a message that never ends"
 
 _log = logging.getLogger("disttensor")
 
@@ -320,7 +322,7 @@ class Link:
             node.outbox.acknowledge(report.done)
             node.busy = report.busy
         for rank in self.hub.gone():
-            self._disconnected(rank, _SILENT if self.nodes[rank].deaf else "its connection ended")
+            self._disconnected(rank, self.nodes[rank].cut or "its connection ended")
 
     def _take(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
@@ -658,8 +660,10 @@ class Link:
         now, use = time.monotonic(), time.process_time()
         if now - looked > DEAF:
             looked = now
-            for rank in self.hub.cut_deaf():
-                self.nodes[rank].deaf = True
+            for ranks, why in ((self.hub.cut_deaf(), _SILENT), (self.hub.cut_endless(), _ENDLESS)):
+                for rank in ranks:
+                    self.nodes[rank].cut = why
+            self.side.cut_endless()
             if self.side.behind:
                 with self._lock:
                     if not self.closed:

@@ -60,6 +60,11 @@ class SideChannels:
                     self.hub.send(node.rank, words[0])
                     words.popleft()
 
+    def cut_endless(self) -> None:
+        """Breaks the connections on which a message comes that never ends."""
+        if self.hub is not None:
+            self.hub.cut_endless()
+
     @property
     def behind(self) -> bool:
         """Returns whether some node has not been told something."""

@@ -60,6 +60,14 @@ class Hub(ABC):
         """
         return []  # without a network nobody is deaf
 
+    def cut_endless(self) -> list[int]:
+        """Breaks the connections on which far more has arrived than there were messages: one that never ends, which
+        would fill this process's memory.
+
+        Returns the nodes. To be called about every second, by one thread; ``drain`` has to be called meanwhile.
+        """
+        return []  # messages of a queue are whole
+
     @abstractmethod
     def forked(self) -> None:
         """Releases a forked child's copies of the connections, without telling the nodes."""

@@ -17,17 +17,31 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import zmq
 
-from ..host.tcp_info import is_deaf
+from ..host.tcp_info import bytes_received, is_deaf
 from . import sockets
 
 _log = logging.getLogger(__name__)
 
 #: Strangers can connect a thousand times a second; the log gets one line in so many seconds.
 LOG_EVERY = 10.0
+
+
+@contextlib.contextmanager
+def _connection(descriptor: int) -> Iterator[socket.socket]:
+    """Opens a connection of libzmq's a second time, as that may close it at any moment. Raises OSError if it has, also
+    where the number is something else's by now."""
+    copy = os.dup(descriptor)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # it leaves the descriptor open
+        os.close(copy)
+        raise
+    with connection:
+        yield connection
 
 
 class ZapHandler:
@@ -98,7 +112,7 @@ class ZapHandler:
         """Breaks the connection that ``rank`` is registered on, if there is one."""
         with self._lock:
             for descriptor in [d for d, watched in self._watched.items() if watched == rank]:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                with contextlib.suppress(OSError), _connection(descriptor) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def cut_deaf(self, tries: int) -> list[int]:
@@ -109,11 +123,39 @@ class ZapHandler:
         deaf = []
         with self._lock:
             for descriptor, rank in self._watched.items():
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                with contextlib.suppress(OSError), _connection(descriptor) as connection:
                     if is_deaf(connection, tries):
                         connection.shutdown(socket.SHUT_RDWR)
                         deaf.append(rank)
         return deaf
+
+    def received(self) -> dict[int, tuple[int, int]]:
+        """Returns for each connection, by descriptor, the rank that is registered on it (-1: none yet), and how many
+        bytes of it libzmq has read at least."""
+        found = {}
+        with self._lock:
+            for descriptor in self._open:
+                with contextlib.suppress(OSError), _connection(descriptor) as connection:
+                    unread = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)  # at most
+                    found[descriptor] = self._watched.get(descriptor, -1), bytes_received(connection) - unread
+        return found
+
+    def cut_endless(self, received: Mapping[int, tuple[int, int]], taken: Mapping[int, int], most: int) -> list[int]:
+        """Breaks each connection of which more than ``most`` bytes were read and given to nobody; returns the ranks.
+
+        ``received``: what the method of this name has returned before all messages that were there were taken.
+        ``taken``: the bytes of all messages that were taken, by rank.
+        """
+        now, endless = self.received(), []
+        with self._lock:
+            for descriptor, (rank, count) in received.items():
+                # A descriptor's number may be another connection's by now, which would have received less.
+                same = self._watched.get(descriptor, -1) == rank and now.get(descriptor, (rank, -1))[1] >= count
+                if same and count - taken.get(rank, 0) > most:
+                    with contextlib.suppress(OSError), _connection(descriptor) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        endless.append(rank)
+        return endless
 
     def descriptors(self) -> list[int]:
         """Returns the connections and the wake-up, for a forked child to close.

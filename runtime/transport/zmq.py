@@ -36,6 +36,13 @@ PLAINTEXT_SWITCH = "DISTTENSOR_INSECURE_ALLOW_PLAINTEXT_ON_NETWORK"
 _EVENTS, _POLLIN, _NOBLOCK, _FIRST = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
+#: The most bytes of a message that has no end yet. libzmq keeps the parts of a message until the last one has come, and
+#: limits the size of a part only; ours have one part, of MAX_MESSAGE at most.
+MAX_UNFINISHED = 64 << 20
+#: The most bytes that the wire has around a message's: a frame's header, and with CURVE a nonce and a tag.
+_PLAIN_FRAME, _CURVE_FRAME = 9, 9 + 33
+
+
 class ZmqHub(Hub):
     """The master's end. ``node_keys`` maps each rank to its node's public key (Z85); nobody else is let in.
 
@@ -77,6 +84,11 @@ class ZmqHub(Hub):
         self._left = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while ``drain`` has left messages
         self._more = False  # whether it is
         self._closed = False
+        #: bytes of the messages that were taken, on the wire, by rank; at least, so that honest ones are never short
+        self._taken: dict[int, int] = {}
+        self._around = _PLAIN_FRAME if server_keys is None else _CURVE_FRAME
+        self._received: dict[int, tuple[int, int]] = {}  #: what had arrived when it was looked at last
+        self._emptied = False  #: whether all messages were taken since then
         self._ctx = sockets.context()
         curve = sockets.Curve(*server_keys) if server_keys else None
         self._sock = sockets.router(self._ctx, endpoints[0], curve, unread, silence)
@@ -146,7 +158,10 @@ class ZmqHub(Hub):
             frame = self._recv_frame(_NOBLOCK, False)
             rank = self._sender(route, frame)
             if rank is not None:
-                out.append((rank, frame.bytes))
+                message = frame.bytes
+                out.append((rank, message))
+                self._taken[rank] += len(message) + self._around
+        self._emptied = True
         if self._more:
             self._leave_messages(False)
         if self._leaving:
@@ -181,6 +196,16 @@ class ZmqHub(Hub):
 
     def cut_deaf(self) -> list[int]:
         return [] if self._closed else self._zap_handler.cut_deaf(self._tries)
+
+    def cut_endless(self) -> list[int]:
+        if self._closed:
+            return []
+        endless = []
+        if self._emptied:
+            endless = self._zap_handler.cut_endless(self._received, self._taken, MAX_UNFINISHED)
+        self._received = self._zap_handler.received()
+        self._emptied = False  # after it: only messages that are taken from now on were there then
+        return [rank for rank in endless if rank >= 0]
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -233,6 +258,7 @@ class ZmqHub(Hub):
             return False
         self._routes[rank] = route
         self._ranks[route] = rank
+        self._taken[rank] = 0
         if not self._zap_handler.watch(int(frame.get(zmq.SRCFD)), rank):
             self._lose(rank)
         return True

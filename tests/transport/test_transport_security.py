@@ -1,5 +1,6 @@
 """Who gets in and who does not. Each refusal stands beside the case that must still work."""
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -8,6 +9,8 @@ import re
 import resource
 import socket
 import struct
+import threading
+import time
 
 import pytest
 import zmq
@@ -15,10 +18,12 @@ from aftermath import within
 from checkout import ROOT
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
 
+from disttensor.runtime.host.tcp_info import bytes_received
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.transport import sockets
 from disttensor.runtime.transport import zmq as transport
+from disttensor.runtime.transport.sockets import MAX_MESSAGE
 from disttensor.runtime.transport.spoke import plain_name
 
 MEBI = 1 << 20
@@ -161,6 +166,90 @@ def test_a_huge_hello_is_given_no_memory(net):
     assert sent < 32 * MEBI, "the hub went on reading"
     assert resident() - before < 50 * MEBI
     net.echo(0, net.join(0))
+
+
+def endless(connection: socket.socket, known: bool, all_sent: threading.Event) -> None:
+    """Writes as an authenticated node that no libzmq would let: a part after the other, each of them with another to
+    come, until it is cut off. (In plain text: a client's CURVE is libzmq's own.) ``known``: after a first message."""
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+    name = plain_name(0)
+    metadata = b"".join(
+        bytes([len(key)]) + key + len(value).to_bytes(4, "big") + value
+        for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
+    )
+    ready = b"\x05READY" + metadata
+    connection.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+    heard = b""
+    while b"READY" not in heard:
+        heard += connection.recv(4096)
+    connection.sendall(b"\x00\x05hello" * known)
+    part = b"\x03" + MEBI.to_bytes(8, "big") + bytes(MEBI)
+    with contextlib.suppress(OSError):
+        for _ in range(4 * transport.MAX_UNFINISHED // MEBI):
+            connection.sendall(part)
+        all_sent.set()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["a node", "one who has said nothing yet"])
+def test_a_message_without_an_end_is_cut_off(known):
+    with contextlib.closing(World("plain")) as net, contextlib.closing(net.join(1)) as other:
+        host, _, port = net.hub.address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            all_sent = threading.Event()
+            sending = threading.Thread(target=endless, args=(connection, known, all_sent))
+            sending.start()
+            taken, cut, gone, connections, came = [], [], [], 1, False
+            while not all_sent.is_set() and not (came and connections == 1):  # as the script does each second
+                cut += net.hub.cut_endless()
+                taken += net.hub.drain()
+                gone += net.hub.gone()
+                connections = len(net.hub._zap_handler.received())
+                came |= connections == 2
+            with contextlib.suppress(OSError):  # the kernel may let it wait for a minute
+                connection.shutdown(socket.SHUT_RDWR)
+            sending.join()
+        net.echo(1, other)
+        if known and not all_sent.is_set():
+            gone = gone or net.lost()[1]
+    assert not all_sent.is_set()
+    assert taken == [(0, b"hello")] * known
+    assert set(cut) == set(range(known))  # again and again, until its end is noticed
+    assert gone == [0] * known
+
+
+def test_messages_that_nobody_has_taken_yet_are_not_unfinished(net, monkeypatch):
+    """The script may compute for long, or stand still."""
+    monkeypatch.setattr(transport, "MAX_UNFINISHED", MEBI)
+    with contextlib.closing(net.join(0)) as spoke:
+        for _ in range(40):
+            spoke.send(bytes(MAX_MESSAGE))
+        deadline = time.monotonic() + LIMIT
+        while net.hub._zap_handler.received().popitem()[1][1] < 2 * MEBI:
+            assert time.monotonic() < deadline
+        cut = [net.hub.cut_endless() for _ in range(3)]
+        if not any(cut):
+            net.take(40)
+            cut += [net.hub.cut_endless() for _ in range(3)]
+            net.echo(0, spoke)
+    assert cut == [[]] * 6
+
+
+@pytest.mark.parametrize("kind", ["curve", "plain"])
+def test_what_an_honest_node_sends_is_never_unfinished(kind):
+    """To the last byte, or it would be cut off one day."""
+    with contextlib.closing(World(kind)) as net, contextlib.closing(net.join(0)) as spoke:
+        sizes = [0, 1, 200, 221, 222, 223, 255, 256, 5000, 65_536, MAX_MESSAGE] * 20
+        for size in sizes:
+            spoke.send(bytes(size))
+        assert [len(message) for _, message in net.take(len(sizes))] == sizes
+        [(rank, read)] = net.hub._zap_handler.received().values()
+        [connection] = [fd for fd in net.hub._zap_handler._open]
+        with socket.socket(fileno=os.dup(connection)) as wire:
+            arrived = bytes_received(wire)
+        handshake = 1000
+        assert rank == 0
+        assert read < arrived
+        assert 0 <= net.hub._taken[0] + handshake - arrived < 10 * len(sizes) + handshake
 
 
 @pytest.mark.fault(33)
