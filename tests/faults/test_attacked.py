@@ -377,10 +377,10 @@ def test_a_node_that_is_slow_beside_the_others_is_named_with_by_how_much(monkeyp
     for node in (1, 0):
         with warned(rf"^node {node} ") as said, Began(lambda: said.there.wait(HANG)) as port:
             thread = in_thread(lambda: dt.run(told_and_asleep, port, node=node), raised)  # noqa: B023 - joined here
-        assert said.there.is_set(), said.texts
-        assert bool(re.search(slow, said.texts[-1])) == (node == 1)
         dt.tasks.interrupt(node)
         thread.join(HANG)
+        assert said.there.is_set(), said.texts
+        assert bool(re.search(slow, said.texts[-1])) == (node == 1)
     assert [type(e) for e in raised] == [dt.errors.CancelledError] * 2
 
 
