@@ -150,9 +150,10 @@ def test_log_directory_that_cannot_be_made(launch: Launch, tmp_path: Path) -> No
 @pytest.mark.fault(42)
 def test_preload_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     launcher = LocalLauncher("stub_workers:act", ("no_such_module",))
-    launcher.start(bundles("serve"))
-    with pytest.raises(StartError, match="ModuleNotFoundError: No module named 'no_such_module'"):
-        collect(launcher, 1)
+    with within(5.0):
+        launcher.start(bundles("serve"))
+        with pytest.raises(StartError, match="ModuleNotFoundError: No module named 'no_such_module'"):
+            collect(launcher, 1)
     with pytest.raises(StartError, match="no_such_module"):
         launcher.start(bundles("serve"))
     launcher.stop(0)
