@@ -330,8 +330,14 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
 
     Raises StartError.
     """
-    link, deadline = session.link, time.monotonic() + timeout
-    while missing := [rank for rank in ranks if link.nodes[rank].said_hello is None]:
+    link, deadline, missing = session.link, time.monotonic() + timeout, list(ranks)
+    while True:
+        # each as it comes: one of another version is refused, however long the others take
+        for rank in [rank for rank in missing if link.nodes[rank].said_hello is not None]:
+            _check_versions(session, rank)
+            missing.remove(rank)
+        if not missing:
+            return
         link.drain()
         if lost := next((found for found in link.losses if found.rank in ranks), None):
             where = f" on {lost.host}" if lost.host != "?" else ""
@@ -341,15 +347,16 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
             text = f"nodes {missing} of {len(ranks)} have not answered within {timeout} s"
             raise StartError(text + (why and f":\n{why}"))
         link.pause(0.005)  # short: another thread may take in the message that ends this wait
-    for rank in ranks:
-        hello = link.nodes[rank].hello
-        if hello.protocol != b.PROTOCOL or hello.job != session.job:
-            raise StartError(
-                f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version"
-            )
-        mine, theirs = torch.__version__.split("+")[0], hello.torch.split("+")[0]
-        if mine != theirs:
-            raise StartError(f"node {rank} ({hello.host}) has torch {theirs}, this master {mine}: install one version")
+
+
+def _check_versions(session: Session, rank: int) -> None:
+    """Raises StartError when a node that has said hello has not the master's protocol and torch."""
+    hello = session.link.nodes[rank].hello
+    if hello.protocol != b.PROTOCOL or hello.job != session.job:
+        raise StartError(f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version")
+    mine, theirs = torch.__version__.split("+")[0], hello.torch.split("+")[0]
+    if mine != theirs:
+        raise StartError(f"node {rank} ({hello.host}) has torch {theirs}, this master {mine}: install one version")
 
 
 def _tail(lines: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,8 @@ import hostile_workers
 import psutil
 import pytest
 import torch
-from aftermath import aftermath, probe
+import warm
+from aftermath import Clock, aftermath, children, probe
 from began import Began, tell
 from checkout import search_path
 from limits import HANG
@@ -31,6 +33,7 @@ from disttensor import testing
 from disttensor.runtime.launch.starters.local import LocalLauncher
 from disttensor.runtime.master import patience
 from disttensor.runtime.master.node import PACED
+from disttensor.runtime.protocol.bundle import PROTOCOL
 
 
 def program(text: str) -> subprocess.Popen[str]:
@@ -221,18 +224,71 @@ REFUSED = {
 }
 
 
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Has workers be those of an entry of hostile_workers; gives where node 1 says when it did so."""
+
+    def choose(entry: str) -> Path:
+        make = LocalLauncher.__init__
+        monkeypatch.setattr(LocalLauncher, "__init__", lambda self: make(self, f"hostile_workers:{entry}"))
+        monkeypatch.setenv(hostile_workers.STAMP, str(tmp_path / "stamp"))
+        return tmp_path / "stamp"
+
+    return choose
+
+
+@contextlib.contextmanager
+def no_session_is_left() -> Iterator[None]:
+    """After a session that does not start this process has nothing of it: no process, and no descriptors."""
+    before, opened = children(os.getpid(), warm.held()[0]), len(os.listdir("/proc/self/fd"))
+    yield
+    assert alive_after(HANG, children(os.getpid(), warm.held()[0]) - before) == []
+    assert len(os.listdir("/proc/self/fd")) <= opened + 8
+
+
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("lie", REFUSED)
-def test_a_worker_whose_hello_is_a_lie_is_refused_by_name(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = LocalLauncher.__init__
-    entry = f"hostile_workers:{lie}"
-    monkeypatch.setattr(LocalLauncher, "__init__", lambda self: make(self, entry))
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(dt.errors.StartError, match=f"node 1.*broke the protocol: {REFUSED[lie]}") as caught:
-        dt.init_master_worker("tcp", nodes=2, threads=1)
+def test_a_worker_whose_hello_is_a_lie_is_refused_by_name(lie: str, hostile: Callable[[str], Path]) -> None:
+    stamp = hostile(lie)
+    with no_session_is_left():
+        with pytest.raises(dt.errors.StartError, match=f"node 1.*broke the protocol: {REFUSED[lie]}") as caught:
+            dt.init_master_worker("tcp", nodes=2, threads=1)
+        Clock(stamp.read_text()).check(1.0, lie)
     assert len(str(caught.value)) < 2000
     assert "\x1b" not in str(caught.value)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 8
+
+
+#: What is said of a node of another version.
+VERSIONS = {
+    "torch": f"node 1 .* has torch 1.2.3, this master {torch.__version__.split('+')[0]}: install one version",
+    "protocol": f"node 1 speaks protocol {PROTOCOL + 1}, this master {PROTOCOL}: install one version",
+}
+
+
+@pytest.mark.fault(39)
+@pytest.mark.parametrize("other", VERSIONS)
+def test_another_version_is_refused_before_the_others_have_come(other: str, hostile: Callable[[str], Path]) -> None:
+    stamp = hostile(other)
+    with no_session_is_left():
+        with pytest.raises(dt.errors.StartError, match=VERSIONS[other]):
+            dt.init_master_worker("tcp", nodes=2, threads=1)
+        Clock(stamp.read_text()).check(1.0, other)
+
+
+@pytest.mark.fault(42)
+def test_one_of_eight_does_not_start(hostile: Callable[[str], Path]) -> None:
+    """One error has all that there is to say, and the others are ended."""
+    stamp = hostile("broken")
+    with no_session_is_left():
+        with pytest.raises(
+            dt.errors.StartError, match=rf"^node 1 on {re.escape(socket.gethostname())} did not start: "
+        ) as caught:
+            dt.init_master_worker("tcp", nodes=8, threads=1)
+        Clock(stamp.read_text()).check(5.0, "the error")
+    *lines, last = str(caught.value).splitlines()
+    assert last == "  ImportError: no such library"
+    assert lines[1] == "its last output:"
+    assert len(lines) == 2 + 19
 
 
 # ---- who never ends --------------------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def test_without_shared_memory_tensors_take_tcp() -> None:
     remote = local.to("node:0")
     both = [remote.clone(), remote.to("node:1")]
     dt.all_reduce(both)  # connections of collectives are made at first use, too
-    with aftermath(0, 1), limited(resource.RLIMIT_FSIZE, 4096, pid_of(0), pid_of(1), os.getpid()):
+    few = limited(resource.RLIMIT_FSIZE, 4096, pid_of(0), pid_of(1), os.getpid())
+    with aftermath(0, 1), few, within(5.0):
         assert torch.equal(remote.to("node:1").cpu(), local)
         assert torch.equal((local * 2).to("node:1").cpu(), local * 2)
         dt.all_reduce(both)
@@ -96,12 +97,15 @@ def test_without_shared_memory_tensors_take_tcp() -> None:
 # ---- descriptors, disk, ports ----------------------------------------------------------------------------------------
 
 FEW = """
-import resource, sys
+import os, resource, sys, time
 import aftermath, torch
 import disttensor as dt
 most = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 torch.set_num_threads(1)
+with dt.init_master_worker(nodes=1, threads=1):  # what is opened once, and kept
+    aftermath.probe(0)
+opened, kept = len(os.listdir("/proc/self/fd")), len(aftermath.children(os.getpid()))
 clock = aftermath.Clock()
 try:
     with dt.init_master_worker(nodes=24, threads=1):
@@ -109,24 +113,34 @@ try:
             aftermath.probe(node)
         print("works")
 except dt.DisttensorError as e:
+    clock.check(5.0, "the error")
     print(str(e).splitlines()[0])
+deadline = time.monotonic() + aftermath.SETTLES
+while len(left := aftermath.children(os.getpid())) > kept:
+    assert time.monotonic() < deadline, f"left behind: {left}"
+assert len(os.listdir("/proc/self/fd")) <= opened, "descriptors were left open"
+with dt.init_master_worker(nodes=2, threads=1):  # what is left is enough for fewer
+    for node in range(2):
+        aftermath.probe(node)
+print("fewer work")
 """
 
 
 @pytest.mark.fault(44)
 def test_a_script_with_few_descriptors(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    with within(30.0):
-        done = script("import sys\nsys.argv = ['', '64']\n" + FEW)
+    done = script("import sys\nsys.argv = ['', '64']\n" + FEW)
     assert done.returncode == 0, done.stderr
-    assert "Too many open files" in done.stdout
-    assert "64" in done.stdout
+    error, rest = done.stdout.splitlines()
+    assert "Too many open files" in error
+    assert "64" in error
+    assert rest == "fewer work"
 
 
 @pytest.mark.fault(44)
 def test_a_full_disk_for_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "stdout.log").symlink_to("/dev/full")
-    with dt.init_master_worker(nodes=2, threads=1, log_dir=str(tmp_path)), aftermath(0, 1):
+    with dt.init_master_worker(nodes=2, threads=1, log_dir=str(tmp_path)), aftermath(0, 1), within(5.0):
         for _ in range(3):
             for node in range(2):
                 dt.run(print, "a line", node=node)

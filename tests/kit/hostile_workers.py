@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
+from aftermath import now
 
 from disttensor.runtime.node import worker
 from disttensor.runtime.node.worker import Worker
@@ -21,8 +25,18 @@ LIES: dict[str, Callable[[c.Hello], c.Hello]] = {
         hello, addresses=Addresses(",".join(f"127.0.0.1:{20_000 + i}" for i in range(20_000)))
     ),
     "devices": lambda hello: msgspec.structs.replace(hello, devices=("cpu", *(f"cuda:{i}" for i in range(60_000)))),
+    "torch": lambda hello: msgspec.structs.replace(hello, torch="1.2.3"),
+    "protocol": lambda hello: msgspec.structs.replace(hello, protocol=hello.protocol + 1),
     "host": lambda hello: msgspec.structs.replace(hello, host="\x1b]0;owned\x07" + "h" * 100_000),
 }
+
+
+#: The variable with the path of a file to which node 1 writes, just before it does what it does, when that was.
+STAMP = "HOSTILE_STAMP"
+
+
+def _stamp() -> None:
+    Path(os.environ[STAMP]).write_text(now())
 
 
 def _lying(lie: str) -> Callable[[int], int]:
@@ -31,7 +45,12 @@ def _lying(lie: str) -> Callable[[int], int]:
 
         def hello(self: Worker) -> c.Hello:
             said = honest(self)
-            return LIES[lie](said) if self.bundle.rank == 1 else said
+            if self.bundle.rank == 1:
+                _stamp()
+                return LIES[lie](said)
+            if lie in LATE:
+                os.read(lifeline, 1)  # which comes to its end when this node is given up
+            return said
 
         Worker.hello = hello  # type: ignore[method-assign]
         return worker.main(lifeline)
@@ -39,7 +58,23 @@ def _lying(lie: str) -> Callable[[int], int]:
     return main
 
 
-addresses, devices, host = (_lying(lie) for lie in LIES)
+#: Lies that are refused though the other nodes have not come.
+LATE = ("torch", "protocol")
+addresses, devices, torch, protocol, host = (_lying(lie) for lie in LIES)
+
+
+def broken(lifeline: int) -> int:
+    """Node 1 ends while it starts, after more lines than are kept."""
+
+    def hello(self: Worker) -> c.Hello:
+        for number in range(30):
+            print(f"line {number}", file=sys.stderr)
+        _stamp()
+        raise ImportError("no such library")
+
+    honest = Worker.hello
+    Worker.hello = lambda self: hello(self) if self.bundle.rank == 1 else honest(self)  # type: ignore[method-assign]
+    return worker.main(lifeline)
 
 
 def _this_worker() -> Worker:

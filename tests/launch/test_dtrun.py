@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from aftermath import children, within
 from checkout import search_path
 from limits import HANG
 from output_kit import unfolded
@@ -195,11 +196,16 @@ def test_signals_are_passed_on(dtrun: Dtrun) -> None:
     with dtrun(WAIT_FOR_SIGNALS) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        pids = children(process.pid)
+        for number in (signal.SIGINT, signal.SIGHUP):
             process.send_signal(number)
             assert process.stdout.readline() == f"{number.name}\n"
-        assert process.stdout.readline() == "SIGINT SIGHUP SIGTERM\n"
-        assert process.wait(HANG) == 143
+        with within(5.0):
+            process.terminate()
+            assert process.stdout.readline() == "SIGTERM\n"
+            assert process.stdout.readline() == "SIGINT SIGHUP SIGTERM\n"
+            assert process.wait(HANG) == 143
+            assert alive_after(HANG, pids) == []
 
 
 @pytest.mark.fault(43)
@@ -218,9 +224,31 @@ def test_terminal(dtrun: Dtrun) -> None:
         assert process.stdout.readline() == "SIGINT\n"
         os.close(ours)  # a hang-up: the kernel tells only the session's leader, here dtrun
         assert process.stdout.readline() == "SIGHUP\n"
-        process.terminate()
-        assert process.stdout.readline() == "SIGTERM\n"
-        assert process.stdout.readline() == "SIGINT SIGHUP SIGTERM\n"  # once each
+        pids = children(process.pid)
+        with within(5.0):
+            process.terminate()
+            assert process.stdout.readline() == "SIGTERM\n"
+            assert process.stdout.readline() == "SIGINT SIGHUP SIGTERM\n"  # once each
+            assert process.wait(HANG) == 143
+            assert alive_after(HANG, pids) == []
+
+
+@pytest.mark.fault(43)
+def test_a_terminal_that_is_gone(dtrun: Dtrun) -> None:
+    """With nodes, of a script that heeds nothing: the kernel tells dtrun, which has a session of its own there."""
+    ours, theirs = pty.openpty()
+    tty = os.ttyname(theirs)
+
+    def attach() -> None:
+        os.close(os.open(tty, os.O_RDWR))
+
+    with dtrun(NODES, "serve", "stubborn", stdin=theirs, start_new_session=True, preexec_fn=attach) as process:
+        os.close(theirs)
+        pids = pids_of(process)
+        with within(5.0):
+            os.close(ours)
+            assert process.wait(HANG) == 129
+            assert alive_after(HANG, pids) == []
 
 
 def test_what_the_script_leaves_is_ended(dtrun: Dtrun) -> None:
@@ -258,10 +286,15 @@ if sys.stdin.read(1):
 
 
 def pids_of(process: subprocess.Popen[str]) -> list[int]:
+    """All processes of NODES with a stubborn node, whose two come last."""
     assert process.stdout is not None
+    pids: dict[bool, list[int]] = {}
     for line in process.stdout:
-        if line[0].isdigit():
-            return [int(pid) for pid in line.split()]
+        *_, said = line.rpartition("] children ")
+        if line[0].isdigit() or said != line:
+            pids[said != line] = [int(pid) for pid in said.split()]
+        if len(pids) == 2:
+            return [*pids[False], *children(process.pid), *pids[True]]
     pytest.fail(f"no pids came: {process.communicate()[1]}")
 
 
@@ -312,20 +345,25 @@ def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
 
 
 @pytest.mark.fault(43)
-@pytest.mark.parametrize("victim", ["dtrun", "script", "terminal"])
+@pytest.mark.parametrize("victim", ["dtrun", "script", "terminated", "terminal"])
 def test_killed(dtrun: Dtrun, victim: str) -> None:
+    """And no process is left: of nodes that heed no signal, and of what they have started, either."""
     with dtrun(NODES, "serve", "stubborn") as process:
         pids = pids_of(process)
-        match victim:
-            case "dtrun":
-                process.kill()
-            case "script":
-                os.kill(pids[0], signal.SIGKILL)
-                assert process.wait(HANG) == 137
-            case "terminal":
-                process.send_signal(signal.SIGHUP)
-                assert process.wait(HANG) == 129
-        assert alive_after(HANG, pids) == []
+        with within(10.0 if victim in ("dtrun", "script") else 5.0, victim):
+            match victim:
+                case "dtrun":
+                    process.kill()
+                case "script":
+                    os.kill(pids[0], signal.SIGKILL)
+                    assert process.wait(HANG) == 137
+                case "terminated":
+                    process.terminate()
+                    assert process.wait(HANG) == 143
+                case "terminal":
+                    process.send_signal(signal.SIGHUP)
+                    assert process.wait(HANG) == 129
+            assert alive_after(HANG, pids) == []
 
 
 def test_the_real_thing(tmp_path: Path) -> None:

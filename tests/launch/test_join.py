@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import select
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from aftermath import within
 from join_kit import Agent, agent_hello, jobs
 from limits import HANG
 from ports import free_port
@@ -180,7 +182,9 @@ def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 1)
     launcher.start(asked("x"))
-    with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello("old", protocol=PROTOCOL + 1)) as agent:
+    invitation = find_rendezvous(url).invitation(LIMIT)
+    with Agent(invitation, None) as agent, within(1.0):
+        agent.wire.say(agent_hello("old", protocol=PROTOCOL + 1))
         why = agent.hears(Refuse).why
         assert (
             f"old has disttensor {VERSION} (protocol {PROTOCOL + 1}), the master {VERSION} (protocol {PROTOCOL})" in why
@@ -226,7 +230,7 @@ def test_another_secret_opens_nothing(job: Job, monkeypatch: pytest.MonkeyPatch)
 def test_another_jobs_guest_is_refused_and_counted(job: Job, tmp_path: Path) -> None:
     launcher = job(f"file://{tmp_path}/job", 1)
     mine = read_connection_file(tmp_path / "job", LIMIT)
-    with pytest.raises(BrokenError, match="refused the key: it is another job's"):
+    with within(1.0), pytest.raises(BrokenError, match="refused the key: it is another job's"):
         TunnelClient(mine.addresses, fresh().guest, mine.server_key, LIMIT)
     launcher.start(asked("x"))
     assert "1 refused for another job's key" in missing(launcher, "refused")
@@ -270,19 +274,41 @@ def test_an_agent_that_hangs_up_loses_its_nodes(job: Job) -> None:
     assert event.cause == "the connection with its agent has ended"
 
 
-def test_one_that_says_nonsense_is_lost_and_hurts_nobody(job: Job) -> None:
+class Bomb:
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, ("bomb-went-off",)
+
+
+PICKLE = pickle.dumps(Bomb())
+#: What one says that has the key, and no agent does. FramedSocket's frames begin with their lengths.
+NONSENSE = {
+    "noise": b"\xff" * 8,
+    "a pickle": PICKLE * 10,
+    "a pickle in a frame": len(PICKLE).to_bytes(4, "little") + PICKLE,
+}
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("said", NONSENSE)
+def test_one_that_says_nonsense_is_lost_and_hurts_nobody(
+    said: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     url = f"tcp://localhost:{free_port()}"
     launcher = job(url, 2)
     launcher.start(asked("x", "y"))
     invitation = find_rendezvous(url).invitation(LIMIT)
     with Agent(invitation, agent_hello("a", 1, 0)) as good, Agent(invitation, agent_hello("b", 1, 1)) as bad:
         good.hears(Start), bad.hears(Start)
-        os.write(bad.wire.fileno(), b"\xff" * 8)
-        [event] = collect(launcher, 1)
+        with within(1.0):
+            os.write(bad.wire.fileno(), NONSENSE[said])
+            [event] = collect(launcher, 1)
         assert event.host == "b"
-        assert event.cause.startswith("what came was not an agent's: a frame of")
+        assert event.cause.startswith("what came was not an agent's: ")
         good.wire.say(Began(0, 4712))
         assert collect(launcher, 1) == [Started(0, 4712, "a")]
+    assert not list(Path().iterdir())
 
 
 def test_a_seat_that_is_free_again_is_told(job: Job) -> None:

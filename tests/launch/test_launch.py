@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aftermath import within
 from checkout import search_path
 from limits import HANG
 from output_kit import unfolded
@@ -149,9 +150,10 @@ def test_log_directory_that_cannot_be_made(launch: Launch, tmp_path: Path) -> No
 @pytest.mark.fault(42)
 def test_preload_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     launcher = LocalLauncher("stub_workers:act", ("no_such_module",))
-    launcher.start(bundles("serve"))
-    with pytest.raises(StartError, match="ModuleNotFoundError: No module named 'no_such_module'"):
-        collect(launcher, 1)
+    with within(5.0):
+        launcher.start(bundles("serve"))
+        with pytest.raises(StartError, match="ModuleNotFoundError: No module named 'no_such_module'"):
+            collect(launcher, 1)
     with pytest.raises(StartError, match="no_such_module"):
         launcher.start(bundles("serve"))
     launcher.stop(0)
@@ -163,12 +165,15 @@ def test_too_few_descriptors() -> None:
     assert launcher._server is not None
     # its fork server's alone: this process may have more open already
     resource.prlimit(launcher._server.pid, resource.RLIMIT_NOFILE, (30, 30))
-    launcher.start(bundles(*["serve"] * 10))
-    failed = [e for e in collect(launcher, 10) if isinstance(e, Exited)]
+    with within(5.0):
+        launcher.start(bundles(*["serve"] * 10))
+        events = collect(launcher, 10)
+    failed = [e for e in events if isinstance(e, Exited)]
     assert failed
     assert "Too many open files: a node takes 5 of the 30 that one process may have" in failed[0].cause
     assert failed[0].rank > 2
     launcher.stop(0)
+    assert alive_after(HANG, [e.pid for e in events if isinstance(e, Started)]) == []
 
 
 def test_server_killed(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:

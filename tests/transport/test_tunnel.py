@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import pickle
 import select
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -244,9 +247,20 @@ def test_what_speaks_another_language_is_no_root(monkeypatch: pytest.MonkeyPatch
             TunnelClient([address], GUEST, HOST[0], 0.3)
 
 
-@pytest.mark.fault(32)
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(1000)], ids=["http", "zeros"])
-def test_a_stranger_leaves_no_trace(noise: bytes) -> None:
+class Bomb:
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, ("bomb-went-off",)
+
+
+PICKLE = pickle.dumps(Bomb())
+
+
+@pytest.mark.fault(32, 34)
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(1000), PICKLE * 10], ids=["http", "zeros", "pickle"]
+)
+def test_a_stranger_leaves_no_trace(noise: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with tunnelled() as (at, here, there):
         host, _, port = at.addresses[0].removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port))) as stranger, contextlib.suppress(ConnectionError):
@@ -257,6 +271,26 @@ def test_a_stranger_leaves_no_trace(noise: bytes) -> None:
         assert at.accept() is None
         here.sendall(b"still here")
         assert receive(there, 10) == b"still here"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault(34)
+def test_pickles_of_one_with_the_key_are_bytes_or_the_end_of_its_tunnel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with tunnelled() as (at, here, there):
+        for message, arrives in ((PICKLE, b""), (b"D" + PICKLE, PICKLE)):
+            guest = ZmqSpoke(at.addresses[0], HOST[0], *GUEST, 0, connect_timeout=LIMIT)
+            guest.send(message)
+            with accept(at) as sock:
+                assert receive(sock, len(arrives)) == arrives
+                if not arrives:
+                    assert sock.recv(1) == b""
+            guest.close()
+        here.sendall(b"still here")
+        assert receive(there, 10) == b"still here"
+    assert not list(tmp_path.iterdir())
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ workers later, and the import runs beside the master's other work in between.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 from ...host.launch_spec import LaunchSpec, spec_of_dtrun
@@ -27,6 +28,7 @@ class LocalLauncher(ServerLauncher):
         process = None
         if sock is None:
             sock, process = spawn_server(preload)
+        self.host = socket.gethostname()
         super().__init__(sock, process, entry)
 
     @classmethod

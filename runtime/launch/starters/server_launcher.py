@@ -70,6 +70,8 @@ class ServerLauncher(Launcher):
 
     #: For messages: the server's name, and the words for a server that is of no use.
     server_name, unfit = "the server", "no node can be started"
+    #: The host of nodes whose server does not say it; "" where it does.
+    host = ""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None, entry: str = WORKER) -> None:
         self.entry = entry
@@ -260,8 +262,9 @@ class ServerLauncher(Launcher):
                     self._events.append(Started(news.rank, news.pid, news.host))
                 case Ended():
                     self._running.pop(news.rank, None)
+                    host = news.host or self.host
                     self._events.append(
-                        Exited(news.rank, news.pid, news.cause, news.code, news.tail, news.host, news.running)
+                        Exited(news.rank, news.pid, news.cause, news.code, news.tail, host, news.running)
                     )
                 case Seen():
                     self._events.append(Sight(*msgspec.structs.astuple(news)))
