@@ -15,23 +15,29 @@ from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.arguments import Addresses
 
-#: What a Hello of node 1 has in place of the truth.
+#: Where nobody listens.
+UNREACHABLE = "127.0.0.1:1"
+
+#: What a Hello of node 1 has in place of the truth; of the nodes 0 and 1 where they cannot be reached.
 LIES: dict[str, Callable[[c.Hello], c.Hello]] = {
     "addresses": lambda hello: msgspec.structs.replace(
         hello, addresses=Addresses(",".join(f"127.0.0.1:{20_000 + i}" for i in range(20_000)))
     ),
     "devices": lambda hello: msgspec.structs.replace(hello, devices=("cpu", *(f"cuda:{i}" for i in range(60_000)))),
+    "unreachable": lambda hello: msgspec.structs.replace(hello, addresses=Addresses(UNREACHABLE)),
     "host": lambda hello: msgspec.structs.replace(hello, host="\x1b]0;owned\x07" + "h" * 100_000),
 }
 
 
 def _lying(lie: str) -> Callable[[int], int]:
+    ranks = (0, 1) if lie == "unreachable" else (1,)
+
     def main(lifeline: int) -> int:
         honest = Worker.hello
 
         def hello(self: Worker) -> c.Hello:
             said = honest(self)
-            return LIES[lie](said) if self.bundle.rank == 1 else said
+            return LIES[lie](said) if self.bundle.rank in ranks else said
 
         Worker.hello = hello  # type: ignore[method-assign]
         return worker.main(lifeline)
@@ -39,7 +45,7 @@ def _lying(lie: str) -> Callable[[int], int]:
     return main
 
 
-addresses, devices, host = (_lying(lie) for lie in LIES)
+addresses, devices, unreachable, host = (_lying(lie) for lie in LIES)
 
 
 def _this_worker() -> Worker:
@@ -69,6 +75,12 @@ def flood(saying: str) -> None:
             own._spoke.send(message)
 
     threading.Thread(target=go, daemon=True).start()
+
+
+def credentials() -> tuple[str, str, str, str, int]:
+    """What this node was started with: where the master is, its key, the node's own two, and its rank."""
+    bundle = _this_worker().bundle
+    return bundle.address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank
 
 
 def send_as(add: int, factor: int) -> None:
