@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from aftermath import aftermath, within
 from equal import same
 
 import disttensor as dt
@@ -34,6 +35,10 @@ def altering_one(monkeypatch: pytest.MonkeyPatch, cls: type, method: str, alter:
     return left
 
 
+#: What is raised where a tensor was altered.
+WORDS = r"from rank 0 to rank 1 .*(checksum is not|encryption is wrong)"
+
+
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("ask", ["checksum", "encrypt"])
@@ -43,24 +48,26 @@ def test_what_is_altered_is_never_a_number(monkeypatch: pytest.MonkeyPatch, ask:
         x, other = torch.arange(float(n)).to("node:0"), torch.ones(3).to("node:1")
         before = x.to("node:1")
         dt.synchronize()
-        if ask == "encrypt":
+        with aftermath(0, 1):
+            if ask == "encrypt":
 
-            def flip(nonce: bytes, plain: memoryview, out: memoryview) -> None:
-                out[5] ^= 1
+                def flip(nonce: bytes, plain: memoryview, out: memoryview) -> None:
+                    out[5] ^= 1
 
-            left = altering_one(monkeypatch, cipher.Cipher, "seal", flip)
-        else:
-            left = ["one"]
+                left = altering_one(monkeypatch, cipher.Cipher, "seal", flip)
+            else:
+                left = ["one"]
 
-            def crc32(data: Any, start: int = 0) -> int:  # the sender is the first to add up
-                return zlib.crc32(data, start) ^ (left.pop() == "one" if left else 0)
+                def crc32(data: Any, start: int = 0) -> int:  # the sender is the first to add up
+                    return zlib.crc32(data, start) ^ (left.pop() == "one" if left else 0)
 
-            monkeypatch.setattr(shield, "zlib", type("zlib", (), {"crc32": staticmethod(crc32)}))
-        altered = x.to("node:1")
-        after = altered + 1
-        with pytest.raises(dt.DisttensorError, match=r"from rank 0 to rank 1 .*(checksum is not|encryption is wrong)"):
-            after.sum().item()
-        assert not left
+                monkeypatch.setattr(shield, "zlib", type("zlib", (), {"crc32": staticmethod(crc32)}))
+            with within(1.0):
+                after = x.to("node:1") + 1
+                with pytest.raises(dt.DisttensorError, match=WORDS):
+                    after.sum().item()
+            del after
+            assert not left
         same(x, torch.arange(float(n)))
         same(before, torch.arange(float(n)))
         assert (other + 1).sum().item() == 6

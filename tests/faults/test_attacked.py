@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import warm
-from aftermath import Clock, aftermath, children, probe
+from aftermath import Clock, aftermath, children, probe, within
 from began import Began, tell
 from checkout import search_path
 from limits import HANG
@@ -34,6 +34,8 @@ from disttensor.runtime.launch.starters.local import LocalLauncher
 from disttensor.runtime.master import patience
 from disttensor.runtime.master.node import PACED
 from disttensor.runtime.protocol.bundle import PROTOCOL
+from disttensor.runtime.protocol.errors import BrokenError
+from disttensor.runtime.transport.zmq import ZmqSpoke
 
 
 def program(text: str) -> subprocess.Popen[str]:
@@ -289,6 +291,86 @@ def test_one_of_eight_does_not_start(hostile: Callable[[str], Path]) -> None:
     assert last == "  ImportError: no such library"
     assert lines[1] == "its last output:"
     assert len(lines) == 2 + 19
+
+
+@pytest.mark.fault(31)
+def test_data_ports_that_cannot_be_reached_are_named_at_the_first_copy(hostile: Callable[[str], Path]) -> None:
+    """Neither end can call the other; both go on with what their commands make."""
+    hostile("unreachable")
+    with dt.init_master_worker("tcp", nodes=3, threads=1), aftermath(2):
+        x = torch.ones(3, device="node:0")
+        unreached = f"cannot reach rank [01] at {re.escape(hostile_workers.UNREACHABLE)}"
+        with within(10.0), pytest.raises(dt.DisttensorError, match=unreached):
+            x.to("node:1").sum().item()
+        for node in range(2):
+            assert torch.ones(3, device=f"node:{node}").sum().item() == 3
+        del x
+
+
+# ---- who dies in the middle of a tensor ------------------------------------------------------------------------------
+
+
+def await_full(pid: int) -> None:
+    """Waits until a connection of a process's has more to send than the other end takes: a tensor is half written."""
+    deadline = time.monotonic() + HANG
+    while True:
+        inodes = {c[8:-1] for c in _links(pid) if c.startswith("socket:[")}
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        if any(line[9] in inodes and int(line[4].partition(":")[0], 16) > 1 << 16 for line in lines):
+            return
+        assert time.monotonic() < deadline, "nothing is half written"
+
+
+def _links(pid: int) -> Iterator[str]:
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/{pid}/fd/{entry}")
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("dies", ["sender", "receiver"])
+def test_a_node_that_dies_in_the_middle_of_a_tensor(dies: str) -> None:
+    """What it would have filled is poison, the source of what it would have got is as it was; both ranks are named."""
+    with dt.init_master_worker("tcp", nodes=3, threads=1):
+        source, target = (0, 1) if dies == "receiver" else (1, 0)
+        kept = torch.arange(1 << 24, device="node:0")  # more than sockets hold
+        x = torch.arange(1 << 24, device=f"node:{source}")
+        x[:3].to(f"node:{target}").cpu()
+        pids = [int(node["pid"]) for node in dt.nodes()]
+        probe(0)
+        with aftermath(2):
+            os.kill(pids[target], signal.SIGSTOP)
+            moved = x.to(f"node:{target}")
+            await_full(pids[source])
+            with within(5.0):
+                os.kill(pids[1], signal.SIGKILL)
+                os.kill(pids[0], signal.SIGCONT)
+                with pytest.raises(dt.NodeLost, match=r"node 1 .*SIGKILL") as caught:
+                    moved.sum().item()
+            if dies == "sender":
+                assert "rank 1" in str(caught.value) + "".join(getattr(caught.value, "__notes__", ())), caught.value
+            with pytest.raises(dt.NodeLost):  # still
+                (moved + 1).cpu()
+            assert torch.equal((x if dies == "receiver" else kept).cpu(), torch.arange(1 << 24))
+            probe(0)
+            del moved, caught
+
+
+@pytest.mark.fault(14)
+@pytest.mark.usefixtures("cluster")
+def test_a_node_that_starts_again_is_refused_and_its_tensors_stay_lost() -> None:
+    x = torch.ones(3, device="node:1")
+    bundle = dt.run(hostile_workers.credentials, node=1)
+    with aftermath(0):
+        os.kill(int(dt.nodes()[1]["pid"]), signal.SIGKILL)
+        with pytest.raises(dt.NodeLost, match="SIGKILL"):
+            dt.run(hold, node=1)
+        with within(1.0):
+            with pytest.raises(BrokenError, match="does not come back"):
+                ZmqSpoke(*bundle)
+            with pytest.raises(dt.NodeLost, match="SIGKILL"):
+                x.cpu()
+        assert [node["alive"] for node in dt.nodes()] == [True, False]
 
 
 # ---- who never ends --------------------------------------------------------------------------------------------------

@@ -84,14 +84,24 @@ def child():
     return subprocess.Popen(["sleep", "600"]).pid, os.getpid()
 
 dt.init_master_worker(nodes=2)
-pids = dt.run(child, node=1)
 import aftermath
+aftermath.probe(0)
+pids = dt.run(child, node=1)
 print(*pids, flush=True)
 print(aftermath.now(), flush=True)
 """
 
 
-HOW = ["os.kill(pids[1], 9); dt.shutdown()", "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
+KILLED = """
+with aftermath.aftermath(0):
+    os.kill(pids[1], 9)
+    try:
+        dt.run(child, node=1)
+    except dt.NodeLost:
+        pass
+"""
+
+HOW = [KILLED, "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
 
 
 @pytest.mark.fault(15)
@@ -102,6 +112,45 @@ def test_what_a_user_function_started_dies_with_its_node(how: str, script: Scrip
     pids, stamp = done.stdout.splitlines()
     assert alive_after(HANG, map(int, pids.split())) == []
     Clock(stamp).check(2.0, "the end of what the function has started")
+
+
+IN_A_FINALIZER = """
+import gc, os, signal, aftermath, torch, disttensor as dt
+
+class Presses:
+    def __init__(self): self.x, self.me = torch.ones(3, device="node:1"), self
+    def __del__(self): os.kill(os.getpid(), signal.SIGINT)
+
+hits = 0
+with dt.init_master_worker(nodes=2, threads=1):
+    for node in range(2):
+        aftermath.probe(node)
+    for way in ("dropped", "collected"):
+        presses, before = Presses(), aftermath.Held((0, 1))
+        if way == "dropped":
+            presses.me = None
+        clock = aftermath.Clock()
+        try:
+            del presses
+            gc.collect()
+            while True:
+                torch.ones(3, device="node:1").sum().item()
+        except KeyboardInterrupt:
+            hits += 1
+        clock.check(0.5, "Ctrl-C in a finalizer")
+        for node in range(2):
+            aftermath.probe(node)
+        dt.synchronize()
+        assert not [more for more in aftermath.Held((0, 1)).since(before) if "tensors" not in more]
+    print(hits)
+"""
+
+
+@pytest.mark.fault(18)
+def test_ctrl_c_in_a_finalizer(script: Script) -> None:
+    """The interpreter swallows what a __del__ raises: it is raised where the script can catch it, once."""
+    done = script(IN_A_FINALIZER)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
 
 
 CONNECTING = """

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from aftermath import aftermath, within
+from aftermath import aftermath, children, within
 from limits import HANG
 from processes import alive_after
 from test_error_matrix import in_any_thread, run, usable, wherever
@@ -105,6 +108,18 @@ def test_a_node_that_dies_takes_its_transfers_with_it() -> None:
             use(x, torch.Tensor.cpu)
 
 
+def shared_by(pids: set[int]) -> set[str]:
+    """The files of shared memory that some processes have mapped or open."""
+    found: set[str] = set()
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            found.update(re.findall(r"/dev/shm/\S+", line))
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.update(re.findall(r"/dev/shm/\S+", os.readlink(link)))
+    return found
+
+
 MASTER = f"""
     import sys, torch, disttensor as dt
     dt.init_master_worker(nodes=3, timeout={HANG})
@@ -118,18 +133,25 @@ MASTER = f"""
 
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("mode", variants(["busy", "idle"]))
-def test_no_worker_outlives_a_killed_master(mode: str) -> None:
+def test_no_worker_outlives_a_killed_master(mode: str, tmp_path: Path) -> None:
+    """Nor does anything else of its: secrets and sockets, which would be in its TMPDIR, and shared memory."""
     script = MASTER if mode == "busy" else MASTER.replace("while True:", "while sys.stdin.read():")
     master = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
     assert master.stdout is not None
     pids = [int(p) for p in master.stdout.readline().split()]
     assert len(pids) == 3
+    below = children(master.pid)  # fork servers and what else there is, too
+    assert set(pids) <= below
+    used = shared_by({master.pid, *below})
     with within(2.0):
         master.kill()
         master.wait()
-        assert alive_after(HANG, pids) == []
+        assert alive_after(HANG, below) == []
+        assert [path for path in used if os.path.exists(path)] == []
+        assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's
     master.stdout.close()
     assert master.stdin is not None
     master.stdin.close()

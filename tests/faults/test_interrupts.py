@@ -10,6 +10,7 @@ from variants import variants
 
 PROGRAM = """
 import os, random, signal, sys, threading, torch, disttensor as dt
+import aftermath
 
 launcher, times, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dt.init_master_worker(nodes=2, threads=1, launcher=launcher)
@@ -29,12 +30,14 @@ def step(recompute):
 for recompute in (True, False):
     step(recompute)
 
+pressed = []
 armed, rng = threading.Semaphore(0), random.Random(seed)
 
 def interrupt():
     for _ in range(times):
         armed.acquire()
         threading.Event().wait(rng.uniform(0, 0.02))
+        pressed.append(aftermath.Clock())
         os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=interrupt, daemon=True).start()
@@ -46,6 +49,7 @@ for i in range(times):
             step(i % 2)
     except KeyboardInterrupt:
         hits += 1
+        pressed[-1].check(0.5, "Ctrl-C")
     torch.set_grad_enabled(True)  # an exception in the __exit__ of torch.no_grad() leaves it off, locally too
     assert torch.autograd.is_multithreading_enabled()
     leaf = torch.ones(3, device="node:0", requires_grad=True)

@@ -19,7 +19,10 @@ from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.arguments import Addresses
 
-#: What a Hello of node 1 has in place of the truth.
+#: Where nobody listens.
+UNREACHABLE = "127.0.0.1:1"
+
+#: What a Hello of node 1 has in place of the truth; of the nodes 0 and 1 where they cannot be reached.
 LIES: dict[str, Callable[[c.Hello], c.Hello]] = {
     "addresses": lambda hello: msgspec.structs.replace(
         hello, addresses=Addresses(",".join(f"127.0.0.1:{20_000 + i}" for i in range(20_000)))
@@ -27,6 +30,7 @@ LIES: dict[str, Callable[[c.Hello], c.Hello]] = {
     "devices": lambda hello: msgspec.structs.replace(hello, devices=("cpu", *(f"cuda:{i}" for i in range(60_000)))),
     "torch": lambda hello: msgspec.structs.replace(hello, torch="1.2.3"),
     "protocol": lambda hello: msgspec.structs.replace(hello, protocol=hello.protocol + 1),
+    "unreachable": lambda hello: msgspec.structs.replace(hello, addresses=Addresses(UNREACHABLE)),
     "host": lambda hello: msgspec.structs.replace(hello, host="\x1b]0;owned\x07" + "h" * 100_000),
 }
 
@@ -40,12 +44,14 @@ def _stamp() -> None:
 
 
 def _lying(lie: str) -> Callable[[int], int]:
+    ranks = (0, 1) if lie == "unreachable" else (1,)
+
     def main(lifeline: int) -> int:
         honest = Worker.hello
 
         def hello(self: Worker) -> c.Hello:
             said = honest(self)
-            if self.bundle.rank == 1:
+            if self.bundle.rank in ranks:
                 _stamp()
                 return LIES[lie](said)
             if lie in LATE:
@@ -60,7 +66,7 @@ def _lying(lie: str) -> Callable[[int], int]:
 
 #: Lies that are refused though the other nodes have not come.
 LATE = ("torch", "protocol")
-addresses, devices, torch, protocol, host = (_lying(lie) for lie in LIES)
+addresses, devices, torch, protocol, unreachable, host = (_lying(lie) for lie in LIES)
 
 
 def broken(lifeline: int) -> int:
@@ -104,6 +110,12 @@ def flood(saying: str) -> None:
             own._spoke.send(message)
 
     threading.Thread(target=go, daemon=True).start()
+
+
+def credentials() -> tuple[str, str, str, str, int]:
+    """What this node was started with: where the master is, its key, the node's own two, and its rank."""
+    bundle = _this_worker().bundle
+    return bundle.address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank
 
 
 def send_as(add: int, factor: int) -> None:

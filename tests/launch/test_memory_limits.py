@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import search_path
 from limits import HANG
 
 pytestmark = [pytest.mark.netns, pytest.mark.cold]
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.netns, pytest.mark.cold]
 LIMIT = 1 << 30
 
 PROGRAM = """
-import os, signal, subprocess, sys, torch, disttensor as dt
+import os, select, signal, subprocess, sys, threading, torch, disttensor as dt
+import aftermath
 from disttensor.session import current
 
 def grow():
@@ -39,10 +41,22 @@ def lost(node):
 
 if __name__ == "__main__":
     dt.init_master_worker(nodes=3, threads=1)
-    try:
-        dt.run(grow, node=0)
-    except dt.NodeLost as e:
-        print(e.cause)
+    for node in range(1, 3):
+        aftermath.probe(node)
+    with aftermath.aftermath(1, 2):
+        ended, clock = os.pidfd_open(dt.nodes()[0]["pid"]), []
+        def watch():  # the time counts from the kernel's kill
+            select.select([ended], [], [])
+            clock.append(aftermath.Clock())
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            dt.run(grow, node=0)
+        except dt.NodeLost as e:
+            print(e.cause)
+        watching.join()
+        clock[0].check(2.0, "the loss")
+        os.close(ended)
     os.kill(dt.nodes()[1]["pid"], signal.SIGKILL)
     lost(1)
     print(dt.run(grow_beside, node=2))
@@ -77,8 +91,9 @@ def test_a_node_that_was_killed_for_its_memory(group: Path, tmp_path: Path) -> N
     program.write_text(PROGRAM)
     into = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     done = subprocess.run(
-        ["sh", "-c", into, "sh", sys.executable, str(program)], capture_output=True, text=True, timeout=HANG
-    )
+        ["sh", "-c", into, "sh", sys.executable, str(program)], capture_output=True, text=True, timeout=HANG,
+        env={**os.environ, "PYTHONPATH": search_path()},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     starved, killed, beside, ended = done.stdout.splitlines()
     figure = re.fullmatch(

@@ -15,6 +15,7 @@ import time
 import pytest
 import zmq
 from aftermath import Clock
+from aftermath import within
 from checkout import ROOT
 from transport_kit import LIMIT, Proxy, World, nothing_leaks, usage
 
@@ -331,8 +332,9 @@ def test_of_two_with_one_key_the_first_to_speak_is_the_node(net):
 def test_a_restarted_worker_is_refused(net):
     net.join(0).close()
     assert net.lost()[1] == [0]
-    with pytest.raises(BrokenError, match="does not come back"):
+    with within(1.0), pytest.raises(BrokenError, match="does not come back"):
         net.spoke(0)
+    net.echo(1, net.join(1))
 
 
 @pytest.mark.fault(37)
@@ -421,12 +423,13 @@ def test_a_replayed_session_is_refused(net):
 
 @pytest.mark.fault(28)
 def test_a_flipped_bit_ends_the_connection(net):
-    proxy = Proxy(net.hub.address)
-    spoke = net.join(0, address=proxy.address)
-    proxy.flip = True
-    spoke.send(b"damaged on its way")
-    assert net.lost() == ([], [0])
-    proxy.close()
+    with contextlib.closing(Proxy(net.hub.address)) as proxy:
+        spoke, other = net.join(0, address=proxy.address), net.join(1)
+        proxy.flip = True
+        with within(1.0):
+            spoke.send(b"damaged on its way")
+            assert net.lost() == ([], [0])
+        net.echo(1, other)
 
 
 # ---- plain text -----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Limits:
     """The time limits of a connection, in seconds."""
 
     handshake: float = 2.0  #: for a stranger to prove itself
-    connect: float = 10.0  #: to reach a peer at first use
+    connect: float = 9.0  #: to reach a peer at first use; its error is promised within 10 s
     announce: float = (
         1800.0  #: for which a transfer that arrived waits for its irecv: a peer may compute for long before
     )
