@@ -14,8 +14,7 @@ import time
 
 import pytest
 import zmq
-from aftermath import Clock
-from aftermath import within
+from aftermath import Clock, within
 from checkout import ROOT
 from transport_kit import LIMIT, Proxy, World, nothing_leaks, usage
 
