@@ -776,6 +776,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/contracts/launcher_worker.py:_Worker.serve": _CHECKS,
     "runtime/host/affinity.py:_uuids": _LIBRARY,
     "runtime/host/interfaces.py:interfaces": _KERNEL,
+    "runtime/host/tcp_info.py:bytes_received": _KERNEL,
     "runtime/host/mpi_env.py:world": _MPIS,
     "runtime/launch/entry.py:main": _OWN,
     "runtime/launch/output/lines.py:": _OWN,

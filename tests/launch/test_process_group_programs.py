@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -162,7 +163,7 @@ def test_the_first_failure_ends_all(dtrun: Dtrun, how: str, code: int, said: str
     with dtrun(FAILING, how) as process:
         _, err = process.communicate(timeout=HANG)
     assert process.returncode == code, err
-    assert f"dtrun: error: node 1 failed first: {said}" in err
+    assert f"dtrun: error: node 1 on {socket.gethostname()} failed first: {said}" in err
     if how == "raise":
         assert err.splitlines()[-1].endswith("ValueError: mine")
 
@@ -171,7 +172,7 @@ def test_one_that_ends_while_others_never_would(dtrun: Dtrun) -> None:
     with dtrun(f"import os, sys\nif os.environ['RANK'] == '2': sys.exit(3)\n{WAITING}", "0", "1") as process:
         _, err = process.communicate(timeout=HANG)
     assert process.returncode == 3
-    assert "dtrun: error: node 2 failed first: exit code 3" in err
+    assert f"dtrun: error: node 2 on {socket.gethostname()} failed first: exit code 3" in err
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
