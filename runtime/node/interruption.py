@@ -24,6 +24,9 @@ INTERRUPT = signal.SIGRTMIN + 7
 AHEAD = 1024
 #: Seconds that a signal which was sent may take to arrive.
 _ARRIVE = 5.0
+#: Seconds after which a signal that had no effect is sent again. One that comes between Python's last look for signals
+#: and the wait of a system call is noted, and does not end that wait.
+_AGAIN = 0.05
 
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_exception.argtypes = [ctypes.c_ulong, ctypes.py_object]
@@ -64,9 +67,11 @@ class Interruption:
         if thread == threading.main_thread().ident:
             self._expected = True
             signal.pthread_kill(thread, INTERRUPT)
+            sent[0] = True
+            threading.Thread(target=self._repeat, args=(thread,), name="disttensor-cancel", daemon=True).start()
         else:
             _set_exception(thread, KeyboardInterrupt)
-        sent[0] = True
+            sent[0] = True
 
     def run(self, request: int, what: str, function: Callable[[], _T]) -> _T:
         """Calls a function that can be cancelled meanwhile. Raises CancelledError where it was.
@@ -108,6 +113,13 @@ class Interruption:
             self._expected = False
         except KeyboardInterrupt:
             pass
+
+    def _repeat(self, thread: int) -> None:
+        """Sends the signal again until it has arrived. One too many does nothing (``_arrived``)."""
+        time.sleep(_AGAIN)
+        while self._expected:
+            signal.pthread_kill(thread, INTERRUPT)
+            time.sleep(_AGAIN)
 
     def _arrived(self, *_: object) -> None:
         if self._expected:

@@ -79,6 +79,7 @@ class Hosts:
             "HOME": str(folder),
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(KIT))),
             "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",  # or a script's own lines come when it ends, after those of its nodes
         }
 
     def namespaces(self, host: str) -> list[str]:

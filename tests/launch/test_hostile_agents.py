@@ -23,6 +23,7 @@ from test_launch import STUBS, bundles, collect
 
 import disttensor as dt
 from disttensor.runtime.host.launch_spec import LaunchSpec
+from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch import Exited, Started
 from disttensor.runtime.launch.output.lines import LONG
 from disttensor.runtime.launch.output.printer import Printer
@@ -424,6 +425,23 @@ def test_what_the_root_itself_gets_wrong_loses_the_one_who_caused_it(
     err = capfd.readouterr().err
     assert f"disttensor: host a is lost; {cause}" in err
     assert "in fail" in err  # the traceback
+
+
+def test_an_agent_knows_before_its_first_node_how_long_it_may_hear_nothing() -> None:
+    """Each one: what they do by themselves counts from the last word, and the next beat may never come."""
+    with root_here() as (root, _), joined(root) as (_, one), joined(root) as (_, two):
+        root.spec = LaunchSpec("join", silence=Silence(1, 2, 3))
+        for wire, name in ((one, "a"), (two, "b")):
+            wire.say(agent_hello(name))
+        root.loop.turn(HANG)
+        for rank in range(2):
+            root._seats.ask(Start(msgspec.structs.replace(bundles("x")[0], rank=rank), ""))
+        root._deal()
+        for wire in (one, two):
+            assert select.select([wire], [], [], HANG)[0]
+            orders = wire.hear()
+            assert [type(order) for order in orders] == [Beat, Start]
+            assert orders[0].silence == root.spec.silence
 
 
 def test_one_who_never_stops_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,8 +120,18 @@ def test_what_it_does_about_that_is_its_own(place: Callable[[Callable[[], None]]
     assert nothing_left(functions)
 
 
-def test_a_wait_in_the_kernel_ends() -> None:
+@pytest.mark.parametrize("without_effect", [0, 3])
+def test_a_wait_in_the_kernel_ends(without_effect: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where signals came after Python's last look for them and before the wait began: those don't end it."""
     functions, began, reads = Interruption(), threading.Event(), os.pipe()
+    sent = []
+
+    def send(thread: int, number: int, send: Callable[[int, int], None] = signal.pthread_kill) -> None:
+        sent.append(number)
+        if len(sent) > without_effect:
+            send(thread, number)
+
+    monkeypatch.setattr(interruption.signal, "pthread_kill", send)
 
     def wait() -> None:
         began.set()

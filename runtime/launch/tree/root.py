@@ -387,9 +387,10 @@ class Root:
             self.lost(branch, why, os.EX_PROTOCOL, ())
             return
         branch.agent_hello = hello
+        self._beat_to(branch)  # before its nodes: only a beat says how long it is to wait for the next one
         if not self._beating:
             self._beating = True
-            self._beat()
+            self.loop.later(self.spec.silence.beat, self._beat)
         if self._modules is None:
             self._modules = offer(self.spec.folder)
         if self._modules:
@@ -422,14 +423,18 @@ class Root:
         """Tells agents that this end is there, and gives up those of which nothing was heard for long."""
         silence = self.spec.silence
         for branch in [b for b in self._branches if b.agent_hello is not None and b.gone is None]:
-            branch.say(Beat(silence, branch.heard_at))
-            branch.beats += 1
-            branch.unheard.most = silence.most
+            self._beat_to(branch)
             seconds = branch.unheard.look()
             if seconds > silence.lost:
                 cause = f"silent for {seconds:.0f} s: {branch.host} is stopped or gone, or the network to it is"
                 self.lost(branch, cause, os.EX_UNAVAILABLE, ())
         self.loop.later(silence.beat, self._beat)
+
+    def _beat_to(self, branch: Branch) -> None:
+        silence = self.spec.silence
+        branch.unheard.most = silence.most
+        branch.beats += 1
+        branch.say(Beat(silence, branch.heard_at))
 
 
 def serve(control: int, parent: int) -> int:
