@@ -46,7 +46,8 @@ from .settings import Settings, check
 
 #: Seconds for which the end of a script waits for commands that its nodes still run.
 AT_EXIT = 2.0
-#: Seconds by which the limit of nodes' own connections is above the lease: processes that watch hosts tell earlier.
+#: Seconds by which the limit of nodes' own connections is above the lease, which processes that watch hosts keep, or
+#: above the script's own limit: who says why tells earlier.
 _ABOVE = 15.0
 
 
@@ -251,6 +252,7 @@ def _hub(
     Returns them with a bundle for any node (without rank and keys), and the bundle of each node to begin with.
     """
     server, keys, hub, side = ("", ""), [("", "")] * count, None, None
+    silence = settings.spec.silence
     side_keys = keys
     if starter is not None:
         own = starter.key_pairs(count)
@@ -259,7 +261,7 @@ def _hub(
             server, keys = curve_pair(), own
         hub = ZmqHub(
             starter.listen, server_keys=server if encrypted else None, node_keys=_public(keys),
-            silence=settings.spec.silence.lost,
+            silence=silence.lost,
         )  # fmt: skip
         undo.callback(hub.close)
         beside = starter.side_key_pairs(count) if encrypted else keys
@@ -289,7 +291,7 @@ def _hub(
         env=dict(settings.env),
         allow_ops=settings.allow_ops,
         functions=settings.functions,
-        silence=settings.spec.silence.lease + _ABOVE if starter is not None and starter.watches else b.SILENCE,
+        silence=(silence.lease if starter is not None and starter.watches else silence.lost) + _ABOVE,
         sys_path=tuple(os.path.abspath(p) for p in sys.path),
         cwd=os.getcwd(),
     )

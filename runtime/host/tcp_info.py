@@ -4,24 +4,58 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 
-#: Where struct tcp_info has the bytes that have arrived (tcpi_bytes_received, a u64), and how long it is up to there.
-_RECEIVED, _LENGTH = 128, 136
-
-
-def is_deaf(connection: socket.socket, tries: int) -> bool:
-    """Returns whether the kernel has sent the same bytes, or asked the peer's kernel, ``tries`` times in vain.
-
-    The peer's host is gone then, or the network to it: the kernel of a process that is stopped or reads nothing
-    answers. (By itself this kernel would go on for a quarter of an hour while bytes are under way.) Raises OSError for
-    a socket that is closed.
-    """
-    _, _, retransmits, probes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # of struct tcp_info
-    return max(retransmits, probes) >= tries
+#: Where struct tcp_info has the milliseconds since the latest acknowledgement (tcpi_last_ack_recv, a u32).
+_LATEST = 56
+#: Where it has the bytes that the peer's kernel has acknowledged (tcpi_bytes_acked), after them those that have arrived
+#: (tcpi_bytes_received), both u64; and how long it is up to there.
+_BYTES, _LENGTH = 120, 136
+#: The most seconds between two looks that count: in more, it was this process that did not run.
+_GAP = 3.0
 
 
 def bytes_received(connection: socket.socket) -> int:
     """Returns how many bytes have arrived on a connection, also those that nobody has read yet. Raises OSError for a
     socket that is closed, or none of TCP's."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH)
-    return int(struct.unpack_from("=Q", info, _RECEIVED)[0])
+    return int(struct.unpack_from("=QQ", _read(connection), _BYTES)[1])
+
+
+def _read(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH)
+
+
+class Unanswered:
+    """For how long a connection's peer has not answered, to one who looks every second or two.
+
+    That is the time in which its kernel has acknowledged nothing, though it was sent bytes again, or probed: its host
+    is gone, or the network to it, in either direction. The kernel of a process that is stopped, or reads nothing,
+    answers. (By itself this kernel would go on for a quarter of an hour while bytes are under way.) A number of tries
+    would be no measure: the time between two doubles. Nor would be when anything was heard last: one who is not
+    answered itself goes on to talk.
+    """
+
+    __slots__ = ("_acknowledged", "_looked", "seconds")
+
+    def __init__(self) -> None:
+        self._acknowledged, self._looked = -1, 0.0
+        self.seconds = 0.0
+
+    def lasts(self, connection: socket.socket, seconds: float) -> bool:
+        """Looks; returns whether it has lasted for so long, or will have at the next look, if nothing comes until then.
+
+        Counts only time in which this process ran. Raises OSError for a socket that is closed, or none of TCP's.
+        """
+        now = time.monotonic()
+        gap = min(now - self._looked, _GAP)
+        info = _read(connection)
+        _, _, retransmits, probes = info[:4]
+        acknowledged, _ = struct.unpack_from("=QQ", info, _BYTES)
+        if retransmits == 0 and probes < 2:  # who has no room for more does not answer each probe within half a second
+            self.seconds = 0.0
+        elif acknowledged == self._acknowledged:
+            self.seconds += gap
+        else:  # since the last look
+            self.seconds = min(gap, struct.unpack_from("=I", info, _LATEST)[0] / 1000)
+        self._acknowledged, self._looked = acknowledged, now
+        return self.seconds > 0 and self.seconds + gap > seconds

@@ -322,7 +322,7 @@ class Link:
             node.outbox.acknowledge(report.done)
             node.busy = report.busy
         for rank in self.hub.gone():
-            self._disconnected(rank, self.nodes[rank].cut or "its connection ended")
+            self._disconnected(rank, "its connection ended")
 
     def _take(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
@@ -660,9 +660,7 @@ class Link:
         now, use = time.monotonic(), time.process_time()
         if now - looked > DEAF:
             looked = now
-            for ranks, why in ((self.hub.cut_deaf(), _SILENT), (self.hub.cut_endless(), _ENDLESS)):
-                for rank in ranks:
-                    self.nodes[rank].cut = why
+            self._cut_off()
             self.side.cut_endless()
             if self.side.behind:
                 with self._lock:
@@ -678,6 +676,16 @@ class Link:
                 now - then,
             )
         return now, use, looked
+
+    def _cut_off(self) -> None:
+        """Cuts the connections that are of no use any more, and marks their nodes as lost.
+
+        At once: that they end then, as the launcher will say, is not why they are lost.
+        """
+        with self._lock:
+            for ranks, why in ((self.hub.cut_deaf(), _SILENT), (self.hub.cut_endless(), _ENDLESS)):
+                for rank in ranks:
+                    self.lose(rank, why)
 
     def _look_about(self, quiet: int) -> int:
         """Does one round of the idle flush; returns the new count.

@@ -30,7 +30,6 @@ class Node:
         self.outbox = Outbox(rank, blocking)
         self.said_hello: c.Hello | None = None
         self.unawaited: set[int] = set()  #: ids of requests that it may still answer, and nobody waits for
-        self.cut = ""  #: why its connection was cut, if it was
         self.repeated = 0  #: failures that it has told before
         self.sight: Sight | None = None  #: what it looked like from outside, when that was asked for last
         self.explained = 0.0  #: when somebody who waits was told what it is at

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 
 import zmq
 
-from ..host.tcp_info import bytes_received, is_deaf
+from ..host.tcp_info import Unanswered, bytes_received
 from . import sockets
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class ZapHandler:
         self._lock = threading.Lock()
         self._open: set[int] = set()  # descriptors of accepted connections
         self._watched: dict[int, int] = {}  # descriptor -> rank; its keys are in _open
+        self._unanswered: dict[int, Unanswered] = {}  # by rank, which has one connection in its life
         self._taken: set[int] = set()
         self._logged = -LOG_EVERY
         #: The number of refused handshakes.
@@ -115,16 +116,15 @@ class ZapHandler:
                 with contextlib.suppress(OSError), _connection(descriptor) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def cut_deaf(self, tries: int) -> list[int]:
-        """Breaks each registered connection for whose bytes the kernel has tried in vain so often; returns the ranks.
-
-        (When nothing is under way the kernel finds out by itself.)
+    def cut_deaf(self, silence: float) -> list[int]:
+        """Breaks each registered connection whose other end's kernel has not answered for so many seconds; returns the
+        ranks. (When nothing is under way the kernel finds out by itself.)
         """
         deaf = []
         with self._lock:
             for descriptor, rank in self._watched.items():
                 with contextlib.suppress(OSError), _connection(descriptor) as connection:
-                    if is_deaf(connection, tries):
+                    if self._unanswered.setdefault(rank, Unanswered()).lasts(connection, silence):
                         connection.shutdown(socket.SHUT_RDWR)
                         deaf.append(rank)
         return deaf

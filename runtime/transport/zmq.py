@@ -10,7 +10,6 @@ A node gets one connection in its life. A cut one has lost messages, so neither 
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import select
 import socket
@@ -93,8 +92,7 @@ class ZmqHub(Hub):
         curve = sockets.Curve(*server_keys) if server_keys else None
         self._sock = sockets.router(self._ctx, endpoints[0], curve, unread, silence)
         self._zap_handler = ZapHandler(self._ctx, self._sock, keys)
-        #: so often the kernel tries again in that time, at intervals that double from 0.2 s on
-        self._tries = math.ceil(math.log2(silence * 0.8 / 0.2 + 1))
+        self._silence = silence
         self._epoll = select.epoll()
         self._send, self._recv, self._recv_frame, self._get = sockets.raw_calls(self._sock)
         bound = []
@@ -195,7 +193,7 @@ class ZmqHub(Hub):
         self._zap_handler.cut(rank)
 
     def cut_deaf(self) -> list[int]:
-        return [] if self._closed else self._zap_handler.cut_deaf(self._tries)
+        return [] if self._closed else self._zap_handler.cut_deaf(self._silence)
 
     def cut_endless(self) -> list[int]:
         if self._closed:

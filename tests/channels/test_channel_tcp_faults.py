@@ -17,11 +17,13 @@ import pytest
 import torch
 from aftermath import within
 from channel_kit import connected as connected_by
+from deafen import deafen
 from test_channel_tcp import KEY, PROTECTIONS, channel, connected, named, nothing_left  # noqa: F401 - a fixture
 
 from disttensor.runtime.channel import PeerInfo
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.carrier import Carrier
+from disttensor.runtime.channel.tcp import peer as tcp_peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import DATA, SIZE, Frame, Opener, Sealer
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, WELCOME, Hello, Secrets, answer, call
@@ -648,6 +650,23 @@ def test_what_an_expired_peer_has_sent_arrives_and_nothing_else_is_waited_for():
         for transfer in (4, 5):
             with pytest.raises(BrokenError, match="rank 0 is lost to rank 1: its host is gone"):
                 b.irecv(torch.zeros(5), 0, transfer).wait(20)
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_a_connection_that_carries_nothing_one_way_is_given_up(deaf, monkeypatch):
+    """Between hosts, as nobody looks on loopback. The one who has something under way finds it out."""
+    monkeypatch.setattr(tcp_peer, "SILENT", 1.0)
+    with pair() as (a, b):
+        check_works(a, b, 1, 0)
+        receive = a.irecv(torch.zeros(5), 1, 3)
+        deafen((a, b)[deaf]._peers[1 - deaf]._sock)
+        with within(1.0 + 0.5):
+            a.isend(torch.ones(5), 1, 2)
+            while not receive.is_completed():
+                a._look()
+        with pytest.raises(BrokenError, match="its host has not answered for some time"):
+            receive.wait(20)
 
 
 @pytest.mark.parametrize("connected", [True, False])

@@ -24,6 +24,7 @@ import warm
 from aftermath import Clock, aftermath, children, probe, within
 from began import Began, tell
 from checkout import search_path
+from deafen import deafen_ends
 from limits import HANG
 from processes import alive_after
 from telling import warned
@@ -305,6 +306,26 @@ def test_data_ports_that_cannot_be_reached_are_named_at_the_first_copy(hostile: 
         for node in range(2):
             assert torch.ones(3, device=f"node:{node}").sum().item() == 3
         del x
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize(
+    "silence", [(1, 2, 60), pytest.param((10, 15, 60), marks=pytest.mark.slow)], ids=["short", "default"]
+)
+def test_a_node_whose_replies_are_lost(silence: tuple[float, float, float]) -> None:
+    """It gets its commands and answers; a filter of the kernel's drops what arrives here."""
+    lost = silence[1]
+    with dt.init_master_worker(nodes=3, threads=1, silence=silence), aftermath(1, 2):
+        x = torch.ones(3, device="node:0")
+        probe(0)
+        ends = psutil.Process(dt.nodes()[0]["pid"]).net_connections("tcp")
+        assert sum(deafen_ends(end.laddr.port, at=False) for end in ends) >= 1
+        with within(lost + 0.5), pytest.raises(dt.NodeLost, match="nothing that it was sent has arrived") as caught:
+            x.sum().item()
+        assert "node 0" in str(caught.value)
+        with within(0.5), pytest.raises(dt.NodeLost):
+            dt.synchronize(node=0)
+        del x, caught
 
 
 # ---- who dies in the middle of a tensor ------------------------------------------------------------------------------

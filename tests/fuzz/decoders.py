@@ -777,6 +777,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/host/affinity.py:_uuids": _LIBRARY,
     "runtime/host/interfaces.py:interfaces": _KERNEL,
     "runtime/host/tcp_info.py:bytes_received": _KERNEL,
+    "runtime/host/tcp_info.py:Unanswered.lasts": _KERNEL,
     "runtime/host/mpi_env.py:world": _MPIS,
     "runtime/launch/entry.py:main": _OWN,
     "runtime/launch/output/lines.py:": _OWN,

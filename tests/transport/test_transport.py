@@ -5,12 +5,14 @@ import os
 import select
 import socket
 import threading
+import time
 
 import pytest
 from aftermath import within
+from deafen import deafen_ends
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
 
-from disttensor.runtime.host.tcp_info import is_deaf
+from disttensor.runtime.host.tcp_info import Unanswered
 from disttensor.runtime.protocol.errors import BrokenError, ClosedError
 from disttensor.runtime.protocol.keys import curve_pair, job_id, job_secret, pair_key
 from disttensor.runtime.transport import sockets
@@ -334,23 +336,39 @@ def test_a_forked_child_does_not_keep_connections_alive(world):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_kernel_counts_its_vain_tries():
+def test_who_was_asked_for_nothing_is_not_deaf():
+    """However long it has said nothing; nor is one that reads nothing, as a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
-        assert not is_deaf(connection, 1)
-        assert is_deaf(connection, 0)
+        silence = Unanswered()
+        assert not silence.lasts(connection, 0.0)
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection.send(bytes(MAX_MESSAGE))
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:  # long enough for a kernel that hears nothing to try again
+            assert not silence.lasts(connection, 0.0)
 
 
 @pytest.mark.fault(26)
-def test_an_end_that_answers_is_not_deaf_and_one_that_does_not_is_cut(net, monkeypatch):
-    """By the kernel's count of vain tries; a network without an answer is in test_two_hosts.py."""
-    with contextlib.closing(net.join(0)) as spoke:
-        assert net.hub.cut_deaf() == []
+@pytest.mark.parametrize("hub_hears", [True, False], ids=["commands are lost", "replies are lost"])
+def test_an_end_that_answers_is_not_deaf_and_one_that_does_not_is_cut(hub_hears):
+    """In the time that was named, and not before; the other node is not harmed."""
+    with contextlib.closing(World("curve", silence=2.0)) as net, contextlib.closing(net.join(1)) as other:
+        spoke, begun = net.join(0), time.monotonic()
         net.echo(0, spoke)
-        monkeypatch.setattr(net.hub, "_tries", 0)
-        assert net.hub.cut_deaf() == [0]
+        assert net.hub.cut_deaf() == []
+        [connection] = [fd for fd, rank in net.hub._zap_handler._watched.items() if rank == 0]
+        with socket.socket(fileno=os.dup(connection)) as end:
+            assert deafen_ends(end.getpeername()[1], at=hub_hears) == 1
+        with within(2.0 + 0.5):
+            net.hub.send(0, b"to be lost, or its answer")
+            while not (deaf := net.hub.cut_deaf()):
+                net.echo(1, other)
+            assert deaf == [0]
+        assert time.monotonic() - begun >= 1.9
         assert net.lost() == ([], [0])
-        with pytest.raises(ClosedError):
-            spoke.recv(LIMIT)
+        net.echo(1, other)
 
 
 def test_connecting_is_tried_again(net, proxy):

@@ -26,9 +26,8 @@ from .shield import ENCRYPT, unprotected, wishes
 _LOOPBACK_BUFFER = 256 << 10
 #: Keepalive: with nothing under way the peer's kernel is asked after so many seconds, then at this interval, so often
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
-#: The number of vain tries of the kernel after which the peer's host is gone: 6 to 14 seconds, as the time between two
-#: tries doubles from 0.2 on.
-TRIES = 6
+#: Seconds without an answer of the peer's kernel after which its host is gone.
+SILENT = 10.0
 #: The most addresses of a peer: each of them is tried at once, with a socket.
 _MOST = 32
 #: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or

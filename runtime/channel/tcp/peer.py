@@ -31,7 +31,7 @@ from enum import Enum
 
 import torch
 
-from ...host.tcp_info import is_deaf
+from ...host.tcp_info import Unanswered
 from ...protocol.errors import BrokenError, BusyError, ChannelError, ClosedError, ProtocolError
 from ...protocol.transfer_ids import sequence_of, spoken
 from ..base import PeerInfo, Protection
@@ -39,7 +39,7 @@ from ..carrier import Carrier, Say
 from ..cipher import no_cipher
 from ..payload import byte_view, describe, dtype_id, is_plain, plain
 from ..ticket import Ticket, failed
-from .dial import TRIES, dial, shut_down, tune_after, unacknowledged
+from .dial import SILENT, dial, shut_down, tune_after, unacknowledged
 from .frames import CARRIED, DATA, EAGER, POISON, WORD, Frame
 from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets
 from .reader import Reader, Receive, ReceiveTicket
@@ -95,6 +95,7 @@ class TcpPeer:
         self.failure: tuple[type[ChannelError], str] | None = None
         self._receives: dict[int, Receive] = {}
         self._claimed: int | None = None  #: the transfer whose tensor is being filled
+        self._unanswered = Unanswered()
         self._sender = Sender(self)
         self.reader: Reader | None = None  #: None until connected
         self._sock: socket.socket | None = None
@@ -196,7 +197,7 @@ class TcpPeer:
         """Fails the peer if its host, or the network to it, is gone; the connection does not report its end then."""
         sock = self._sock
         with suppress(OSError):  # closed meanwhile
-            if sock is not None and self.failure is None and is_deaf(sock, TRIES):
+            if sock is not None and self.failure is None and self._unanswered.lasts(sock, SILENT):
                 self.fail(BrokenError, self.lost(TimeoutError("its host has not answered for some time")))
 
     def fail(self, kind: type[ChannelError], why: str) -> None:
