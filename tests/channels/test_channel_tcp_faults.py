@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -699,13 +699,43 @@ def test_transfers_that_have_no_order_may_come_in_any():
 
 @pytest.mark.fault(31)
 def test_nobody_listens():
-    a = channel(0)
+    a = channel(0, connect=0.5)  # for as long it waits for the other's call
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"
     a.connect({1: PeerInfo(1, address, KEY)})
     with within(10.0), pytest.raises(BrokenError, match=f"rank 0 cannot reach rank 1 at {address}"):
         a.isend(torch.ones(1), 1, 0).wait(20)
     a.close()
+
+
+@pytest.mark.fault(31)
+@pytest.mark.parametrize("sender", [0, 1])
+@pytest.mark.parametrize("unreachable", [0, 1])
+@pytest.mark.parametrize("silent", [True, False], ids=["no answer", "refused"])
+def test_one_reaches_the_other_and_that_is_enough(sender, unreachable, silent):
+    """Whoever sends first, and whether its own call is refused or gets no answer at all."""
+    with ExitStack() as stack:
+        hole = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = f"127.0.0.1:{hole.getsockname()[1]}"
+        if silent:  # its queue is full: the kernel answers no more calls
+            for _ in range(2):
+                filler = stack.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(hole.getsockname())
+        else:
+            hole.close()
+        ends = [stack.enter_context(closing(channel(rank))) for rank in range(2)]
+        for rank, end in enumerate(ends):
+            other = 1 - rank
+            there = address if other == unreachable else ends[other].address()
+            end.connect({other: PeerInfo(other, there, KEY)})
+        with within(10.0):
+            for first, second in ((sender, 1 - sender), (1 - sender, sender)):
+                target = torch.zeros(5)
+                sent = ends[first].isend(torch.ones(5), second, 1)
+                ends[second].irecv(target, first, 1).wait(20)
+                sent.wait(20)
+                assert target.tolist() == [1.0] * 5
 
 
 def test_too_many_addresses_are_not_tried():

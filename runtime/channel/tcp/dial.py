@@ -93,13 +93,14 @@ def dial(
     me: int,
     limit: float,
     watch: Callable[[socket.socket | None], bool],
+    reached: Callable[[], bool],
     protection: Protection,
 ) -> tuple[socket.socket | None, Secrets]:
     """Returns a connection to ``info``'s peer and its secrets, within ``limit`` seconds.
 
     The socket is None when the peer calls this one at this moment and its call is the one to use. ``watch`` is given
-    each socket before it is used, so that another thread can shut it down, and None before it is closed; it returns
-    False to give up. Raises BrokenError.
+    each socket before it is used, so that another thread can shut it down, and None before it is closed; ``reached`` is
+    called before the first byte is sent. Each returns False to give up. Raises BrokenError.
     """
     deadline = time.monotonic() + limit
     hung_up = ""
@@ -118,6 +119,8 @@ def dial(
             if not watch(sock):
                 break
             sock.connect(where)
+            if not reached():
+                break
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             wants, lacks = wishes(protection, sock)
             if wants & ENCRYPT and lacks:
@@ -134,8 +137,8 @@ def dial(
             if verdict == UNFIT:
                 raise unprotected(me, info.rank, lacks)
             raise BrokenError(
-                f"rank {info.rank} at {info.address} refuses a second connection from rank {me}: "
-                "it gave up the first one, or one side was started anew"
+                f"rank {info.rank} at {info.address} refuses a second connection from rank {me}: it gave up the first "
+                "one, as it does when it cannot reach this rank's port, or one side was started anew"
             )
         except EOFError as error:
             hung_up = str(error)

@@ -64,7 +64,8 @@ class Limits:
 
 class _State(Enum):
     NEW = "not connected"
-    CALLING = "connecting"
+    CALLING = "connecting"  #: the peer has not been reached, and can't know of it: its own call may come first
+    GREETING = "agreeing on a connection"
     UP = "connected"
 
 
@@ -272,7 +273,7 @@ class TcpPeer:
         with self.lock:
             if self.failure is not None or self._state is _State.UP:
                 verdict = TAKEN
-            elif self._state is _State.CALLING and self.me < self.rank:
+            elif self._state is _State.GREETING and self.me < self.rank:
                 verdict = CROSSED
             else:
                 verdict, why = self._agree(sock, secrets)
@@ -302,14 +303,23 @@ class TcpPeer:
         return (UNFIT, str(unprotected(self.me, self.rank, lacks))) if mode is None else (WELCOME, "")
 
     def call_if_new(self) -> None:
-        """Calls the peer unless it has called us. Fails the peer when it cannot be reached. For the sender thread."""
+        """Calls the peer unless it has called us. Fails the peer when neither reaches the other. For the sender thread.
+
+        One direction is enough: a network may let connections in on one side only.
+        """
+        deadline = time.monotonic() + self._limits.connect
         with self.lock:
             if self._state is not _State.NEW:
                 return
             self._state = _State.CALLING
         try:
-            sock, secrets = dial(self.info, self._job, self.me, self._limits.connect, self._watch, self._protection)
+            sock, secrets = dial(
+                self.info, self._job, self.me, self._limits.connect, self._watch, self._reached, self._protection
+            )
         except BrokenError as error:
+            with self.lock:
+                over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
+                self._changed.wait_for(over, deadline - time.monotonic())  # the peer may call
             self._fail_unless_up(str(error))
             return
         if sock is None:
@@ -320,7 +330,7 @@ class TcpPeer:
             self._fail_unless_up(f"{why} within {limit:g} s")
             return
         with self.lock:
-            if self.failure is None and self._state is _State.CALLING:
+            if self.failure is None and self._state is _State.GREETING:
                 self._set_up_with_lock(sock, secrets.mode, secrets.of_initiator, secrets.of_acceptor)
             else:
                 sock.close()
@@ -333,7 +343,14 @@ class TcpPeer:
     def _watch(self, sock: socket.socket | None) -> bool:
         with self.lock:
             self._calling = sock
-            return self.failure is None and self._state is _State.CALLING
+            return self.failure is None and self._state in (_State.CALLING, _State.GREETING)
+
+    def _reached(self) -> bool:
+        """Notes that the peer may hear of the call from now on; returns whether it is still wanted."""
+        with self.lock:
+            if self.failure is None and self._state is _State.CALLING:
+                self._state = _State.GREETING
+            return self.failure is None and self._state is _State.GREETING
 
     def _set_up_with_lock(self, sock: socket.socket, mode: int, sends: Keys, receives: Keys) -> None:
         tune_after(sock)
