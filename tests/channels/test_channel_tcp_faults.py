@@ -740,7 +740,7 @@ def test_one_reaches_the_other_and_that_is_enough(sender, unreachable, silent):
 
 def test_too_many_addresses_are_not_tried():
     """Each would be a socket, and a peer could have others scan a network."""
-    a = channel(0)
+    a = channel(0, connect=0.5)
     a.connect({1: PeerInfo(1, ",".join(["127.0.0.1:9"] * 33), KEY)})
     with pytest.raises(BrokenError, match=r"a peer has 32 addresses at most, not 33: 127.0.0.1:9,"):
         a.isend(torch.ones(1), 1, 0).wait(20)
