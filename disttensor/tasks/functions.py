@@ -124,7 +124,7 @@ def interrupt(node: int | str | torch.device) -> int:
     place = session.places.at(node)
     session.link.check(place.outbox)
     requests = session.link.waited_for(place.node, c.Result)
-    for request in requests:
+    for request in reversed(requests):  # or the next one begins when that which runs has been interrupted
         session.link.cancel(place.node, request)
     return len(requests)
 

@@ -150,6 +150,11 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
     pid = dt.run(os.getpid, node=1)
     link = current.session().link
     wait, raised, began = link.wait, list[BaseException](), threading.Event()
+    cancel, told = link.cancel, list[int]()
+
+    def cancels(rank: int, request: int) -> None:
+        told.append(request)
+        cancel(rank, request)
 
     def first(port: int) -> None:
         try:
@@ -166,12 +171,14 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
         thread.start()
         assert began.wait(HANG)
         monkeypatch.setattr(link, "wait", waits)
+        monkeypatch.setattr(link, "cancel", cancels)
         with pytest.raises(dt.errors.CancelledError, match=r"^Path\.touch\(\) was cancelled before it began\n"):
             dt.run(Path.touch, tmp_path / "begun", node=1)
         monkeypatch.undo()
         thread.join()
     assert [str(e) for e in raised] == ["loop() was cancelled"]
     assert not (tmp_path / "begun").exists()
+    assert told[0] > told[1]  # or the second begins once the first has been interrupted
     usable(1, pid)
 
 
