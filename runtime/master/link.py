@@ -560,7 +560,8 @@ class Link:
                     patience = Patience()
         finally:
             request.waker = None
-            self._local.idle.append((poller, waker))
+            if not self._local.idle:
+                self._local.idle.append((poller, waker))
             self.drop(request)
         if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`
             self.check(outbox)
@@ -568,7 +569,9 @@ class Link:
         return request.reply
 
     def _poller(self) -> tuple[select.poll, Waker]:
-        """Returns a poll object for this thread and its waker. The caller puts both back among the idle ones."""
+        """Returns a poll object for this thread and its waker. The caller puts both back, unless some are there:
+        those of a wait within its own, which would keep a descriptor for as long as the thread lives.
+        """
         try:
             return self._local.idle.pop()  # type: ignore[no-any-return]
         except (AttributeError, IndexError):  # the thread's first wait, or a signal handler's in the middle of another
@@ -632,7 +635,8 @@ class Link:
             if self._unexplained:
                 self._explain_losses()
         finally:
-            self._local.idle.append((poller, waker))
+            if not self._local.idle:
+                self._local.idle.append((poller, waker))
 
     # ---- the idle flush --------------------------------------------------------------------------------------------
 

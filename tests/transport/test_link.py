@@ -86,6 +86,25 @@ def test_what_is_used_for_each_answer_has_few_attributes(link: Link) -> None:
         assert len(vars(used)) <= IN_LINE, type(used)
 
 
+def test_a_wait_within_a_wait_leaves_no_descriptor(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer's or a signal handler's, which may come in the middle of any other."""
+    x = torch.ones(3, device="node:0")
+    assert x.sum().item() == 3
+    before = len(os.listdir("/proc/self/fd"))
+    poll, inner = link._poll, list[float]()
+
+    def within(*args: Any) -> bool:
+        if not inner:
+            inner.append(-1.0)
+            inner.append((2 * x).sum().item())
+        return poll(*args)
+
+    monkeypatch.setattr(link, "_poll", within)
+    assert x.sum().item() == 3
+    assert inner == [-1.0, 6.0]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_lost_node_is_said_to_those_who_use_it(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.ones(3, device="node:1"), torch.ones(3, device="node:0")
     dt.synchronize()
