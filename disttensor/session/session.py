@@ -136,7 +136,8 @@ class Session:
         self.link.flush_all()
 
     def _lost(self, error: NodeLost) -> None:
-        self.router.forget(error.rank, error.cause)
+        if hasattr(self, "router"):  # the link is made first, and a host may be lost at once
+            self.router.forget(error.rank, error.cause)
 
     def check_default_dtype(self) -> None:
         """Tells the nodes the default dtype if it has changed; every plan may depend on it."""

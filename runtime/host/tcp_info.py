@@ -6,10 +6,8 @@ import socket
 import struct
 import time
 
-#: Where struct tcp_info has the milliseconds since the latest acknowledgement (tcpi_last_ack_recv, a u32).
-_LATEST = 56
-#: Where it has the bytes that the peer's kernel has acknowledged (tcpi_bytes_acked), after them those that have arrived
-#: (tcpi_bytes_received), both u64; and how long it is up to there.
+#: Where struct tcp_info has the bytes that the peer's kernel has acknowledged (tcpi_bytes_acked), after them those that
+#: have arrived (tcpi_bytes_received), both u64; and how long it is up to there.
 _BYTES, _LENGTH = 120, 136
 #: The most seconds between two looks that count: in more, it was this process that did not run.
 _GAP = 3.0
@@ -35,15 +33,16 @@ class Unanswered:
     answered itself goes on to talk.
     """
 
-    __slots__ = ("_acknowledged", "_looked", "seconds")
+    __slots__ = ("_acknowledged", "_looked", "_tries", "seconds")
 
     def __init__(self) -> None:
-        self._acknowledged, self._looked = -1, 0.0
+        self._tries, self._acknowledged, self._looked = False, -1, 0.0
         self.seconds = 0.0
 
     def lasts(self, connection: socket.socket, seconds: float) -> bool:
-        """Looks; returns whether it has lasted for so long, or will have at the next look, if nothing comes until then.
+        """Looks; returns whether it has lasted for so long.
 
+        Never too early: nodes pause before they are given up. So it is late by up to twice the time between two looks.
         Counts only time in which this process ran. Raises OSError for a socket that is closed, or none of TCP's.
         """
         now = time.monotonic()
@@ -51,11 +50,8 @@ class Unanswered:
         info = _read(connection)
         _, _, retransmits, probes = info[:4]
         acknowledged, _ = struct.unpack_from("=QQ", info, _BYTES)
-        if retransmits == 0 and probes < 2:  # who has no room for more does not answer each probe within half a second
-            self.seconds = 0.0
-        elif acknowledged == self._acknowledged:
-            self.seconds += gap
-        else:  # since the last look
-            self.seconds = min(gap, struct.unpack_from("=I", info, _LATEST)[0] / 1000)
-        self._acknowledged, self._looked = acknowledged, now
-        return self.seconds > 0 and self.seconds + gap > seconds
+        tries = retransmits > 0 or probes > 1  # one probe says nothing: who has no room for more answers not each
+        lasted = tries and self._tries and acknowledged == self._acknowledged
+        self.seconds = self.seconds + gap if lasted else 0.0
+        self._tries, self._acknowledged, self._looked = tries, acknowledged, now
+        return self.seconds > seconds

@@ -27,7 +27,8 @@ from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.transport.inproc import InprocHub
-from disttensor.session import current
+from disttensor.session import current, session
+from disttensor.session.channel_router import ChannelRouter
 from disttensor.startup import start
 
 #: Seconds for what takes a moment; longer is a hang.
@@ -84,6 +85,18 @@ IN_LINE = 30
 def test_what_is_used_for_each_answer_has_few_attributes(link: Link) -> None:
     for used in (link, link.nodes[0], link.nodes[0].outbox, link.hub, link.side, link.interrupts):
         assert len(vars(used)) <= IN_LINE, type(used)
+
+
+def test_a_node_may_be_lost_before_the_session_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, when a host is not found."""
+
+    def late(link: Link, *args: Any, **kwargs: Any) -> ChannelRouter:
+        link.lose(0, "its host was not found")
+        return ChannelRouter(link, *args, **kwargs)
+
+    monkeypatch.setattr(session, "ChannelRouter", late)
+    with pytest.raises(dt.DisttensorError, match="its host was not found"):
+        dt.init_master_worker(nodes=1, threads=1)
 
 
 def test_a_wait_within_a_wait_leaves_no_descriptor(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
