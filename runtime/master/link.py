@@ -278,7 +278,8 @@ class Link:
             self.wait(request, SLOW, until=lambda: not outbox.full)
         except TimeoutError:
             _log.warning(
-                "node %d is %d commands behind, so this operation waits; it is at what was issued at %s",
+                "node %d is %d commands behind, so this operation waits; it is at what was issued at %s, or behind "
+                "that",  # it reports now and then
                 outbox.rank,
                 outbox.sent - outbox.done,
                 line_of(outbox.running()),
@@ -665,10 +666,10 @@ class Link:
         if now - looked > DEAF:
             looked = now
             self._cut_off()
-            self.side.cut_endless()
-            if self.side.behind:
-                with self._lock:
-                    if not self.closed:
+            with self._lock:
+                if not self.closed:
+                    self.side.cut_endless()
+                    if self.side.behind:
                         self.side.tell(self.there())
         for request, cancelled in list(self.side.cancelled.items()):
             if not self._under_way(cancelled.node, request) or cancelled.look(self._look):

@@ -61,8 +61,10 @@ class SideChannels:
                     words.popleft()
 
     def cut_endless(self) -> None:
-        """Breaks the connections on which a message comes that never ends."""
+        """Takes what nodes have said, which is nobody's concern, and breaks the connections on which a message comes
+        that never ends: what was given out can be told from it only when all of it was taken."""
         if self.hub is not None:
+            self.hub.drain()
             self.hub.cut_endless()
 
     @property

@@ -10,30 +10,69 @@ It sleeps unless somebody connects or a connection ends, so it costs the running
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import zmq
 
+from ..host.refusals import Refusals
 from ..host.tcp_info import Unanswered, bytes_received
 from . import sockets
 
 _log = logging.getLogger(__name__)
 
-#: Strangers can connect a thousand times a second; the log gets one line in so many seconds.
-LOG_EVERY = 10.0
+# Plain ints and compiled methods, as on the hub's hot path: two events come of each stranger, and of those a thousand a
+# second must not cost the script a tenth of a core.
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_ACCEPTED, _HUNG_UP = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_EVENT = struct.Struct("=Hi")
+
+#: The number of connections that have proved nothing from which on they are a crowd, and for how many seconds at a time
+#: this thread then lets events pile up: to be woken costs it more than to handle them.
+_CROWD, _PAUSE = 64, 0.01
+
+#: Why a connection is refused on which no key was shown: noise, or another server's key.
+_STRANGE = "not the handshake of a node of this job"
+_UNKNOWN = "an unknown address"
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+class _Accepted(NamedTuple):
+    """A connection that libzmq has accepted, and may close at any moment: then its number is soon something else's."""
+
+    descriptor: int
+    inode: int  #: which socket it is; 0 if it had ended when it was looked at
+    address: str  #: the other end's; _UNKNOWN likewise
+
+    @classmethod
+    def look(cls, descriptor: int) -> _Accepted:
+        """Notes which socket it is. Noise ends within microseconds; then this may be another one, of any kind, and the
+        event of the end comes next."""
+        with contextlib.suppress(OSError), _copy(descriptor) as connection:
+            if connection.family in _INTERNET:
+                return cls(descriptor, os.fstat(connection.fileno()).st_ino, str(connection.getpeername()[0]))
+        return cls(descriptor, 0, _UNKNOWN)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[socket.socket]:
+        """Opens it a second time. Raises OSError if it has ended, also where its number is another socket's by now."""
+        with _copy(self.descriptor) as connection:
+            if os.fstat(connection.fileno()).st_ino != self.inode:
+                raise OSError(errno.EBADF, f"descriptor {self.descriptor} is another socket by now")
+            yield connection
 
 
 @contextlib.contextmanager
-def _connection(descriptor: int) -> Iterator[socket.socket]:
-    """Opens a connection of libzmq's a second time, as that may close it at any moment. Raises OSError if it has, also
-    where the number is something else's by now."""
+def _copy(descriptor: int) -> Iterator[socket.socket]:
+    """Duplicates the descriptor of a socket. Raises OSError for one that is closed, or no socket."""
     copy = os.dup(descriptor)
     try:
         connection = socket.socket(fileno=copy)
@@ -60,24 +99,33 @@ class ZapHandler:
     ) -> None:
         self._keys = None if keys is None else dict(keys)
         self._lock = threading.Lock()
-        self._open: set[int] = set()  # descriptors of accepted connections
+        self._open: dict[int, _Accepted] = {}  # by descriptor
+        #: by address: the connections that this was asked about, that are open, and that no node is registered on; at
+        #: most, as nothing tells which of an address it is that ends
+        self._asked: Counter[str] = Counter()
         self._watched: dict[int, int] = {}  # descriptor -> rank; its keys are in _open
         self._unanswered: dict[int, Unanswered] = {}  # by rank, which has one connection in its life
         self._taken: set[int] = set()
-        self._logged = -LOG_EVERY
-        #: The number of refused handshakes.
-        self.refused = 0
+        #: connections that were let in and that no node is registered on, at most: those that have ended since count on
+        self._let_in = 0
+        self._hung_up = False  # whether the next one to end was not at fault: it hung up, or said nothing for too long
+        self._refusals = Refusals(_log)
         #: Ranks whose connection ended, not yet taken by ``take_leaving``.
         self.leaving: deque[int] = deque()
         #: Readable while ``leaving`` is not empty.
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._zap = sockets.rep(ctx)
         self._zap.bind("inproc://zeromq.zap.01")  # the name that libzmq looks for
-        router.monitor("inproc://door", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        router.monitor("inproc://door", _ACCEPTED | _HUNG_UP | zmq.EVENT_DISCONNECTED)
         self._monitor = sockets.pair(ctx)
         self._monitor.connect("inproc://door")
         self._thread = threading.Thread(target=self._run, name="disttensor-zap", daemon=True)
         self._thread.start()
+
+    @property
+    def refused(self) -> int:
+        """The number of connections that were not let in."""
+        return self._refusals.count
 
     def admit(self, keys: Mapping[bytes, int]) -> None:
         """Puts further keys on the list. Raises ValueError for a key that is on it already."""
@@ -95,10 +143,15 @@ class ZapHandler:
         """
         with self._lock:
             self._taken.add(rank)
+            self._let_in -= 1
             if descriptor not in self._open:
                 return False
             self._watched[descriptor] = rank
-            return True
+            address = self._open[descriptor].address
+            strange = self._is_strange(address)
+        if strange:
+            self._refusals.note(address, _STRANGE)
+        return True
 
     def take_leaving(self) -> list[int]:
         """Takes the ranks whose connection has ended since the last call."""
@@ -113,7 +166,7 @@ class ZapHandler:
         """Breaks the connection that ``rank`` is registered on, if there is one."""
         with self._lock:
             for descriptor in [d for d, watched in self._watched.items() if watched == rank]:
-                with contextlib.suppress(OSError), _connection(descriptor) as connection:
+                with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def cut_deaf(self, silence: float) -> list[int]:
@@ -123,19 +176,22 @@ class ZapHandler:
         deaf = []
         with self._lock:
             for descriptor, rank in self._watched.items():
-                with contextlib.suppress(OSError), _connection(descriptor) as connection:
+                with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
                     if self._unanswered.setdefault(rank, Unanswered()).lasts(connection, silence):
                         connection.shutdown(socket.SHUT_RDWR)
                         deaf.append(rank)
         return deaf
 
     def received(self) -> dict[int, tuple[int, int]]:
-        """Returns for each connection, by descriptor, the rank that is registered on it (-1: none yet), and how many
-        bytes of it libzmq has read at least."""
+        """Returns for each connection on which messages may come, by descriptor, the rank that is registered on it
+        (-1: none yet), and how many bytes of it libzmq has read at least.
+
+        None comes on one that was not let in: strangers, of whom there may be thousands, are not looked at.
+        """
         found = {}
         with self._lock:
-            for descriptor in self._open:
-                with contextlib.suppress(OSError), _connection(descriptor) as connection:
+            for descriptor in self._open if self._let_in else self._watched:
+                with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
                     unread = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)  # at most
                     found[descriptor] = self._watched.get(descriptor, -1), bytes_received(connection) - unread
         return found
@@ -151,18 +207,22 @@ class ZapHandler:
             for descriptor, (rank, count) in received.items():
                 # A descriptor's number may be another connection's by now, which would have received less.
                 same = self._watched.get(descriptor, -1) == rank and now.get(descriptor, (rank, -1))[1] >= count
-                if same and count - taken.get(rank, 0) > most:
-                    with contextlib.suppress(OSError), _connection(descriptor) as connection:
+                if same and descriptor in self._open and count - taken.get(rank, 0) > most:
+                    with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
                         connection.shutdown(socket.SHUT_RDWR)
                         endless.append(rank)
         return endless
 
     def descriptors(self) -> list[int]:
-        """Returns the connections and the wake-up, for a forked child to close.
+        """Returns the connections that have not ended, and the wake-up, for a forked child to close.
 
         No lock: its holder does not exist there.
         """
-        return [*self._open, self.wake]
+        still = []
+        for descriptor, accepted in self._open.items():
+            with contextlib.suppress(OSError), accepted.opened():
+                still.append(descriptor)
+        return [*still, self.wake]
 
     def join(self) -> None:
         """Waits for the thread; to be called when the context has been terminated, which ends the thread."""
@@ -173,36 +233,61 @@ class ZapHandler:
         poller = zmq.Poller()
         poller.register(self._zap, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        monitor, zap = sockets.raw_calls(self._monitor), sockets.raw_calls(self._zap)
         try:
             while True:
                 poller.poll()
                 # The monitor first: a connection is in _open before its handshake can succeed, so before `watch`.
-                while self._monitor.poll(0):
-                    self._note(*self._monitor.recv_multipart())
-                if self._zap.poll(0):
+                while monitor.getsockopt(_EVENTS) & _POLLIN:
+                    self._note(monitor.recv(0))
+                    monitor.recv(0)  # the endpoint, which nobody asks about
+                if zap.getsockopt(_EVENTS) & _POLLIN:
                     self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+                if len(self._open) - len(self._watched) > _CROWD:
+                    time.sleep(_PAUSE)
         except zmq.ContextTerminated:
             pass
         finally:
             self._zap.close()
             self._monitor.close()
 
-    def _note(self, event: bytes, endpoint: bytes) -> None:
-        kind, descriptor = struct.unpack("=Hi", event)
+    def _note(self, event: bytes) -> None:
+        kind, descriptor = _EVENT.unpack(event)
         with self._lock:
-            if kind == zmq.EVENT_ACCEPTED:
-                self._open.add(descriptor)
+            if kind == _ACCEPTED:
+                self._open[descriptor] = _Accepted.look(descriptor)
                 return
-            self._open.discard(descriptor)
+            if kind == _HUNG_UP:  # such as who looks whether there is a port at all; the end comes right behind it
+                self._hung_up = True
+                return
+            hung_up, self._hung_up = self._hung_up, False
+            ended = self._open.pop(descriptor, None)
+            address = _UNKNOWN if ended is None else ended.address
             rank = self._watched.pop(descriptor, None)
             if rank is not None:
                 self.leaving.append(rank)
                 os.eventfd_write(self.wake, 1)
+            # One who hung up was hardly asked about, and a node of the same address may be about to be registered.
+            strange = rank is None and not hung_up and self._is_strange(address)
+        if strange:
+            self._refusals.note(address, _STRANGE)
+
+    def _is_strange(self, address: str) -> bool:
+        """Takes one connection off the account of those that were asked about, as it has ended or is registered now.
+
+        Returns whether there was none, so that one has ended that never showed a key: this one, or an earlier one.
+        """
+        if not self._asked[address]:
+            return True
+        self._asked[address] -= 1
+        if not self._asked[address]:
+            del self._asked[address]
+        return False
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Makes the reply to one ZAP request (RFC 27). Its user id, the rank, becomes a property of each message."""
-        version, number, domain, address, _, mechanism, *credentials = request
-        rank = None
+        version, number, domain, raw_address, _, mechanism, *credentials = request
+        address, rank = raw_address.decode("ascii", "replace"), None
         if self._keys is not None and mechanism == b"CURVE" and len(credentials) == 1:
             rank = self._keys.get(credentials[0])
         allowed = version == b"1.0" and domain == sockets.ZAP_DOMAIN
@@ -213,13 +298,11 @@ class ZapHandler:
             with self._lock:
                 allowed = allowed and rank is not None and rank not in self._taken
             reason = b"unknown key" if rank is None else b"key in use"
+        with self._lock:
+            self._asked[address] += 1
         if allowed:
+            with self._lock:
+                self._let_in += 1  # before libzmq hears it
             return [version, number, b"200", b"OK", b"" if rank is None else b"%d" % rank, b""]
-        self.refused += 1
-        now = time.monotonic()
-        if now - self._logged >= LOG_EVERY:
-            self._logged = now
-            who = "" if rank is None else f" (node {rank}'s)"
-            text = "refused a connection from %s: %s%s; %d refused so far"
-            _log.warning(text, address.decode("ascii", "replace"), reason.decode(), who, self.refused)
+        self._refusals.note(address, reason.decode() + ("" if rank is None else f" (node {rank}'s)"))
         return [version, number, b"400", reason, b"", b""]

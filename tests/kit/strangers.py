@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import socket
 import subprocess
@@ -313,6 +314,7 @@ class Job:
 
     def __init__(self, process: subprocess.Popen[str], fifo: Path) -> None:
         self.process, self._number = process, 0
+        self.besieged = 0  #: the number of its ports where strangers have been
         #: open at both ends, so that nobody waits for the other one to open it
         self._fifo = os.open(fifo, os.O_RDWR)
         #: the script's pid and the nodes', as they see them
@@ -386,6 +388,7 @@ def besiege(job: Job, pids: Collection[int], marker: Path, spared: bool = False)
             said = spoken[port.ip, port.number]
             (ours if said and _is_ours(said) else others).append(port)
     job.probe()
+    job.besieged += len(ours)
     memory, opened = resident(pids), descriptors(pids)
     heard: list[Heard] = []
     thread = threading.Thread(target=lambda: heard.extend(_everywhere(ours, marker, _HANGS_UP)))
@@ -406,6 +409,21 @@ def besiege(job: Job, pids: Collection[int], marker: Path, spared: bool = False)
         _everywhere(others, marker, _THEIRS)
     assert not marker.exists(), "code of a stranger has run"
     return others
+
+
+#: The line of the log about strangers at a port of ours; a node's comes with its name before it.
+_REFUSED = re.compile(r"(\[[^]]+\] )?refused a connection from .+: .+; \d+ refused so far")
+#: The most of these lines of one port. The pause before the next one doubles, so this is more than an hour's.
+_LINES = 10
+
+
+def check_told(job: Job, errors: str) -> None:
+    """Raises AssertionError unless a job's standard error tells of strangers at its ports, in few lines, and of nothing
+    else."""
+    lines = errors.splitlines()
+    assert all(_REFUSED.fullmatch(line) for line in lines), errors
+    assert bool(lines) == bool(job.besieged), errors
+    assert len(lines) <= job.besieged * _LINES, errors
 
 
 def _everywhere(found: Sequence[Port], marker: Path, patience: float) -> list[Heard]:

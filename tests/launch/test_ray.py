@@ -20,7 +20,7 @@ from contract_kit import CONTRACT, UNDER_DTRUN, results
 from launch_kit import DIGITS, local_losses, losses
 from limits import HANG
 from ray_kit import CPUS, ENVIRONMENT, cluster
-from strangers import Job, besiege, written
+from strangers import Job, besiege, check_told, written
 from variants import variants
 
 pytestmark = [pytest.mark.ray]
@@ -256,8 +256,9 @@ def test_strangers_at_every_port(tmp_path: Path) -> None:
                 assert re.search(r"ray_driver\.py|^ray::", " ".join(psutil.Process(port.pid).cmdline())), port
             job.probe()
             job.end()
-            _, err = process.communicate(timeout=HANG)
-            assert (process.returncode, err) == (0, "")
+            errors = process.communicate(timeout=HANG)[1]
+            assert process.returncode == 0, errors
+            check_told(job, errors)
 
 
 def test_an_actor_that_is_killed(runs: Runs) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from limits import HANG
-from strangers import PROBE, RANKS, Job, besiege, children, started, written
+from strangers import PROBE, RANKS, Job, besiege, check_told, children, started, written
 from variants import variants
 
 
@@ -38,8 +38,12 @@ class Case:
                 yield job, [pid for process in jobs for pid in children(process.pid)]
                 job.end()
             for process in jobs:
-                assert process.communicate(timeout=HANG)[1] == ""
+                errors = process.communicate(timeout=HANG)[1]
                 assert process.returncode == 0
+                if process is jobs[0]:
+                    check_told(job, errors)
+                else:
+                    assert errors == ""
 
 
 def nobodys(pid: int, job: Job) -> bool:

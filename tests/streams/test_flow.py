@@ -217,6 +217,95 @@ def test_waiting_long_at_the_window_is_said(
     assert "so this operation waits; it is at what was issued at" in message
 
 
+#: What a library does, in the script and on its node: an operation of 0.1 s, which says by a byte that it is done.
+NAPS = """
+import os, time, torch
+naps = torch.library.Library("naps", "DEF")
+naps.define("nap_(Tensor(a!) x) -> Tensor(a!)")
+done = os.open({path!r}, os.O_RDWR)
+
+def nap(x):
+    time.sleep(0.1)
+    os.write(done, b".")
+    return x.add_(1)
+
+naps.impl("nap_", nap, "CPU")
+torch.kept = naps
+"""
+
+#: A script at full speed and a node that is not: what the script says of the moment when its thread waits, of a moment
+#: when the node has done more, and of the end.
+FASTER = r"""
+import os, threading, torch, disttensor as dt
+from disttensor import testing
+from telling import said, warned
+
+exec(NAPS)
+MEBI = 1 << 20
+WINDOW, MESSAGE = int(testing.limit("window")), int(testing.limit("message"))
+told, over, waits = [], [], threading.Event()
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def nap_once():
+    return torch.ops.naps.nap_(x)  # by this line
+
+def issue():
+    try:
+        while len(told) < 1_000_000:
+            told.append(nap_once())
+    except dt.NodeLost as error:
+        over.append(error)
+
+def count():
+    queued = testing.queued(0)
+    assert WINDOW < queued.in_flight <= WINDOW + 2 * MESSAGE and queued.full and not queued.commands, queued
+    assert WINDOW < len(told) <= queued.in_flight
+    assert resident() - before < 100 * MEBI
+    return len(told), queued.in_flight
+
+assert testing.limit("slow") == 5.0
+with dt.init_master_worker(nodes=2, threads=1, allow_ops=["naps::*"]):
+    dt.run(exec, NAPS, {}, node=[0])
+    x, y = torch.zeros(1, device="node:0"), torch.ones(1, device="node:1")
+    assert nap_once().tolist() == [1]
+    assert os.read(done, 1) == b"."
+    before = resident()
+    waiting = r"node 0 is 10\d\d\d commands behind, so this operation waits; "
+    line = waiting + r"it is at what was issued at \S+program\.py:LINE in nap_once, or behind that$"
+    with testing.limits(slow=0.5), testing.at("window", waits.set), warned(line) as warning:
+        thread = threading.Thread(target=issue)
+        thread.start()
+        assert waits.wait(120)
+        then = count()
+        for _ in range(5):  # the node goes on meanwhile, and the window is as full as before
+            assert os.read(done, 1) == b"."
+            assert (y + 1).item() == 2
+            assert count() == then
+        assert warning.there.wait(120), warning.texts
+        assert thread.is_alive()
+        dt.kill(0)
+        thread.join(120)
+    assert [error.rank for error in over] == [0], over
+    assert "program.py:LINE" in said(over[0]), said(over[0])
+    print("waited at", then, "of 1000000, grown by", (resident() - before) // MEBI, "MB")
+"""
+
+
+@pytest.mark.fault(29)
+def test_a_script_at_full_speed_waits_for_a_node_that_does_ten_commands_a_second(
+    tmp_path: Path, script: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    fifo = tmp_path / "done"
+    os.mkfifo(fifo)
+    text = f"NAPS = {NAPS.format(path=str(fifo))!r}\n{FASTER}"
+    line = next(number for number, one in enumerate(text.splitlines(), 1) if "by this line" in one)
+    done = script(text.replace("LINE", str(line)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("waited at "), done.stdout
+
+
 # ---- transfers beside computation ------------------------------------------------------------------------------------
 
 

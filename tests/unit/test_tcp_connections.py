@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import zmq
 
-from disttensor.runtime.transport import zap
+from disttensor.runtime.transport import sockets, zap
 
 
 def lowest_free(descriptor: int) -> int:
@@ -20,9 +26,100 @@ def test_a_connection_that_has_been_closed_leaves_no_descriptor() -> None:
     """Its number may be something else's by the time that it is looked at."""
     ends = os.pipe()
     before = lowest_free(ends[0])
-    with pytest.raises(OSError, match="non-socket"), zap._connection(ends[0]):
+    with pytest.raises(OSError, match="non-socket"), zap._copy(ends[0]):
         pass
     after = lowest_free(ends[0])
     for end in (*ends, *range(before, after)):
         os.close(end)
     assert after == before
+
+
+#: What else may have the number of a connection that has ended.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "a Unix socket": lambda: socket.socketpair()[0],
+    "a Unix datagram socket": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
+    "a netlink socket": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),
+    "a listener": lambda: socket.create_server(("127.0.0.1", 0)),
+    "a datagram socket": lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM),
+    "a pipe": lambda: os.fdopen(os.pipe()[0], "rb"),
+    "a file": tempfile.TemporaryFile,
+    "nothing": lambda: contextlib.nullcontext(-1),
+}
+
+
+@pytest.fixture
+def handler() -> Iterator[zap.ZapHandler]:
+    ctx = sockets.context()
+    router = sockets.router(ctx, "tcp://127.0.0.1:*", None)
+    handler = zap.ZapHandler(ctx, router, None)
+    yield handler
+    router.close()
+    ctx.term()
+    handler.join()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # a pair's or a pipe's other end
+def test_a_stranger_that_has_gone_may_be_any_other_descriptor_when_it_is_looked_at(
+    name: str, handler: zap.ZapHandler
+) -> None:
+    """The thread that lets nodes in goes on, and nothing is done to the other one."""
+    with OTHERS[name]() as other:
+        number = other if isinstance(other, int) else other.fileno()
+        handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), number))
+        assert handler._open[number].address == zap._UNKNOWN
+        handler._let_in = 1
+        assert handler.received() == {}
+        assert number not in handler.descriptors()
+        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), number))
+    assert not handler._open
+
+
+def test_what_has_a_connections_number_now_is_left_alone(handler: zap.ZapHandler) -> None:
+    """libzmq has closed the connection of a node, and the event of its end is on its way."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+
+        def connection() -> tuple[socket.socket, socket.socket]:
+            dialled = stack.enter_context(socket.create_connection(server.getsockname()))
+            return stack.enter_context(server.accept()[0]), dialled
+
+        accepted, _ = connection()
+        number = accepted.fileno()
+        handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), number))
+        handler._let_in = 1
+        assert handler.watch(number, 0)
+        assert list(handler.received()) == [number]
+        assert number in handler.descriptors()
+        another, its_end = connection()
+        os.dup2(another.fileno(), number)
+        assert handler.received() == {}
+        assert number not in handler.descriptors()
+        handler.cut(0)
+        assert handler.cut_endless({number: (0, 1 << 30)}, {}, 0) == []
+        assert handler.cut_deaf(-1.0) == []
+        its_end.sendall(b"as before")
+        assert another.recv(100) == b"as before"
+        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), number))
+        assert handler.take_leaving() == [0]
+
+
+def test_a_node_is_not_told_as_a_stranger_when_another_process_of_its_host_looks_for_the_port(
+    handler: zap.ZapHandler,
+) -> None:
+    """As agents of one host do that join at once: one is let in while the next makes sure that there is a port."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        numbers = []
+        for _ in range(2):
+            stack.enter_context(socket.create_connection(server.getsockname()))
+            numbers.append(stack.enter_context(server.accept()[0]).fileno())
+            handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), numbers[-1]))
+        node, looks = numbers
+        assert handler._answer([b"1.0", b"1", sockets.ZAP_DOMAIN, b"127.0.0.1", b"", b"NULL"])[2] == b"200"
+        handler._note(zap._EVENT.pack(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), looks))
+        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), looks))
+        assert handler.watch(node, 0)
+        assert handler.refused == 0
+        for stranger in ("noise", "told"):  # one that fails the handshake is told still
+            handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), looks))
+            handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), looks))
+            assert handler.refused == (1 if stranger == "noise" else 2)

@@ -180,18 +180,17 @@ class TcpChannel(DataChannel):
         """
         return None
 
-    def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> bool:
-        """Handles a hello for the listener. False for a rank that is not known yet: others may know this one before."""
+    def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> str | None:
+        """Handles a hello for the listener. None for a rank that is not known yet: others may know this one before."""
         peer = self._peers.get(hello.rank)
         if peer is None:
-            return False
+            return None
         me = self._context.rank
         secrets = answer(hello, nonce, self._context.job, me, peer.info.key)
         if secrets is None:
-            sock.close()
-        else:
-            peer.offer(sock, secrets)
-        return True
+            return f"without the key of rank {hello.rank} and rank {me}"
+        peer.offer(sock, secrets)
+        return ""
 
     def _look(self) -> None:
         for peer in list(self._peers.values()):

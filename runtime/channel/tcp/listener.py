@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import selectors
 import socket
@@ -12,12 +13,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ...host.interfaces import is_loopback
+from ...host.refusals import Refusals
 from .dial import join_address, tune_before
 from .handshake import HELLO, NONCE, Hello
+
+_log = logging.getLogger(__name__)
 
 #: The most handshakes under way. One more pushes the oldest out: a peer needs milliseconds, a silent stranger
 #: the limit.
 _PENDING = 64
+#: Why a connection is refused that has not said hello.
+_NOISE = "not the handshake of a peer of this job, or none in time"
 #: The interval at which a hello from a rank that isn't known yet is looked at again, seconds.
 _RETRY = 0.02
 #: The interval at which peers are checked, seconds.
@@ -27,8 +33,8 @@ _ROUND = 2.0
 class _Pending:
     """A connection that has proved nothing yet."""
 
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self.sock, self.deadline = sock, deadline
+    def __init__(self, sock: socket.socket, address: str, deadline: float) -> None:
+        self.sock, self.address, self.deadline = sock, address, deadline
         self.nonce = os.urandom(NONCE)
         self.said = b""
         self.hello: Hello | None = None  #: complete, but its rank is not known yet
@@ -37,21 +43,24 @@ class _Pending:
 class Listener:
     """Accepts on each of ``hosts`` at a random port and hands each connection that said hello to ``admit``.
 
-    ``admit(sock, hello, nonce)`` returns True when it took or closed the socket, False when it doesn't know the rank
-    (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a word. Both are
-    called in the listener's thread and must not block.
+    ``admit(sock, hello, nonce)`` returns "" when it took the socket, the reason when it refuses it, None when the rank
+    isn't known (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a
+    word. Both are called in the listener's thread and must not block.
+
+    Whom it refuses is told to the log, but for one who hangs up without a word, as a peer does that was called itself.
     """
 
     def __init__(
         self,
         hosts: Sequence[str],
         limit: float,
-        admit: Callable[[socket.socket, Hello, bytes], bool],
+        admit: Callable[[socket.socket, Hello, bytes], str | None],
         name: str,
         look: Callable[[], None],
     ) -> None:
         self._limit, self._admit, self._look = limit, admit, look
         self._pending: list[_Pending] = []  #: oldest first
+        self._refusals = Refusals(_log)
         self._stopping = threading.Event()
         self._socks: list[socket.socket] = []
         addresses = []
@@ -113,17 +122,17 @@ class Listener:
 
     def _accept(self, listening: socket.socket) -> None:
         try:
-            sock, _ = listening.accept()
+            sock, where = listening.accept()
         except OSError as error:
             if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
                 return
             # Out of descriptors or memory: give back the oldest handshake's, or wait a moment instead of spinning.
             if self._pending:
-                self._drop(self._pending[0])
+                self._drop(self._pending[0], "no descriptors or memory for one more")
             else:
                 self._stopping.wait(0.1)
             return
-        pending = _Pending(sock, time.monotonic() + self._limit)
+        pending = _Pending(sock, where[0], time.monotonic() + self._limit)
         try:
             sock.setblocking(False)
             sock.send(pending.nonce)
@@ -131,7 +140,7 @@ class Listener:
             sock.close()
             return
         if len(self._pending) >= _PENDING:
-            self._drop(self._pending[0])
+            self._drop(self._pending[0], f"too many at once that prove nothing ({_PENDING})")
         self._pending.append(pending)
         self._poll.register(sock, selectors.EVENT_READ, pending)
 
@@ -146,11 +155,11 @@ class Listener:
             piece = b""
         pending.said += piece
         if not piece:
-            self._drop(pending)
+            self._drop(pending, _NOISE if pending.said else "")
         elif len(pending.said) == HELLO:
             pending.hello = Hello.parse(pending.said)
             if pending.hello is None:
-                self._drop(pending)
+                self._drop(pending, _NOISE)
             else:
                 # Until the hello's fate is known nothing more is read, and a hang-up must not keep the poll awake.
                 self._poll.unregister(pending.sock)
@@ -158,12 +167,17 @@ class Listener:
     def _look_again(self) -> None:
         now = time.monotonic()
         for pending in list(self._pending):
-            if pending.hello is not None and self._admit(pending.sock, pending.hello, pending.nonce):
+            verdict = None if pending.hello is None else self._admit(pending.sock, pending.hello, pending.nonce)
+            if verdict == "":
                 self._pending.remove(pending)
+            elif verdict is not None:
+                self._drop(pending, verdict)
             elif pending.deadline <= now:
-                self._drop(pending)
+                self._drop(pending, _NOISE if pending.hello is None else f"rank {pending.hello.rank} is not known here")
 
-    def _drop(self, pending: _Pending) -> None:
+    def _drop(self, pending: _Pending, why: str = "") -> None:
+        if why:
+            self._refusals.note(pending.address, why)
         self._pending.remove(pending)
         if pending.sock in self._poll.get_map():
             self._poll.unregister(pending.sock)
