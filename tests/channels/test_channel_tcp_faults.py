@@ -16,21 +16,24 @@ from functools import partial
 import pytest
 import torch
 from aftermath import within
+from channel_kit import BETWEEN_PROCESSES
 from channel_kit import connected as connected_by
 from deafen import deafen
+from hostile_workers import BOMB
 from test_channel_tcp import KEY, PROTECTIONS, channel, connected, named, nothing_left  # noqa: F401 - a fixture
 
-from disttensor.runtime.channel import PeerInfo
+from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.carrier import Carrier
 from disttensor.runtime.channel.tcp import peer as tcp_peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
-from disttensor.runtime.channel.tcp.frames import DATA, SIZE, Frame, Opener, Sealer
+from disttensor.runtime.channel.tcp.frames import CARRIED, DATA, NACK, POISON, SIZE, WORD, Frame, Opener, Sealer
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, WELCOME, Hello, Secrets, answer, call
 from disttensor.runtime.channel.tcp.inbound import Inbound
 from disttensor.runtime.channel.tcp.peer import Limits
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, CHUNK, CIPHER, ENCRYPT, Sealed, agreed, is_local
-from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
+from disttensor.runtime.protocol.codec import dtype_id
+from disttensor.runtime.protocol.errors import BrokenError, ChannelError, ProtocolError
 from disttensor.runtime.protocol.transfer_ids import BLOCK, COLLECTIVES, ORDERED
 
 
@@ -207,6 +210,10 @@ def test_an_impostor_listens():
     impostor.close()
 
 
+#: Why one is refused that does not say hello.
+NOISE = "not the handshake of a peer of this job, or none in time"
+
+
 class Bomb:
     def __reduce__(self):
         return os.mkdir, ("bomb-went-off",)
@@ -214,27 +221,79 @@ class Bomb:
 
 @pytest.mark.fault(32, 34)
 @pytest.mark.parametrize(
-    "said",
+    ("said", "why"),
     [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b" " * HELLO,
-        random.Random(1).randbytes(5000),
-        pickle.dumps(Bomb()) * 10,
-        b"DTt2" + bytes(HELLO - 4),
-        b"DTt2" + (0).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(64),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b" " * HELLO, NOISE),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", NOISE),
+        (random.Random(1).randbytes(5000), NOISE),
+        (pickle.dumps(Bomb()) * 10, NOISE),
+        (b"DTt2" + bytes(HELLO - 4), "without the key of rank 0 and rank 1"),
+        (b"DTt2" + (7).to_bytes(4, "little") + bytes(HELLO - 8), "rank 7 is not known here"),
+        (b"DTt2" + (0).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(64), NOISE),
     ],
-    ids=["http", "random", "pickle", "zeros", "a known rank"],
+    ids=["http", "tls", "random", "pickle", "zeros", "an unknown rank", "a known rank"],
 )
-def test_strangers_get_a_nonce_and_no_more(said, tmp_path, monkeypatch):
+def test_strangers_get_a_nonce_and_no_more(said, why, tmp_path, monkeypatch, caplog):
+    """They are told to the log once, however many come."""
     monkeypatch.chdir(tmp_path)
-    master, a, b = connected(3)
-    sock = stranger(b.address())
-    sock.sendall(said)
-    assert len(everything(sock)) <= NONCE
-    sock.close()
+    master, a, b = connected(3, handshake=0.3)
+    for _ in range(3):
+        with stranger(b.address()) as sock:
+            sock.sendall(said)
+            assert len(everything(sock)) <= NONCE
     check_works(a, b, 1, 0)
     assert not list(tmp_path.iterdir())
     for one in (master, a, b):
         one.close()
+    [record] = caplog.records
+    assert record.getMessage() == f"refused a connection from 127.0.0.1: {why}; 1 refused so far"
+
+
+def headed(sealer: Sealer, kind: int, name: str) -> bytes:
+    """A frame of this kind, which carries a pickle wherever it has room; kind 0 is one whose header is a pickle."""
+    descriptor = BOMB.ljust(24, b"\0") if name == "shm" else b""
+    n = len(BOMB)
+    if kind:
+        extra = {CARRIED: descriptor, WORD: BOMB}.get(kind, b"")
+        return sealer.seal(Frame(kind, 7, dtype_id(torch.uint8), n, n), extra) + (BOMB if kind == DATA else b"")
+    fields = BOMB.ljust(SIZE - 16, b"\0")
+    mac = sealer._mac.copy()
+    mac.update(fields)
+    return fields + mac.digest()
+
+
+@pytest.mark.fault(34, 35)
+@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("kind", [0, DATA, NACK, POISON, CARRIED, WORD, WORD + 1])
+def test_pickles_of_a_peer_with_the_key_are_bytes_or_the_end_of_its_connection(kind, name, tmp_path, monkeypatch):
+    """In every frame, and with more behind it in place of the next one."""
+    monkeypatch.chdir(tmp_path)
+    b = get_channel(name)(ChannelContext(1, "a job", "127.0.0.1"))
+    with closing(b), socket.create_server(("127.0.0.1", 0)) as silent:
+        b.connect({0: PeerInfo(0, f"127.0.0.1:{silent.getsockname()[1]}", KEY)})
+        target = torch.zeros(len(BOMB), dtype=torch.uint8)
+        receive, behind = b.irecv(target, 0, 7), b.irecv(torch.zeros(3), 0, 8)
+        with stranger(b.address()) as sock:
+            verdict, secrets = call(sock, KEY, "a job", 0, 1, 0)
+            assert verdict == WELCOME
+            with within(1.0):
+                sock.sendall(headed(Sealer(secrets.of_initiator.frames), kind, name) + BOMB * 10)
+                with suppress(BrokenError) if kind == DATA else pytest.raises(ChannelError):
+                    receive.wait(20)
+                with pytest.raises(BrokenError, match="rank 0"):
+                    behind.wait(20)
+        assert bytes(target.tolist()) == (BOMB if kind == DATA else bytes(len(BOMB)))
+        b.abort()
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_who_hangs_up_without_a_word_is_not_told(caplog):
+    master, a, b = connected(3)
+    stranger(b.address()).close()
+    check_works(a, b, 1, 0)
+    for one in (master, a, b):
+        one.close()
+    assert not caplog.records
 
 
 class Acceptor:

@@ -118,8 +118,10 @@ def test_who_stands_still_for_a_while_loses_nothing(seconds: int) -> None:
         said, errors = script.communicate("\n", timeout=HANG)
         assert (said, script.returncode) == ("[True, True] True\n", 0), errors
         stood = re.findall(r"this script stood still for (\d+) s .*are all there\n", errors)
-        if name == "a node":
-            assert errors == ""
+        if name == "a node":  # who waits for it is told, from 10 s on
+            warned = errors.splitlines()
+            assert bool(warned) == (seconds > 10), errors
+            assert all(re.match(r"node 1 .*its process is stopped \(state T\): `kill -CONT", line) for line in warned)
         else:
             assert len(stood) == errors.count("\n") == 1, errors
             assert seconds - 1 <= int(stood[0]), errors
@@ -128,7 +130,7 @@ def test_who_stands_still_for_a_while_loses_nothing(seconds: int) -> None:
 # ---- who floods the script -------------------------------------------------------------------------------------------
 
 FLOODED = """
-    import os, re, resource, signal, torch, disttensor as dt, hostile_workers
+    import os, re, resource, signal, torch, disttensor as dt, aftermath, hostile_workers
 
     def resident():
         return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
@@ -142,12 +144,14 @@ FLOODED = """
     before = resident()
     for node, saying in enumerate(hostile_workers.SAYINGS, 1):
         y = torch.ones(10, device=f"node:{node}")
-        dt.run(hostile_workers.flood, saying, node=node)
+        clock = aftermath.Clock()
         try:
+            dt.run(hostile_workers.flood, saying, node=node)
             while True:
                 honest()
                 y.sum().item()
         except dt.NodeLost as e:
+            clock.check(1.0, f"the loss of one that says {saying}")
             print(f"{saying}:", str(e).splitlines()[0], flush=True)
         honest()
     try:
@@ -170,6 +174,33 @@ def test_a_node_that_floods_the_script_is_lost_and_nothing_else() -> None:
         assert re.match(rf"{saying}: node {node} \(.*\) is lost: broke the protocol: ", line), line
     assert int(lines[-1].removeprefix("interrupted, grown by ").removesuffix(" MB")) < 200
     assert (script.returncode, errors.count("SystemExit")) == (1, 1)  # a failure that nobody asked about, told once
+
+
+#: What is asked of a node whose replies of a kind are pickles.
+ASKED: dict[str, Callable[[torch.Tensor], object]] = {
+    "": lambda x: x.sum().item(),
+    "Result": lambda x: dt.run(int, node=1),
+    "Answer": lambda x: x.sum().item(),
+    "Failed": lambda x: x.gather(0, torch.tensor([7], device="node:1")).sum().item(),
+}
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("kind", ASKED)
+def test_pickles_of_a_node_with_its_key_are_not_opened(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dt.init_master_worker(nodes=2, threads=1):
+        x = torch.ones(3, device="node:1")
+        x.sum().item()
+        monkeypatch.chdir(tmp_path)
+        with within(1.0):
+            with contextlib.suppress(dt.DisttensorError):  # its own result may be armed already
+                dt.run(hostile_workers.arm, kind, node=1)
+            with pytest.raises(RuntimeError):
+                ASKED[kind](x)
+        probe(0)
+        assert not list(tmp_path.iterdir())
 
 
 # ---- who lies about transfers ----------------------------------------------------------------------------------------
@@ -196,7 +227,7 @@ def liar() -> Iterator[torch.Tensor]:
 def test_a_wrong_number_of_a_transfer_ends_its_connection_only(way: str, liar: torch.Tensor) -> None:
     dt.run(hostile_workers.send_as, 1_000_003, 1, node=1)
     run, error = WAYS[way]
-    with pytest.raises(error, match=r"rank 1 sent transfer \d+ where \d+ was due"):
+    with within(1.0), pytest.raises(error, match=r"rank 1 sent transfer \d+ where \d+ was due"):
         run(liar)
     assert (liar + 1).sum().item() == 2000  # what its commands answer is not what it sends
     probe(0)

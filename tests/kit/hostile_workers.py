@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aftermath import now
@@ -110,6 +111,32 @@ def flood(saying: str) -> None:
             own._spoke.send(message)
 
     threading.Thread(target=go, daemon=True).start()
+
+
+#: A pickle: who opens it makes the folder `MARKER` where it is. It is short enough for any field.
+MARKER = "b"
+BOMB = b"cposix\nmkdir\n(S'" + MARKER.encode() + b"'\ntR."
+#: What replies become when a bomb is put where they have bytes, a value or a text.
+ARMED: dict[type[c.Reply], Callable[[Any], c.Reply]] = {
+    c.Result: lambda reply: msgspec.structs.replace(reply, data=BOMB),
+    c.Answer: lambda reply: msgspec.structs.replace(reply, value=BOMB),
+    c.Failed: lambda reply: msgspec.structs.replace(
+        reply, kind=BOMB.decode(), message=BOMB.decode(), traceback=BOMB.decode()
+    ),
+}
+
+
+def arm(kind: str) -> None:
+    """Has all replies of this kind that this node gives from now on carry a bomb; the kind "" is its whole messages."""
+    own = _this_worker()
+    honest = own._spoke.send
+
+    def send(message: bytes) -> None:
+        report = codec.decode_report(message)
+        armed = tuple(ARMED[type(r)](r) if type(r).__name__ == kind else r for r in report.replies)
+        honest(codec.encode(msgspec.structs.replace(report, replies=armed)) if kind else BOMB)
+
+    own._spoke.send = send  # type: ignore[method-assign]
 
 
 def credentials() -> tuple[str, str, str, str, int]:

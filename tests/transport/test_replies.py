@@ -6,16 +6,19 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
+from aftermath import within
+from hostile_workers import BOMB
 
 import disttensor as dt
 from disttensor.runtime.master.failures import MAX_FAILURES, MAX_TRACES, Failure, Failures
 from disttensor.runtime.master.link import REPEATED, Link
-from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import codec, side
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.errors import ClosedError, ProtocolError
 from disttensor.runtime.protocol.failure_ids import MAX_NAME, MAX_TEXT
@@ -38,9 +41,14 @@ class Wire:
     link: Link
     spoke: InprocSpoke
 
-    def say(self, *replies: c.Reply) -> None:
-        self.spoke.send(codec.encode(c.Report(0, replies)))
-        self.link.drain()
+    def say(self, *replies: c.Reply, done: int = 0) -> None:
+        self.utter(codec.encode(c.Report(done, replies)))
+
+    def utter(self, message: bytes) -> None:
+        """The node says this; when this returns, the link has judged it, and lost the node if need be."""
+        with within(1.0, "what comes of a message"):
+            self.spoke.send(message)
+            self.link.drain()
 
     def issue(self, commands: int) -> None:
         """Sends the node so many commands, which may fail now."""
@@ -123,6 +131,22 @@ def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
     with pytest.raises(dt.NodeLost, match="broke the protocol") as e:
         wire.link.wait(request, 20)
     assert len(str(e.value)) < 4000  # the other nodes are told, in one message
+
+
+@pytest.mark.fault(34)
+def test_pickles_on_the_side_channel_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node has nothing to say there: what it says is taken out, and makes its connection known."""
+    monkeypatch.chdir(tmp_path)
+    hub, beside = InprocHub(2), InprocHub(2)
+    link = Link(hub, 2, None, lambda error: None)
+    link.side.hub = beside
+    spoke = beside.spoke(1)
+    spoke.send(BOMB)
+    link.lose(0, "its cable was cut")
+    assert side.decode(spoke.recv(1) or b"") == side.Gone(0, "its cable was cut")
+    link.close()
+    spoke.close()
+    assert not list(tmp_path.iterdir())
 
 
 #: Answers with reasons that no node gives to a question about two channels, and what is said of them.
@@ -257,8 +281,7 @@ def test_a_wrong_first_word_fails_the_node(reply: c.Reply, wire: Wire) -> None:
 def test_a_node_cannot_have_done_what_it_was_not_sent(done: int, wire: Wire) -> None:
     """Its window would open, and lines of what may still fail would be forgotten."""
     wire.say(HELLO)
-    wire.spoke.send(codec.encode(c.Report(done, ())))
-    wire.link.drain()
+    wire.say(done=done)
     assert f"broke the protocol: node 0 reports {done} of 0 commands" in str(wire.link.nodes[0].outbox.lost)
     assert wire.link.nodes[0].outbox.done == 0
 
@@ -272,9 +295,10 @@ def test_a_node_cannot_answer_for_another() -> None:
         spoke.send(codec.encode(c.Report(0, (HELLO,))))
     link.drain()
     request = link.request(0, c.Answer)
-    for rank, value in ((1, "false"), (0, "true")):
-        spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, value),))))
-    assert link.wait(request, 20) == c.Answer(request.id, "true")
+    with within(1.0):
+        for rank, value in ((1, "false"), (0, "true")):
+            spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, value),))))
+        assert link.wait(request, 20) == c.Answer(request.id, "true")
     assert "broke the protocol: node 1 answers a request to node 0" in str(link.nodes[1].outbox.lost)
     link.close()
     for spoke in spokes:
@@ -341,11 +365,9 @@ def test_a_report_that_says_nothing_fails_the_node(wire: Wire) -> None:
     wire.say(HELLO)
     wire.issue(2)
     for done in (1, 2):  # these say something
-        wire.spoke.send(codec.encode(c.Report(done, ())))
-        wire.link.drain()
+        wire.say(done=done)
         assert wire.lost() == ""
-    wire.spoke.send(codec.encode(c.Report(2, ())))
-    wire.link.drain()
+    wire.say(done=2)
     assert "broke the protocol: a report that says nothing" in wire.lost()
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from ...protocol.errors import BrokenError
+from ...protocol.errors import BrokenError, ProtocolError
 from ..base import Capabilities
 from ..carrier import Carrier, Parcel, Say
 from ..library_groups import GroupedChannel, entry
@@ -147,8 +147,11 @@ class GlooCarrier(Carrier):
         return _Payload(self, nbytes)
 
     def take(self, memory: torch.Tensor) -> None:
-        if self.group is not None:
-            self.group.recv(memory, self.pair.index(self._peer))
+        """Receives a payload. Raises ProtocolError where no group was made, by which it could come."""
+        if self.group is None:  # no honest peer sends by gloo what this side has not told it that it can take
+            me = self._channel.rank
+            raise ProtocolError(f"it is to come by gloo, and rank {me} has no group with rank {self._peer}")
+        self.group.recv(memory, self.pair.index(self._peer))
 
     def tell(self, key: str, value: bytes) -> None:
         """Puts a value into the peer's mailbox."""
