@@ -6,6 +6,8 @@ that are missing or wrong (one per signature).
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -184,44 +186,52 @@ def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     return None
 
 
+#: Modules that these import, each of which takes a part of the time. Between two of them a Ctrl-C is heard.
+_PARTS = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
+
+
 def warm(then: Callable[[], None]) -> None:
     """Has torch import the modules that its meta kernels need (over a second, which the first operation would take
     otherwise), and calls ``then``; once. Waits for it, and raises its errors.
 
     It runs in a thread of its own, where no Ctrl-C arrives: an import that is broken off in the middle is spoilt for
-    good. A Ctrl-C is raised when the thread has ended; a second one at once.
+    good. A Ctrl-C is raised when a part of them has been imported, and the next call goes on; a second one at once.
+    (Not to wait at all was tried. The interpreter waits for the thread at its end, as torch would abort it; but what is
+    imported meanwhile resets CPython's note of a KeyboardInterrupt that nobody caught, and the exit code is another.)
     """
-    global _warming
-    if _warming is None:
-        thread = threading.Thread(target=_warm, args=(then,), name="disttensor-warm")
-        thread.start()
-        _warming = thread
-    try:
-        _warmed.wait()  # not the thread's join: after a Ctrl-C in join, Python 3.11 takes the thread for ended
-    except BaseException:
-        _warmed.wait()  # torch aborts when the interpreter ends meanwhile
-        raise
+    if not _warmed.is_set():
+        stop, over = threading.Event(), threading.Event()
+        threading.Thread(target=_warm, args=(then, stop, over), name="disttensor-warm").start()
+        try:
+            over.wait()  # not the thread's join: after a Ctrl-C in join, Python 3.11 takes the thread for ended
+        except BaseException:
+            stop.set()
+            over.wait()
+            raise
     if _failed:
         raise _failed[0]
 
 
-_warming: threading.Thread | None = None
 _once, _warmed, _failed = threading.Lock(), threading.Event(), list[BaseException]()
 
 
-def _warm(then: Callable[[], None]) -> None:
-    with _once:  # a Ctrl-C during `start` has the next call start a second thread
-        if _warmed.is_set():
-            return
-        try:
-            with no_collection():  # imports make no garbage, and take a third less time without collections
+def _warm(then: Callable[[], None], stop: threading.Event, over: threading.Event) -> None:
+    try:
+        with _once, no_collection():  # imports make no garbage, and take a third less time without collections
+            for name in _PARTS:
+                if stop.is_set() or _warmed.is_set():
+                    return
+                with contextlib.suppress(Exception):  # what torch cannot do without it says itself, below
+                    importlib.import_module(name)
+            try:
                 x = torch.empty(2, 2, device="meta")
                 torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
                 then()
-        except BaseException as e:
-            _failed.append(e)
-        finally:
+            except BaseException as e:
+                _failed.append(e)
             _warmed.set()
+    finally:
+        over.set()
 
 
 def stand_ins(tree: Any, tensor_type: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Collection
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -70,22 +71,24 @@ def children() -> list[int]:
     return found
 
 
-def end_children(patience: float, limit: float = 5.0) -> None:
-    """Ends and reaps all children, and orphans that they leave to this process: TERM, KILL after ``patience`` seconds.
+def end_children(patience: float, limit: float = 5.0, but: Collection[int] = ()) -> None:
+    """Ends and reaps all children ``but`` these, and orphans that they leave to this process: TERM, KILL after
+    ``patience`` seconds.
 
     Gives up ``limit`` seconds after that (a process in uninterruptible sleep cannot be ended).
     """
     start, told = time.monotonic(), set[int]()
-    while pids := children():
+    while pids := [pid for pid in children() if pid not in but]:
         waited = time.monotonic() - start
         if waited > patience + limit:
             return
         for pid in pids:
-            if waited >= patience:
-                os.kill(pid, signal.SIGKILL)  # a child that was not waited for cannot have lost its pid to another
-            elif pid not in told:
-                os.kill(pid, signal.SIGTERM)
-                told.add(pid)
+            with contextlib.suppress(PermissionError):  # it has become another user's (sudo)
+                if waited >= patience:
+                    os.kill(pid, signal.SIGKILL)  # a child that was not waited for cannot have lost its pid to another
+                elif pid not in told:
+                    told.add(pid)
+                    os.kill(pid, signal.SIGTERM)
         wait_any(pids, 0.05 if waited >= patience else min(0.2, patience - waited))
         for pid in pids:
             with contextlib.suppress(ChildProcessError):

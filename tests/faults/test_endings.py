@@ -81,24 +81,37 @@ import os, subprocess, sys
 import disttensor as dt
 
 def child():
-    return subprocess.Popen(["sleep", "600"]).pid, os.getpid()
+    nap = ["sleep", "600"]
+    r, w = os.pipe()
+    if (between := os.fork()) == 0:  # a grandchild whose parent ends, in a session of its own, as daemons are
+        os.setsid()
+        if (pid := os.fork()) == 0:
+            os.execvp(nap[0], nap)
+        os.write(w, b"%d" % pid)
+        os._exit(0)
+    os.waitpid(between, 0)
+    apart = subprocess.Popen(nap, start_new_session=True)
+    return subprocess.Popen(nap).pid, apart.pid, int(os.read(r, 20)), os.getpid()
 
 dt.init_master_worker(nodes=2)
-import aftermath
+import aftermath, processes
 aftermath.probe(0)
-pids = dt.run(child, node=1)
-print(*pids, flush=True)
+pids, others = dt.run(child, node=1), dt.run(child, node=0)
+print(*pids, *others, flush=True)
 print(aftermath.now(), flush=True)
 """
 
 
 KILLED = """
 with aftermath.aftermath(0):
-    os.kill(pids[1], 9)
+    os.kill(pids[-1], 9)
     try:
         dt.run(child, node=1)
     except dt.NodeLost:
         pass
+    dead = processes.alive_after(aftermath.SETTLES, pids)
+    assert dead == [], dead
+    assert all(os.path.exists(f"/proc/{pid}") for pid in others)  # their node lives
 """
 
 HOW = [KILLED, "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
@@ -109,6 +122,7 @@ HOW = [KILLED, "os.kill(os.getpid(), 9)", "", "os._exit(0)"]
 def test_what_a_user_function_started_dies_with_its_node(how: str, script: Script) -> None:
     done = script(CHILD + how)
     assert done.stdout.count("\n") == 2, done.stderr
+    assert "AssertionError" not in done.stderr, done.stderr
     pids, stamp = done.stdout.splitlines()
     assert alive_after(HANG, map(int, pids.split())) == []
     Clock(stamp).check(2.0, "the end of what the function has started")
@@ -155,18 +169,24 @@ def test_ctrl_c_in_a_finalizer(script: Script) -> None:
 
 CONNECTING = """
 import os, signal, threading
+import aftermath
 import disttensor as dt
 import torch
 
+def press():
+    global clock
+    clock = aftermath.Clock()
+    os.kill(os.getpid(), signal.SIGINT)
+
 for after in (0.0, 0.05, 0.15, 0.3, 0.6, 0.9):
-    main = threading.main_thread().ident
-    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(after, press)
     try:
         timer.start()
         dt.init_master_worker(nodes=2)
         timer.join()
         torch.ones(3, device="node:1").sum().item()
     except KeyboardInterrupt:
+        clock.check(0.5, "Ctrl-C")
         print("interrupted", flush=True)
     timer.join()
     dt.shutdown()
@@ -184,8 +204,9 @@ def test_ctrl_c_while_nodes_start(script: Script) -> None:
     assert done.returncode == 0, done.stderr
 
 
-ENDING = """
+IMPORTING = """
 import os, signal, sys, threading
+import torch
 import disttensor as dt
 
 class Presses:  # whoever looks for a module asks this one first
@@ -197,13 +218,30 @@ class Presses:  # whoever looks for a module asks this one first
                 os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Presses())
-dt.init_master_worker(nodes=1)
 """
 
 
 @pytest.mark.cold
 def test_ctrl_c_while_torch_imports_ends_the_script(script: Script) -> None:
     """As any other: the interpreter does not end below the imports, which C++ has called for and would abort it for."""
-    done = script(ENDING)
+    done = script(IMPORTING + "dt.init_master_worker(nodes=1)\n")
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt", done.stderr
     assert done.returncode == -signal.SIGINT
+
+
+GOING_ON = """
+try:
+    dt.init_master_worker(nodes=1)
+except KeyboardInterrupt:
+    print("sympy" in sys.modules, "torch._dynamo" in sys.modules)
+with dt.init_master_worker(nodes=1):
+    print(torch.ones(3, device="node:0").sum().item(), "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.fault(18)
+@pytest.mark.cold
+def test_ctrl_c_does_not_wait_for_all_imports(script: Script) -> None:
+    """For those that have begun, and the next session goes on with the others."""
+    done = script(IMPORTING + GOING_ON)
+    assert (done.returncode, done.stdout) == (0, "True False\n3.0 True\n"), done.stderr

@@ -406,3 +406,28 @@ def test_a_name_for_a_launcher_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> N
             register_launcher(name, LocalLauncher)
     with pytest.raises(TypeError, match="launcher 'x' has to be a subclass of Launcher, not 7"):
         register_launcher("x", 7)  # type: ignore[arg-type]
+
+
+#: Two children, of which one may not be sent signals, as one that has become another user's.
+ANOTHERS = """
+import os, subprocess
+from disttensor.runtime.process import lifetime
+
+ours, theirs = (subprocess.Popen(["sleep", "600"]).pid for _ in range(2))
+kill = os.kill
+
+def refuse(pid, number):
+    if pid == theirs:
+        raise PermissionError("not permitted")
+    kill(pid, number)
+
+lifetime.os.kill = refuse
+lifetime.end_children(0, 0.1)
+print(lifetime.children() == [theirs])
+kill(theirs, 9)
+"""
+
+
+def test_a_child_that_must_not_be_killed_is_left(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = script(ANOTHERS)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from aftermath import aftermath
 from equal import same
 from telling import said
 
@@ -256,7 +257,7 @@ def test_a_result_that_contains_itself() -> None:
 @pytest.mark.fault(15)
 @pytest.mark.parametrize("code", [0, 3, "text", None])
 def test_sys_exit(code: object) -> None:
-    with pytest.raises(dt.DisttensorError, match=r"sys\.exit"):
+    with aftermath(0, 1), pytest.raises(dt.DisttensorError, match=r"sys\.exit"):
         dt.run(lambda: sys.exit(code), node=1)  # type: ignore[arg-type]
     assert dt.run(lambda: 1, node=1) == 1
 
@@ -266,7 +267,7 @@ def test_keyboard_interrupt() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(dt.DisttensorError, match="KeyboardInterrupt"):
+    with aftermath(0, 1), pytest.raises(dt.DisttensorError, match="KeyboardInterrupt"):
         dt.run(interrupt, node=1)
     assert dt.run(lambda: 1, node=1) == 1
 

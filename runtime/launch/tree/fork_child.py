@@ -14,7 +14,7 @@ import traceback
 from typing import NoReturn
 
 from ...process import page
-from ...process.lifetime import die_with_parent, name_process
+from ...process.lifetime import adopt_orphans, die_with_parent, name_process
 from ...process.page import Page
 
 #: The signal at which a worker writes the stacks of its threads.
@@ -79,6 +79,7 @@ def _exit(code: int) -> NoReturn:
 def _settle(server: int, rank: int, out: int, err: int, foreign: list[int]) -> None:
     os.setpgid(0, 0)
     die_with_parent(server)
+    adopt_orphans()  # so the server gets those of dead nodes only, and may end them (Server._reap)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's

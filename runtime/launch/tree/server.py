@@ -7,7 +7,8 @@
 
 Who dies when: the control socket's end (the master is gone, even by SIGKILL) or SIGTERM makes the server end all
 workers and then itself. When the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG) and their
-life-lines end. No descriptor of a worker's is left open in its siblings.
+life-lines end. What a worker's functions have started, daemons too, ends with the worker (``_reap``). No
+descriptor of a worker's is left open in its siblings.
 
 It uses neither threads nor CUDA nor torch's thread pool: none of them survive a fork.
 """
@@ -29,7 +30,7 @@ from functools import partial
 
 from ...host.memory_limit import MemoryKills
 from ...host.output_options import Output
-from ...process.lifetime import adopt_orphans, describe_exit, die_with_parent, end_children
+from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children
 from ...process.page import Page
 from ...protocol.bundle import Bundle, write_bundle
 from ...protocol.errors import ProtocolError
@@ -63,6 +64,8 @@ from .shipping import adopt
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
+#: Seconds that the end of what a dead worker has left behind may take; then it is left to the server's own end.
+ORPHAN_TIME = 0.5
 #: Seconds in which a worker that runs has written its stacks; and the most characters of them that are passed on.
 LOOK_TIME, MAX_STACK = 0.2, 16 << 10
 
@@ -137,6 +140,7 @@ class Server:
         self._deadline: float | None = None  #: set while stopping: when to use more force
         self._resting = False  #: only the session ends
         self._force: int | None = None  #: the signal that the workers were sent last
+        self._preloaded = children()  #: of before there was any node
         self._upward = False  #: the root shows the output of nodes
         self._unacknowledged = 0  #: bytes of that output that are not acknowledged yet
         self._paused = False  #: too much is waiting to be written, so sources wait
@@ -310,6 +314,9 @@ class Server:
             os.close(fd)
         os.close(node.lifeline)
         del self._nodes[node.rank]
+        # What left its process group, with a session of its own: whoever is no node has lost its node. Those of nodes
+        # that live are below these. Whatever was preloaded may have started something, too.
+        end_children(0, ORPHAN_TIME, {*self._preloaded, *(other.pid for other in self._nodes.values())})
         self._printer.end(node.rank)
         if code:  # before the master hears of it and prints the same again
             self._printer.flush()
