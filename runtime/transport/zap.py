@@ -35,8 +35,8 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _ACCEPTED, _HUNG_UP = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _EVENT = struct.Struct("=Hi")
 
-#: The number of connections that have proved nothing from which on they are a crowd, and for how many seconds at a time
-#: this thread then lets events pile up: to be woken costs it more than to handle them.
+#: So many events of connections within a second are a crowd's; for so many seconds at a time this thread then lets
+#: events pile up, as to be woken costs it more than to handle them.
 _CROWD, _PAUSE = 64, 0.01
 
 #: Why a connection is refused on which no key was shown: noise, or another server's key.
@@ -56,9 +56,14 @@ class _Accepted(NamedTuple):
     def look(cls, descriptor: int) -> _Accepted:
         """Notes which socket it is. Noise ends within microseconds; then this may be another one, of any kind, and the
         event of the end comes next."""
-        with contextlib.suppress(OSError), _copy(descriptor) as connection:
-            if connection.family in _INTERNET:
-                return cls(descriptor, os.fstat(connection.fileno()).st_ino, str(connection.getpeername()[0]))
+        try:
+            with _copy(descriptor) as connection:
+                if connection.family in _INTERNET:
+                    return cls(descriptor, os.fstat(connection.fileno()).st_ino, str(connection.getpeername()[0]))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # there is no descriptor for a look at it: it may be a node
+                with contextlib.suppress(OSError):
+                    return cls(descriptor, os.fstat(descriptor).st_ino, _UNKNOWN)
         return cls(descriptor, 0, _UNKNOWN)
 
     @contextlib.contextmanager
@@ -149,8 +154,8 @@ class ZapHandler:
             self._watched[descriptor] = rank
             address = self._open[descriptor].address
             strange = self._is_strange(address)
-        if strange:
-            self._refusals.note(address, _STRANGE)
+        if strange:  # not by this thread: it holds the link's lock, for which a handler of the log may wait
+            threading.Thread(target=self._refusals.note, args=(address, _STRANGE), daemon=True).start()
         return True
 
     def take_leaving(self) -> list[int]:
@@ -234,6 +239,7 @@ class ZapHandler:
         poller.register(self._zap, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         monitor, zap = sockets.raw_calls(self._monitor), sockets.raw_calls(self._zap)
+        came, since = 0, time.monotonic()
         try:
             while True:
                 poller.poll()
@@ -241,9 +247,12 @@ class ZapHandler:
                 while monitor.getsockopt(_EVENTS) & _POLLIN:
                     self._note(monitor.recv(0))
                     monitor.recv(0)  # the endpoint, which nobody asks about
-                if zap.getsockopt(_EVENTS) & _POLLIN:
+                    came += 1
+                while zap.getsockopt(_EVENTS) & _POLLIN:
                     self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
-                if len(self._open) - len(self._watched) > _CROWD:
+                if (now := time.monotonic()) - since > 1:
+                    came, since = 0, now
+                if came > _CROWD:
                     time.sleep(_PAUSE)
         except zmq.ContextTerminated:
             pass

@@ -1,4 +1,5 @@
-"""A crowd of strangers in a process of its own, so that what they cost the job is not what they cost themselves."""
+"""A crowd of strangers in a process of its own, so that what they cost the job is not what they cost themselves; and
+what they cost whoever listens at all, in another one."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
+import zmq
 from limits import HANG
 
 #: Connections of a crowd, of which so many come in a second.
@@ -46,6 +49,47 @@ def crowd() -> Iterator[Crowd]:
         yield Crowd(process)
         assert process.stdin is not None
         process.stdin.close()
+
+
+class Bare:
+    """A process that only listens, with nothing of ours: a ROUTER with CURVE, and a socket whose connections it greets,
+    hears once and closes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.pid = process.pid
+        assert process.stdout is not None
+        self.router, self.socket = map(int, process.stdout.readline().split())
+
+
+@contextlib.contextmanager
+def bare() -> Iterator[Bare]:
+    command = [sys.executable, __file__, "bare"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Bare(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _listen() -> None:
+    """Listens until its standard input ends."""
+    ctx = zmq.Context()
+    router = ctx.socket(zmq.ROUTER)
+    router.curve_server, (router.curve_publickey, router.curve_secretkey) = True, zmq.curve_keypair()
+    router.handshake_ivl, router.maxmsgsize = 2000, 1 << 20
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
+        print(router.bind_to_random_port("tcp://127.0.0.1"), server.getsockname()[1], flush=True)
+        threading.Thread(target=_greet, args=(server,), daemon=True).start()
+        sys.stdin.read()
+        ctx.destroy(linger=0)
+
+
+def _greet(server: socket.socket) -> None:
+    while True:
+        connection, _ = server.accept()
+        connection.setblocking(False)
+        with connection, contextlib.suppress(OSError):
+            connection.send(bytes(32))
+            connection.recv(100)
 
 
 @contextlib.contextmanager
@@ -91,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _listen() if sys.argv[1:] == ["bare"] else main()

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -22,7 +23,7 @@ from disttensor.runtime.host.tcp_info import bytes_received
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.protocol.keys import curve_pair
-from disttensor.runtime.transport import sockets
+from disttensor.runtime.transport import sockets, zap
 from disttensor.runtime.transport import zmq as transport
 from disttensor.runtime.transport.sockets import MAX_MESSAGE
 from disttensor.runtime.transport.spoke import plain_name
@@ -373,6 +374,23 @@ def test_nodes_are_no_strangers(net, caplog):
     other.close()
     net.hub.close()
     assert not caplog.records
+
+
+def test_nodes_that_come_at_once_do_not_wait_for_each_other(monkeypatch):
+    """A crowd is let pile up, and then all of it is answered: else each would wait for the pauses of those before."""
+    monkeypatch.setattr(zap, "_CROWD", 1)
+    monkeypatch.setattr(zap, "_PAUSE", 0.3)
+    monkeypatch.setattr(zap, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep))  # one crowd, without end
+    count = 12
+    with contextlib.closing(World(nodes=count)) as net:
+        threads = [threading.Thread(target=lambda rank=rank: net.spoke(rank).send(b"hello")) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        with within(2.0):
+            came = net.take(count)
+        for thread in threads:
+            thread.join()
+    assert sorted(came) == [(rank, b"hello") for rank in range(count)]
 
 
 def test_without_a_doorman_nobody_gets_in(net):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zmq
+from limits import HANG
 
+from disttensor.runtime.channel.tcp import listener
+from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, Hello
 from disttensor.runtime.transport import sockets, zap
 
 
@@ -123,3 +128,65 @@ def test_a_node_is_not_told_as_a_stranger_when_another_process_of_its_host_looks
             handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), looks))
             handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), looks))
             assert handler.refused == (1 if stranger == "noise" else 2)
+
+
+def test_a_connection_is_known_where_there_is_no_descriptor_for_a_look_at_it(
+    handler: zap.ZapHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the node on it could never be cut off again."""
+
+    def exhausted(descriptor: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as node,
+        server.accept()[0] as accepted,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(zap, "_copy", exhausted)
+            handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), accepted.fileno()))
+        handler._answer([b"1.0", b"1", sockets.ZAP_DOMAIN, b"127.0.0.1", b"", b"NULL"])
+        handler.watch(accepted.fileno(), 0)
+        assert accepted.fileno() in handler.descriptors()
+        handler.cut(0)
+        assert node.recv(1) == b""
+        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), accepted.fileno()))
+        assert handler.take_leaving() == [0]
+
+
+def test_a_peer_that_has_said_hello_is_heard_before_strangers_push_it_out() -> None:
+    """However many have come while the listener was at something else."""
+    stalled, go, heard = threading.Event(), threading.Event(), threading.Event()
+
+    def admit(sock: socket.socket, hello: Hello, nonce: bytes) -> str:
+        if hello.rank == 0:
+            stalled.set()
+            go.wait(HANG)
+        else:
+            heard.set()
+        sock.close()
+        return ""
+
+    listening = listener.Listener(["127.0.0.1"], HANG, admit, "listener", lambda: None)
+    with contextlib.ExitStack() as stack:
+
+        def come() -> socket.socket:
+            host, _, port = listening.address.rpartition(":")
+            return stack.enter_context(socket.create_connection((host, int(port))))
+
+        def say_hello(sock: socket.socket, rank: int) -> None:
+            sock.sendall(b"DTt2" + rank.to_bytes(4, "little") + bytes(HELLO - 8))
+
+        peer, first = come(), come()
+        for one in (peer, first):
+            assert len(one.recv(NONCE)) == NONCE
+        say_hello(first, 0)
+        assert stalled.wait(HANG)
+        say_hello(peer, 1)
+        for _ in range(listener._PENDING + 6):
+            come()
+        go.set()
+        assert heard.wait(HANG)
+    listening.stop()
+    listening.thread.join()

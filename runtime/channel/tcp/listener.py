@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 _PENDING = 64
 #: Why a connection is refused that has not said hello.
 _NOISE = "not the handshake of a peer of this job, or none in time"
+#: From so many handshakes under way on they are a crowd, and connections pile up for so many seconds at a time: to be
+#: woken costs the thread more than to handle one.
+_CROWD, _PAUSE = _PENDING // 2, 0.01
 #: The interval at which a hello from a rank that isn't known yet is looked at again, seconds.
 _RETRY = 0.02
 #: The interval at which peers are checked, seconds.
@@ -59,7 +62,8 @@ class Listener:
         look: Callable[[], None],
     ) -> None:
         self._limit, self._admit, self._look = limit, admit, look
-        self._pending: list[_Pending] = []  #: oldest first
+        self._pending: dict[_Pending, None] = {}  #: oldest first
+        self._unknown: list[_Pending] = []  #: those of them that have said hello, and whose rank is not known yet
         self._refusals = Refusals(_log)
         self._stopping = threading.Event()
         self._socks: list[socket.socket] = []
@@ -96,11 +100,15 @@ class Listener:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                for key, _ in self._poll.select(self._next_timeout()):
-                    if key.data is None:
-                        self._accept(key.fileobj)  # type: ignore[arg-type]
-                    else:
+                if len(self._pending) > _CROWD:
+                    self._stopping.wait(_PAUSE)
+                ready = self._poll.select(self._next_timeout())
+                for key, _ in ready:  # first, as each one that is accepted may push out one of them
+                    if key.data is not None:
                         self._hear(key.data)
+                for key, _ in ready:
+                    if key.data is None:
+                        self._accept_all(key.fileobj)  # type: ignore[arg-type]
                 self._look_again()
                 if self._round is not None:
                     self._look()
@@ -113,36 +121,47 @@ class Listener:
     def _next_timeout(self) -> float | None:
         if not self._pending:
             return self._round
-        until = max(0.0, self._pending[0].deadline - time.monotonic())
-        return min(until, _RETRY) if any(pending.hello for pending in self._pending) else until
+        until = max(0.0, self._oldest.deadline - time.monotonic())
+        return min(until, _RETRY) if self._unknown else until
+
+    @property
+    def _oldest(self) -> _Pending:
+        return next(iter(self._pending))
 
     def _close(self) -> None:
         for sock in self._socks:
             sock.close()
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept_all(self, listening: socket.socket) -> None:
+        for _ in range(_PENDING // 2):  # then those who were accepted before are heard
+            if not self._accept(listening):
+                break
+
+    def _accept(self, listening: socket.socket) -> bool:
+        """Accepts one connection; returns False if there was none."""
         try:
             sock, where = listening.accept()
         except OSError as error:
             if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
-                return
+                return False
             # Out of descriptors or memory: give back the oldest handshake's, or wait a moment instead of spinning.
             if self._pending:
-                self._drop(self._pending[0], "no descriptors or memory for one more")
+                self._drop(self._oldest, "no descriptors or memory for one more")
             else:
                 self._stopping.wait(0.1)
-            return
+            return False
         pending = _Pending(sock, where[0], time.monotonic() + self._limit)
         try:
             sock.setblocking(False)
             sock.send(pending.nonce)
         except OSError:
             sock.close()
-            return
+            return True
         if len(self._pending) >= _PENDING:
-            self._drop(self._pending[0], f"too many at once that prove nothing ({_PENDING})")
-        self._pending.append(pending)
+            self._drop(self._oldest, f"too many at once that prove nothing ({_PENDING})")
+        self._pending[pending] = None
         self._poll.register(sock, selectors.EVENT_READ, pending)
+        return True
 
     def _hear(self, pending: _Pending) -> None:
         if pending not in self._pending:  # dropped since the poll
@@ -163,25 +182,32 @@ class Listener:
             else:
                 # Until the hello's fate is known nothing more is read, and a hang-up must not keep the poll awake.
                 self._poll.unregister(pending.sock)
+                self._unknown.append(pending)
 
     def _look_again(self) -> None:
-        now = time.monotonic()
-        for pending in list(self._pending):
-            verdict = None if pending.hello is None else self._admit(pending.sock, pending.hello, pending.nonce)
+        for pending in list(self._unknown):
+            assert pending.hello is not None
+            verdict = self._admit(pending.sock, pending.hello, pending.nonce)
             if verdict == "":
-                self._pending.remove(pending)
+                self._forget(pending)
             elif verdict is not None:
                 self._drop(pending, verdict)
-            elif pending.deadline <= now:
-                self._drop(pending, _NOISE if pending.hello is None else f"rank {pending.hello.rank} is not known here")
+        now = time.monotonic()
+        while self._pending and (oldest := self._oldest).deadline <= now:
+            self._drop(oldest, _NOISE if oldest.hello is None else f"rank {oldest.hello.rank} is not known here")
 
     def _drop(self, pending: _Pending, why: str = "") -> None:
         if why:
             self._refusals.note(pending.address, why)
-        self._pending.remove(pending)
-        if pending.sock in self._poll.get_map():
-            self._poll.unregister(pending.sock)
+        self._forget(pending)
         pending.sock.close()
+
+    def _forget(self, pending: _Pending) -> None:
+        del self._pending[pending]
+        if pending.hello is None:
+            self._poll.unregister(pending.sock)
+        elif pending in self._unknown:
+            self._unknown.remove(pending)
 
 
 def _listen(host: str) -> tuple[socket.socket, str]:

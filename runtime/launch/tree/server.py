@@ -314,9 +314,10 @@ class Server:
             os.close(fd)
         os.close(node.lifeline)
         del self._nodes[node.rank]
-        # What left its process group, with a session of its own: whoever is no node has lost its node. Those of nodes
-        # that live are below these. Whatever was preloaded may have started something, too.
-        end_children(0, ORPHAN_TIME, {*self._preloaded, *(other.pid for other in self._nodes.values())})
+        if self._deadline is None:  # else all end, and one look is enough, at the end
+            # What left its process group, with a session of its own: whoever is no node has lost its node. Those of
+            # nodes that live are below these. Whatever was preloaded may have started something, too.
+            end_children(0, ORPHAN_TIME, {*self._preloaded, *(other.pid for other in self._nodes.values())})
         self._printer.end(node.rank)
         if code:  # before the master hears of it and prints the same again
             self._printer.flush()
