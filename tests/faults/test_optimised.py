@@ -36,7 +36,9 @@ SLOW = [
 
 
 @pytest.mark.fault(41)
-@pytest.mark.parametrize("suites", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+@pytest.mark.parametrize(
+    "suites", [QUICK, *(pytest.param([suite], marks=pytest.mark.slow) for suite in SLOW)], ids=["quick", *SLOW]
+)
 def test_hostile_suites(suites: list[str]) -> None:
     """In programs, nodes and tests alike. Asserts of tests stay: pytest makes other statements of them."""
     run = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
@@ -51,7 +53,7 @@ def test_hostile_suites(suites: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > 50
+    assert int(passed[1]) > (50 if suites is QUICK else 0)
 
 
 FALSE = """
