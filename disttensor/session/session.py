@@ -15,6 +15,7 @@ import torch
 from ..runtime.channel.base import Protection
 from ..runtime.channel.opened import Channels
 from ..runtime.host.launcher import Launcher
+from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import in_short, line_of
 from ..runtime.master.link import Link
 from ..runtime.master.node import Node
@@ -167,14 +168,15 @@ class Session:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def flush(self, outbox: Outbox) -> None:
+    def flush(self, outbox: CommandQueue) -> None:
         """Flushes or sweeps a node's queue; an issuing thread calls it when the queue is long enough.
 
         With DISTTENSOR_LAUNCH_BLOCKING it also waits until the node has done everything, and raises its errors.
         """
         self.link.tick(outbox)
         if outbox.blocking:
-            self.synchronize(outbox.rank)
+            for rank in outbox.ranks:
+                self.synchronize(rank)
 
     def synchronize(self, node: int | None = None, timeout: float | None = None) -> None:
         """Waits until a node (None: all nodes) has done everything and its fetches have ended; then raises the earliest

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
+from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
-from ..runtime.master.outbox import Outbox
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.process.signals import uninterrupted
@@ -140,13 +140,13 @@ class Transfers:
         """Returns the number of the channel for a copy between the master and a place."""
         return self.router.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes)
 
-    def _begin(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
+    def _begin(self, here: Callable[[], T], outbox: CommandQueue, there: c.Command, site: Site | None) -> T:
         """Begins a transfer at both ends, in one order: one end alone would wait for the other."""
         self.link.interrupts.look()
         return self._begin_both(here, outbox, there, site)
 
     @uninterrupted
-    def _begin_both(self, here: Callable[[], T], outbox: Outbox, there: c.Command, site: Site | None) -> T:
+    def _begin_both(self, here: Callable[[], T], outbox: CommandQueue, there: c.Command, site: Site | None) -> T:
         with self._beginning:
             transfer = here()
             outbox.add(there, site)

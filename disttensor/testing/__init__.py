@@ -85,12 +85,14 @@ def queued(node: int | None = None) -> Queued:
     Raises ValueError for a node that does not exist, DisttensorError without a session.
     """
     session = current.session()
-    boxes = [n.outbox for n in session.nodes] if node is None else [session.places.at(node).outbox]
+    ranks = range(len(session.nodes)) if node is None else [session.places.at(node).node]
+    boxes = [session.nodes[rank].outbox for rank in ranks]
+    queues = [queue for queue in session.link.queues if not set(ranks).isdisjoint(queue.ranks)]
     with session.link._lock:
         return Queued(
-            commands=sum(len(box.queue) // 2 for box in boxes),
+            commands=sum(len(queue.queue) // 2 for queue in queues),
             in_flight=sum(box.sent - box.done for box in boxes if box.lost is None),
-            dead=sum(len(box.dead) for box in boxes),
+            dead=sum(len(queue.dead) for queue in queues),
             held=sum(len(box._holds) for box in boxes),
             full=any(box.full for box in boxes),
             questions=sum(node in (None, r.node) for r in list(session.link._requests.values())),
@@ -129,8 +131,8 @@ def plans() -> dict[str, int]:
 #: The module and attribute of each limit.
 _LIMITS = {
     "window": ("runtime.master.outbox", "MAX_COMMANDS"),
-    "message": ("runtime.master.outbox", "MAX_BATCH"),
-    "sweep": ("runtime.master.outbox", "SWEEP"),
+    "message": ("runtime.master.command_queue", "MAX_BATCH"),
+    "sweep": ("runtime.master.command_queue", "SWEEP"),
     "idle": ("runtime.master.link", "IDLE"),
     "tick": ("runtime.master.link", "TICK"),
     "slow": ("runtime.master.link", "SLOW"),
@@ -139,7 +141,7 @@ _LIMITS = {
     "part": ("graphs.recorder", "_PART"),
     "error": ("runtime.node.failures", "MAX_TEXT"),
     "lately": ("runtime.node.streams.scheduler", "LATELY"),
-    "templates": ("runtime.master.node", "GENERATION"),
+    "templates": ("runtime.master.home", "GENERATION"),
     "pickle": ("tasks.functions", "MAX_PICKLE"),
 }
 
@@ -202,7 +204,7 @@ _POINTS: dict[str, Callable[[Any], tuple[list[object], str]]] = {
     "wait": lambda session: ([session.link], "wait"),
     "ask": lambda session: ([session], "ask"),
     "pack": lambda session: (_outboxes(session), "pack"),
-    "bury": lambda session: (_outboxes(session), "_queue_frees"),
+    "bury": lambda session: (_outboxes(session), "_take_dead"),
     "send": lambda session: ([session.link.hub], "send"),
     "receive": lambda session: ([session.link.hub], "drain"),
     "acknowledge": lambda session: (_outboxes(session), "acknowledge"),

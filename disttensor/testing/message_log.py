@@ -171,8 +171,13 @@ class MessageLog(NodeLog):
         return kind
 
     def _waiting(self) -> dict[int, list[c.Command]]:
-        boxes = [node.outbox for node in self._session.nodes]
-        return {box.rank: cast("list[c.Command]", box.queue[: len(box.queue) // 2 * 2 : 2]) for box in boxes}
+        waiting: dict[int, list[c.Command]] = {}
+        for node in self._session.nodes:
+            waiting[node.rank] = [x for message in node.outbox.ready for x in codec.decode_batch(message).commands]
+        for queue in self._session.link.queues:
+            for rank in queue.ranks:
+                waiting[rank] += cast("list[c.Command]", queue.queue[: len(queue.queue) // 2 * 2 : 2])
+        return waiting
 
     def _note_sent(self, send: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:
         def noted(node: int, message: bytes) -> None:

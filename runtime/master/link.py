@@ -31,11 +31,13 @@ from ..protocol.arguments import Message
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
 from ..protocol.failure_ids import position
 from ..transport.base import Hub
+from .command_queue import CommandQueue
 from .failures import Failure, Failures, Site, line_of
+from .fan_out import FanOut
 from .node import Node
 from .outbox import Outbox
 from .patience import Patience
-from .requests import Request, Waker
+from .requests import MeshRequest, Request, Waker
 from .side_channels import SideChannels
 
 #: Commands that nobody flushed leave after about this long (seconds).
@@ -74,6 +76,9 @@ class Link:
         self.side = SideChannels()
         self.launcher = launcher
         self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
+        self.fan_outs: dict[tuple[int, ...], FanOut] = {}  #: the queues of several nodes, by their ranks
+        #: all queues; replaced, never changed, as other threads go through it
+        self.queues: list[CommandQueue] = [node.outbox for node in self.nodes]
         self.failures = Failures()
         self.losses: list[NodeLost] = []  #: the first one most likely explains the others
         self.reported_losses: set[int] = set()  #: lost nodes whose loss was raised to a caller
@@ -110,18 +115,52 @@ class Link:
         """Returns the nodes that have said hello and are not lost. Nothing may be sent to a node before its hello."""
         return [node for node in self.nodes if node.said_hello is not None and node.lost is None]
 
+    def fan_out(self, ranks: tuple[int, ...]) -> FanOut:
+        """Returns the one queue of these nodes, each of whose commands goes to all of them."""
+        with self._lock:
+            made = self.fan_outs.get(ranks)
+            if made is None:
+                made = FanOut([self.nodes[rank].outbox for rank in ranks])
+                overlaps = [queue for queue in self.queues if not set(ranks).isdisjoint(queue.ranks)]
+                made.open = self.open
+                for queue in overlaps:
+                    queue.open = self.open
+                    queue.overlaps = (*queue.overlaps, made)
+                made.overlaps = tuple(overlaps)
+                made.set_shut(True)  # the first command opens it
+                if made.lost is not None or self.closed:
+                    made.set_flush_threshold(0)
+                self.fan_outs[ranks] = made
+                self.queues = [made, *self.queues]  # first, as they leave something to be sent at their members
+            return made
+
+    @uninterrupted
+    def open(self, queue: CommandQueue) -> None:
+        """Has a queue gather commands: packs all that overlaps it, in whose place its commands come from now on."""
+        with self._lock:
+            if queue.shut:
+                before = [other for other in queue.overlaps if not other.shut]
+                for other in before:
+                    other.set_shut(True)  # before it is packed
+                for other in before:
+                    other.pack_commands()
+                queue.set_shut(False)
+
     def extend(self, key: str, side_key: str = "") -> Node:
         """Lets in one more node, by its public keys of both connections; its rank is the next."""
         with self._lock:
             self.hub.admit(len(self.nodes), key)
             self.side.admit(len(self.nodes), side_key)
             self.nodes.append(Node(len(self.nodes), self.nodes[0].outbox.blocking))
+            self.queues = [*self.queues, self.nodes[-1].outbox]
             return self.nodes[-1]
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
-    def tick(self, outbox: Outbox) -> None:
-        """Flushes an outbox that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
+    def tick(self, outbox: CommandQueue) -> None:
+        """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
+        if outbox.shut:
+            self.open(outbox)
         if len(outbox.queue) >= outbox.batch:
             self.flush(outbox)
         else:
@@ -130,7 +169,7 @@ class Link:
             if self.interrupts.pending:
                 self.interrupts.check()
 
-    def flush(self, outbox: Outbox, wait: bool = True) -> None:
+    def flush(self, outbox: CommandQueue, wait: bool = True) -> None:
         """Sends what is queued for a node; then, if it shall ``wait``, blocks (interruptibly) while its window is full.
 
         Raises NodeLost, ForkError in a forked child, DisttensorError after shutdown.
@@ -151,7 +190,7 @@ class Link:
         if wait and self.patient and outbox.full:
             self._wait_window(outbox)
 
-    def exchange(self, outbox: Outbox, request: Request, timeout: float | None) -> c.Reply | None:
+    def exchange(self, outbox: CommandQueue, request: Request, timeout: float | None) -> c.Reply | None:
         """Sends what is queued anywhere, ``outbox`` last, and waits for the reply.
 
         The wait follows the send as closely as it can: on a busy machine ZeroMQ's thread runs only then. So nothing is
@@ -175,14 +214,18 @@ class Link:
         return self.wait(request, timeout)
 
     #: Invariant 4: before the master blocks on one node it flushes all.
-    def flush_all(self, but: Outbox | None = None) -> None:
+    def flush_all(self, but: CommandQueue | None = None) -> None:
         """Flushes every node that is not lost: before the master blocks on one, or nodes could wait for each other.
 
         Errors with a node are raised to the next caller that uses that node.
         """
-        for node in self.nodes:
-            outbox = node.outbox
-            if (outbox.queue or outbox.dead) and outbox is not but and outbox.lost is None and not self._forked:
+        for outbox in self.queues:
+            if (
+                (outbox.queue or outbox.dead or outbox.ready)
+                and outbox is not but
+                and outbox.there
+                and not self._forked
+            ):
                 self.interrupts.look()
                 self._push(outbox)
         if self._parked:
@@ -226,6 +269,8 @@ class Link:
         with self._lock:
             for outbox in outboxes:
                 self.check(outbox)
+                if outbox.shut:
+                    self.open(outbox)
             for outbox, (_, command, site) in zip(outboxes, commands, strict=True):
                 outbox.add(command, site)
                 hurry = hurry or len(outbox.queue) >= outbox.batch
@@ -238,13 +283,13 @@ class Link:
                     outbox.flush_with.update(outboxes)
 
     @uninterrupted
-    def _push(self, outbox: Outbox, drain: bool = True) -> None:
+    def _push(self, outbox: CommandQueue, drain: bool = True) -> None:
         with self._lock:
             self._send(outbox)
             if drain:
                 self._drain()
 
-    def check(self, outbox: Outbox) -> None:
+    def check(self, outbox: CommandQueue) -> None:
         """Raises the error that makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""
         if self._forked:
             raise ForkError("this process was forked from the master; only the master can use its nodes")
@@ -253,10 +298,23 @@ class Link:
             raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
         if outbox.lost is not None:
             outbox.discard()
-            self.reported_losses.add(outbox.rank)
-            raise outbox.lost.again()
+            self.reported_losses.add(outbox.lost.rank)
+            error = outbox.lost.again()
+            if note := outbox.where(outbox.lost.rank):
+                error.add_note(note)
+            raise error
 
-    def _send(self, outbox: Outbox) -> None:
+    def _send(self, queue: CommandQueue) -> None:
+        """Packs a queue, and sends what has been packed for its nodes. The caller holds the lock."""
+        if type(queue) is Outbox:
+            self._send_to(queue)
+            return
+        if not self.closed:
+            queue.pack()
+        for rank in queue.ranks:
+            self._send_to(self.nodes[rank].outbox)
+
+    def _send_to(self, outbox: Outbox) -> None:
         if outbox.lost is not None or self.closed or outbox.rank in self._unexplained:  # perhaps since ``check``
             return
         outbox.pack()
@@ -272,7 +330,13 @@ class Link:
         except BrokenError as e:
             self._disconnected(outbox.rank, str(e))
 
-    def _wait_window(self, outbox: Outbox) -> None:
+    def _wait_window(self, queue: CommandQueue) -> None:
+        for rank in queue.ranks:
+            outbox = self.nodes[rank].outbox
+            if outbox.full and outbox.lost is None:
+                self._wait_window_of(outbox)
+
+    def _wait_window_of(self, outbox: Outbox) -> None:
         request = Request(0, outbox.rank)
         try:
             self.wait(request, SLOW, until=lambda: not outbox.full)
@@ -353,7 +417,7 @@ class Link:
                     raise ProtocolError(f"{type(reply).__name__} {reply.request}, which nobody has asked for")
                 node.unawaited.discard(reply.request)
                 return
-            if request.node != rank:
+            if request.node != rank and not request.asks(rank):
                 raise ProtocolError(f"node {rank} answers a request to node {request.node}")
             if isinstance(reply, c.Poisoned):
                 self._check_cause(reply)
@@ -361,9 +425,10 @@ class Link:
                 raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
             elif isinstance(reply, c.Unusable) and len(reply.reasons) != request.due:
                 raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
-            self._requests.pop(reply.request, None)
             node.answered = reply.request
-            request.resolve(reply)
+            if request.queue is None or request.take(rank, reply):
+                self._requests.pop(reply.request, None)
+                request.resolve(reply)
 
     def _check_cause(self, reply: c.Poisoned) -> None:
         """Refuses a cause that cannot be: the failure of a command that no node was sent. Raises ProtocolError."""
@@ -464,10 +529,17 @@ class Link:
             self._unexplained.pop(rank, None)
             doing, last = node.last_words(running)
             lost = NodeLost(rank, *where, cause + doing, tail, last)
+            for fan_out in self.fan_outs.values():
+                if rank in fan_out.ranks:
+                    fan_out.pack()  # the other members have what was issued before
+                    fan_out.lose(lost)
             node.outbox.lose(lost)
             self.losses.append(lost)
             for request in list(self._requests.values()):  # one step: other threads take theirs out without the lock
-                if request.node == rank and self._requests.pop(request.id, None) is not None:
+                if request.asks(rank) and self._requests.pop(request.id, None) is not None:
+                    for other in request.ranks:
+                        if other != rank:
+                            self.nodes[other].unawaited.add(request.id)  # its answer may still come
                     request.resolve()
             if self.launcher is not None:
                 # the process may be stopped or cut off, and nodes that wait for its tensors learn from its end
@@ -521,15 +593,29 @@ class Link:
         self._requests[request.id] = request
         return request
 
+    def request_all(self, queue: CommandQueue, kind: type[Message] = c.Done, due: int = 0) -> MeshRequest:
+        """Returns a new request to all nodes of a queue, which one command asks. Its ``replies`` are by rank.
+
+        Raises as ``check``.
+        """
+        self.check(queue)
+        request = MeshRequest(next(self._ids), queue, kind, due)
+        self._requests[request.id] = request
+        return request
+
     def drop(self, request: Request) -> None:
         """Forgets a request for which nobody waits any more; the reply that may still come is passed over.
 
         Twice is fine.
         """
-        unawaited = self.nodes[request.node].unawaited
-        if not request.done and request.id > 0 and request.id not in unawaited:
+        if request.done or request.id <= 0:
+            return
+        late = [self.nodes[rank].unawaited for rank in request.ranks]
+        late = [unawaited for unawaited in late if request.id not in unawaited]
+        for unawaited in late:
             unawaited.add(request.id)  # first: the reply may come in another thread at any moment
-            if self._requests.pop(request.id, None) is None:
+        if late and self._requests.pop(request.id, None) is None:
+            for unawaited in late:
                 unawaited.discard(request.id)
 
     def wait(
@@ -539,7 +625,7 @@ class Link:
 
         Interruptible. Raises NodeLost when the node is lost, TimeoutError after ``timeout`` seconds.
         """
-        outbox = self.nodes[request.node].outbox
+        outbox = self.nodes[request.node].outbox if request.queue is None else request.queue
         poller, waker = self._poller()
         request.waker = waker
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -700,27 +786,27 @@ class Link:
         if quiet > 10:
             self._wake.clear()
             self._parked = True
-            for node in self.nodes:
-                if node.outbox.batch:
-                    node.outbox.set_flush_threshold(2)  # the next append flushes at once, and wakes this thread
+            for queue in self.queues:
+                if queue.batch:
+                    queue.set_flush_threshold(2)  # the next append flushes at once, and wakes this thread
             self._wake.wait(TICK)
             self._parked = False
             quiet = 0
-        outboxes = [node.outbox for node in self.nodes]  # a copy: nodes may join in a moment
-        before = [(o.sent, len(o.queue)) for o in outboxes]
+        queues = self.queues
+        before = [(q.moved, len(q.queue)) for q in queues]
         time.sleep(IDLE)
         if self.closed:
             return 0
         quiet += 1
         self.interrupts.remind()
-        for outbox, (sent, queued) in zip(outboxes, before, strict=True):
-            if outbox.sent != sent:
+        for queue, (moved, queued) in zip(queues, before, strict=True):
+            if queue.moved != moved:
                 quiet = 0
-            elif (queued or outbox.dead) and outbox.lost is None:
+            elif (queued or queue.dead or queue.ready) and queue.there:
                 quiet = 0
                 with self._lock:
-                    if not self.closed and not outbox.full:
-                        self._send(outbox)
+                    if not self.closed and not queue.full:
+                        self._send(queue)
         if self.launcher is not None and not self._ask_launcher():
             self._give_up_late(_HEARD)
         if self.launcher is not None or quiet == 1:
@@ -743,6 +829,8 @@ class Link:
         self.side.forked()
         for node in self.nodes:
             node.forked()
+        for fan_out in self.fan_outs.values():
+            fan_out.forked()
 
     def close(self) -> None:
         """Closes the hub. Requests under way end with an error. Calling it twice is fine."""
@@ -755,8 +843,8 @@ class Link:
             self.side.close()
             for request in list(self._requests.values()):
                 request.resolve()
-            for node in self.nodes:
-                node.outbox.set_flush_threshold(0)
+            for queue in self.queues:
+                queue.set_flush_threshold(0)
         self._wake.set()
         if self._asker != threading.get_ident():  # else a finalizer, or a handler, closes in the middle of it
             with self._asking:  # the thread that asks the launcher has ended that: it may be stopped now

@@ -1,9 +1,8 @@
-"""The master's record of one node: its hello, the commands queued for it, and the templates that it knows."""
+"""The master's record of one node: its hello, the commands queued for it, and what it was sent last."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from itertools import count
 
@@ -11,23 +10,23 @@ from ..host.launcher import Sight
 from ..protocol import commands as c
 from ..protocol.arguments import Addresses
 from ..protocol.errors import DisttensorError, NodeLost
-from .failures import Site
 from .history import KEPT, SHOWN, Sent, asks, doing
+from .home import Home
 from .outbox import Outbox
 
 #: The fewest commands whose mean time says something of a node.
 PACED = 100
-#: Templates between two clean-ups of a node's table.
-GENERATION = 32_768
 
 
-class Node:
+class Node(Home):
     """The master's record of one worker process. ``Link.nodes`` has the nodes by rank."""
+
+    outbox: Outbox
 
     def __init__(self, rank: int, blocking: bool = False) -> None:
         """``blocking``: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)."""
+        super().__init__(Outbox(rank, blocking), count())
         self.rank = rank
-        self.outbox = Outbox(rank, blocking)
         self.said_hello: c.Hello | None = None
         self.unawaited: set[int] = set()  #: ids of requests that it may still answer, and nobody waits for
         self.repeated = 0  #: failures that it has told before
@@ -35,16 +34,8 @@ class Node:
         self.explained = 0.0  #: when somebody who waits was told what it is at
         #: its addresses in each of its data channels, by the channel's number
         self.addresses: dict[int, Addresses] = {}
-        #: held while something is made on the node that must be made once: a template, a lazy tensor
-        self.lock = threading.RLock()
-        self.templates: dict[object, int] = {}  #: numbers of templates, by operator and static arguments
-        self.defined: dict[int, c.Define] = {}  #: templates that the node knows, by number
-        self.generation = 0  #: the generation of templates; ``start_generation`` raises it
         self.busy = 0.0  #: seconds for which it has worked until its last report, as it says
         self.answered = 0  #: the number of the last request that it has answered
-        self.permitted: set[str] = set()  #: operators that the node is known to have and to run
-        self._next = count()
-        self._generations = [0, 0]
 
     def __repr__(self) -> str:
         if self.said_hello is None:
@@ -74,41 +65,6 @@ class Node:
     def devices(self) -> tuple[str, ...]:
         """The names of its devices, "cpu" first; only "cpu" for a node that was lost before its hello."""
         return self.said_hello.devices if self.said_hello is not None else ("cpu",)
-
-    def define(
-        self, op: str, args: tuple[c.Spec, ...], kwargs: tuple[tuple[str, c.Spec], ...], outs: int, site: Site | None
-    ) -> int:
-        """Returns the number of a template, which is defined on the node at its first use.
-
-        The table is bounded: ``start_generation`` drops the templates of the generation before the last. Plans that
-        name them were dropped one generation before, so no thread can still be about to use one.
-        """
-        key = (op, exact(args), exact(kwargs), outs)
-        with self.lock:
-            number = self.templates.get(key)
-            if number is None:
-                number = next(self._next)
-                self.defined[number] = define = c.Define(number, op, args, kwargs, outs)
-                self.outbox.add(define, site)
-                self.templates[key] = number
-            return number
-
-    @property
-    def generation_full(self) -> bool:
-        """Returns whether ``start_generation`` is due."""
-        return len(self.templates) >= GENERATION
-
-    def start_generation(self) -> None:
-        """Starts a generation of templates and drops those of the one before the last.
-
-        The caller has dropped all plans.
-        """
-        with self.lock:
-            self.templates.clear()
-            self.generation += 1
-            self._generations = [self._generations[1], next(self._next)]
-            self.defined = {n: d for n, d in self.defined.items() if n >= self._generations[0]}
-            self.outbox.add(c.Forget(self._generations[0]))
 
     @property
     def pace(self) -> float:
@@ -150,22 +106,3 @@ class Node:
                 Sent(n, rank, command, site, n < done or asks(command) == answered, defined)
                 for n, (command, site) in enumerate(commands, first)
             ]
-
-    def forked(self) -> None:
-        """Makes a forked child's copy unusable: nothing leaves, and nothing waits for a lock that a thread of the
-        parent held."""
-        self.lock = threading.RLock()
-        self.outbox.forked()
-
-
-def exact(value: object) -> object:
-    """Returns a dictionary key that tells 1, 1.0 and True, 0.0 and -0.0 apart, and has NaN equal to itself."""
-    if isinstance(value, tuple):
-        return tuple(map(exact, value))
-    if isinstance(value, c.Items):
-        return ("items", *map(exact, value.items))
-    if isinstance(value, float):
-        return (float, value.hex())
-    if isinstance(value, (complex, c.Complex)):
-        return (type(value), value.real.hex(), value.imag.hex())
-    return (type(value), value)

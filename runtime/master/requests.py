@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import TYPE_CHECKING
 
 from ..protocol import commands as c
 from ..protocol.arguments import Message
+
+if TYPE_CHECKING:
+    from .command_queue import CommandQueue
 
 
 class Waker:
@@ -30,16 +34,30 @@ class Waker:
 class Request:
     """An answer that a thread waits for. ``reply`` is set before ``done``."""
 
-    __slots__ = ("done", "due", "id", "kind", "node", "reply", "waker")
+    __slots__ = ("done", "due", "id", "kind", "node", "queue", "reply", "waker")
 
     def __init__(self, id: int, node: int, kind: type[Message] = c.Done, due: int = 0) -> None:
         self.id = id
-        self.node = node
+        self.node = node  #: the node that answers; of several, one of those that have not yet
         self.kind = kind  #: the reply's type, if nothing has failed
         self.due = due  #: of reasons (Unusable): how many there have to be
         self.reply: c.Reply | None = None
         self.done = False
         self.waker: Waker | None = None  #: wakes the thread that waits
+        self.queue: CommandQueue | None = None  #: for several nodes: their queue
+
+    def asks(self, rank: int) -> bool:
+        """Returns whether a node's answer is due."""
+        return self.node == rank
+
+    @property
+    def ranks(self) -> list[int]:
+        """The nodes whose answers are due."""
+        return [self.node]
+
+    def take(self, rank: int, reply: c.Reply) -> bool:
+        """Takes a node's reply; returns whether it was the last one that was due."""
+        return True
 
     def resolve(self, reply: c.Reply | None = None) -> None:
         """Ends the wait. Called by any thread."""
@@ -48,3 +66,28 @@ class Request:
         waker = self.waker  # read once: the thread may stop waiting, and even end, while this one is here
         if waker is not None:
             waker.wake()
+
+
+class MeshRequest(Request):
+    """An answer of each of several nodes, which are asked by one command."""
+
+    __slots__ = ("replies", "waiting")
+
+    def __init__(self, id: int, queue: CommandQueue, kind: type[Message], due: int) -> None:
+        super().__init__(id, queue.ranks[0], kind, due)
+        self.queue = queue
+        self.waiting = set(queue.ranks)  #: those that have not answered
+        self.replies: dict[int, c.Reply] = {}
+
+    def asks(self, rank: int) -> bool:
+        return rank in self.waiting
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self.waiting)
+
+    def take(self, rank: int, reply: c.Reply) -> bool:
+        self.replies[rank] = reply
+        self.waiting.discard(rank)
+        self.node = next(iter(self.waiting), rank)
+        return not self.waiting

@@ -55,20 +55,23 @@ def waits(what: str) -> None:
 class Tap:
     """Takes the place of an outbox's queue for issuing threads, and routes each appended command."""
 
-    __slots__ = ("_queue", "_rank")
+    __slots__ = ("_queue", "_ranks")
 
-    def __init__(self, rank: int, queue: list[Any]) -> None:
-        self._rank = rank
+    def __init__(self, ranks: tuple[int, ...], queue: list[Any]) -> None:
+        self._ranks = ranks
         self._queue = queue
 
     def __iadd__(self, items: tuple[Any, ...]) -> Tap:
         here = route.get()
-        stream = here.streams.get(self._rank, 0)
+        # what goes to several nodes is for their default streams
+        stream = here.streams.get(self._ranks[0], 0) if len(self._ranks) == 1 else 0
         for command, site in zip(items[::2], items[1::2], strict=True):
             if type(command) not in _ROUTED:
                 self._queue += (command, site)
             elif here.recorder is not None:
-                here.recorder.record(self._rank, stream, command, site)
+                if len(self._ranks) > 1:
+                    raise GraphError("a graph records operations on single nodes only, and this one is on a mesh")
+                here.recorder.record(self._ranks[0], stream, command, site)
             else:
                 self._queue += (c.On(stream, command) if stream else command, site)
         return self

@@ -94,10 +94,11 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
     tensors = [tensor(ref, length) for ref, length in zip(refs, command.lengths, strict=True)]
     given = len(command.inputs)
     poison = earliest(value for ref in command.inputs if isinstance(value := values[ref], Poison))
+    ranks = next((group for group in command.groups if node.rank in group), command.ranks)
     wire = Exchange(
         node.channels.collective[command.channel],
-        command.ranks,
-        command.ranks.index(node.rank),
+        ranks,
+        ranks.index(node.rank),
         COLLECTIVES + command.transfer * IDS,
         blame=(node.rank, number),
         poison=None if poison is None else (poison.rank, poison.seq),

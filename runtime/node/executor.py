@@ -52,6 +52,7 @@ class Executor(NodeState):
         self.stopped = False
         self.events = Events(self)
         self.graphs = Graphs(self, self.one, self.failed)
+        self._forgotten: set[int] = set()  #: templates to drop as soon as no graph needs them
         self._lanes: Scheduler | None = None
         self._beside = False  #: whether there are streams
         #: whether a Recv was applied since ``Ahead.look``
@@ -153,9 +154,10 @@ class Executor(NodeState):
                     template = Broken(command, PoisonRead(self.tell(command.op, e)))
                 self.templates[command.template] = template
             case c.Forget():
-                needed = self.graphs.templates()
-                for number in [n for n in self.templates if n < command.below and n not in needed]:
-                    del self.templates[number]
+                self._forgotten.update(command.templates)
+                for number in self._forgotten - self.graphs.templates():
+                    self._forgotten.discard(number)
+                    self.templates.pop(number, None)
             case c.Ask():
                 self._ask(command)
             case c.Send():
@@ -174,7 +176,7 @@ class Executor(NodeState):
                         store.entries[ref] = tensor
             case c.Default():
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
-            case c.Seed() | c.Random() | c.Keep() | c.Storage():
+            case c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
                 made = self.effect(command, self.tensor)
                 store.entries.update(zip(TRAITS[type(command)].makes(command, None), made, strict=True))
             case c.Sync():

@@ -1,6 +1,8 @@
-"""The geometry of tensors on a node, compared with what the master takes it to be."""
+"""The geometry of tensors on a node, compared with what the master takes it to be; and the hash of their bytes."""
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 
@@ -24,6 +26,16 @@ def expected(
 ) -> c.Expected:
     """Returns the geometry that these parts make up."""
     return c.Expected(shape, stride, offset, codec.dtype_id(dtype), bits[0] + 2 * bits[1])
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Returns the hash of a tensor's bytes, as it lies when it is contiguous. Raises TypeError as ``of``."""
+    of(tensor)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    hasher = hashlib.blake2b(digest_size=codec.DIGEST)
+    if plain.numel():
+        hasher.update(plain.flatten().view(torch.uint8).numpy().data)
+    return hasher.digest()
 
 
 def wrong(op: str, found: c.Expected, expected: c.Expected) -> GeometryError:

@@ -16,6 +16,7 @@ import torch
 from ..channel.base import Arrival
 from ..channel.opened import Channels
 from ..collective.shared_pages import SharedPagesOfGroups
+from ..process import role
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
@@ -68,6 +69,8 @@ class NodeState:
         self.allow = allow
         self._simulate_cuda = simulate_cuda
         self.cuda = not simulate_cuda and torch.cuda.is_available()
+        self._drawing: dict[str, int] = {}  #: the place whose generator is in use, by device; 0 is the node itself
+        self._resting: dict[tuple[int, str], torch.Tensor] = {}  #: states of the others, by place and device
         self._devices: set[int] = set()  #: indices of CUDA devices that the master has named
         self.results: dict[int, list[torch.Tensor]] = {}  #: tensors that functions returned, by request
         #: the number of the command that is next, or being applied
@@ -173,6 +176,10 @@ class NodeState:
                 torch.default_generator.manual_seed(command.seed)
                 if torch.cuda.is_available():
                     torch.cuda.manual_seed_all(command.seed)
+                if command.all:
+                    self._resting.clear()
+            case c.Swap():
+                self._swap(command)
             case c.Random(state=b""):
                 state = _generator(self.device(command.device))
                 self.emit(c.RngState(command.request, state.numpy().tobytes()))
@@ -193,9 +200,29 @@ class NodeState:
                         int(found.storage_offset()), found.stride(),
                     )
                 )  # fmt: skip
+            case c.Digest():
+                self.emit(c.Digested(command.request, geometry.digest(tensor(command.ref))))
             case _:
                 raise ProtocolError(f"{type(command).__name__} needs more than its operands")
         return []
+
+    def _swap(self, command: c.Swap) -> None:
+        if not role.is_node():
+            return  # nodes that are threads have one generator together, which is their process's
+        name, device = command.device, self.device(command.device)
+        before = self._drawing.get(name, 0)
+        if before == command.place:
+            return
+        self._resting[before, name] = _generator(device)
+        self._drawing[name] = command.place
+        state = self._resting.pop((command.place, name), None)
+        if state is not None:
+            _set_generator(device, state)
+        elif device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(command.seed)
+        else:
+            torch.default_generator.manual_seed(command.seed)
 
     # ---- entries and poison ----------------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ MAX_MESSAGE = 1 << 20
 
 #: The most CUDA devices of a node, and characters of a host's name (as in DNS) and of a data channel's address.
 MAX_DEVICES, MAX_HOST, MAX_ADDRESS = 64, 255, 4096
+#: The bytes of a tensor's hash.
+DIGEST = 16
 #: The most characters of a reason why something can't be used.
 MAX_REASON = 4096
 
@@ -48,6 +50,12 @@ encode: Callable[[c.Batch | c.Report], bytes] = _encoder.encode
 def size(command: c.Command) -> int:
     """Returns the number of bytes that a command takes on the wire."""
     return len(_encoder.encode(command))
+
+
+def renumbered(message: bytes, first: int, shift: int) -> bytes:
+    """Returns an encoded batch, whose first command is number ``first``, with all numbers raised by ``shift``."""
+    head = len(_encoder.encode(c.Batch(first, ()))) - 1  # up to the commands: no commands are one byte
+    return _encoder.encode(c.Batch(first + shift, ()))[:-1] + message[head:]
 
 
 def decode_batch(message: bytes) -> c.Batch:
@@ -213,6 +221,11 @@ def _check_geometry(g: c.Geometry) -> None:
         raise ProtocolError(f"{g.device[:100]!r} is no device")
 
 
+def _check_digest(digested: c.Digested) -> None:
+    if len(digested.digest) != DIGEST:
+        raise ProtocolError(f"a hash has {DIGEST} bytes, not {len(digested.digest)}")
+
+
 def _check_state(state: c.RngState) -> None:
     if not state.state:
         raise ProtocolError("a generator's state is not empty")
@@ -230,6 +243,7 @@ _CHECKS: dict[type[c.Reply], Callable[[Any], None]] = {
     c.GraphEngines: lambda reply: _check_reasons(text for program in reply.programs for text in program),
     c.Counts: lambda reply: _check_reasons(text for name, use, *_ in reply.rows for text in (name, use)),
     c.RngState: _check_state,
+    c.Digested: _check_digest,
 }
 
 

@@ -49,9 +49,9 @@ class Define(Message, frozen=True, tag=11):
 
 
 class Forget(Message, frozen=True, tag=12):
-    """Drops the templates numbered below ``below``: the master has started new ones, and no plan names the old ones."""
+    """Drops templates: the master has started new ones, and no plan names the old ones."""
 
-    below: int
+    templates: tuple[int, ...]
 
 
 class Free(Message, frozen=True, tag=13):
@@ -126,8 +126,19 @@ class Adopt(Message, frozen=True, tag=19):
 
 
 class Seed(Message, frozen=True, tag=20):
-    """Seeds the node's default generators as torch.manual_seed does."""
+    """Seeds the node's default generators as torch.manual_seed does: those that are in use, and with ``all`` those of
+    all places."""
 
+    seed: int
+    all: bool = False
+
+
+class Swap(Message, frozen=True, tag=67):
+    """Puts the generator of a place in use as the device's default one: of the node itself (0), or of a mesh. Its state
+    is the one that it had when it was in use last, else that of ``seed``."""
+
+    place: int
+    device: str
     seed: int
 
 
@@ -163,6 +174,13 @@ class Memory(Message, frozen=True, tag=23):
 
 class Storage(Message, frozen=True, tag=28):
     """Asks for the storage that a tensor is in; the node answers StorageInfo."""
+
+    request: int
+    ref: int
+
+
+class Digest(Message, frozen=True, tag=65):
+    """Asks for the hash of a tensor's bytes, as it lies when it is contiguous; the node answers Digested."""
 
     request: int
     ref: int
@@ -282,6 +300,8 @@ class Collective(Message, frozen=True, tag=60):
     number of each rank's host, if hosts matter. ``done``: a transfer to the master that tells of the end, 0 for none;
     with one, later commands need not wait. ``channel``: the number of the data channel. ``shares``, where not every
     rank has one tensor: the number of each rank's tensors; in an all_gather into one tensor, of its elements.
+    ``groups``: several lists of ranks, in place of ``ranks``, of which each does the collective by itself: a node takes
+    part in the one that it is in.
     """
 
     kind: str
@@ -301,6 +321,7 @@ class Collective(Message, frozen=True, tag=60):
     done: int
     channel: int = 0
     shares: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 class Part(Message, frozen=True, tag=50):
@@ -344,8 +365,8 @@ class On(Message, frozen=True, tag=30):
 
     stream: int
     command: (
-        Call | First | Ask | Send | Recv | Run | Seed | Random | Keep | Storage | Record | Wait | Await | Replay
-        | Collective
+        Call | First | Ask | Send | Recv | Run | Seed | Swap | Random | Keep | Storage | Digest | Record | Wait | Await
+        | Replay | Collective
     )  # fmt: skip
 
 
@@ -379,11 +400,13 @@ Command: TypeAlias = (
     | Run
     | Adopt
     | Seed
+    | Swap
     | Random
     | Keep
     | Sync
     | Memory
     | Storage
+    | Digest
     | Count
     | Open
     | Usable
@@ -475,6 +498,13 @@ class StorageInfo(Message, frozen=True, tag=49):
     bytes: int
     offset: int
     stride: tuple[int, ...]
+
+
+class Digested(Message, frozen=True, tag=66):
+    """The 128-bit hash of a tensor's bytes."""
+
+    request: int
+    digest: bytes
 
 
 class RngState(Message, frozen=True, tag=61):
@@ -570,6 +600,7 @@ Reply: TypeAlias = (
     | Answer
     | MemoryUsage
     | StorageInfo
+    | Digested
     | RngState
     | GraphEngines
     | Opened

@@ -6,6 +6,7 @@
       CancelledError    a function on a node was interrupted, as the script has asked for
       ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
       GeometryError     an operation gave a node's tensor another shape or other strides than its proxy has
+      RanksDiffer       the nodes of a mesh have different values where the script asks for one
       VerifyError       a node's result is not that of local torch (``verify=``)
       GraphError        a graph can't record something, or can't replay it as it was recorded
       StartError        nodes could not be started
@@ -72,6 +73,10 @@ class RemoteError(DisttensorError):
 
 class CancelledError(DisttensorError):
     """A function on a node was interrupted, or did not begin, because the script does not want its result any more."""
+
+
+class RanksDiffer(DisttensorError):
+    """The nodes of a mesh have different values of a tensor whose one value was asked for."""
 
 
 class ProtocolError(DisttensorError):

@@ -92,6 +92,7 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Run: Traits(on_stream=True, routed=True, overtaken=True, reads=lambda run, _: run.refs),
     c.Adopt: Traits(overtaken=True),
     c.Seed: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),
+    c.Swap: Traits(on_stream=True, anywhere=True),
     c.Random: Traits(on_stream=True, routed=True, anywhere=True),
     c.Keep: Traits(
         on_stream=True,
@@ -106,6 +107,7 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Storage: Traits(
         on_stream=True, routed=True, overtaken=True, anywhere=True, reads=lambda storage, _: (storage.ref,)
     ),
+    c.Digest: Traits(on_stream=True, routed=True, overtaken=True, anywhere=True, reads=lambda digest, _: (digest.ref,)),
     c.Count: Traits(),
     c.Open: Traits(),
     c.Usable: Traits(),

@@ -170,12 +170,14 @@ on_streams: dict[type, st.SearchStrategy[Any]] = {
     c.Call: st.one_of(calls, sound), c.First: firsts, c.Ask: asks, c.Send: sends, c.Recv: receives, c.Run: runs,
     c.Seed: st.builds(c.Seed, INTS), c.Random: randoms, c.Keep: keeps,
     c.Storage: st.builds(c.Storage, st.just(0), REFS),
+    c.Digest: st.builds(c.Digest, st.just(0), REFS),
+    c.Swap: st.builds(c.Swap, st.integers(-1, 3), st.sampled_from(["cpu", "cuda:0", "cuda:9", ""]), st.integers(-5, 5)),
     c.Record: records, c.Wait: st.builds(c.Wait, REFS), c.Await: st.builds(c.Await, INTS, PEERS), c.Replay: replays,
     c.Collective: collectives,
 }  # fmt: skip
 ANY: dict[type, st.SearchStrategy[Any]] = {
     **on_streams,
-    c.Define: defines, c.Forget: st.builds(c.Forget, st.sampled_from([0, 3, 12, -1, 2**62])),
+    c.Define: defines, c.Forget: st.builds(c.Forget, st.lists(st.sampled_from([0, 3, 12, -1, 2**62])).map(tuple)),
     c.Free: st.builds(c.Free, REFS, st.lists(st.one_of(st.integers(-3, 3), INTS), max_size=3).map(tuple)),
     c.Piece: st.one_of(
         PICKLE.map(lambda data: c.Piece(key_of(data), data, True)),

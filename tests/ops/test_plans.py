@@ -42,7 +42,7 @@ def test_tables_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disttensor.runtime.master.node.GENERATION", 8)
+    monkeypatch.setattr("disttensor.runtime.master.home.GENERATION", 8)
     x = torch.arange(60.0, device="node:1") % 5
     node = x._place.home  # type: ignore[attr-defined]
     for i in range(60):

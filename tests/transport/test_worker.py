@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from disttensor.runtime.master import outbox
+from disttensor.runtime.master import command_queue, outbox
 from disttensor.runtime.node import worker
 from disttensor.runtime.node.worker import Worker
 from disttensor.runtime.protocol import codec
@@ -58,7 +58,7 @@ def test_it_reports_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_window_opens_before_it_is_full() -> None:
     """A node has said all but a part of the window's content, whatever measure fills it."""
-    assert 2 * (worker.ACK_EVERY + outbox.MAX_BATCH) < outbox.MAX_COMMANDS
+    assert 2 * (worker.ACK_EVERY + command_queue.MAX_BATCH) < outbox.MAX_COMMANDS
     assert 2 * (worker.ACK_BYTES + codec.MAX_MESSAGE) < outbox.MAX_BYTES
 
 

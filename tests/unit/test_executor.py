@@ -328,7 +328,7 @@ def test_simulated_devices(node: Node) -> None:
 
 
 def test_forget(ready: Node) -> None:
-    ready.do(c.Forget(5))
+    ready.do(c.Forget((0, 1, 2, 3, 4)))
     assert "2" in ready.failed(c.Call(2, 9, (8, 7))).message
     ready.do(c.Call(5, 9, (8,)))
     assert ready[9].item() == 8

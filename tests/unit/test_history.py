@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from disttensor.runtime.master import outbox
+from disttensor.runtime.master import command_queue
 from disttensor.runtime.master.history import KEPT, SHOWN
 from disttensor.runtime.master.node import Node
 from disttensor.runtime.protocol import commands as c
@@ -36,7 +36,7 @@ def told(node: Node) -> list[str]:
     return [str(sent) for sent in node.last_commands()]
 
 
-@pytest.mark.parametrize("size", [1, 7, outbox.MAX_BATCH])
+@pytest.mark.parametrize("size", [1, 7, command_queue.MAX_BATCH])
 def test_the_last_commands_are_kept(size: int) -> None:
     node, count = Node(0), 0
     while count < 3 * KEPT:

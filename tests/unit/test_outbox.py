@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttensor.runtime.master import outbox
+from disttensor.runtime.master import command_queue, outbox
 from disttensor.runtime.master.outbox import Outbox
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
@@ -99,9 +99,9 @@ def test_add_says_when_to_flush() -> None:
         limits.append(n)
         take(box)
         box.acknowledge(box.sent)
-    assert limits[0] <= outbox.MIN_BATCH
+    assert limits[0] <= command_queue.MIN_BATCH
     assert limits == sorted(limits)
-    assert limits[-1] == outbox.MAX_BATCH
+    assert limits[-1] == command_queue.MAX_BATCH
     box.restart()
     box.add(call(0))
     assert box.add(call(1))
@@ -110,15 +110,15 @@ def test_add_says_when_to_flush() -> None:
 
 def test_what_died_is_freed_in_the_middle_of_a_batch() -> None:
     box = Outbox(0)
-    box.set_flush_threshold(2 * outbox.MAX_BATCH)
-    for n in range(3 * outbox.SWEEP):
+    box.set_flush_threshold(2 * command_queue.MAX_BATCH)
+    for n in range(3 * command_queue.SWEEP):
         box.dead.append(n + 1)
         if box.add(call(n)):
             box.sweep()
     commands = codec.decode_batch(take(box)[0]).commands
     frees = [i for i, command in enumerate(commands) if isinstance(command, c.Free)]
     assert len(frees) >= 3
-    assert frees[0] <= outbox.SWEEP
+    assert frees[0] <= command_queue.SWEEP
     for i in frees:
         ref = commands[i].first
         for distance in (0, *commands[i].distances):

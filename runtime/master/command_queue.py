@@ -1,0 +1,261 @@
+"""A queue of commands of one place: of a node, or of the nodes of a mesh. Decides when it has to be flushed; no I/O.
+
+Issuing threads append without a lock: ``queue`` is a flat list (command, site, command, site, ...) and one
+``extend`` of a pair is atomic. Finalizers append to ``dead`` in the same way. Every ref in ``dead`` had its last use
+appended before, so a free that is appended for it now follows every use.
+
+Two queues overlap if a node takes commands of both, as those of a node and of a mesh that it is in. At most one of two
+that overlap is *open*, and gathers commands; the other one is *shut*: its limit is 0, so that whoever appends to it
+goes to the link, which packs all that overlaps it and opens it (``Link.open``). So each node gets its commands in the
+order in which they were issued, and the hot path looks at one number as before. What makes that right without a lock:
+
+- Who shuts a queue sets its limit first, and packs it then. Who appends to it appends first, and reads the limit then.
+  So a command that was appended to a shut queue is either packed, or its thread finds the limit 0.
+- A thread that has appended to a shut queue returns only when the link has opened it. So nobody knows of the result
+  yet, and no command in another queue depends on it. Where it has to be packed before, it comes behind all that is in
+  open queues that overlap this one, on which it may depend (``settle``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from operator import sub
+from typing import Any
+
+from ..process.signals import uninterrupted
+from ..protocol import commands as c
+from ..protocol.errors import DisttensorError, NodeLost
+from .failures import Site
+from .route import Tap
+
+#: Limits of a message's commands. The first message after a pause takes fewer, so that an idle node starts early.
+MAX_BATCH = 128
+MIN_BATCH = 2
+#: The most refs in one Free; bounds its size below a message's limit whatever the distances.
+MAX_FREE = 100_000
+#: The number of commands between two sweeps of dead refs.
+SWEEP = 16
+#: Fewer dead refs than this are left to the end of the batch.
+MIN_SWEEP = 4
+
+
+def _free(refs: list[int]) -> c.Free:
+    """Makes a Free of sorted ``refs``."""
+    return c.Free(refs[0], tuple(map(sub, refs[1:], refs)))
+
+
+class CommandQueue:
+    """The queue of one place, whose commands go to all of ``members``."""
+
+    #: the queues of the single nodes that take the commands
+    members: Sequence[CommandQueue]
+    #: the error that says why a node of them is gone, once one is
+    lost: NodeLost | None
+
+    def __init__(self, ranks: tuple[int, ...], blocking: bool = False) -> None:
+        self.ranks = ranks  #: of the members
+        self.queue: list[c.Command | Site | None] = []
+        #: the object that issuing threads append to: the queue, or a Tap while one of them has a route. To be read into
+        #: a local name first: `+=` on this attribute could undo a change that another thread's `add_route` just made
+        self.commands: Any = self.queue
+        self._routes = 0
+        self.dead: list[int] = []
+        #: refs that recordings and graphs hold, with the number of holders; and those of them that are dead otherwise
+        self._holds: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._unheld: list[Iterable[int]] = []
+        #: ``len(commands)`` at which an issuing thread has to check this queue: to open it, to flush, or to sweep
+        self.limit = 2
+        #: ``len(commands)`` at which the thread has to flush. 0 makes each next append do so (a lost node)
+        self.batch = 2
+        #: the queues that overlap this one
+        self.overlaps: tuple[CommandQueue, ...] = ()
+        self.shut = False
+        #: opens a shut queue: the link's
+        self.open: Callable[[CommandQueue], None] = lambda queue: None
+        #: says for a loss which part of the place is gone with a node
+        self.where: Callable[[int], str] = lambda rank: ""
+        #: re-entrant: the collector may run a finalizer that uses tensors while it is held
+        self._taking = threading.RLock()
+        self.moved = 0  #: commands that were packed
+        self.ready: Sequence[bytes] = ()  #: messages that wait to be sent; those of several nodes wait at each of them
+        self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
+        self.blocking = blocking  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
+
+    def add_route(self, by: int) -> None:
+        """Counts one thread more (or, with -1, one less) that has a route."""
+        with self._taking:
+            self._routes += by
+            self.commands = Tap(self.ranks, self.queue) if self._routes else self.queue
+
+    def add(self, command: c.Command, site: Site | None = None) -> bool:
+        """Appends a command; returns whether the caller has to flush. The hot path has this inlined."""
+        commands = self.commands
+        commands += (command, site)
+        if self.shut:
+            self.open(self)
+        return len(commands) >= self.limit
+
+    def put(self, command: c.Command, site: Site | None = None) -> None:
+        """Appends a command past any route: to the nodes' default streams, and into no recording."""
+        self.queue += (command, site)
+        if self.shut:
+            self.open(self)
+
+    def pack(self) -> None:
+        """Moves the queue to the members' messages, pending frees last. The caller holds the link's lock.
+
+        What overlaps it is moved before frees, as it may have uses of what is dead.
+        """
+        refs = self._take_dead() if self.dead or self._unheld else None
+        if refs:
+            for other in self.overlaps:
+                if other.queue:
+                    other.settle()
+            self._queue_frees(refs)
+        if self.shut:
+            self.settle()
+        else:
+            self.pack_commands()
+
+    def settle(self) -> None:
+        """Moves the commands of the queue to the members' messages, behind those that they may depend on. The caller
+        holds the link's lock."""
+        if self.shut:
+            for other in self.overlaps:
+                if other.queue and not other.shut:
+                    other.pack_commands()
+        self.pack_commands()
+
+    def pack_commands(self) -> None:
+        """Moves the commands of the queue to the members' messages. The caller holds the link's lock.
+
+        Nothing has changed until all of it is packed, so that an error (no memory) loses no command.
+        """
+        n = len(self.queue)
+        if not n:
+            return
+        commands: list[c.Command] = self.queue[:n:2]  # type: ignore[assignment]
+        sites: list[Site | None] = self.queue[1:n:2]  # type: ignore[assignment]
+        self._deliver(commands, sites)
+        self.moved += len(commands)
+        del self.queue[:n]
+        self.set_flush_threshold(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
+
+    def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
+        """Packs commands for the members, who take them in order."""
+        raise NotImplementedError
+
+    def _take_dead(self) -> list[int]:
+        """Takes the refs that are dead now, and not held. Each had its last use appended before."""
+        if not self.dead and not self._unheld:
+            return []
+        with self._taking:
+            while self._unheld:
+                self.release(self._unheld.pop())
+            n = len(self.dead)
+            refs = self.dead[:n]
+            del self.dead[:n]
+            if self._holds:
+                self._gone.update(r for r in refs if r in self._holds)
+                refs = [r for r in refs if r not in self._holds]
+        return refs
+
+    #: Invariant 3: a free follows every use.
+    def _queue_frees(self, refs: list[int]) -> None:
+        """Queues the frees of these refs, whose uses are all in this queue, or packed."""
+        refs.sort()
+        for start in range(0, len(refs), MAX_FREE):
+            self.queue += (_free(refs[start : start + MAX_FREE]), None)
+
+    def hold(self, ref: int) -> None:
+        """Keeps ``ref`` from being freed before its ``release``: a graph uses it. The ref is alive now."""
+        self._holds[ref] = self._holds.get(ref, 0) + 1
+
+    def release(self, refs: Iterable[int], made: bool = True) -> None:
+        """Undoes ``hold`` for each ref; those that died meanwhile are freed, if the node has ever ``made`` them."""
+        with self._taking:
+            for ref in refs:
+                self._holds[ref] -= 1
+                if not self._holds[ref]:
+                    del self._holds[ref]
+                    if ref in self._gone:
+                        self._gone.discard(ref)
+                        if made:
+                            self.dead.append(ref)
+
+    def release_later(self, refs: Iterable[int]) -> None:
+        """Has ``release`` called later, for finalizers: takes no lock."""
+        self._unheld.append(refs)
+
+    @uninterrupted
+    def still_referenced(self, refs: Iterable[int]) -> list[int]:
+        """Returns those of these held refs that are not dead otherwise."""
+        self.dead += self._take_dead()  # those that are not held: they are freed with the next message
+        return [r for r in refs if r not in self._gone]
+
+    @uninterrupted
+    def sweep(self) -> None:
+        """Queues frees in the middle of a batch.
+
+        Otherwise memory that a node could reuse at once, still warm, would live to the batch's end.
+        """
+        if len(self.dead) >= MIN_SWEEP:
+            refs = self._take_dead()
+            if self.overlaps and any([other.queue for other in self.overlaps]):
+                self.dead += refs  # there may be uses of them; whoever packs this queue packs that one first
+            else:
+                self._queue_frees(refs)
+        self._set_limit(min(self.batch, len(self.queue) + 2 * SWEEP))
+
+    def set_flush_threshold(self, batch: int) -> None:
+        """Sets the ``len(commands)`` at which the next message leaves."""
+        self.batch = batch
+        self._set_limit(min(batch, 2 * SWEEP))
+
+    def _set_limit(self, limit: int) -> None:
+        self.limit = limit
+        if self.shut:  # looked at after the limit was set, and set before it by who shuts the queue: it stays 0
+            self.limit = 0
+
+    def set_shut(self, shut: bool) -> None:
+        """Shuts the queue, or has it gather commands. The caller holds the link's lock."""
+        self.shut = shut
+        self.limit = 0 if shut else min(self.batch, len(self.queue) + 2 * SWEEP)
+
+    def raise_unsendable(self) -> None:
+        """Raises, once, the error of a command that could not be sent."""
+        error, self.unsendable = self.unsendable, None
+        if error is not None:
+            raise error
+
+    @property
+    def full(self) -> bool:
+        """Returns whether the window of a member is full."""
+        return any([member.full for member in self.members])
+
+    @property
+    def idle(self) -> bool:
+        """True when the members have nothing to do but perhaps the command that they are answering."""
+        return all([member.idle for member in self.members])
+
+    def restart(self) -> None:
+        """Lowers the flush threshold after an answer from an idle node: the next commands should reach it soon."""
+        if self.batch and self.idle:
+            self.set_flush_threshold(2 if self.blocking else 2 * MIN_BATCH)
+
+    @property
+    def there(self) -> bool:
+        """Returns whether some member is not lost, so that there is somebody to send to."""
+        return any([member.lost is None for member in self.members])
+
+    def forked(self) -> None:
+        """Closes the queue in a forked child: nothing leaves, and every issuing thread learns of it."""
+        self._taking = threading.RLock()
+        self.set_flush_threshold(0)
+
+    def discard(self) -> None:
+        """Forgets the queue for a node that gets nothing any more; the lists would grow for ever."""
+        self.queue.clear()
+        self.dead.clear()

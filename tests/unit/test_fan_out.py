@@ -1,0 +1,266 @@
+"""The queues of several nodes beside those of single ones: each node gets its commands in the order in which they were
+issued, each once, and frees after all uses. No sockets, no nodes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from fuzzing import SEEDS, fuzz
+from hypothesis import strategies as st
+
+from disttensor.runtime.master.command_queue import CommandQueue
+from disttensor.runtime.master.link import Link
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.arguments import Addresses
+from disttensor.runtime.protocol.bundle import PROTOCOL
+from disttensor.runtime.protocol.errors import NodeLost
+from disttensor.runtime.transport.inproc import InprocHub
+
+NODES = 4
+#: Two that overlap each other, the mesh of all, and the same nodes in another order.
+FANS = ((0, 1, 2, 3), (0, 1), (1, 2, 3), (2, 0))
+
+
+class Script:
+    """A link whose messages are kept, and what a script does with its queues."""
+
+    def __init__(self) -> None:
+        hub = InprocHub(NODES)
+        self.link = Link(hub, NODES, None, lambda error: None)
+        self.logs: dict[int, list[bytes]] = {rank: [] for rank in range(NODES)}
+        hub.send = lambda rank, message: self.logs[rank].append(message)  # type: ignore[method-assign]
+        self.queues: list[CommandQueue] = [node.outbox for node in self.link.nodes]
+        self.queues += [self.link.fan_out(ranks) for ranks in FANS]
+        self.refs = itertools.count(1)
+
+    def issue(self, queue: CommandQueue, uses: list[int]) -> int:
+        """As the hot path does; returns the ref that is made."""
+        out = next(self.refs)
+        commands = queue.commands
+        commands += (c.Call(0, out, tuple(out - ref for ref in uses)), None)
+        if len(commands) >= queue.limit:
+            self.link.tick(queue)
+        return out
+
+    def commands(self, rank: int) -> list[c.Command]:
+        """What a node has got, whose numbers have to follow one another."""
+        found: list[c.Command] = []
+        for message in self.logs[rank]:
+            batch = codec.decode_batch(message)
+            assert batch.first == len(found)
+            found += batch.commands
+        return found
+
+    def check_frees(self) -> None:
+        """Asserts that no node uses a ref behind its free, and frees none twice."""
+        for rank in range(NODES):
+            gone = set[int]()
+            for command in self.commands(rank):
+                if isinstance(command, c.Free):
+                    freed = list(itertools.accumulate(command.distances, initial=command.first))
+                    assert gone.isdisjoint(freed), f"freed twice on node {rank}"
+                    gone.update(freed)
+                elif isinstance(command, c.Call):
+                    used = {command.out - int(d) for d in command.args}  # type: ignore[arg-type]
+                    assert gone.isdisjoint(used), f"node {rank} uses {used & gone} behind their free"
+
+    def end(self) -> None:
+        self.link.flush_all()
+        self.link.close()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    made = Script()
+    yield made
+    made.link.close()
+
+
+def outs(commands: list[c.Command]) -> list[int]:
+    return [command.out for command in commands if isinstance(command, c.Call)]
+
+
+# ---- one thread ------------------------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["issue", "issue", "issue", "drop", "flush", "flush_all", "add"]), st.integers(0, 50),
+              st.integers(0, 50), st.integers(0, 50)),
+    min_size=1, max_size=120,
+)  # fmt: skip
+
+
+def run(steps: list[tuple[str, int, int, int]]) -> None:
+    script = Script()
+    issued: list[tuple[tuple[int, ...], int]] = []
+    alive: list[tuple[int, CommandQueue]] = []
+    for kind, a, b, d in steps:
+        queue = script.queues[a % len(script.queues)]
+        if kind in ("issue", "add"):
+            there = [ref for ref, owner in alive if set(queue.ranks) <= set(owner.ranks)]
+            uses = sorted({there[n % len(there)] for n in (b, d)}) if there else []
+            if kind == "issue":
+                ref = script.issue(queue, uses)
+            else:
+                ref = next(script.refs)
+                if queue.add(c.Call(0, ref, tuple(ref - use for use in uses))):
+                    script.link.tick(queue)
+            issued.append((queue.ranks, ref))
+            alive.append((ref, queue))
+        elif kind == "drop" and alive:
+            ref, owner = alive.pop(b % len(alive))
+            owner.dead.append(ref)
+        elif kind == "flush":
+            script.link.flush(queue)
+        elif kind == "flush_all":
+            script.link.flush_all()
+    for ref, owner in alive:
+        owner.dead.append(ref)
+    script.end()
+    for rank in range(NODES):
+        assert outs(script.commands(rank)) == [ref for ranks, ref in issued if rank in ranks]
+        freed = [
+            ref
+            for command in script.commands(rank)
+            if isinstance(command, c.Free)
+            for ref in itertools.accumulate(command.distances, initial=command.first)
+        ]
+        assert sorted(freed) == sorted(ref for ranks, ref in issued if rank in ranks)
+    script.check_frees()
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_each_node_gets_what_was_issued_in_order(name: str) -> None:
+    fuzz(SEEDS[name], 100, run, STEPS)
+
+
+# ---- several threads -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shared:
+    """What threads hand on to each other: refs with the queue that owns each, once they are issued."""
+
+    alive: list[tuple[int, CommandQueue]] = field(default_factory=list)
+    #: ref -> (tick before it was issued, tick behind it, ranks)
+    times: dict[int, tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)
+    clock: Iterator[int] = field(default_factory=itertools.count)
+
+
+def work(script: Script, shared: Shared, seed: int, steps: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(steps):
+        queue = chance.choice(script.queues)
+        candidates = list(shared.alive)[-20:]
+        uses = [ref for ref, owner in candidates if set(queue.ranks) <= set(owner.ranks)][:2]
+        before = next(shared.clock)
+        ref = script.issue(queue, uses)
+        shared.times[ref] = before, next(shared.clock), queue.ranks
+        shared.alive.append((ref, queue))
+        if chance.random() < 0.02:
+            script.link.flush_all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_that_hand_tensors_on(seed: int, script: Script) -> None:
+    """What was issued when another command began comes before it on each node that gets both."""
+    shared, interval = Shared(), sys.getswitchinterval()
+    threads = [threading.Thread(target=work, args=(script, shared, 10 * seed + i, 400)) for i in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    script.link.flush_all()
+    for rank in range(NODES):
+        got = outs(script.commands(rank))
+        assert sorted(got) == sorted(ref for ref, (_, _, ranks) in shared.times.items() if rank in ranks)
+        latest = -1  # of all that came later, the earliest end may not be before this one's beginning
+        for ref in reversed(got):
+            begin, end, _ = shared.times[ref]
+            assert latest < 0 or begin < latest, f"node {rank}: {ref} was issued behind one that it got later"
+            latest = end if latest < 0 else min(latest, end)
+
+
+# ---- one at a time ---------------------------------------------------------------------------------------------------
+
+
+def test_a_command_is_encoded_once_and_numbered_for_each(script: Script) -> None:
+    node, mesh = script.queues[0], script.link.fan_out((0, 1, 2, 3))
+    script.issue(node, [])
+    script.issue(mesh, [])
+    script.link.flush_all()
+    batches = {rank: [codec.decode_batch(m) for m in script.logs[rank]] for rank in range(NODES)}
+    assert [b.first for b in batches[0]] == [0, 1]
+    assert [b.first for b in batches[3]] == [0]
+    assert batches[0][1].commands == batches[3][0].commands
+    (first, sites), (second, others) = (list(script.link.nodes[rank].outbox._flight)[-1][1:3] for rank in (2, 3))
+    assert (first, sites) == (second, others)
+    assert sites is others  # kept once
+
+
+def test_the_same_nodes_have_one_queue(script: Script) -> None:
+    assert script.link.fan_out((0, 1)) is script.link.fan_out((0, 1))
+    assert script.link.fan_out((1, 0)) is not script.link.fan_out((0, 1))
+
+
+def test_at_most_one_of_two_that_overlap_is_open(script: Script) -> None:
+    for queue in script.queues * 2:
+        script.issue(queue, [])
+        assert not queue.shut
+        for other in queue.overlaps:
+            assert other.shut
+            assert not other.queue
+
+
+def test_when_a_member_is_lost_the_others_have_what_was_issued(script: Script) -> None:
+    mesh = script.link.fan_out((1, 2, 3))
+    ref = script.issue(mesh, [])
+    script.link.lose(2, "killed")
+    with pytest.raises(NodeLost, match="node 2"):
+        script.issue(mesh, [ref])
+    kept = script.issue(script.queues[1], [ref])
+    mesh.dead.append(ref)
+    script.link.flush_all()
+    assert outs(script.commands(1)) == [ref, kept]
+    assert outs(script.commands(3)) == [ref]
+    assert c.Free(ref, ()) in script.commands(1)
+    assert c.Free(ref, ()) in script.commands(3)
+    script.check_frees()
+
+
+def test_an_answer_to_a_question_that_a_loss_has_ended_is_no_offence(script: Script) -> None:
+    """The other members may have answered before they heard of the loss."""
+    mesh = script.link.fan_out((0, 1, 2))
+    spokes = [script.link.hub.spoke(rank) for rank in range(3)]  # type: ignore[attr-defined]
+    hello = c.Hello(
+        PROTOCOL, "job", 1, "host", str(torch.__version__), "3.11.0", ("cpu",), False, Addresses("a:1"),
+        c.Abilities("AVX2", False, False, False),
+    )  # fmt: skip
+    for spoke in spokes:
+        spoke.send(codec.encode(c.Report(0, (hello,))))
+    script.link.drain()
+    request = script.link.request_all(mesh, c.Answer)
+    script.link.lose(1, "killed")
+    with pytest.raises(NodeLost, match="node 1"):
+        script.link.wait(request)
+    for rank in (0, 2):
+        spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, 1.0),))))
+    script.link.drain()
+    assert [script.link.nodes[rank].lost is None for rank in range(3)] == [True, False, True]
+    for rank in (0, 2):
+        spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, 1.0),))))
+    script.link.drain()
+    assert script.link.nodes[0].lost is not None  # once only
+    for spoke in spokes:
+        spoke.close()
