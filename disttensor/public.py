@@ -12,6 +12,7 @@ from . import (
     errors as errors,
     futures as futures,
     graphs as graphs,
+    meshes as meshes,
     session as session,
     streams as streams,
     tasks as tasks,
@@ -25,6 +26,7 @@ from .collectives import (
 from .errors import DisttensorError as DisttensorError, NodeLost as NodeLost
 from .futures import fetch as fetch
 from .graphs import Graph as Graph, graph as graph, graphed as graphed
+from .meshes import mesh as mesh, replicate as replicate, shard as shard
 from .proxy.factories import device as device
 from .proxy.proxy import DistributedTensor as DistributedTensor
 from .runtime.protocol.bundle import VERSION as __version__

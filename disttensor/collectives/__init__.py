@@ -5,7 +5,7 @@ Args, gradients and algorithms: docs/COLLECTIVES.md. ``functional`` has the same
 
 from ..runtime.collective import ReduceOp, Way
 from . import functional
-from .api import all_reduce
+from .api import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from .groups import (
     Group,
     Levels,
@@ -20,15 +20,12 @@ from .objects import (
     gather_object,
     scatter_object,
 )
+from .over_dims import all_reduce_, permute_ranks
 from .tensor_collectives import (
-    all_gather,
-    all_to_all,
     barrier,
-    broadcast,
     gather,
     recv,
     reduce,
-    reduce_scatter,
     scatter,
     send,
     sendreceive,
@@ -46,6 +43,7 @@ __all__ = [
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_",
     "all_to_all",
     "barrier",
     "broadcast",
@@ -55,6 +53,7 @@ __all__ = [
     "gather_object",
     "host_of",
     "new_group",
+    "permute_ranks",
     "recv",
     "reduce",
     "reduce_scatter",

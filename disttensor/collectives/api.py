@@ -1,15 +1,20 @@
-"""``dt.all_reduce``: by a reduction that nodes know (tensor_collectives.py), or by a function (user_reduction.py)."""
+"""The collectives that take several forms: lists of tensors (tensor_collectives.py), a tensor on a mesh with ``over=``
+(over_dims.py), and for ``all_reduce`` values that a function reduces (user_reduction.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, overload
 
 import torch
 
 from ..futures.work import Work
+from ..proxy.proxy import DistributedTensor
 from ..runtime.collective import ReduceOp
-from . import tensor_collectives
+from ..session.places import MeshPlace
+from . import over_dims, tensor_collectives
 from .groups import Group, Split
 from .tensor_collectives import Algorithm, Tensors
 from .user_reduction import Function, IsLeaf, Reduced, reduce_by
@@ -39,8 +44,12 @@ def all_reduce(
 ) -> Work | None: ...
 
 
+@overload
+def all_reduce(tensors: torch.Tensor, op: Any = ReduceOp.SUM, *, over: str | Sequence[str]) -> DistributedTensor: ...
+
+
 def all_reduce(
-    tensors: Sequence[Any],
+    tensors: Any,
     op: Any = ReduceOp.SUM,
     group: Group | Split | None = None,
     async_op: bool = False,
@@ -48,7 +57,7 @@ def all_reduce(
     is_leaf: IsLeaf | None = None,
     algorithm: Algorithm = None,
     **options: Any,
-) -> Work | Reduced | None:
+) -> Work | Reduced | DistributedTensor | None:
     """Reduces tensors over the nodes: each becomes the reduction of all, with the same bits on every node.
 
     Returns at once. An operation that uses the tensors later waits for them on its node.
@@ -88,14 +97,53 @@ def all_reduce(
 
     ``fn(a, b)`` joins two leaves, that of the lower value first, and may write them; it has to be associative.
 
+    With ``over``, the name of a dim of a mesh or several, it takes one tensor on a mesh, which stays as it is, and
+    returns a new one: on each rank the reduction of its group, with a gradient where ``op`` is SUM or AVG
+    (docs/MESHES.md).
+
     Raises, at the line of the call, TypeError for local tensors, dtypes that differ, a dtype that ``op`` does not take,
     or ``async_op``, ``out`` or ``transport`` beside a function; ValueError for shapes or nestings that differ, tensors
     that are not on the group's nodes, one tensor where there are several nodes (unless ``group`` says that it is meant
     so), or an algorithm that does not exist; NodeLost. A node whose tensor is poisoned takes part, and the results are
     poisoned on all nodes.
     """
+    given: Any = tensors
+    if "over" in options or (isinstance(given, DistributedTensor) and isinstance(given._place, MeshPlace)):
+        over_dims.no_options(
+            "all_reduce", group=group, is_leaf=is_leaf, algorithm=algorithm, **{**options, "over": None}
+        )
+        return over_dims.all_reduce(given, op, options.get("over"), async_op)
     if callable(op) and not isinstance(getattr(op, "name", None), str):  # torch's have a name, and can be called, too
         if async_op or options:
             raise TypeError("all_reduce by a function takes no async_op, out or transport")
         return reduce_by(op, tensors, group, algorithm, is_leaf)
     return tensor_collectives.all_reduce(tensors, op, group, async_op, algorithm=algorithm, **options)
+
+
+def _also_over(lists: Callable[..., Any], on_mesh: Callable[..., DistributedTensor]) -> Callable[..., Any]:
+    """Returns a collective of lists of tensors that takes a tensor on a mesh, too."""
+
+    @wraps(lists)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first: Any = args[0] if args else None
+        if "over" in kwargs or (isinstance(first, DistributedTensor) and isinstance(first._place, MeshPlace)):
+            return on_mesh(*args, **kwargs)
+        return lists(*args, **kwargs)
+
+    called = on_mesh.__name__
+    call.__doc__ = (
+        f"{lists.__doc__}\n    With ``over`` it is, for a tensor on a mesh: {_form(on_mesh)}\n\n    {on_mesh.__doc__}"
+    )
+    call.__name__ = call.__qualname__ = called
+    return call
+
+
+def _form(function: Callable[..., Any]) -> str:
+    names = ", ".join(inspect.signature(function).parameters)
+    return f"``{function.__name__}({names})``"
+
+
+all_gather = _also_over(tensor_collectives.all_gather, over_dims.all_gather)
+all_to_all = _also_over(tensor_collectives.all_to_all, over_dims.all_to_all)
+broadcast = _also_over(tensor_collectives.broadcast, over_dims.broadcast)
+reduce_scatter = _also_over(tensor_collectives.reduce_scatter, over_dims.reduce_scatter)

@@ -348,7 +348,7 @@ def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
     Raises TypeError for what is no reduction, and for a dtype that the reduction does not take.
     """
     if not isinstance(op, ReduceOp):
-        name = getattr(op, "name", None) or str(op).rpartition(".")[2]
+        name = (getattr(op, "name", None) or str(op).rpartition(".")[2]).upper()
         if name not in ReduceOp.__members__:
             raise TypeError(f"{op!r} is no reduction; there are {', '.join(ReduceOp.__members__)}")
         op = ReduceOp[name]

@@ -1,18 +1,30 @@
-"""Copies of tensors: master to node, node to master, node to node, all through the session's data channel."""
+"""Copies of tensors: master to node, node to master, node to node, all through the session's data channel.
+
+A copy to a mesh goes to one of its nodes, and from node to node on a tree; a copy of a mesh's tensor to the master is
+the one value that all its nodes have, or an error.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
-from ..proxy.meta import Handle, Lazy, contiguous, meta_of, new_ref
+from ..proxy.meta import Handle, Lazy, Meta, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import PoisonedError
+from ..session.agreement import agreed_bytes
 from ..session.current import session_of
-from ..session.places import Place, one_session
+from ..session.places import MeshPlace, Place, one_session
 from .call_site import here
 from .first_call import layout_of, make_room, refuse_layout
 from .lazy_views import materialise
+
+#: Bytes up to which a tensor goes to each node of a mesh by itself, and is fetched whole from each to be compared.
+SMALL = 4096
 
 
 def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> DistributedTensor:
@@ -25,8 +37,62 @@ def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> Di
         refuse_layout("a copy to a node", layout_of(tensor))
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
-    session_of(place).transfers.upload(tensor.detach(), place, handle.ref, here(), non_blocking)
+    _upload(tensor, handle.meta, handle.ref, non_blocking)
     return proxy(handle)
+
+
+def _upload(tensor: torch.Tensor, meta: Meta, ref: int, non_blocking: bool) -> None:
+    """Uploads a tensor to ``ref`` at the place of ``meta``, which has its geometry."""
+    place, site = meta.place, here()
+    transfers = session_of(place).transfers
+    if not isinstance(place, MeshPlace):
+        transfers.upload(tensor.detach(), place, ref, site, non_blocking)
+        return
+    transfers.link.check(place.outbox)
+    each = tensor.numel() * tensor.element_size() <= SMALL
+    for member in place.members if each else place.members[:1]:
+        transfers.upload(tensor.detach(), member, ref, site, non_blocking)
+    if not each:
+        spread(meta, place.members, ref)
+
+
+#: Sums a mesh's tensor over its ranks: set by collectives/, above.
+_sums: list[Callable[[DistributedTensor], DistributedTensor]] = []
+
+
+def sums_ranks(
+    fn: Callable[[DistributedTensor], DistributedTensor],
+) -> Callable[[DistributedTensor], DistributedTensor]:
+    """Registers the function that returns the sum of all ranks of a mesh's tensor, on one of its nodes."""
+    _sums[:] = [fn]
+    return fn
+
+
+def sum_of_ranks(tensor: DistributedTensor) -> DistributedTensor:
+    """Returns the sum of all ranks of a mesh's tensor, on one of its nodes: the gradient of what was copied to all."""
+    return _sums[0](tensor)
+
+
+def spread(meta: Meta, members: Sequence[Place], ref: int) -> None:
+    """Copies ``ref`` of the first of these places to the same ref of the others, from node to node on a tree."""
+    session = session_of(meta.place)
+    nbytes, dtype, site = meta.numel * meta.dtype.itemsize, codec.dtype_id(meta.dtype), here()
+    channel = 0
+    if session.router.rules:
+        channel = session.router.choose("send", "cuda" if meta.place.is_cuda() else "cpu", nbytes)
+    commands: list[tuple[int, c.Command, object]] = []
+    have = 1
+    while have < len(members):
+        for source, target in zip(members, members[have : 2 * have], strict=False):
+            transfer = session.transfers.new()
+            recv = c.Recv(transfer, ref, source.node, meta.shape, dtype, target.name, channel)
+            commands += [
+                (source.node, c.Send(transfer, ref, target.node, channel), site),
+                (target.node, recv, site),
+            ]
+        have *= 2
+    if commands:
+        session.link.together(commands)  # type: ignore[arg-type]
 
 
 def fill(target: DistributedTensor, tensor: torch.Tensor, non_blocking: bool = False) -> bool:
@@ -42,7 +108,7 @@ def fill(target: DistributedTensor, tensor: torch.Tensor, non_blocking: bool = F
         if handle.ref:
             return False
         ref = new_ref()
-        session_of(meta.place).transfers.upload(tensor.detach(), meta.place, ref, here(), non_blocking)
+        _upload(tensor, meta, ref, non_blocking)
         handle.ref = ref
     return True
 
@@ -52,7 +118,35 @@ def fetch(tensor: DistributedTensor) -> torch.Tensor:
     place = tensor._place
     transfers = session_of(place).transfers
     transfers.may_begin(place)
-    return transfers.download(tensor, place, tensor._h.ref or materialise(tensor._h), here())
+    ref = tensor._h.ref or materialise(tensor._h)
+    if isinstance(place, MeshPlace):
+        return _fetch_agreed(tensor, place, ref)
+    return transfers.download(tensor, place, ref, here())
+
+
+def _fetch_agreed(tensor: DistributedTensor, place: MeshPlace, ref: int) -> torch.Tensor:
+    """Returns the value that all nodes of a mesh have. Raises RanksDiffer where they have different ones."""
+    session, site = session_of(place), here()
+    transfers = session.transfers
+    if tensor.numel() * tensor.element_size() > SMALL:
+        place.session.ask(place, c.Digested, lambda id: c.Digest(id, ref), site)
+        return transfers.download(tensor, place.members[0], ref, site)
+    arrivals = [transfers.fetch(tensor, member, ref, None, site) for member in place.members]
+    causes: list[c.Poisoned | None] = []
+    for member, arrival in zip(place.members, arrivals, strict=True):
+        transfers.wait(arrival, member.node)
+        try:
+            arrival.wait(0)
+            causes.append(None)
+        except PoisonedError as e:
+            causes.append(c.Poisoned(0, e.rank, e.seq))
+        except Exception:
+            transfers.end(arrival, member.node)  # raises what broke it
+            raise
+    session.questions.raise_failures(place, causes)
+    agreed_bytes(place, [arrival.tensor for arrival in arrivals])
+    place.outbox.restart()
+    return arrivals[0].tensor
 
 
 def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
@@ -62,6 +156,8 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     """
     source = tensor._place
     one_session(source, place)
+    if isinstance(source, MeshPlace) or isinstance(place, MeshPlace):
+        return _move_mesh(tensor, place)
     if source.node == place.node:
         return _within(tensor, place)
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
@@ -81,6 +177,41 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
         here(),
     )
     return proxy(handle)
+
+
+def _move_mesh(tensor: DistributedTensor, place: Place) -> DistributedTensor:
+    """Returns a copy of a node's tensor on all nodes of a mesh, or of a mesh's tensor on another device of its nodes.
+
+    Raises RuntimeError for other copies of a mesh's tensor: its ranks may differ, and nobody has said whose to take.
+    """
+    source = tensor._place
+    if source.ranks == place.ranks:
+        return _within(tensor, place)
+    if isinstance(source, MeshPlace) or not isinstance(place, MeshPlace):
+        raise RuntimeError(
+            f"can't copy {tuple(tensor.shape)} {tensor.dtype} on {source} to {place}: its ranks may differ. "
+            f"x.at({source.where(0)}).to({str(place.device)!r}) copies one of them"  # type: ignore[attr-defined]
+        )
+    meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    handle = Handle(new_ref(), meta)
+    put(tensor, place.members[0], handle.ref)
+    spread(meta, place.members, handle.ref)
+    return proxy(handle)
+
+
+def put(tensor: Any, place: Place, ref: int) -> None:
+    """Copies a tensor, contiguously, to ``ref`` on a node: one on any node, or a local one. Returns as ``upload``."""
+    session, site = session_of(place), here()
+    if not isinstance(tensor, DistributedTensor):
+        session.transfers.upload(tensor.detach(), place, ref, site)
+        return
+    there: Any = tensor if tensor._place is place else move(tensor, place)
+    plain = there.detach().contiguous()
+    at = plain._h.ref or materialise(plain._h)
+    make_room(place)
+    clone = place.define("aten::clone", (c.Hole(True),), (), 1, site)
+    if place.outbox.add(c.Call(clone, ref, (ref - at,)), site):
+        place.session.flush(place.outbox)
 
 
 def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:

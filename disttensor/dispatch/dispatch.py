@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ..proxy.meta import Handle, Meta, new_ref
 from ..proxy.proxy import DistributedTensor, operand_name
-from ..runtime.master.node import exact
+from ..runtime.master.home import exact
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session import current
@@ -122,6 +122,9 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
                 call.append(out - (h.ref or materialise(h)))
             elif not _other(value, entry.kwkinds[name], key, call, out):
                 return _mixed(entry, args, kwargs, place)
+    if entry.draws:
+        where = place_of(entry, args, kwargs, place)
+        where.session.places.draw(where)
     plan = entry.plans.get(tuple(key))
     if plan is None:
         if entry.fallback is not None and (composed := entry.fallback(entry, args, kwargs)) is not NotImplemented:
@@ -157,7 +160,7 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
 
 def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Notes a plan for the fast path, if its signature is one that the fast path serves."""
-    if plan.kind != ONE or kwargs or len(args) > 2 or type(args[0]) is not DistributedTensor:
+    if plan.kind != ONE or entry.draws or kwargs or len(args) > 2 or type(args[0]) is not DistributedTensor:
         return
     b: Any = args[1] if len(args) == 2 else None
     if type(b) is DistributedTensor:
@@ -293,7 +296,7 @@ def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
 
 def scalar(value: torch.Tensor, place: Place) -> DistributedTensor:
     """Returns a local 0-dim tensor as one on a node's CPU, without a transfer."""
-    home = place.session.places.at(place.node, "cpu")
+    home = place.host
     number = value.detach().item()
     kwargs = {"dtype": value.dtype, "device": home.device}
     return run(enter(torch.ops.aten.scalar_tensor.default), (number,), kwargs, home)  # type: ignore[no-any-return]

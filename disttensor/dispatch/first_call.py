@@ -11,7 +11,7 @@ from ..proxy.meta import Handle, Meta, contiguous, meta_like, meta_told, new_ref
 from ..proxy.proxy import DistributedTensor, operand_name, proxy
 from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.errors import DisttensorError
+from ..runtime.protocol.errors import DisttensorError, RanksDiffer
 from ..session.caches import drop_plans
 from ..session.places import Place, one_session
 from . import meta_inference
@@ -96,10 +96,10 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
                 break
             place = where
         if where is not place:
-            small = value.dim() == 0 and not where.is_cuda() and where.node == place.node
+            small = value.dim() == 0 and not where.is_cuda() and where.ranks == place.ranks
             if small:
                 continue
-            if scalar is not None and first is None and where.node == place.node:
+            if scalar is not None and first is None and where.ranks == place.ranks:
                 place = where
             else:
                 other = first if first is not None else scalar
@@ -313,9 +313,13 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     make_room(place)
     template = place.define(entry.name, *specs, len(refs), site)
     call = [*call, *(out - r for r in refs[1:])]
-    reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
+    try:
+        reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
+    except RanksDiffer as e:
+        place.dead.extend(refs)  # each node has made its own
+        raise RanksDiffer(f"{entry.name}: {e}; dt.run(function, nodes=mesh) runs what differs by rank") from None
     if len(reply.outs) != len(refs):
-        raise DisttensorError(f"{entry.name}: node {place.node} answered {reply} where {len(refs)} shapes were due")
+        raise DisttensorError(f"{entry.name}: {place} answered {reply} where {len(refs)} shapes were due")
     metas = [None if g is None else meta_told(g, place) for g in reply.outs]
     proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
     if listed:

@@ -3,6 +3,7 @@ identity."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,8 @@ from ..proxy.meta import Lazy, meta_like, meta_of
 from ..proxy.proxy import DistributedTensor, alias, proxy
 from ..runtime.master.route import route
 from ..session import current, kernel_choice
-from ..session.places import Place
-from . import meta_inference, seen_at
+from ..session.places import MeshPlace, Place
+from . import copies, meta_inference, seen_at
 from .copies import copy_strides, fetch, fill, move, upload
 from .dispatch import dispatch, run
 from .first_call import check_masks, make_room, refuse_layout
@@ -58,6 +59,8 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     )
     if place is source._place:
         return run(entry, args, kwargs, None)
+    if isinstance(source._place, MeshPlace) and _is_gradient_of_a_copy():
+        source = copies.sum_of_ranks(source)
     shrink = dtype.itemsize < source.dtype.itemsize
     moving = run(entry, args, {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
     if place is None:
@@ -67,6 +70,15 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
             local = torch.empty_strided(local.shape, wanted, dtype=local.dtype).copy_(local)
         return local.to(device=device, dtype=dtype)
     return arrive(move(moving, place), source, kwargs, dtype)
+
+
+def _is_gradient_of_a_copy() -> bool:
+    """Returns whether autograd asks for a copy, as the gradient of one that went the other way: the node under way is a
+    copy's, and it is the engine that has called dispatch, and no hook of the user's."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None or node.name() not in ("ToCopyBackward0", "CopyBackwards"):
+        return False
+    return sys._getframe(3).f_code.co_name == "_engine_run_backward"
 
 
 def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from ..proxy.meta import Handle, Lazy, Meta, meta_like, new_ref
 from ..proxy.proxy import DistributedTensor, alias
-from ..runtime.master.outbox import Outbox
+from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.route import Tap, route
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
@@ -45,12 +45,14 @@ def materialise(handle: Handle) -> int:
             commands += (checked([plan.shapes])(template, ref, call), site)
         else:
             commands += (c.Call(template, ref, call), site)
+        if plan.place.outbox.shut:  # what comes next may be for another queue
+            plan.place.session.link.open(plan.place.outbox)
         handle.ref = ref  # only now, as any thread that sees the ref may use it
         handle.base = None
         return ref
 
 
-def past(handle: Lazy, box: Outbox) -> Any:
+def past(handle: Lazy, box: CommandQueue) -> Any:
     """Returns the queue for the command that makes ``handle``: the node's own, past a recording, unless the recording
     made the view's base, or the empty tensor. Tensors that a graph uses but doesn't make exist for all its replays."""
     commands = box.commands

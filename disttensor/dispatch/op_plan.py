@@ -61,6 +61,7 @@ class Entry:
     __slots__ = (
         "asks",
         "composite",
+        "draws",
         "fallback",
         "handler",
         "kinds",
@@ -104,6 +105,8 @@ class Entry:
         self.torchs = self.name.startswith(("aten::", "prims::"))  #: torch's own, not another library's
         self.python = self._python()
         self.asks = asks_always(op)
+        #: whether it draws random numbers from the default generator
+        self.draws = torch.Tag.nondeterministic_seeded in op.tags
         self.value = gives_value(op) and not self.mutable
         self.plans: dict[tuple[Any, ...], Plan] = {}
         #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the fast path of `dispatch`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from ..proxy.meta import Handle, Shared, meta_of
 from ..session.places import Place
@@ -27,3 +28,12 @@ def at(handle: Handle, place: Place) -> Handle:
         materialise(handle)
     meta = handle.meta
     return Shared(handle.ref, meta_of(meta.shape, meta.stride, meta.offset, meta.dtype, place, meta.bits), handle)
+
+
+def alias(tensor: Any, place: Place) -> Any:
+    """Returns the same remote tensor, seen at ``place``, as ``detach`` does: writes count for both."""
+    before, target.place = target.place, place
+    try:
+        return tensor.detach()
+    finally:
+        target.place = before

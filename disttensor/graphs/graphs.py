@@ -127,8 +127,10 @@ class Graph:
             given = tuple(ref for node, ref in inputs if node == rank)
             command = c.Replay(self.id, transfer, tuple(values[i] for i in log.used), given, outputs.get(rank, ()))
             commands.append((rank, command, None if site is None else Replayed(site, log.sites)))
-        for log in recorder.logs.values():
+        for rank, log in recorder.logs.items():
             session.link.check(log.node.outbox)
+            for place in session.places.of_node(rank):
+                session.places.draw(place)
         if advance:
             recorder.steps.advance()  # first, because a signal's handler may raise once the commands have left
         session.link.together(commands)
@@ -204,7 +206,7 @@ class graph:
         session.check_default_dtype()
         optimizer_steps.install()
         self._graph._recording = recorder = Recorder(session, session.allow, self.inputs)
-        self._routed = [node.outbox for node in session.nodes]  # there may be more nodes at the recording's end
+        self._routed = list(session.link.queues)  # there may be more nodes at the recording's end
         for outbox in self._routed:
             outbox.add_route(+1)
         self._token = route.set(replace(route.get(), recorder=recorder))

@@ -140,7 +140,7 @@ class Recorder:
         hidden = new_ref()
         log.constants[command.out] = hidden
         log.node.outbox.hold(command.out)
-        log.node.outbox.queue += (replace(command, out=hidden), site)
+        log.node.outbox.put(replace(command, out=hidden), site)
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Recorder:
 
     @staticmethod
     def _queue(box: Any, command: c.Command) -> None:
-        box.queue += (command, None)
+        box.put(command)
 
     def _settle_constants(self, log: Log) -> None:
         """Has an upload that the program writes copied at the beginning of each replay. Other uploads are used as they

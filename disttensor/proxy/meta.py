@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from math import prod
 from typing import Any
 
 import msgspec
@@ -69,6 +70,10 @@ class Meta:
             bare = self.make
             self.make = lambda: set_bits(bare(), bits)
             set_bits(self.stand_in, bits)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
     def __repr__(self) -> str:
         return f"<{tuple(self.shape)} {self.dtype} at {self.place}>"

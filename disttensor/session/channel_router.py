@@ -375,5 +375,5 @@ def _ips(address: str) -> frozenset[str]:
 
 def _gpu(place: Place) -> tuple[str, str]:
     """Returns a GPU's identity: its host, and its name there. Each node has a cuda:0, and these may be one GPU."""
-    hello = place.home.hello
+    hello = place.hello
     return hello.host, hello.gpus[place.index] if place.index < len(hello.gpus) else place.name

@@ -1,4 +1,5 @@
-"""Places of tensors: a place is one (node, device) pair; a slot is its index as ``torch.device("node", slot)``.
+"""Places of tensors: a place is one (node, device) pair, or several of them, in order, as one: the place of a mesh. A
+slot is its index as ``torch.device("node", slot)``.
 
 Torch keeps a device's index in an int8 that wraps silently, so a proxy carries its place itself, and slots are only a
 small table of names for places: slot k < N is node k's default device, higher ones are given out on demand. N counts
@@ -9,18 +10,23 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from itertools import count
-from typing import Protocol, TypeVar
+from hashlib import blake2b
+from itertools import count, product
+from math import prod
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
+from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
+from ..runtime.master.home import Home
 from ..runtime.master.link import Link
+from ..runtime.master.mesh_home import MeshHome
 from ..runtime.master.node import Node
-from ..runtime.master.outbox import Outbox
 from ..runtime.master.route import route
+from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import BASE, AllowList
 from ..runtime.protocol.errors import DisttensorError
@@ -31,6 +37,9 @@ R = TypeVar("R", bound=c.Message)
 
 #: The node that factories use now, by thread and asyncio task.
 current_node: ContextVar[int] = ContextVar("disttensor_node", default=0)
+
+#: The indices of a place's members, in groups: each member is in one of them.
+Groups = tuple[tuple[int, ...], ...]
 
 #: Slots that torch.device can name.
 MAX_SLOTS = 128
@@ -50,7 +59,7 @@ class Owner(Protocol):
         self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
     ) -> R: ...
 
-    def flush(self, outbox: Outbox) -> None: ...
+    def flush(self, outbox: CommandQueue) -> None: ...
 
 
 class Place:
@@ -59,6 +68,7 @@ class Place:
     __slots__ = (
         "dead",
         "device",
+        "drawing",
         "home",
         "index",
         "kernels",
@@ -71,27 +81,56 @@ class Place:
         "twin",
     )
 
+    home: Home  #: where its templates are defined
+    node: int
+
     def __init__(self, session: Owner, node: int, name: str, slot: int) -> None:
-        self.session = session
         self.node = node
-        self.name = name  #: "cpu" or "cuda:1", as the node calls it
-        self.index = -1 if name == "cpu" else int(name.partition(":")[2])  #: the result of get_device(): -1 for the CPU
-        self.home = session.nodes[node]  #: the node that has it
-        hello = self.home.said_hello
-        self.record = kernel_choice.here() if hello is None else kernel_choice.record(hello, name)
-        #: the kind of kernels that run there: a simulated CUDA device computes as a CPU does
-        self.kernels = self.record.kind
-        self.slot = slot
-        self.device = torch.device("node", slot)
-        self.outbox = self.home.outbox
-        # finalizers append to this list directly; it is the outbox's own for its whole life
-        self.dead = self.outbox.dead
+        home = session.nodes[node]  # the node that has it
+        hello = home.said_hello
+        record = kernel_choice.here() if hello is None else kernel_choice.record(hello, name)
+        self._settle(session, home, name, record, slot)
         #: the same place for tensors that torch is to take for local ones (composites/as_cpu.py)
         self.twin = copy.copy(self)
         self.twin.device = torch.device("cpu")
 
+    def _settle(self, session: Owner, home: Home, name: str, record: kernel_choice.Record, slot: int) -> None:
+        self.session = session
+        self.home = home
+        self.name = name  #: "cpu" or "cuda:1", as the node calls it
+        self.index = -1 if name == "cpu" else int(name.partition(":")[2])  #: the result of get_device(): -1 for the CPU
+        self.record = record
+        #: the kind of kernels that run there: a simulated CUDA device computes as a CPU does
+        self.kernels = record.kind
+        self.slot = slot
+        self.device = torch.device("node", slot)
+        self.outbox = home.outbox
+        # finalizers append to this list directly; it is the outbox's own for its whole life
+        self.dead = self.outbox.dead
+        self.drawing = False  #: whether it is the last one that has drawn random numbers on all of its nodes
+
     def __repr__(self) -> str:
         return f"node {self.node} {self.name}"
+
+    @property
+    def members(self) -> tuple[Place, ...]:
+        """The places of single nodes that it consists of."""
+        return (self,)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The nodes of its members."""
+        return self.outbox.ranks
+
+    @property
+    def host(self) -> Place:
+        """The place of the same nodes' CPUs."""
+        return self.session.places.at(self.node, "cpu")
+
+    @property
+    def hello(self) -> c.Hello:
+        """The hello of its node; of several, of the first one."""
+        return self.session.nodes[self.ranks[0]].hello
 
     def is_cuda(self) -> bool:
         return self.index >= 0
@@ -133,11 +172,128 @@ class Place:
         self.home.permitted.add(op)
 
 
+class MeshPlace(Place):
+    """One device of each of several nodes, in order, as one place.
+
+    A tensor there has a shard on each, all of one shape, and a command goes to all of them. The nodes are a grid, whose
+    dims have names.
+    """
+
+    __slots__ = ("_members", "axes", "dims", "number", "seed")
+    number: int  #: of its generators
+    seed: int  #: with which they begin
+
+    def __init__(
+        self, session: Owner, members: Sequence[Place], home: Home, slot: int, dims: Mapping[str, int]
+    ) -> None:
+        self._members = tuple(members)
+        self.dims = dict(dims)  #: the sizes of the dims, by name
+        #: the groups of members along each dim, those of views too, as indices of members, by name
+        self.axes: dict[str, Groups] = {}
+        self._settle(session, home, members[0].name, members[0].record, slot)
+        self.name_dims(dims)
+        self.outbox.where = self._gone
+        self.twin = copy.copy(self)
+        self.twin.device = torch.device("cpu")
+
+    def __copy__(self) -> MeshPlace:
+        made = MeshPlace.__new__(MeshPlace)
+        made._members, made.dims, made.axes = self._members, self.dims, self.axes
+        made._settle(self.session, self.home, self.name, self.record, self.slot)
+        made.twin = made
+        return made
+
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{name}={size}" for name, size in self.dims.items())
+        return f"the mesh ({dims}) of nodes {numbers(self.ranks)} {self.name}"
+
+    @property
+    def node(self) -> NoReturn:  # type: ignore[override]
+        """Raises DisttensorError: what asks for the node of a tensor is for tensors on one."""
+        raise DisttensorError(
+            f"this takes a tensor on one node, and {self} has {len(self._members)}: "
+            f"x.at({self.where(0)}) is the tensor on one of them, x.shards() are all"
+        )
+
+    @property
+    def members(self) -> tuple[Place, ...]:
+        return self._members
+
+    @property
+    def host(self) -> Place:
+        return self.session.places.mesh([member.host for member in self._members], self.dims)
+
+    def name_dims(self, dims: Mapping[str, int]) -> None:
+        """Has names mean dims of the members, which are numbered row by row. Raises ValueError for a name that has
+        another meaning here already: a function that takes it could not know which is meant."""
+        found: dict[str, Groups] = {}
+        for axis, name in enumerate(dims):
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for rank, at in enumerate(product(*map(range, dims.values()))):
+                groups.setdefault(at[:axis] + at[axis + 1 :], []).append(rank)
+            found[name] = tuple(map(tuple, groups.values()))
+        for name, ranks in found.items():
+            if self.axes.get(name, ranks) != ranks:
+                raise ValueError(f"{name!r} is another dim of {self}; call this one otherwise")
+        self.axes |= found
+
+    def groups(self, name: str, what: str) -> Groups:
+        """Returns the groups of members along a dim. Raises ValueError for an unknown name."""
+        if name not in self.axes:
+            dims = ", ".join(f"{known}={len(groups[0])}" for known, groups in self.axes.items())
+            raise ValueError(f"{what}: {self} has no dim {name!r}; it has {dims}{did_you_mean(name, self.axes)}")
+        return self.axes[name]
+
+    def where(self, index: int) -> str:
+        """Returns the coordinates of a member, as in "dp=3, tp=0"."""
+        return ", ".join(f"{name}={at}" for name, at in self.coordinates(index).items())
+
+    def coordinates(self, index: int) -> dict[str, int]:
+        """Returns the coordinates of a member, by dim."""
+        found, left = {}, prod(self.dims.values())
+        for name, size in self.dims.items():
+            left //= size
+            found[name], index = divmod(index, left)
+        return found
+
+    def _gone(self, rank: int) -> str:
+        """Says which of the tensors' shards are gone with a node."""
+        at = self.where(self.ranks.index(rank))
+        return f"  it was {at} of {self}; the other ranks are usable: x.at(...), mesh.slice(...)"
+
+    def _permit(self, op: str, site: Site | None) -> None:
+        for member in self._members:
+            if op not in member.home.permitted:
+                member._permit(op, site)
+        self.home.permitted.add(op)
+
+
+def signed(seed: int) -> int:
+    """Returns a seed of torch's range, -2**63 to 2**64 - 1, as a signed 64-bit number. Raises RuntimeError for
+    others."""
+    seed = int(seed)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise RuntimeError(f"Overflow when unpacking long long: a seed has 64 bits, and {seed} doesn't fit")
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """Returns nodes' numbers in words: "0, 1, 2 and 3", or for many "0 to 63"."""
+    if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]} to {ranks[-1]}"
+    shown = [str(rank) for rank in ranks]
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+
+
 def one_session(*places: Place) -> None:
     """Raises DisttensorError for places of two sessions: a ref of one session means nothing in the other."""
     if any(place.session is not places[0].session for place in places):
         for place in places:  # all sessions but the newest have been shut down
             place.session.link.check(place.outbox)
+
+
+def _key(members: Sequence[Place], dims: Mapping[str, int]) -> tuple[object, ...]:
+    return (*((member.node, member.name) for member in members), *dims.items())
 
 
 class Places:
@@ -157,6 +313,12 @@ class Places:
         self._by_pair: dict[tuple[int, str], Place] = {}
         self.by_slot: dict[int, Place] = {}
         self._free = count(most)  #: slots of devices that are no node's default
+        self._given_back: list[int] = []  #: those of meshes that were closed
+        self._meshes: dict[tuple[object, ...], MeshPlace] = {}
+        self._homes: dict[tuple[int, ...], MeshHome] = {}  #: of meshes, by their nodes
+        self._below_zero = count(-1, -1)  #: numbers of meshes' templates
+        self._made = count(1)  #: numbers of meshes' generators
+        self.seed = torch.initial_seed()  #: that of the nodes' own generators, and of new meshes
         for node in nodes:
             self.extend(node)
 
@@ -165,11 +327,79 @@ class Places:
         self._nodes.append(node)
         self._add(node.rank, node.devices[1] if len(node.devices) > 1 else "cpu", node.rank)
 
-    def _add(self, node: int, name: str, slot: int) -> Place:
+    def mesh(self, members: Sequence[Place], dims: Mapping[str, int]) -> MeshPlace:
+        """Returns the one place of these members, in this order, and with these dims."""
+        key = _key(members, dims)
+        with self.lock:
+            place = self._meshes.get(key)
+            if place is None:
+                ranks = tuple(member.node for member in members)
+                home = self._homes.get(ranks)
+                if home is None:
+                    nodes = [self._nodes[rank] for rank in ranks]
+                    home = self._homes[ranks] = MeshHome(self._session.link.fan_out(ranks), self._below_zero, nodes)
+                slot = self._slot(f"a mesh of nodes {numbers(ranks)}")
+                place = MeshPlace(self._session, members, home, slot, dims)
+                place.number = next(self._made)
+                place.seed = int.from_bytes(blake2b(b"%d %d" % (self.seed, place.number), digest_size=8).digest()) >> 1
+                self._meshes[key] = self.by_slot[slot] = place
+            return place
+
+    def seeded(self, seed: int) -> None:
+        """Notes that all generators, of all places, have been seeded."""
+        with self.lock:
+            self.seed = seed
+            for mesh in self._meshes.values():
+                mesh.seed = seed
+
+    def draw(self, place: Place) -> None:
+        """Puts the generator of a place in use on its nodes; to be called before a command that draws random numbers.
+
+        Each place has generators of its own on each of its nodes, which are swapped where another place has drawn last.
+        """
+        if place.drawing or not self._meshes:
+            return
+        with self.lock:
+            for other in list(self.by_slot.values()):
+                if other.name == place.name and not set(other.ranks).isdisjoint(place.ranks):
+                    other.drawing = False
+            place.drawing = True
+            seed = place.seed if isinstance(place, MeshPlace) else self.seed
+            number = place.number if isinstance(place, MeshPlace) else 0
+            place.outbox.add(c.Swap(number, place.name, signed(seed)))
+
+    def close_mesh(self, place: MeshPlace) -> None:
+        """Gives the slot of a mesh's place back. Its tensors stay as they are, and new ones can't be made there."""
+        with self.lock:
+            key = _key(place.members, place.dims)
+            if self._meshes.pop(key, None) is not None:
+                del self.by_slot[place.slot]
+                self._given_back.append(place.slot)
+
+    def of_node(self, node: int) -> list[Place]:
+        """Returns the places of one node that there are: those of devices that somebody has named."""
+        return [place for (rank, _), place in list(self._by_pair.items()) if rank == node]
+
+    @property
+    def meshes(self) -> list[MeshPlace]:
+        """The places of meshes that are not closed, the oldest first."""
+        return list(self._meshes.values())
+
+    def _slot(self, what: str) -> int:
+        slot = self._given_back.pop() if self._given_back else next(self._free)
+        self._check_slot(slot, what)
+        return slot
+
+    def _check_slot(self, slot: int, what: str) -> None:
         if slot >= MAX_SLOTS:
+            held = "; ".join(str(place) for slot, place in sorted(self.by_slot.items()) if slot >= len(self._nodes))
             raise DisttensorError(
-                f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use; none is left for {name}"
+                f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use; none is left for {what}. Beside the "
+                f"nodes, these have one (mesh.close() gives a mesh's back): {held or 'nobody'}"
             )
+
+    def _add(self, node: int, name: str, slot: int) -> Place:
+        self._check_slot(slot, name)
         place = Place(self._session, node, name, slot)
         self.by_slot[slot] = place
         self._by_pair[node, name] = place
@@ -202,7 +432,7 @@ class Places:
         place = self._by_pair.get((node, name))
         if place is None:
             with self.lock:
-                place = self._by_pair.get((node, name)) or self._add(node, name, next(self._free))
+                place = self._by_pair.get((node, name)) or self._add(node, name, self._slot(name))
         return place
 
     @staticmethod

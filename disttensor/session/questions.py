@@ -11,7 +11,8 @@ from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
-from .places import Place, R
+from .agreement import agreed
+from .places import MeshPlace, Place, R
 
 
 class Questions:
@@ -31,6 +32,8 @@ class Questions:
         """
         waits("this operation")
         link = self._link
+        if isinstance(place, MeshPlace):
+            return self._ask_all(place, kind, command, site, due)
         request = link.request(place.node, kind, due)
         commands = place.outbox.commands
         commands += (command(request.id), site)
@@ -38,6 +41,44 @@ class Questions:
         if isinstance(reply, c.Poisoned):
             raise self.failure(reply.rank, reply.seq, place.node)
         return reply  # type: ignore[return-value]  # the link has looked
+
+    def _ask_all(
+        self, place: MeshPlace, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int
+    ) -> R:
+        """Asks all nodes of a mesh by one command, and returns the reply that they all give.
+
+        Raises RanksDiffer where they give different ones, else as ``ask``.
+        """
+        link = self._link
+        request = link.request_all(place.outbox, kind, due)
+        commands = place.outbox.commands
+        commands += (command(request.id), site)
+        link.exchange(place.outbox, request, None)
+        replies = [request.replies[rank] for rank in place.ranks]
+        self.raise_failures(place, [r if isinstance(r, c.Poisoned) else None for r in replies])
+        return agreed(place, replies)  # type: ignore[return-value]
+
+    def raise_failures(self, place: MeshPlace, causes: Sequence[c.Poisoned | None]) -> None:
+        """Raises the error of the first member that has failed, if one has; ``causes``: what each has said."""
+        failed = [i for i, cause in enumerate(causes) if cause is not None]
+        if not failed:
+            return
+        errors: dict[str, tuple[Exception, list[int]]] = {}
+        for i in failed:
+            cause = causes[i]
+            assert cause is not None
+            error = self.failure(cause.rank, cause.seq, place.ranks[i])
+            errors.setdefault(f"{type(error)}{error}", (error, []))[1].append(i)
+        (first, at), *others = errors.values()
+        first.add_note(self._among(place, at))
+        for other, at in others[:3]:
+            first.add_note(f"{type(other).__name__}: {str(other).splitlines()[0]}\n{self._among(place, at)}")
+        raise first
+
+    @staticmethod
+    def _among(place: MeshPlace, at: list[int]) -> str:
+        shown = ", ".join(f"node {place.ranks[i]} ({place.where(i)})" for i in at[:3])
+        return f"  on {shown}{', ...' if len(at) > 3 else ''}: {len(at)} of {len(place.ranks)} ranks"
 
     def failure(self, rank: int, seq: int, says: int | None = None) -> Exception:
         """Returns the exception for the failure of command ``seq`` of node ``rank``. Waits for the node if the failure

@@ -259,13 +259,16 @@ class _Call:
 
     def command(self, id: int, world: c.World | None = None) -> c.Command:
         self._request = id
+        places = session_of(self.place).places
+        for place in places.of_node(self.place.node):
+            places.draw(place)  # the function may draw, and then from its node's own generators
         refs = tuple(t._h.ref for t in self._keep)
         return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, world)
 
     def result(self, reply: c.Result) -> Any:
         """Returns the function's result, with tensors as proxies."""
         # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
-        simulated = self.place.home.hello.simulated
+        simulated = self.place.hello.simulated
         beside = next((t._place for t in self._keep), self.place) if simulated else self.place
         tensors = [_adopted(g, beside) for g in reply.tensors]
         if tensors:
@@ -391,7 +394,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         tensor: Any = value.detach()
         if not isinstance(tensor, DistributedTensor):
             tensor = upload(tensor, self._place)
-        elif tensor._place.node != self._place.node:
+        elif self._place.node not in tensor._place.ranks:  # of a mesh that the node is in it gets its own shard
             tensor = move(tensor, self._place)
         else:
             one_session(tensor._place, self._place)
@@ -424,7 +427,7 @@ def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
 def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
     session = place.session
     name = geometry.device if geometry.device.startswith("cuda") else "cpu"
-    where = place if place.home.hello.simulated else session.places.at(place.node, name)
+    where = place if place.hello.simulated else session.places.at(place.node, name)
     return proxy(Handle(new_ref(), meta_told(geometry, where)))
 
 

@@ -17,7 +17,7 @@ from ..session import current
 from ..session.node_context import current_node
 from ..session.node_context import node as node_context
 from ..session.node_context import use as use_node
-from ..session.places import Place
+from ..session.places import Place, signed
 from ..streams.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
 from ..tasks import functions
 
@@ -153,18 +153,11 @@ def manual_seed_all(seed: int) -> None:
     session = current.current()
     if session is None:
         return
+    command = c.Seed(signed(seed), all=True)
     for node in session.nodes:
         if node.outbox.lost is None:
-            node.outbox.add(c.Seed(_signed(seed)), here())
-
-
-def _signed(seed: int) -> int:
-    """Returns a seed of torch's range, -2**63 to 2**64 - 1, as a signed 64-bit number. Raises RuntimeError for
-    others."""
-    seed = int(seed)
-    if not -(1 << 63) <= seed < 1 << 64:
-        raise RuntimeError(f"Overflow when unpacking long long: a seed has 64 bits, and {seed} doesn't fit")
-    return seed - (1 << 64) if seed >= 1 << 63 else seed
+            node.outbox.add(command, here())
+    session.places.seeded(seed)
 
 
 def manual_seed(seed: int) -> None:
@@ -172,7 +165,10 @@ def manual_seed(seed: int) -> None:
 
     Raises RuntimeError for a seed of more than 64 bits, DisttensorError without a session.
     """
-    current.session().nodes[current_node()].outbox.add(c.Seed(_signed(seed)), here())
+    session = current.session()
+    for place in session.places.of_node(current_node()):
+        session.places.draw(place)
+    session.nodes[current_node()].outbox.add(c.Seed(signed(seed)), here())
 
 
 def get_rng_state(device: torch.device | str | int | Place = "node") -> torch.Tensor:
@@ -184,6 +180,7 @@ def get_rng_state(device: torch.device | str | int | Place = "node") -> torch.Te
     if isinstance(device, Place):
         return rng_states.keep(device)
     place = _place(device)
+    place.session.places.draw(place)
     reply = place.session.ask(place, c.RngState, lambda id: c.Random(id, place.name, b""), here())
     return torch.frombuffer(bytearray(reply.state), dtype=torch.uint8)
 
@@ -200,6 +197,7 @@ def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int | Pl
         raise ValueError(f"a generator's state is a uint8 tensor, not {new_state.dtype}")
     place = _place(device)
     data = new_state.cpu().numpy().tobytes()
+    place.session.places.draw(place)
     place.session.ask(place, c.Done, lambda id: c.Random(id, place.name, data), here())
 
 

@@ -19,7 +19,7 @@ from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..runtime.collective import ReduceOp
 from ..runtime.master.route import route
-from ..session.places import Place
+from ..session.places import MeshPlace, Place
 
 aten = torch.ops.aten
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -241,4 +241,6 @@ def place_of(args: Any, kwargs: Any, place: Place | None) -> Place | None:
     if first is None:
         return None
     held = first._h.meta.place
+    if isinstance(held, MeshPlace):
+        return held
     return held.session.places.at(held.node, held.name)  # type: ignore[no-any-return]

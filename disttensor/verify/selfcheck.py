@@ -34,7 +34,7 @@ from ..runtime.master.route import route
 from ..runtime.node.rng_lock import get_rng_state
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import VerifyError
-from ..session.places import Place
+from ..session.places import MeshPlace, Place
 from ..session.session import Session
 from ..tasks import functions
 from ..torch_backend import register
@@ -57,6 +57,14 @@ class Counts:
     compared: dict[str, int]  #: operations that were compared, by operator
     partly: dict[str, int]  #: those among them with dtypes and shapes compared only, by reason
     skipped: dict[str, int]  #: operations that were chosen, but not compared, by reason
+
+
+#: Why an operation on a mesh is not compared.
+_MESH = "each rank of a mesh has values of its own"
+
+
+def _is_on_mesh(tensor: Any) -> bool:
+    return isinstance(tensor, DistributedTensor) and isinstance(tensor._place, MeshPlace)
 
 
 class SelfCheck:
@@ -148,6 +156,7 @@ class SelfCheck:
             return call()
         place = place_of(args, kwargs, place)
         why = skipped(op, args, kwargs, composite) or ("" if place else "no operand is on a node")
+        why = why or (_MESH if isinstance(place, MeshPlace) else "")
         if why or place is None:
             self._skipped[why] += 1
             return call()
@@ -193,7 +202,7 @@ class SelfCheck:
     ) -> DistributedTensor:
         if not self._chosen():
             return call()
-        if why := _unrun():
+        if why := _unrun() or (_MESH if isinstance(place, MeshPlace) or _is_on_mesh(source) else ""):
             self._skipped[why] += 1
             return call()
         expected = self._quiet(lambda: Images().of(source).clone())
@@ -317,6 +326,7 @@ class SelfCheck:
     def _generator(self, place: Place) -> torch.Tensor:
         if self.session.shares_process:
             self.session.questions.sync_all()  # nodes share this process's generator: none may draw from it meanwhile
+        self.session.places.draw(place)
         reply = self.session.ask(place, c.RngState, lambda id: c.Random(id, place.name, b""), here())
         return torch.frombuffer(bytearray(reply.state), dtype=torch.uint8)
 
@@ -375,7 +385,7 @@ class SelfCheck:
         if not told:
             return
         line = line_of(here())
-        hello = place.home.hello
+        hello = place.hello
         tensors = [operand_name(x) for _, x in operands if isinstance(x, torch.Tensor)]
         raise VerifyError(
             f"{name}: a node's result is not that of local torch: {told}\n"

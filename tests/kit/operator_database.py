@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from equal import same, send
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import disttensor as dt
+from disttensor.meshes import Mesh
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,6 +29,7 @@ with warnings.catch_warnings():
 vars(common_utils)["extract_test_fn"] = lambda: None
 
 NODE = "node:0"
+CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
 #: Their values are what memory happens to hold.
 UNDEFINED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
@@ -52,9 +54,9 @@ def dtypes(op: OpInfo) -> list[torch.dtype]:
     return [d for d in DTYPES if d in supported]
 
 
-def samples(op: OpInfo, dtype: torch.dtype, count: int | None, grad: bool) -> Iterator[SampleInput]:
+def samples(op: OpInfo, dtype: torch.dtype, count: int | None, grad: bool, seed: int = 0) -> Iterator[SampleInput]:
     """The same ones each time."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     yield from itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), count)
 
 
@@ -126,6 +128,33 @@ class Operands:
         self.laid = sum(view is not None for view in views)
         self.input, self.args, self.kwargs = values
         self.tensors = [t for t in tree_leaves(values) if _is(t)]
+        if op.name == "tensor_split":
+            self.tensors = self.tensors[:1]
+
+    def gather(self, mesh: Mesh, op: OpInfo, ranks: Sequence[Operands]) -> None:
+        """Makes these the operands on a mesh, each rank's values those of one of ``ranks``."""
+        leaves = [[v for v in tree_leaves((r.input, r.args, r.kwargs))] for r in ranks]
+        values, spec = tree_flatten((self.input, self.args, self.kwargs))
+        stay = {id(t) for t in tree_leaves(self.args)} if op.name == "tensor_split" else set()
+        made = []
+        for own, *row in zip(values, *leaves, strict=True):
+            if _is(own) and id(own) not in stay:
+                bases = [t.detach() for t in row]
+                whole = dt.meshes.from_shards(mesh, bases)
+                if own.stride() != whole.stride() and own.numel():
+                    whole = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=mesh.device).copy_(
+                        whole
+                    )
+                whole = whole.conj() if own.is_conj() else whole
+                made.append(whole.detach().requires_grad_(own.requires_grad))
+            else:
+                made.append(
+                    str(mesh.device) if own == "cpu" and isinstance(own, str) else mesh.device if own == CPU else own
+                )
+        self.input, self.args, self.kwargs = tree_unflatten(made, spec)
+        if op.name in MAKES:
+            self.kwargs["device"] = mesh.device
+        self.tensors = [t for t in tree_leaves((self.input, self.args, self.kwargs)) if _is(t)]
         if op.name == "tensor_split":
             self.tensors = self.tensors[:1]
 
@@ -289,3 +318,82 @@ def _raises(kind: type[BaseException]) -> Iterator[None]:
     except (kind, RuntimeError, dt.DisttensorError):
         return
     raise AssertionError(f"this raises {kind.__name__} here and nothing on a node")
+
+
+# ---- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def check_on_mesh(mesh: Mesh, op: OpInfo, dtype: torch.dtype, count: int | None = None, close: bool = False) -> int:
+    """Runs samples on a mesh whose ranks have different values, and asserts that each rank has what there is here for
+    its values. How many there were.
+
+    Where the shapes of results, or results that are no tensors, depend on the values, RanksDiffer has to be raised, and
+    the sample is run with the same values on all ranks.
+    """
+    grad, done = differentiable(op, dtype), 0
+    columns = [list(samples(op, dtype, count, grad, seed)) for seed in range(len(mesh))]
+    for row in zip(*columns, strict=False):
+        ranks = row if len({_form(sample) for sample in row}) == 1 else row[:1] * len(mesh)
+        if not _check_on_ranks(mesh, op, ranks, grad, close):
+            assert _check_on_ranks(mesh, op, ranks[:1] * len(mesh), grad, close)
+        done += 1
+    dt.synchronize()
+    return done
+
+
+def _form(sample: SampleInput) -> str:
+    """All of a sample but the values of its tensors."""
+    values = (sample.input, list(sample.args), dict(sample.kwargs))
+    return repr(tree_map(lambda v: (v.shape, v.stride(), v.dtype, v.requires_grad) if _strided(v) else str(v), values))
+
+
+def _strided(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _check_on_ranks(mesh: Mesh, op: OpInfo, ranks: Sequence[SampleInput], grad: bool, close: bool) -> bool:
+    """False where the ranks' results differ in what all ranks have to have in common, and RanksDiffer was raised."""
+    locals_ = [Operands(op, sample, False) for sample in ranks]
+    remote = Operands(op, ranks[0], False)
+    remote.gather(mesh, op, locals_)
+    expected, error = [], None
+    for local in locals_:
+        try:
+            expected.append(local.call(op))
+        except Exception as e:
+            error = e
+    if error is not None:
+        with _raises(type(error)):
+            remote.call(op)
+            dt.synchronize()
+        return True
+    try:
+        got = remote.call(op)
+    except dt.errors.RanksDiffer:
+        assert len({_common(each) for each in expected}) > 1, "RanksDiffer where all ranks have the same form"
+        return False
+    if op.name in UNDEFINED:
+        got, *expected = (tree_map(lambda t: torch.zeros_like(t) if _is(t) else t, v) for v in (got, *expected))
+    process = ranks[0].output_process_fn_grad
+    if process is not None:
+        got, *expected = map(process, (got, *expected))
+    there = _gradients(got, remote) if grad else None
+    for rank, (local, wanted) in enumerate(zip(locals_, expected, strict=True)):
+        agree(_at(got, rank), wanted, close, f"rank {rank}: result")
+        agree(_at(remote.tensors, rank), local.tensors, close, f"rank {rank}: operand after it")
+        if grad:
+            here = _gradients(wanted, local)
+            assert (here is None) == (there is None), "only one of the two has gradients"
+            agree(_at(there, rank), here, close, f"rank {rank}: gradient")
+    return True
+
+
+def _common(result: Any) -> str:
+    return repr(tree_map(lambda v: (v.shape, v.stride()) if _strided(v) else str(v), result))
+
+
+def _at(value: Any, rank: int) -> Any:
+    def shard(v: Any) -> Any:
+        return v.shards()[rank] if isinstance(v, dt.DistributedTensor) else v
+
+    return tree_map(shard, value)

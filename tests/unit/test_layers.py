@@ -42,6 +42,7 @@ FRONT_LAYERS = (
     ("dispatch",),
     ("storage", "futures", "streams"),
     ("collectives",),
+    ("meshes",),
     ("tasks", "data", "channels", "graphs"),
     ("torch_backend",),
     ("verify",),

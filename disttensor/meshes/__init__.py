@@ -1,0 +1,9 @@
+"""Many nodes as one place: ``dt.mesh(dp=8)``, the tensors there, and their shards. docs/MESHES.md.
+
+Collectives over the dims of a mesh are those of ``dt.collectives`` with ``over=``.
+"""
+
+from .making import from_shards, replicate, shard
+from .mesh import Mesh, mesh
+
+__all__ = ["Mesh", "from_shards", "mesh", "replicate", "shard"]

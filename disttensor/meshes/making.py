@@ -1,0 +1,89 @@
+"""Tensors on meshes, made from local ones, or from ones on nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..dispatch.first_call import layout_of, refuse_layout
+from ..proxy.proxy import DistributedTensor, operand_name
+from ..session.places import MeshPlace
+from .mesh import Mesh, place_of
+from .shards import together
+
+
+def replicate(tensor: torch.Tensor, mesh: Mesh) -> DistributedTensor:
+    """Returns a tensor on a mesh that has these values on all ranks; ``tensor`` is local, or on one node.
+
+    It is ``tensor.to(mesh.device)`` with a check: the bytes go to one of the nodes, and from there from node to node,
+    and the gradient is the sum of all ranks'. Raises TypeError for a tensor that is on a mesh already,
+    NotImplementedError for one that is not strided, NodeLost.
+    """
+    place = place_of(mesh, "replicate")
+    _check(tensor, "replicate")
+    return tensor.to(place.device)  # type: ignore[return-value]
+
+
+def from_shards(mesh: Mesh, tensors: Sequence[torch.Tensor]) -> DistributedTensor:
+    """Returns a tensor on a mesh whose shard on each rank is a copy of one of ``tensors``, in the ranks' order.
+
+    Args:
+        tensors: local tensors, or tensors on any nodes, as many as the mesh has nodes, of one shape and dtype.
+
+    The gradient of each is that of its shard. Returns when the tensors may be changed. Raises TypeError for what is no
+    tensor, or on a mesh; ValueError for another number of them, or shapes or dtypes that differ; NodeLost.
+    """
+    place = place_of(mesh, "from_shards")
+    tensors = list(tensors)
+    if len(tensors) != len(place.members):
+        raise ValueError(f"from_shards: {len(tensors)} tensors for {len(place.members)} ranks of {mesh}")
+    for i, tensor in enumerate(tensors):
+        _check(tensor, f"from_shards: tensor {i}")
+        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
+            raise ValueError(
+                f"from_shards: tensor {i} is {operand_name(tensor)}, tensor 0 {operand_name(tensors[0])}; all ranks "
+                "have one shape and dtype"
+            )
+    return together(place, tensors)
+
+
+def shard(tensor: torch.Tensor, mesh: Mesh, **dims: int) -> DistributedTensor:
+    """Returns a tensor on a mesh of which each rank has a part: ``shard(t, mesh, dp=0)`` cuts dimension 0 along dp.
+
+    Along the other dims of the mesh all have the same part. ``tensor`` is local, or on one node; its gradient is put
+    together again. Raises ValueError for an unknown dim of the mesh, a dimension that the tensor does not have, or
+    sizes that do not divide; else as ``from_shards``.
+    """
+    place = place_of(mesh, "shard")
+    _check(tensor, "shard")
+    parts = [tensor] * len(place.members)
+    for name, d in dims.items():
+        size = mesh.size(name)
+        if not -tensor.dim() <= d < tensor.dim():
+            raise ValueError(f"shard: {name}={d}: a tensor of shape {tuple(tensor.shape)} has no dimension {d}")
+        if tensor.shape[d] % size:
+            raise ValueError(
+                f"shard: dimension {d} of {tuple(tensor.shape)} has {tensor.shape[d]} entries, which {name}={size} "
+                "does not divide; all ranks have one shape"
+            )
+        pieces: dict[int, tuple[torch.Tensor, ...]] = {}
+        for group in place.axes[name]:
+            for at, rank in enumerate(group):
+                whole = parts[rank]
+                if id(whole) not in pieces:
+                    pieces[id(whole)] = whole.chunk(size, d)
+                parts[rank] = pieces[id(whole)][at]
+    return from_shards(mesh, parts)
+
+
+def _check(tensor: Any, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} has to be a tensor, not {type(tensor).__name__}")
+    there: Any = tensor
+    place = there._place if isinstance(there, DistributedTensor) else None
+    if isinstance(place, MeshPlace):
+        raise TypeError(f"{what} is on {place} already; x.at(...) is a shard of it")
+    if layout_of(tensor) is not torch.strided:
+        refuse_layout(what, layout_of(tensor))

@@ -1,0 +1,240 @@
+"""Meshes: several nodes as one place, whose dims have names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from ..proxy.proxy import DistributedTensor
+from ..runtime.master.route import waits
+from ..runtime.process.spelling import did_you_mean
+from ..session import current
+from ..session.places import MeshPlace, Place
+from .shards import together
+
+
+class Mesh:
+    """Several nodes as one place. ``disttensor.mesh(dp=8, tp=4)`` makes it.
+
+    ``mesh.device`` is an ordinary ``torch.device``: what is made or moved there is on all of the nodes, one tensor of
+    one shape on each, and an operation on it is one command for all of them. The values may differ between nodes.
+
+    A mesh is a value: two of the same nodes, in the same order and with the same dims, are one. ``split``, ``flatten``
+    and ``rename`` give other names for the same place, whose tensors mix freely; another mesh is another place.
+    """
+
+    __slots__ = ("_dims", "_place")
+
+    def __init__(self, place: MeshPlace, dims: Mapping[str, int]) -> None:
+        self._place, self._dims = place, dict(dims)
+
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{name}={size}" for name, size in self._dims.items())
+        return f"Mesh({dims}, nodes={list(self.nodes)}, device={str(self.device)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self._place is other._place and self._dims == other._dims
+
+    def __hash__(self) -> int:
+        return hash((id(self._place), *self._dims))
+
+    def __len__(self) -> int:
+        return len(self._place.members)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the mesh's tensors."""
+        return self._place.device
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The nodes, in the order of the ranks: row by row, the last dim fastest."""
+        return self._place.ranks
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the dims."""
+        return tuple(self._dims)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the dims."""
+        return tuple(self._dims.values())
+
+    def size(self, dim: str | None = None) -> int:
+        """Returns the size of a dim, or (None) the number of nodes. Raises ValueError for a dim that there is not."""
+        return len(self) if dim is None else self._dims[self._named(dim)]
+
+    def coordinate(self, dim: str) -> DistributedTensor:
+        """Returns an int64 tensor of no dimension on the mesh: on each rank its own coordinate along a dim.
+
+        Returns at once. Raises ValueError for a dim that there is not, NodeLost.
+        """
+        at = [0] * len(self)
+        for group in self._place.axes[self._named(dim)]:
+            for i, rank in enumerate(group):
+                at[rank] = i
+        return together(self._place, [torch.tensor(i) for i in at])
+
+    def _named(self, dim: str) -> str:
+        if dim not in self._dims:
+            raise ValueError(
+                f"{self} has no dim {dim!r}; it has {', '.join(self._dims)}{did_you_mean(dim, self._dims)}"
+            )
+        return dim
+
+    def _view(self, dims: Mapping[str, int]) -> Mesh:
+        self._place.name_dims(dims)
+        return Mesh(self._place, dims)
+
+    # ---- views -------------------------------------------------------------------------------------------------------
+
+    def slice(self, **coordinates: int) -> Mesh:
+        """Returns the mesh of the nodes with these coordinates; ``mesh.slice(dp=0)`` has the other dims. No traffic.
+
+        Raises ValueError for an unknown dim, a coordinate out of its range, or coordinates of all dims.
+        """
+        for dim, at in coordinates.items():
+            if not 0 <= at < self._dims[self._named(dim)]:
+                raise ValueError(f"slice: {dim}={at} is not in {self}: it has 0 to {self._dims[dim] - 1}")
+        dims = {name: size for name, size in self._dims.items() if name not in coordinates}
+        if not dims:
+            raise ValueError(f"slice: {coordinates} is one node of {self}; disttensor.device(node) is its device")
+        members = [
+            member
+            for at, member in zip(product(*map(range, self.shape)), self._place.members, strict=True)
+            if all(at[self.names.index(dim)] == wanted for dim, wanted in coordinates.items())
+        ]
+        return _mesh(members, dims)
+
+    def split(self, **dims: tuple[str, str] | int) -> Mesh:
+        """Returns a view in which a dim is two: ``mesh.split(dp=("pp", "inner"), pp=2)`` has pp outside. No traffic.
+
+        Raises ValueError for an unknown dim, a size that does not divide it, or a name that another dim of the place
+        has.
+        """
+        made: dict[str, int] = {}
+        for name, size in self._dims.items():
+            parts = dims.get(name)
+            if not isinstance(parts, tuple):
+                made[name] = size
+                continue
+            outer, inner = parts
+            sizes = [n for n in (outer, inner) if isinstance(dims.get(n), int)]
+            if len(sizes) != 1:
+                raise ValueError(f"split: give the size of one of {outer!r} and {inner!r}, as in {outer}=2")
+            given = int(dims[sizes[0]])  # type: ignore[arg-type]
+            if given < 1 or size % given:
+                raise ValueError(f"split: {sizes[0]}={given} does not divide {name}={size} of {self}")
+            made[outer], made[inner] = (given, size // given) if sizes[0] == outer else (size // given, given)
+        for name, parts in dims.items():
+            if isinstance(parts, tuple):
+                self._named(name)
+        if prod(made.values()) != len(self):
+            raise ValueError(f"split: two dims of {made} would have one name")
+        return self._view(made)
+
+    def flatten(self, name: str = "all") -> Mesh:
+        """Returns a view with one dim, of this name. No traffic."""
+        made = {name: len(self)}
+        return self._view(made)
+
+    def rename(self, **names: str) -> Mesh:
+        """Returns a view whose dims have other names: ``mesh.rename(dp="replica")``. No traffic.
+
+        Raises ValueError for an unknown dim.
+        """
+        for dim in names:
+            self._named(dim)
+        made = {names.get(dim, dim): size for dim, size in self._dims.items()}
+        if len(made) != len(self._dims):
+            raise ValueError(f"rename: two dims of {self} would have one name")
+        return self._view(made)
+
+    def close(self) -> None:
+        """Gives the place's slot back (there are 128 for all devices). Tensors that are there stay as they are."""
+        self._place.session.places.close_mesh(self._place)
+
+
+def mesh(*, nodes: Sequence[int] | None = None, device: str | None = None, **dims: int) -> Mesh:
+    """Makes nodes one place: ``disttensor.mesh(dp=8, tp=4)``, over all nodes, row by row.
+
+    Args:
+        nodes: the numbers of the nodes, in order. Default: all.
+        device: the device of each node, "cpu" or "cuda:0". Default: each node's default device.
+        dims: the sizes of the dims, by name; -1 for one of them is what is left. Default: one dim, "all".
+
+    Does not wait. Raises ValueError for sizes that do not multiply to the number of nodes, a node that is not there or
+    is named twice, or nodes that differ (in their kind of device, or in what their torch chooses kernels by);
+    DisttensorError without a session, or when all 128 slots are in use; GraphError while a graph is recorded.
+    """
+    waits("a new mesh")
+    places = current.session().places
+    ranks = range(len(current.session().nodes)) if nodes is None else list(nodes)
+    if not len(ranks):
+        raise ValueError("mesh: there is no node in nodes=[]")
+    members = [places.at(node, device) for node in ranks]
+    twice = [m.node for i, m in enumerate(members) if m.node in [other.node for other in members[:i]]]
+    if twice:
+        raise ValueError(f"mesh: node {twice[0]} is named twice; each node has one rank of a mesh")
+    for name, size in dims.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(f"mesh: the size of a dim is a positive integer, or -1, and {name}={size!r}")
+    sizes = dict(dims) or {"all": len(members)}
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"mesh: only one size can be -1, not those of {[n for n, s in sizes.items() if s == -1]}")
+    for name, size in sizes.items():
+        if size == -1:
+            left = prod(s for s in sizes.values() if s > 0)
+            if len(members) % left:
+                raise ValueError(f"mesh: {left} ranks of the other dims do not divide {len(members)} nodes")
+            sizes[name] = len(members) // left
+    if prod(sizes.values()) != len(members):
+        text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"mesh: {text} are {prod(sizes.values())} ranks, and there are {len(members)} nodes"
+            f"{'' if nodes is not None else ' in the session'}; nodes=[...] names those of the mesh, and one size can "
+            "be -1"
+        )
+    return _mesh(members, sizes)
+
+
+def _mesh(members: Sequence[Place], dims: Mapping[str, int]) -> Mesh:
+    _alike(members)
+    return Mesh(members[0].session.places.mesh(members, dims), dims)
+
+
+def _alike(members: Sequence[Place]) -> None:
+    """Raises ValueError for a member that is unlike the first: it would compute other numbers, or elsewhere."""
+    first = members[0]
+    for member in members[1:]:
+        if member.name != first.name:
+            raise ValueError(
+                f"mesh: {member} is another device than {first}; all have to be called the same: device='cpu', or "
+                "nodes of which each has its own GPU as cuda:0"
+            )
+        if member.record != first.record:
+            raise ValueError(
+                f"mesh: the torch of {member} chooses other kernels than that of {first}: {member.record}, "
+                f"{first.record}"
+            )
+
+
+def place_of(target: Any, what: str) -> MeshPlace:
+    """Returns the place of a mesh, its device, or a tensor there. Raises TypeError for anything else."""
+    if isinstance(target, Mesh):
+        return target._place
+    place: Place
+    if isinstance(target, DistributedTensor):
+        place = target._place
+    elif isinstance(target, (str, torch.device)):
+        place = current.session().places.named(target)
+    else:
+        raise TypeError(f"{what} takes a mesh, not {target!r}")
+    if not isinstance(place, MeshPlace):
+        raise TypeError(f"{what} takes a mesh, or a tensor on one, and this is on {place}")
+    return place

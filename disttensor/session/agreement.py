@@ -1,0 +1,86 @@
+"""Answers of all nodes of a mesh as one: nothing is assumed to be equal, so each is looked at."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ..runtime.protocol import codec
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import RanksDiffer
+from .places import MeshPlace
+
+T = TypeVar("T")
+
+#: The most different values that an error shows.
+_SHOWN = 3
+#: Elements of a tensor up to which it is shown as a whole.
+_SHORT = 8
+
+
+def agreed(place: MeshPlace, replies: Sequence[c.Reply]) -> c.Reply:
+    """Returns the first of these replies, one of each member, if all say the same. Raises RanksDiffer."""
+    check = _KINDS.get(type(replies[0]))
+    if check is None:
+        return place.node  # raises: what is asked is for one node
+    key, said = check
+    one(place, [key(reply) for reply in replies], [said(reply) for reply in replies])
+    return replies[0]
+
+
+def agreed_bytes(place: MeshPlace, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises RanksDiffer unless these local tensors, one of each member, have the same bytes."""
+
+    def words(tensor: torch.Tensor) -> str:
+        return str(tensor.tolist()) if tensor.numel() <= _SHORT else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+    keys = [tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    one(place, keys, [words(tensor) for tensor in tensors])
+
+
+def one(place: MeshPlace, keys: Sequence[Hashable], said: Sequence[str]) -> None:
+    """Raises RanksDiffer unless all ``keys``, one of each member, are equal. ``said``: what they are in words."""
+    if len(set(keys)) == 1:
+        return
+    first: dict[Hashable, int] = {}
+    for i, key in enumerate(keys):
+        first.setdefault(key, i)
+    shown = [f"{said[i]} at {place.where(i)}" for i in list(first.values())[:_SHOWN]]
+    over = repr(next(iter(place.dims))) if len(place.dims) == 1 else repr(tuple(place.dims))
+    raise RanksDiffer(
+        f"the {len(place.ranks)} ranks of {place} have {len(first)} different values: {', '.join(shown)}"
+        f"{', ...' if len(first) > _SHOWN else ''}. dt.all_reduce(x, 'avg', over={over}) is the mean of all, "
+        f"x.at({place.where(0)}) the value of one, x.shards() are all"
+    )
+
+
+def _bits(value: object) -> Hashable:
+    """Returns a key that tells 1 and True, 0.0 and -0.0 apart, and has a NaN equal to one with the same bits."""
+    if isinstance(value, complex):
+        return struct.pack("<dd", value.real, value.imag)
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    return type(value), value
+
+
+def _geometries(reply: c.Shapes) -> Hashable:
+    return reply.outs
+
+
+def _storage(reply: c.StorageInfo) -> Hashable:
+    """Names and addresses are each node's own."""
+    return reply.bytes, reply.offset, reply.stride
+
+
+#: By kind of reply: what has to be equal, and how it is told.
+_KINDS: dict[type[c.Reply], tuple[Callable[..., Hashable], Callable[..., str]]] = {
+    c.Answer: (lambda reply: _bits(codec.from_value(reply.value)), lambda reply: repr(codec.from_value(reply.value))),
+    c.Shapes: (_geometries, lambda reply: f"shape {[None if g is None else g.shape for g in reply.outs]}"),
+    c.StorageInfo: (_storage, lambda reply: f"a memory of {reply.bytes} bytes"),
+    c.Digested: (lambda reply: reply.digest, lambda reply: f"bytes with hash {reply.digest.hex()[:8]}..."),
+    c.Done: (lambda reply: (), lambda reply: "done"),
+    c.RngState: (lambda reply: reply.state, lambda reply: "a generator's state"),
+}
