@@ -60,6 +60,19 @@ def test_the_graphs_page(tmp_path: Path) -> None:
     assert python("graphs.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_meshes_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/MESHES.md").read_text()).groups()
+    (tmp_path / "meshes.py").write_text(program)
+    assert python("meshes.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
+def test_mesh_data_parallel() -> None:
+    """The losses of one process; the program compares them, too."""
+    lines = python(str(ROOT / "examples/mesh_data_parallel.py"), "--nodes", "4", cwd=ROOT).splitlines()
+    assert [line.startswith(f"epoch {i}: loss ") for i, line in enumerate(lines[:5])] == [True] * 5
+    assert float(lines[5].removeprefix("accuracy ")) > 0.93
+
+
 COLLECTIVES = re.split(r"^## ", (ROOT / "docs/COLLECTIVES.md").read_text(), flags=re.MULTILINE)
 
 
