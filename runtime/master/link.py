@@ -537,9 +537,9 @@ class Link:
             self.losses.append(lost)
             for request in list(self._requests.values()):  # one step: other threads take theirs out without the lock
                 if request.asks(rank) and self._requests.pop(request.id, None) is not None:
-                    for other in request.ranks:
-                        if other != rank:
-                            self.nodes[other].unawaited.add(request.id)  # its answer may still come
+                    for late in request.ranks:
+                        if late != rank:
+                            self.nodes[late].unawaited.add(request.id)  # its answer may still come
                     request.resolve()
             if self.launcher is not None:
                 # the process may be stopped or cut off, and nodes that wait for its tensors learn from its end
