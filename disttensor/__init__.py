@@ -50,6 +50,7 @@ __all__ = [
     "shutdown",
     "stream",
     "synchronize",
+    "varying",
     "wait_for_nodes",
 ]
 

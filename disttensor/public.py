@@ -26,7 +26,7 @@ from .collectives import (
 from .errors import DisttensorError as DisttensorError, NodeLost as NodeLost
 from .futures import fetch as fetch
 from .graphs import Graph as Graph, graph as graph, graphed as graphed
-from .meshes import mesh as mesh, replicate as replicate, shard as shard
+from .meshes import mesh as mesh, replicate as replicate, shard as shard, varying as varying
 from .proxy.factories import device as device
 from .proxy.proxy import DistributedTensor as DistributedTensor
 from .runtime.protocol.bundle import VERSION as __version__

@@ -4,6 +4,6 @@ Collectives over the dims of a mesh are those of ``dt.collectives`` with ``over=
 """
 
 from .making import from_shards, replicate, shard
-from .mesh import Mesh, mesh
+from .mesh import Mesh, mesh, varying
 
-__all__ = ["Mesh", "from_shards", "mesh", "replicate", "shard"]
+__all__ = ["Mesh", "from_shards", "mesh", "replicate", "shard", "varying"]

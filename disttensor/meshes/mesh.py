@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from ..proxy.proxy import DistributedTensor
 from ..runtime.master.route import waits
 from ..runtime.process.spelling import did_you_mean
 from ..session import current
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, Place, varied
 from .shards import together
 
 
@@ -222,6 +223,25 @@ def _alike(members: Sequence[Place]) -> None:
                 f"mesh: the torch of {member} chooses other kernels than that of {first}: {member.record}, "
                 f"{first.record}"
             )
+
+
+@contextlib.contextmanager
+def varying(*dims: str) -> Iterator[None]:
+    """Has random numbers on meshes differ along dims, inside of a ``with`` block: ``with dt.varying("dp"): model(x)``.
+
+    Ranks that differ in their coordinates along ``dims`` draw different numbers, others the same. A mesh has generators
+    of its own for that, which begin anew with ``torch.manual_seed``; those of the code around the block are not used.
+    For threads and asyncio tasks of their own. Raises TypeError for what is no name; a draw in the block on a mesh
+    without such a dim raises ValueError.
+    """
+    for dim in dims:
+        if not isinstance(dim, str):
+            raise TypeError(f"varying takes names of dims, not {dim!r}")
+    token = varied.set(tuple(dict.fromkeys(dims)))
+    try:
+        yield
+    finally:
+        varied.reset(token)
 
 
 def place_of(target: Any, what: str) -> MeshPlace:

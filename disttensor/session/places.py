@@ -38,6 +38,9 @@ R = TypeVar("R", bound=c.Message)
 #: The node that factories use now, by thread and asyncio task.
 current_node: ContextVar[int] = ContextVar("disttensor_node", default=0)
 
+#: The dims of meshes along which random numbers vary now, by thread and asyncio task.
+varied: ContextVar[tuple[str, ...]] = ContextVar("disttensor_varied", default=())
+
 #: The indices of a place's members, in groups: each member is in one of them.
 Groups = tuple[tuple[int, ...], ...]
 
@@ -107,7 +110,8 @@ class Place:
         self.outbox = home.outbox
         # finalizers append to this list directly; it is the outbox's own for its whole life
         self.dead = self.outbox.dead
-        self.drawing = False  #: whether it is the last one that has drawn random numbers on all of its nodes
+        #: the number of its generator that is in use on all of its nodes; -1 where that may be another place's
+        self.drawing = -1
 
     def __repr__(self) -> str:
         return f"node {self.node} {self.name}"
@@ -179,9 +183,9 @@ class MeshPlace(Place):
     dims have names.
     """
 
-    __slots__ = ("_members", "axes", "dims", "number", "seed")
-    number: int  #: of its generators
-    seed: int  #: with which they begin
+    __slots__ = ("_members", "_varying", "axes", "begun", "dims", "number", "seed")
+    number: int  #: of its generator that is the same on all ranks
+    seed: int  #: with which its generators begin
 
     def __init__(
         self, session: Owner, members: Sequence[Place], home: Home, slot: int, dims: Mapping[str, int]
@@ -190,6 +194,8 @@ class MeshPlace(Place):
         self.dims = dict(dims)  #: the sizes of the dims, by name
         #: the groups of members along each dim, those of views too, as indices of members, by name
         self.axes: dict[str, Groups] = {}
+        self._varying: dict[tuple[str, ...], int] = {}  #: numbers of the generators that vary along dims
+        self.begun: set[int] = set()  #: those of them that the nodes know, since all were seeded
         self._settle(session, home, members[0].name, members[0].record, slot)
         self.name_dims(dims)
         self.outbox.where = self._gone
@@ -199,6 +205,7 @@ class MeshPlace(Place):
     def __copy__(self) -> MeshPlace:
         made = MeshPlace.__new__(MeshPlace)
         made._members, made.dims, made.axes = self._members, self.dims, self.axes
+        made._varying, made.begun = self._varying, self.begun
         made._settle(self.session, self.home, self.name, self.record, self.slot)
         made.twin = made
         return made
@@ -244,6 +251,24 @@ class MeshPlace(Place):
             raise ValueError(f"{what}: {self} has no dim {name!r}; it has {dims}{did_you_mean(name, self.axes)}")
         return self.axes[name]
 
+    def generator(self, along: tuple[str, ...], new: Callable[[], int]) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Returns the number of the generator that varies along dims; and, where the nodes do not know it yet, the seed
+        that each rank begins with, by node."""
+        if not along:
+            return self.number, ()
+        number = self._varying.get(along)
+        if number is None:
+            number = self._varying.setdefault(along, new())
+        if number in self.begun:
+            return number, ()
+        at: list[list[int]] = [[] for _ in self._members]
+        for name in along:
+            for group in self.groups(name, "varying"):
+                for i, rank in enumerate(group):
+                    at[rank].append(i)
+        self.begun.add(number)
+        return number, tuple((rank, derived(self.seed, along, *own)) for rank, own in zip(self.ranks, at, strict=True))
+
     def where(self, index: int) -> str:
         """Returns the coordinates of a member, as in "dp=3, tp=0"."""
         return ", ".join(f"{name}={at}" for name, at in self.coordinates(index).items())
@@ -275,6 +300,11 @@ def signed(seed: int) -> int:
     if not -(1 << 63) <= seed < 1 << 64:
         raise RuntimeError(f"Overflow when unpacking long long: a seed has 64 bits, and {seed} doesn't fit")
     return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def derived(*key: object) -> int:
+    """Returns a seed that depends on all of a key."""
+    return int(blake2b(repr(key).encode(), digest_size=8).hexdigest(), 16) >> 1
 
 
 def numbers(ranks: Sequence[int]) -> str:
@@ -341,7 +371,7 @@ class Places:
                 slot = self._slot(f"a mesh of nodes {numbers(ranks)}")
                 place = MeshPlace(self._session, members, home, slot, dims)
                 place.number = next(self._made)
-                place.seed = int.from_bytes(blake2b(b"%d %d" % (self.seed, place.number), digest_size=8).digest()) >> 1
+                place.seed = derived(self.seed, place.number)
                 self._meshes[key] = self.by_slot[slot] = place
             return place
 
@@ -351,22 +381,30 @@ class Places:
             self.seed = seed
             for mesh in self._meshes.values():
                 mesh.seed = seed
+                mesh.begun.clear()
 
     def draw(self, place: Place) -> None:
         """Puts the generator of a place in use on its nodes; to be called before a command that draws random numbers.
 
         Each place has generators of its own on each of its nodes, which are swapped where another place has drawn last.
+        A mesh has several: the one that is the same on all ranks, and one for each way in which they may vary.
+
+        Raises ValueError for a mesh without a dim along which numbers are to vary.
         """
-        if place.drawing or not self._meshes:
+        if not self._meshes:
+            return
+        number, seeds = 0, tuple[tuple[int, int], ...]()
+        if isinstance(place, MeshPlace):
+            number, seeds = place.generator(varied.get(), lambda: next(self._made))
+        if place.drawing == number:
             return
         with self.lock:
             for other in list(self.by_slot.values()):
                 if other.name == place.name and not set(other.ranks).isdisjoint(place.ranks):
-                    other.drawing = False
-            place.drawing = True
+                    other.drawing = -1
+            place.drawing = number
             seed = place.seed if isinstance(place, MeshPlace) else self.seed
-            number = place.number if isinstance(place, MeshPlace) else 0
-            place.outbox.add(c.Swap(number, place.name, signed(seed)))
+            place.outbox.add(c.Swap(number, place.name, signed(seed), seeds))
 
     def close_mesh(self, place: MeshPlace) -> None:
         """Gives the slot of a mesh's place back. Its tensors stay as they are, and new ones can't be made there."""

@@ -210,19 +210,22 @@ class NodeState:
         if not role.is_node():
             return  # nodes that are threads have one generator together, which is their process's
         name, device = command.device, self.device(command.device)
-        before = self._drawing.get(name, 0)
-        if before == command.place:
+        before, own = self._drawing.get(name, 0), dict(command.seeds).get(self.rank)
+        if before != command.place:
+            self._resting[before, name] = _generator(device)
+            self._drawing[name] = command.place
+            state = self._resting.pop((command.place, name), None)
+            if state is not None:
+                _set_generator(device, state)
+                return
+        elif own is None:
             return
-        self._resting[before, name] = _generator(device)
-        self._drawing[name] = command.place
-        state = self._resting.pop((command.place, name), None)
-        if state is not None:
-            _set_generator(device, state)
-        elif device.type == "cuda":
+        seed = command.seed if own is None else own
+        if device.type == "cuda":
             with torch.cuda.device(device):
-                torch.cuda.manual_seed(command.seed)
+                torch.cuda.manual_seed(seed)
         else:
-            torch.default_generator.manual_seed(command.seed)
+            torch.default_generator.manual_seed(seed)
 
     # ---- entries and poison ----------------------------------------------------------------------------------------
 

@@ -134,12 +134,14 @@ class Seed(Message, frozen=True, tag=20):
 
 
 class Swap(Message, frozen=True, tag=67):
-    """Puts the generator of a place in use as the device's default one: of the node itself (0), or of a mesh. Its state
-    is the one that it had when it was in use last, else that of ``seed``."""
+    """Puts another generator in use as the device's default one: the node's own (0), or one of a mesh. Its state is the
+    one that it had when it was in use last, else that of ``seed``; where ``seeds`` names the node, of that one, always.
+    """
 
     place: int
     device: str
     seed: int
+    seeds: tuple[tuple[int, int], ...] = ()  #: (node, seed)
 
 
 class Random(Message, frozen=True, tag=21):

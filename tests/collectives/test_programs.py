@@ -185,8 +185,10 @@ def test_torch_distributeds_reductions_mean_the_same():
     _, xs = on_nodes(lambda k: torch.tensor(k + 1))
     dt.all_reduce(xs, torch.distributed.ReduceOp.PRODUCT)
     assert xs[0].item() == 24
+    dt.all_reduce(xs, "sum")
+    assert xs[0].item() == 96
     with pytest.raises(TypeError, match="is no reduction; there are SUM, AVG"):
-        dt.all_reduce(xs, "sum")
+        dt.all_reduce(xs, "mean")
 
 
 @pytest.mark.parametrize("transport", [torch.int8, "bfloat16", torch.bool])

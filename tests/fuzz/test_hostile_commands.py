@@ -171,7 +171,8 @@ on_streams: dict[type, st.SearchStrategy[Any]] = {
     c.Seed: st.builds(c.Seed, INTS), c.Random: randoms, c.Keep: keeps,
     c.Storage: st.builds(c.Storage, st.just(0), REFS),
     c.Digest: st.builds(c.Digest, st.just(0), REFS),
-    c.Swap: st.builds(c.Swap, st.integers(-1, 3), st.sampled_from(["cpu", "cuda:0", "cuda:9", ""]), st.integers(-5, 5)),
+    c.Swap: st.builds(c.Swap, st.integers(-1, 3), st.sampled_from(["cpu", "cuda:0", "cuda:9", ""]), st.integers(-5, 5),
+                     st.lists(st.tuples(st.integers(0, 2), st.integers(-5, 5)), max_size=2).map(tuple)),
     c.Record: records, c.Wait: st.builds(c.Wait, REFS), c.Await: st.builds(c.Await, INTS, PEERS), c.Replay: replays,
     c.Collective: collectives,
 }  # fmt: skip

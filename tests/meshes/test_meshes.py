@@ -572,6 +572,44 @@ def test_a_node_draws_as_if_there_were_no_mesh() -> None:
     assert torch.equal(torch.rand(3), second)
 
 
+def test_numbers_that_vary_along_a_dim() -> None:
+    """Along no other one, and beside those that are the same on all: neither changes the other."""
+    m = grid()
+
+    def draw(*along: str) -> list[torch.Tensor]:
+        with dt.varying(*along):
+            return [s.cpu() for s in torch.rand(5, device=m.device).shards()]  # type: ignore[attr-defined]
+
+    torch.manual_seed(20)
+    alone = [draw() for _ in range(3)]
+    torch.manual_seed(20)
+    mixed = [draw(), draw("dp"), draw(), draw("tp"), draw("dp", "tp"), draw("dp"), draw()]
+    for got, wanted in zip([mixed[0], mixed[2], mixed[6]], alone, strict=True):
+        assert all(map(torch.equal, got, wanted))
+    for shards, groups in ((mixed[1], [{0, 1}, {2, 3}]), (mixed[5], [{0, 1}, {2, 3}]), (mixed[3], [{0, 2}, {1, 3}]),
+                           (mixed[4], [{0}, {1}, {2}, {3}]), (mixed[0], [{0, 1, 2, 3}])):  # fmt: skip
+        for a, b in itertools.combinations(range(4), 2):
+            together = any({a, b} <= group for group in groups)
+            assert torch.equal(shards[a], shards[b]) == together
+    assert not torch.equal(mixed[1][0], mixed[5][0])
+    torch.manual_seed(20)
+    again = [draw(), draw("dp")]
+    assert all(map(torch.equal, again[1], mixed[1]))
+    with pytest.raises(ValueError, match=r"varying: .* has no dim 'pp'"):
+        draw("pp")
+    with pytest.raises(TypeError, match="varying takes names of dims, not 3"):
+        draw(3)  # type: ignore[arg-type]
+    x = torch.ones(4, 6, device=m.device, requires_grad=True)
+    from torch.utils.checkpoint import checkpoint
+
+    with dt.varying("dp", "tp"):
+        y = checkpoint(lambda v: F.dropout(v, 0.5), x, use_reentrant=False)
+    y.sum().backward()  # computes the block again, out of the block
+    assert x.grad is not None
+    for grad, kept in zip(x.grad.shards(), y.detach().shards(), strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(grad.cpu(), kept.cpu())
+
+
 def test_states_of_a_mesh() -> None:
     m = grid()
     state = torch.node.get_rng_state(m.device)  # type: ignore[attr-defined]
@@ -618,6 +656,7 @@ def test_shapes_that_depend_on_the_data() -> None:
     m = grid()
     equal = torch.tensor([1.0, 0.0, 2.0], device=m.device).nonzero()
     assert equal.tolist() == [[0], [2]]
+    gc.collect()
     before = [dt.testing.usage(node).tensors for node in range(NODES)]
     with pytest.raises(RanksDiffer, match=r"aten::nonzero: .* at dp=0, tp=0.*dt\.run\(function, nodes=mesh\)"):
         from_shards(m, [torch.tensor([1.0, i % 2]) for i in range(4)]).nonzero()  # type: ignore[attr-defined]

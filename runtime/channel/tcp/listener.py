@@ -40,7 +40,6 @@ class _Pending:
         self.sock, self.address, self.deadline = sock, address, deadline
         self.nonce = os.urandom(NONCE)
         self.said = b""
-        self.hello: Hello | None = None  #: complete, but its rank is not known yet
 
 
 class Listener:
@@ -63,7 +62,8 @@ class Listener:
     ) -> None:
         self._limit, self._admit, self._look = limit, admit, look
         self._pending: dict[_Pending, None] = {}  #: oldest first
-        self._unknown: list[_Pending] = []  #: those of them that have said hello, and whose rank is not known yet
+        #: the hellos of those of them whose rank is not known yet
+        self._unknown: dict[_Pending, Hello] = {}
         self._refusals = Refusals(_log)
         self._stopping = threading.Event()
         self._socks: list[socket.socket] = []
@@ -176,25 +176,25 @@ class Listener:
         if not piece:
             self._drop(pending, _NOISE if pending.said else "")
         elif len(pending.said) == HELLO:
-            pending.hello = Hello.parse(pending.said)
-            if pending.hello is None:
+            hello = Hello.parse(pending.said)
+            if hello is None:
                 self._drop(pending, _NOISE)
             else:
                 # Until the hello's fate is known nothing more is read, and a hang-up must not keep the poll awake.
                 self._poll.unregister(pending.sock)
-                self._unknown.append(pending)
+                self._unknown[pending] = hello
 
     def _look_again(self) -> None:
-        for pending in list(self._unknown):
-            assert pending.hello is not None
-            verdict = self._admit(pending.sock, pending.hello, pending.nonce)
+        for pending, hello in list(self._unknown.items()):
+            verdict = self._admit(pending.sock, hello, pending.nonce)
             if verdict == "":
                 self._forget(pending)
             elif verdict is not None:
                 self._drop(pending, verdict)
         now = time.monotonic()
         while self._pending and (oldest := self._oldest).deadline <= now:
-            self._drop(oldest, _NOISE if oldest.hello is None else f"rank {oldest.hello.rank} is not known here")
+            said = self._unknown.get(oldest)
+            self._drop(oldest, _NOISE if said is None else f"rank {said.rank} is not known here")
 
     def _drop(self, pending: _Pending, why: str = "") -> None:
         if why:
@@ -204,10 +204,8 @@ class Listener:
 
     def _forget(self, pending: _Pending) -> None:
         del self._pending[pending]
-        if pending.hello is None:
+        if self._unknown.pop(pending, None) is None:
             self._poll.unregister(pending.sock)
-        elif pending in self._unknown:
-            self._unknown.remove(pending)
 
 
 def _listen(host: str) -> tuple[socket.socket, str]:
