@@ -269,7 +269,8 @@ def broadcast(x: DistributedTensor, over: str, src: int = 0) -> DistributedTenso
 
 
 def _pieces(x: torch.Tensor, dim: int, size: int) -> list[Any]:
-    return [_ready(piece) for piece in x.detach().chunk(size, dim)] if x.numel() else [_ready(x)] * size
+    step = x.shape[dim] // size
+    return [_ready(x.detach().narrow(dim, i * step, step)) for i in range(size)]
 
 
 class _AllGather(torch.autograd.Function):
@@ -338,13 +339,21 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         total: Any = _apply(_AllReduce, grads[0], ReduceOp.SUM, ctx.found)
-        return _only(total, [group[ctx.src] for group in ctx.found]), None, None
+        return _apply(_Only, total, tuple(group[ctx.src] for group in ctx.found)), None, None
 
 
-def _only(x: Any, ranks: Sequence[int]) -> Any:
-    """Returns the tensor as it is on these ranks, and zero on the others."""
-    kept: Any = torch.zeros_like(x)
-    for rank in ranks:
-        member = x._place.members[rank]
-        seen_at.alias(kept, member).copy_(seen_at.alias(x, member))
-    return kept
+class _Only(torch.autograd.Function):
+    """The tensor as it is on some ranks, and zero on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, ranks: tuple[int, ...]) -> torch.Tensor:
+        ctx.ranks = ranks
+        kept = torch.zeros_like(x)
+        for rank in ranks:
+            member = x._place.members[rank]
+            seen_at.alias(kept, member).copy_(seen_at.alias(x, member))
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _apply(_Only, grads[0], ctx.ranks), None

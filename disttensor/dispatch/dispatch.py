@@ -19,18 +19,18 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from ..proxy.meta import Handle, Meta, new_ref
+from ..proxy.meta import Handle, Meta, Shared, new_ref
 from ..proxy.proxy import DistributedTensor, operand_name
 from ..runtime.master.home import exact
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session import current
-from ..session.places import Place
+from ..session.places import Place, Places
 from . import rng_states
 from .call_site import here, users
 from .copies import upload
 from .first_call import ask, make_plan, make_room, place_of
-from .inplace_and_multi import first, rare
+from .inplace_and_multi import check_write, first, rare
 from .lazy_views import materialise
 from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
 from .op_table import enter, entries, handles, ordinary
@@ -99,63 +99,73 @@ def issue(plan: Plan, h: Handle, b: Any) -> Any:
 @ordinary
 def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
     """Runs steps 2 to 5 of the precedence. ``place`` is for factories, whose arguments name none."""
-    key: list[Any] = [place]
-    call: list[Any] = []
-    out = new_ref()
-    for value, kind in zip(args, entry.kinds):  # noqa: B905 - trailing defaults are not passed
-        t = type(value)
-        if t is DistributedTensor:
-            h = value._h
-            key.append(h.meta)
-            call.append(out - (h.ref or materialise(h)))
-        elif kind <= NUMBER and (t is float or t is int):
-            key.append(t)
-            call.append(value)
-        elif not _other(value, kind, key, call, out):
-            return _mixed(entry, args, kwargs, place)
-    if kwargs:
-        for name, value in kwargs.items():
-            key.append(name)
-            if type(value) is DistributedTensor:
+    taken = None
+    if entry.draws and Places.meshes_made:
+        where = place_of(entry, args, kwargs, place)
+        taken = where.session.places
+        taken.lock.acquire()  # until the command is queued no other thread puts another generator in use
+    try:
+        if taken is not None:
+            taken.draw(where)
+        key: list[Any] = [place]
+        call: list[Any] = []
+        out = new_ref()
+        for value, kind in zip(args, entry.kinds):  # noqa: B905 - trailing defaults are not passed
+            t = type(value)
+            if t is DistributedTensor:
                 h = value._h
                 key.append(h.meta)
                 call.append(out - (h.ref or materialise(h)))
-            elif not _other(value, entry.kwkinds[name], key, call, out):
+            elif kind <= NUMBER and (t is float or t is int):
+                key.append(t)
+                call.append(value)
+            elif not _other(value, kind, key, call, out):
                 return _mixed(entry, args, kwargs, place)
-    if entry.draws:
-        where = place_of(entry, args, kwargs, place)
-        where.session.places.draw(where)
-    plan = entry.plans.get(tuple(key))
-    if plan is None:
-        if entry.fallback is not None and (composed := entry.fallback(entry, args, kwargs)) is not NotImplemented:
-            return composed
-        if entry.asks:
-            return ask(entry, args, kwargs, place_of(entry, args, kwargs, place), call, out)[0]
-        made = make_plan(entry, args, kwargs, place, call, out)
-        if type(made) is not Plan:
-            plan, result = made
-            if plan is not None:
-                entry.store(entry.plans, tuple(key), plan)
-                remember(entry, plan, args, kwargs)
-            return result
-        plan = made
-        entry.store(entry.plans, tuple(key), plan)
-        remember(entry, plan, args, kwargs)
-        return first(entry, plan, args, kwargs, call, out)
-    if plan.kind == ONE:
-        meta = plan.shapes
-        result = meta.make()
-        result._h = Handle(out, meta)
-    elif plan.kind == WRITTEN and entry.returned == (0,):
-        result = args[0]
-    else:
-        return rare(entry, plan, args, kwargs, call, out)
-    box = plan.place.outbox
-    commands = box.commands
-    commands += (c.Call(plan.template, out, tuple(call)), here())
-    if len(commands) >= box.limit:
-        plan.place.session.flush(box)
-    return result
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                if type(value) is DistributedTensor:
+                    h = value._h
+                    key.append(h.meta)
+                    call.append(out - (h.ref or materialise(h)))
+                elif not _other(value, entry.kwkinds[name], key, call, out):
+                    return _mixed(entry, args, kwargs, place)
+        plan = entry.plans.get(tuple(key))
+        if plan is None:
+            if entry.fallback is not None and (composed := entry.fallback(entry, args, kwargs)) is not NotImplemented:
+                return composed
+            if entry.asks:
+                return ask(entry, args, kwargs, place_of(entry, args, kwargs, place), call, out)[0]
+            made = make_plan(entry, args, kwargs, place, call, out)
+            if type(made) is not Plan:
+                plan, result = made
+                if plan is not None:
+                    entry.store(entry.plans, tuple(key), plan)
+                    remember(entry, plan, args, kwargs)
+                return result
+            plan = made
+            entry.store(entry.plans, tuple(key), plan)
+            remember(entry, plan, args, kwargs)
+            return first(entry, plan, args, kwargs, call, out)
+        if plan.kind == ONE:
+            meta = plan.shapes
+            result = meta.make()
+            result._h = Handle(out, meta)
+        elif plan.kind == WRITTEN and entry.returned == (0,):
+            result = args[0]
+            if type(result._h) is Shared:
+                check_write(result)
+        else:
+            return rare(entry, plan, args, kwargs, call, out)
+        box = plan.place.outbox
+        commands = box.commands
+        commands += (c.Call(plan.template, out, tuple(call)), here())
+        if len(commands) >= box.limit:
+            plan.place.session.flush(box)
+        return result
+    finally:
+        if taken is not None:
+            taken.lock.release()
 
 
 def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

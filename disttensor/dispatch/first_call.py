@@ -315,8 +315,10 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     call = [*call, *(out - r for r in refs[1:])]
     try:
         reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
-    except RanksDiffer as e:
-        place.dead.extend(refs)  # each node has made its own
+    except BaseException as e:
+        place.dead.extend(refs)  # nodes may have made them: of a mesh those that have not failed
+        if not isinstance(e, RanksDiffer):
+            raise
         raise RanksDiffer(f"{entry.name}: {e}; dt.run(function, nodes=mesh) runs what differs by rank") from None
     if len(reply.outs) != len(refs):
         raise DisttensorError(f"{entry.name}: {place} answered {reply} where {len(refs)} shapes were due")

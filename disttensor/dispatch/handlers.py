@@ -4,6 +4,8 @@ identity."""
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -59,10 +61,10 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     )
     if place is source._place:
         return run(entry, args, kwargs, None)
-    if isinstance(source._place, MeshPlace) and _is_gradient_of_a_copy():
-        source = copies.sum_of_ranks(source)
+    if isinstance(source._place, MeshPlace) and asked_by_autograd():
+        source = _gradient_of_a_copy(source)
     shrink = dtype.itemsize < source.dtype.itemsize
-    moving = run(entry, args, {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
+    moving = run(entry, (source, *args[1:]), {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
     if place is None:
         local = fetch(moving)
         wanted = copy_strides(source, kwargs.get("memory_format"))
@@ -72,13 +74,42 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     return arrive(move(moving, place), source, kwargs, dtype)
 
 
-def _is_gradient_of_a_copy() -> bool:
-    """Returns whether autograd asks for a copy, as the gradient of one that went the other way: the node under way is a
-    copy's, and it is the engine that has called dispatch, and no hook of the user's."""
-    node: Any = torch._C._current_autograd_node()
-    if node is None or node.name() not in ("ToCopyBackward0", "CopyBackwards"):
-        return False
-    return sys._getframe(3).f_code.co_name == "_engine_run_backward"
+#: Where our own code lies, and torch's.
+_OURS, _TORCHS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+
+
+def asked_by_autograd() -> bool:
+    """Returns whether autograd's engine has called this thread's operation, and no hook or function of the user's: it
+    copies a gradient to where the tensor is. What stands between them is our own, or a mode's of torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    ours: tuple[str, ...] = (_OURS,)
+    others = False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward":
+            return not others
+        if code.co_name == "__torch_dispatch__":
+            ours, others = (_OURS, _TORCHS), False  # those above it are the mode's, and torch has wrapped it
+        elif not code.co_filename.startswith(ours):
+            others = True
+        frame = frame.f_back
+    return False
+
+
+def share(source: torch.Tensor, place: Place) -> torch.Tensor:
+    """Returns what is to be copied of a local tensor to each rank of a place: where it is the gradient of a value that
+    all ranks of a mesh had, a share of it."""
+    return source / len(place.members) if isinstance(place, MeshPlace) and asked_by_autograd() else source
+
+
+def _gradient_of_a_copy(grad: DistributedTensor) -> DistributedTensor:
+    """Returns the gradient of what was copied to all ranks of a mesh: the sum of theirs, on one of its nodes."""
+    if torch.is_grad_enabled() and grad.requires_grad:
+        raise NotImplementedError(
+            f"the second derivative of a copy to {grad._place}: write disttensor.replicate(x, mesh) in place of "
+            "x.to(mesh.device)"
+        )
+    return copies.sum_of_ranks(grad)
 
 
 def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -111,6 +142,8 @@ def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
         return target
     if isinstance(source, torch.Tensor):
         if type(source) is not DistributedTensor:
+            where = place_of(target)
+            source = share(source, where)
             if fill(target, source, non_blocking):
                 return target
             torch.broadcast_shapes(source.shape, target.shape)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..proxy.meta import Handle, Meta, new_ref
+from ..proxy.meta import Handle, Meta, Shared, new_ref
 from ..proxy.proxy import DistributedTensor, alias, proxy, set_geometry
 from ..runtime.node.geometry import expected
 from ..runtime.protocol import commands as c
@@ -15,6 +16,17 @@ from .call_site import here
 from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
 
 Make = Callable[[int, int, tuple[Any, ...]], c.Call]
+
+
+def check_write(tensor: Any) -> None:
+    """Raises RuntimeError for writing to a shard of a mesh's tensor whose gradient autograd follows: to autograd it is
+    a tensor of its own, and the whole one would not have changed."""
+    shared: Shared = tensor._h
+    if torch.is_grad_enabled() and tensor.requires_grad and shared.owner.meta.place.ranks != shared.meta.place.ranks:
+        raise RuntimeError(
+            "a shard of a tensor that requires a gradient can't be written in place: write to it under "
+            "torch.no_grad(), or compute a new tensor"
+        )
 
 
 def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
@@ -79,6 +91,9 @@ def rare(
         commands += (make(plan.template, out, tuple(call)), site)
     else:
         targets = [args[w] if isinstance(w, int) else kwargs[w] for w in entry.returned]
+        for target in targets:
+            if type(target) is DistributedTensor and type(target._h) is Shared:
+                check_write(target)
         if plan.kind == RESHAPED:
             _reshape(entry, plan, args, kwargs, call, out, site, make)
         else:

@@ -127,6 +127,8 @@ class Recorder:
         return self.transfers.setdefault(transfer, len(self.transfers))
 
     def _use(self, log: Log, ref: int) -> None:
+        if ref in log.node.outbox.foreign:
+            raise GraphError("a graph can't use a shard of a mesh's tensor (x.at(...), x.shards()): clone it before")
         if ref not in log.made and ref not in log.external and ref not in log.constants and ref not in self.inputs:
             log.external[ref] = None
             log.node.outbox.hold(ref)

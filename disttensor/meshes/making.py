@@ -7,23 +7,36 @@ from typing import Any
 
 import torch
 
+from ..collectives import all_reduce
 from ..dispatch.first_call import layout_of, refuse_layout
 from ..proxy.proxy import DistributedTensor, operand_name
 from ..session.places import MeshPlace
 from .mesh import Mesh, place_of
-from .shards import together
+from .shards import at_rank, together
 
 
 def replicate(tensor: torch.Tensor, mesh: Mesh) -> DistributedTensor:
     """Returns a tensor on a mesh that has these values on all ranks; ``tensor`` is local, or on one node.
 
-    It is ``tensor.to(mesh.device)`` with a check: the bytes go to one of the nodes, and from there from node to node,
-    and the gradient is the sum of all ranks'. Raises TypeError for a tensor that is on a mesh already,
-    NotImplementedError for one that is not strided, NodeLost.
+    It is ``tensor.to(mesh.device)`` with a check, and can be differentiated twice: the bytes go to one of the nodes,
+    and from there from node to node, and the gradient is the sum of all ranks'. Raises TypeError for a tensor that is
+    on a mesh already, NotImplementedError for one that is not strided, NodeLost.
     """
     place = place_of(mesh, "replicate")
     _check(tensor, "replicate")
-    return tensor.to(place.device)  # type: ignore[return-value]
+    return _Replicate.apply(tensor, place)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, place: MeshPlace) -> torch.Tensor:
+        ctx.device = tensor.device
+        return tensor.detach().to(place.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total: Any = all_reduce(grads[0], over=tuple(grads[0]._place.dims))
+        return at_rank(total, 0).to(ctx.device), None
 
 
 def from_shards(mesh: Mesh, tensors: Sequence[torch.Tensor]) -> DistributedTensor:

@@ -135,6 +135,10 @@ class Mesh:
         for name, parts in dims.items():
             if isinstance(parts, tuple):
                 self._named(name)
+            elif name not in made:
+                raise ValueError(
+                    f"split: {name}={parts!r} is the size of no part; parts are named as in dp=('pp', 'inner')"
+                )
         if prod(made.values()) != len(self):
             raise ValueError(f"split: two dims of {made} would have one name")
         return self._view(made)

@@ -102,7 +102,19 @@ class _At(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0]
-        whole = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.device)
-        seen_at.alias(whole, grad._place).copy_(grad)
-        return whole, None
+        return _Whole.apply(grads[0], ctx.device), None  # type: ignore[no-untyped-call]
+
+
+class _Whole(torch.autograd.Function):
+    """The tensor on a mesh that is a shard on its ranks, and zero on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Any, device: torch.device) -> torch.Tensor:
+        ctx.place = shard._place
+        whole = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+        seen_at.alias(whole, shard._place).copy_(shard)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _At.apply(grads[0], ctx.place), None  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from ..runtime.master.home import Home
 from ..runtime.master.link import Link
 from ..runtime.master.mesh_home import MeshHome
 from ..runtime.master.node import Node
-from ..runtime.master.route import route
+from ..runtime.master.route import route, waits
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import BASE, AllowList
@@ -77,6 +77,7 @@ class Place:
         "kernels",
         "name",
         "node",
+        "origin",
         "outbox",
         "record",
         "session",
@@ -112,6 +113,7 @@ class Place:
         self.dead = self.outbox.dead
         #: the number of its generator that is in use on all of its nodes; -1 where that may be another place's
         self.drawing = -1
+        self.origin: Place = self  #: of a twin: the place that it is one of
 
     def __repr__(self) -> str:
         return f"node {self.node} {self.name}"
@@ -135,6 +137,10 @@ class Place:
     def hello(self) -> c.Hello:
         """The hello of its node; of several, of the first one."""
         return self.session.nodes[self.ranks[0]].hello
+
+    def shares_generator(self, other: Place) -> bool:
+        """Returns whether a node that has both draws for both from one generator of torch's."""
+        return self.name == other.name or self.kernels == other.kernels == "cpu"
 
     def is_cuda(self) -> bool:
         return self.index >= 0
@@ -207,7 +213,7 @@ class MeshPlace(Place):
         made._members, made.dims, made.axes = self._members, self.dims, self.axes
         made._varying, made.begun = self._varying, self.begun
         made._settle(self.session, self.home, self.name, self.record, self.slot)
-        made.twin = made
+        made.twin, made.origin = made, self
         return made
 
     def __repr__(self) -> str:
@@ -218,8 +224,8 @@ class MeshPlace(Place):
     def node(self) -> NoReturn:  # type: ignore[override]
         """Raises DisttensorError: what asks for the node of a tensor is for tensors on one."""
         raise DisttensorError(
-            f"this takes a tensor on one node, and {self} has {len(self._members)}: "
-            f"x.at({self.where(0)}) is the tensor on one of them, x.shards() are all"
+            f"this is for one node, and {self} has {len(self._members)}: "
+            f"x.at({self.where(0)}) is a tensor's shard on one of them, x.shards() are all"
         )
 
     @property
@@ -329,6 +335,9 @@ def _key(members: Sequence[Place], dims: Mapping[str, int]) -> tuple[object, ...
 class Places:
     """A session's places, by slot and by (node, device name)."""
 
+    #: whether this process has ever made a mesh: then places may have to take turns with random numbers
+    meshes_made = False
+
     def __init__(self, session: Owner, nodes: Sequence[Node], most: int = 0) -> None:
         """Makes the nodes' default places, and keeps slots for up to ``most`` nodes. Raises DisttensorError if that is
         more than MAX_SLOTS."""
@@ -345,6 +354,7 @@ class Places:
         self._free = count(most)  #: slots of devices that are no node's default
         self._given_back: list[int] = []  #: those of meshes that were closed
         self._meshes: dict[tuple[object, ...], MeshPlace] = {}
+        self._places_of_meshes: list[MeshPlace] = []  #: those of closed meshes, too
         self._homes: dict[tuple[int, ...], MeshHome] = {}  #: of meshes, by their nodes
         self._below_zero = count(-1, -1)  #: numbers of meshes' templates
         self._made = count(1)  #: numbers of meshes' generators
@@ -363,6 +373,7 @@ class Places:
         with self.lock:
             place = self._meshes.get(key)
             if place is None:
+                waits("a new mesh")
                 ranks = tuple(member.node for member in members)
                 home = self._homes.get(ranks)
                 if home is None:
@@ -373,13 +384,15 @@ class Places:
                 place.number = next(self._made)
                 place.seed = derived(self.seed, place.number)
                 self._meshes[key] = self.by_slot[slot] = place
+                self._places_of_meshes.append(place)
+                Places.meshes_made = True
             return place
 
     def seeded(self, seed: int) -> None:
         """Notes that all generators, of all places, have been seeded."""
         with self.lock:
             self.seed = seed
-            for mesh in self._meshes.values():
+            for mesh in self._places_of_meshes:
                 mesh.seed = seed
                 mesh.begun.clear()
 
@@ -391,16 +404,23 @@ class Places:
 
         Raises ValueError for a mesh without a dim along which numbers are to vary.
         """
-        if not self._meshes:
+        if not self._places_of_meshes:
             return
+        place = place.origin
         number, seeds = 0, tuple[tuple[int, int], ...]()
         if isinstance(place, MeshPlace):
             number, seeds = place.generator(varied.get(), lambda: next(self._made))
+        streams = route.get().streams
+        if any(rank in streams for rank in place.ranks):
+            raise NotImplementedError(
+                f"random numbers of {place} on a stream of its own, where there are meshes: their generators are "
+                "swapped in the order of the default streams"
+            )
         if place.drawing == number:
             return
         with self.lock:
-            for other in list(self.by_slot.values()):
-                if other.name == place.name and not set(other.ranks).isdisjoint(place.ranks):
+            for other in [*self._by_pair.values(), *self._places_of_meshes]:
+                if other.shares_generator(place) and not set(other.ranks).isdisjoint(place.ranks):
                     other.drawing = -1
             place.drawing = number
             seed = place.seed if isinstance(place, MeshPlace) else self.seed

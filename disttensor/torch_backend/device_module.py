@@ -211,7 +211,7 @@ def memory_allocated(device: torch.device | str | int = "node") -> int:
 
 def usage(place: Place) -> tuple[int, int]:
     """Asks the place's node for (its live tensors, bytes of their storages). One round trip."""
-    place.session.link.flush_all()  # frees ride at the end of a message, a mesh's of its own: those of before come first
+    place.session.link.flush_all()  # frees ride at the end of messages: those of before come first
     reply = place.session.ask(place, c.MemoryUsage, lambda id: c.Memory(id, ""), None)
     return reply.tensors, reply.bytes
 

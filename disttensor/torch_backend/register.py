@@ -128,6 +128,7 @@ def _to_copy(
         return dispatch(torch.ops.aten._to_copy.default, (), (source,), given)
     source = source.detach()  # no subclass any more: that may refuse the next steps
     place = current.session().places.of(device or torch.device("node"))
+    source = handlers.share(source, place)
     dtype = dtype or source.dtype
     first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
     remote = copies.upload(source.to(first), place, non_blocking)

@@ -65,6 +65,8 @@ class CommandQueue:
         self._holds: dict[int, int] = {}
         self._gone: set[int] = set()
         self._unheld: list[Iterable[int]] = []
+        #: refs of tensors of other queues that are used here: shards of a mesh's tensors
+        self.foreign: set[int] = set()
         #: ``len(commands)`` at which an issuing thread has to check this queue: to open it, to flush, or to sweep
         self.limit = 2
         #: ``len(commands)`` at which the thread has to flush. 0 makes each next append do so (a lost node)

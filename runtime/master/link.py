@@ -52,6 +52,8 @@ _HEARD = 1.0
 _LISTEN = 0.05
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
 REPEATED = 256
+#: The most messages of a node that wait to be sent, where a program alternates between queues that overlap.
+SWITCHES = 16
 #: Seconds between two looks for connections whose other end does not answer.
 DEAF = 1.0
 #: Seconds without a round of the flushing thread after which that is said.
@@ -145,6 +147,9 @@ class Link:
                 for other in before:
                     other.pack_commands()
                 queue.set_shut(False)
+                for rank in {rank for one in (queue, *before) for rank in one.ranks}:
+                    if len(self.nodes[rank].outbox.ready) >= SWITCHES:  # who alternates comes to no flush
+                        self._send_to(self.nodes[rank].outbox)
 
     def extend(self, key: str, side_key: str = "") -> Node:
         """Lets in one more node, by its public keys of both connections; its rank is the next."""
@@ -161,6 +166,8 @@ class Link:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
         if outbox.shut:
             self.open(outbox)
+            if self.patient and outbox.full:
+                self.flush(outbox)
         if len(outbox.queue) >= outbox.batch:
             self.flush(outbox)
         else:
@@ -800,12 +807,12 @@ class Link:
         quiet += 1
         self.interrupts.remind()
         for queue, (moved, queued) in zip(queues, before, strict=True):
-            if queue.moved != moved:
+            if queue.moved != moved and not queue.ready:
                 quiet = 0
             elif (queued or queue.dead or queue.ready) and queue.there:
                 quiet = 0
                 with self._lock:
-                    if not self.closed and not queue.full:
+                    if not self.closed and (queue.ready or not queue.full):
                         self._send(queue)
         if self.launcher is not None and not self._ask_launcher():
             self._give_up_late(_HEARD)

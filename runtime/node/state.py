@@ -209,7 +209,8 @@ class NodeState:
     def _swap(self, command: c.Swap) -> None:
         if not role.is_node():
             return  # nodes that are threads have one generator together, which is their process's
-        name, device = command.device, self.device(command.device)
+        device = self.device(command.device)
+        name = str(device)  # simulated devices draw from the CPU's generator
         before, own = self._drawing.get(name, 0), dict(command.seeds).get(self.rank)
         if before != command.place:
             self._resting[before, name] = _generator(device)

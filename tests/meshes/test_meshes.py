@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -320,10 +321,24 @@ def test_the_gradient_of_a_copy_is_the_sum_of_all_ranks(source: str) -> None:
     assert t.grad is not None
     assert t.grad.device == t.device
     assert t.grad.tolist() == [12.0, 12.0]
-    (g,) = torch.autograd.grad((t.to(m.device) ** 3).sum(), t, create_graph=True)
+    (g,) = torch.autograd.grad((replicate(t, m) ** 3).sum(), t, create_graph=True)
     assert g.tolist() == [12.0, 48.0]
     (h,) = torch.autograd.grad(g.sum(), t)
     assert h.tolist() == [24.0, 48.0]
+    with pytest.raises(NotImplementedError, match=r"write disttensor\.replicate\(x, mesh\)"):
+        torch.autograd.grad((t.to(m.device) ** 3).sum(), t, create_graph=True)
+    t.grad = None
+    (t.to(m.device, torch.float64) * 2).sum().backward()  # and of one that changes the dtype
+    assert t.grad.tolist() == [8.0, 8.0]
+    from torch.utils.flop_counter import FlopCounterMode
+
+    t.grad = None
+    with FlopCounterMode(display=False):  # and under a mode
+        (t.to(m.device) * 2).sum().backward()
+    assert t.grad.tolist() == [8.0, 8.0]
+    t.grad = None
+    t.to(m.device).cpu().sum().backward()  # there and back is the identity
+    assert t.grad.tolist() == [1.0, 1.0]
     seen = []
     x = t.to(m.device)
     x.register_hook(lambda g: seen.append(g.cpu().tolist()))  # a copy that the user asks for is no gradient
@@ -386,6 +401,70 @@ def test_all_reduce_in_place() -> None:
     highest = torch.maximum(values[0], values[2])
     assert torch.equal(y.at(dp=0, tp=0).cpu()[:, ::2], highest[:, ::2])
     assert torch.equal(y.at(dp=0, tp=0).cpu()[:, 1::2], values[0][:, 1::2])
+
+
+def test_the_gradient_of_a_local_number_is_the_sum_of_all_ranks() -> None:
+    m = grid()
+    scale = torch.tensor(3.0, requires_grad=True)
+    (torch.ones(3, device=m.device) * scale).sum().backward()
+    assert scale.grad is not None
+    assert scale.grad.item() == 12
+
+
+def test_second_derivatives_through_shards_and_broadcasts() -> None:
+    m = grid()
+    for way in (lambda v: v.at(dp=1, tp=0).cpu(), lambda v: dt.broadcast(v, over="dp", src=1).at(dp=0, tp=0).cpu()):
+        x = torch.tensor([1.0, 2.0], device=m.device, requires_grad=True)
+        (g,) = torch.autograd.grad((way(x) ** 3).sum(), x, create_graph=True)
+        each(g.detach(), [torch.tensor([3.0, 12.0]) * (rank == 2) for rank in range(4)])
+        (h,) = torch.autograd.grad(g.at(dp=1, tp=0).sum(), x)  # type: ignore[attr-defined]
+        each(h, [torch.tensor([6.0, 12.0]) * (rank == 2) for rank in range(4)])
+
+
+def test_a_shard_that_autograd_follows_is_not_written() -> None:
+    m = grid()
+    w = torch.ones(3, device=m.device, requires_grad=True)
+    for x in (w, w * 1):
+        with pytest.raises(RuntimeError, match="a shard of a tensor that requires a gradient can't be written"):
+            x.at(dp=0, tp=0).mul_(5)  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="can't be written"):
+            x.at(dp=0, tp=0).copy_(torch.zeros(3))  # type: ignore[attr-defined]
+    with torch.no_grad():
+        w.at(dp=0, tp=0).mul_(5)  # type: ignore[attr-defined]
+    assert w.detach().at(dp=0, tp=0).tolist() == [5, 5, 5]  # type: ignore[attr-defined]
+
+
+def test_a_program_that_alternates_is_sent_and_held_at_the_window() -> None:
+    m = grid()
+    y = x = torch.ones(3, device=m.device)
+    for _ in range(6000):
+        y = x + 1
+        y.at(dp=0, tp=0) * 2  # type: ignore[attr-defined]
+        assert dt.testing.queued(0).in_flight < 11_000
+    assert y.sum().item() == 6
+
+
+def test_parts_of_empty_tensors() -> None:
+    m = mesh(dp=NODES)
+    x = torch.zeros(0, 8, device=m.device)
+    assert dt.reduce_scatter(x, over="dp", dim=1).shape == (0, 2)
+    assert dt.collectives.all_to_all(x, over="dp", split=1, cat=0).shape == (0, 2)
+    assert dt.all_gather(x, over="dp", dim=1).shape == (0, 32)
+
+
+def test_what_one_rank_made_for_a_question_that_failed_is_freed() -> None:
+    m = grid()
+    index = from_shards(m, [torch.tensor([i]) for i in (0, 9, 1, 2)])
+    picked = F.embedding(index, torch.ones(4, 3, device=m.device))
+    with pytest.raises(IndexError):
+        picked.nonzero()
+    gc.collect()
+    before = dt.testing.usage(0).tensors
+    for _ in range(5):
+        with pytest.raises(IndexError):
+            picked.nonzero()
+    gc.collect()
+    assert dt.testing.usage(0).tensors <= before
 
 
 # ---- one value -------------------------------------------------------------------------------------------------------
@@ -610,6 +689,64 @@ def test_numbers_that_vary_along_a_dim() -> None:
         assert torch.equal(grad.cpu(), kept.cpu())
 
 
+def test_threads_that_draw_at_once() -> None:
+    m, over = grid(), threading.Event()
+
+    def draw() -> None:
+        while not over.is_set():
+            torch.rand(2, device="node:0")
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(300):
+            x = torch.rand(2, device=m.device)
+            x.cpu()  # the same on all
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_layers_that_draw_inside_of_torchs_composites() -> None:
+    m = grid()
+
+    def run(device: Any) -> torch.Tensor:
+        torch.manual_seed(31)
+        layer = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+        x = torch.randn(5, 2, 3)
+        torch.manual_seed(32)
+        layer, x = layer.to(device), x.to(device)
+        first, _ = layer(x)
+        torch.rand(2, device="node:0")
+        torch.rand(2, device=m.device) if device == "cpu" else None
+        second, _ = layer(x)
+        return torch.cat([first.detach(), second.detach()])
+
+    alone = run("node:0")
+    torch.rand(1, device=m.device)
+    assert torch.equal(run("node:0").cpu(), alone.cpu())
+    run(m.device).cpu()  # the same on all
+
+
+def test_a_closed_mesh_draws_the_same_on_all() -> None:
+    made = mesh(closed=NODES)
+    x = torch.ones(3, device=made.device)
+    torch.rand_like(x)
+    made.close()
+    torch.rand(2, device="node:1")
+    torch.rand_like(x).cpu()
+    torch.manual_seed(40)
+    first = torch.rand(2, device="node:1").cpu()
+    torch.manual_seed(40)
+    assert torch.equal(torch.rand(2), first)
+
+
+def test_draws_on_a_stream_beside_a_mesh_are_refused() -> None:
+    grid()
+    with pytest.raises(NotImplementedError, match="on a stream of its own"), dt.stream(dt.Stream(node=0)):
+        torch.rand(2, device="node:0")
+
+
 def test_states_of_a_mesh() -> None:
     m = grid()
     state = torch.node.get_rng_state(m.device)  # type: ignore[attr-defined]
@@ -705,9 +842,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a node's tensor beside it": (lambda: torch.ones(1, device=grid().device) + torch.ones(1, device="node:1"),
                                   RuntimeError, r"on the mesh \(dp=2, tp=2\) of nodes 0, 1, 2 and 3 cpu and"),
     "the node of it": (lambda: torch.ones(1, device=grid().device).get_node(), dt.DisttensorError,  # type: ignore[attr-defined]
-                       r"x\.at\(dp=0, tp=0\) is the tensor on one of them"),
+                       r"x\.at\(dp=0, tp=0\) is a tensor's shard on one of them"),
     "a fetch": (lambda: dt.fetch(torch.ones(1, device=grid().device)), dt.DisttensorError, r"x\.at\(dp=0, tp=0\)"),
-    "a stream": (lambda: dt.Stream(grid().device), dt.DisttensorError, "takes a tensor on one node"),
+    "a stream": (lambda: dt.Stream(grid().device), dt.DisttensorError, "this is for one node"),
     "to one node": (lambda: torch.ones(1, device=grid().device).to("node:1"), RuntimeError,
                     r"x\.at\(dp=0, tp=0\)\.to\('node:1'\) copies one of them"),
     "a shape": (lambda: torch.ones(2, device=grid().device) @ torch.ones(3, device=grid().device), RuntimeError,
@@ -725,6 +862,11 @@ def test_mistakes(name: str) -> None:
 def test_a_graph_does_not_record_a_mesh() -> None:
     x = torch.ones(2, device=grid().device)
     x.sum().item()
+    part = x.at(dp=0, tp=0)  # type: ignore[attr-defined]
+    with pytest.raises(dt.errors.GraphError, match="a graph can't use a shard"), dt.graph(dt.Graph()):
+        part + 1
+    with pytest.raises(dt.errors.GraphError, match="a new mesh has to wait"), dt.graph(dt.Graph()):
+        mesh(never=2, before=2)
     with pytest.raises(dt.errors.GraphError, match="on a mesh"), dt.graph(dt.Graph()):
         x + 1
     assert (x + 1).sum().item() == 4
