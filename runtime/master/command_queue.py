@@ -143,7 +143,7 @@ class CommandQueue:
         self._deliver(commands, sites)
         self.moved += len(commands)
         del self.queue[:n]
-        self.set_flush_threshold(2 if self.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * self.batch)))
+        self.set_flush_threshold(next_threshold(self))
 
     def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
         """Packs commands for the members, who take them in order."""
@@ -209,15 +209,14 @@ class CommandQueue:
                 self.dead += refs  # there may be uses of them; whoever packs this queue packs that one first
             else:
                 self._queue_frees(refs)
-        self._set_limit(min(self.batch, len(self.queue) + 2 * SWEEP))
+        self.limit = min(self.batch, len(self.queue) + 2 * SWEEP)
+        if self.shut:  # as below
+            self.limit = 0
 
     def set_flush_threshold(self, batch: int) -> None:
         """Sets the ``len(commands)`` at which the next message leaves."""
         self.batch = batch
-        self._set_limit(min(batch, 2 * SWEEP))
-
-    def _set_limit(self, limit: int) -> None:
-        self.limit = limit
+        self.limit = min(batch, 2 * SWEEP)
         if self.shut:  # looked at after the limit was set, and set before it by who shuts the queue: it stays 0
             self.limit = 0
 
@@ -261,3 +260,8 @@ class CommandQueue:
         """Forgets the queue for a node that gets nothing any more; the lists would grow for ever."""
         self.queue.clear()
         self.dead.clear()
+
+
+def next_threshold(queue: CommandQueue) -> int:
+    """Returns the ``len(commands)`` at which the next message is to leave: it takes twice as many as the last one."""
+    return 2 if queue.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * queue.batch))

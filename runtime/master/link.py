@@ -292,7 +292,10 @@ class Link:
     @uninterrupted
     def _push(self, outbox: CommandQueue, drain: bool = True) -> None:
         with self._lock:
-            self._send(outbox)
+            if type(outbox) is Outbox:
+                self._send_to(outbox)
+            else:
+                self._send(outbox)
             if drain:
                 self._drain()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, NodeLost
-from .command_queue import CommandQueue
+from .command_queue import CommandQueue, next_threshold
 from .failures import Site, line_of
 from .history import KEPT, to_keep
 
@@ -38,6 +38,30 @@ class Outbox(CommandQueue):
         self._flight: deque[_Record] = deque()  #: messages in flight
         self._flight_bytes = 0
         self._past: deque[_Record] = deque()  #: those before them, while they have some of the last KEPT commands
+
+    def pack(self) -> None:
+        if self.overlaps:
+            super().pack()
+            return
+        # the same in one function, as every question waits for it
+        if self.dead or self._unheld:
+            self._queue_frees(self._take_dead())
+        n = len(self.queue)
+        if n:
+            first, queue = self.sent, self.queue
+            messages, unsendable = packed(first, queue[:n:2], queue[1:n:2], None)  # type: ignore[arg-type]
+            for message, record in messages:
+                self._flight.append(record)
+                self._flight_bytes += len(message)
+                self.bytes += len(message)
+                self.ready.append(message)
+            self.messages += len(messages)
+            self.sent = first + n // 2
+            self.moved += n // 2
+            del queue[:n]
+            if unsendable is not None:
+                self.unsendable = unsendable
+            self.set_flush_threshold(next_threshold(self))
 
     def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
         messages, unsendable = packed(self.sent, commands, sites, self.unsendable)
