@@ -52,6 +52,11 @@ class CommandQueue:
     members: Sequence[CommandQueue]
     #: the error that says why a node of them is gone, once one is
     lost: NodeLost | None
+    # Of the class, as a queue of one node is used for each answer: more than 30 attributes would not be in line.
+    #: opens a shut queue: the link's
+    open: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
+    #: says for a loss which part of the place is gone with a node
+    where: Callable[[int], str] = staticmethod(lambda rank: "")
 
     def __init__(self, ranks: tuple[int, ...], blocking: bool = False) -> None:
         self.ranks = ranks  #: of the members
@@ -74,10 +79,6 @@ class CommandQueue:
         #: the queues that overlap this one
         self.overlaps: tuple[CommandQueue, ...] = ()
         self.shut = False
-        #: opens a shut queue: the link's
-        self.open: Callable[[CommandQueue], None] = lambda queue: None
-        #: says for a loss which part of the place is gone with a node
-        self.where: Callable[[int], str] = lambda rank: ""
         #: re-entrant: the collector may run a finalizer that uses tensors while it is held
         self._taking = threading.RLock()
         self.moved = 0  #: commands that were packed

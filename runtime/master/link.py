@@ -306,11 +306,12 @@ class Link:
         if self.closed:
             outbox.discard()
             raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
-        if outbox.lost is not None:
+        lost = outbox.lost
+        if lost is not None:
             outbox.discard()
-            self.reported_losses.add(outbox.lost.rank)
-            error = outbox.lost.again()
-            if note := outbox.where(outbox.lost.rank):
+            self.reported_losses.add(lost.rank)
+            error = lost.again()
+            if note := outbox.where(lost.rank):
                 error.add_note(note)
             raise error
 
