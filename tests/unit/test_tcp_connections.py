@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,6 +154,42 @@ def test_a_connection_is_known_where_there_is_no_descriptor_for_a_look_at_it(
         assert node.recv(1) == b""
         handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), accepted.fileno()))
         assert handler.take_leaving() == [0]
+
+
+def test_a_peer_is_not_late_that_was_not_heard_because_the_listener_was_at_another_one() -> None:
+    """As with 64 nodes on two cores: a hello takes the listener a while each."""
+    stalled, heard = threading.Event(), threading.Event()
+    limit = 0.2
+
+    def admit(sock: socket.socket, hello: Hello, nonce: bytes) -> str:
+        if hello.rank == 0:
+            stalled.set()
+            said.wait(HANG)
+            clock.append(time.monotonic())
+            while time.monotonic() < clock[0] + 2 * limit:  # it is at this one for longer than the other one has
+                pass
+        else:
+            heard.set()
+        sock.close()
+        return ""
+
+    said, clock = threading.Event(), list[float]()
+    listening = listener.Listener(["127.0.0.1"], limit, admit, "listener", lambda: None)
+    with contextlib.ExitStack() as stack:
+        host, _, port = listening.address.rpartition(":")
+        first, peer = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2))
+        for one in (first, peer):
+            assert len(one.recv(NONCE)) == NONCE
+        first.sendall(b"DTt2" + bytes(HELLO - 4))
+        assert stalled.wait(HANG)
+        peer.sendall(b"DTt2" + (1).to_bytes(4, "little") + bytes(HELLO - 8))
+        said.set()
+        peer.settimeout(HANG)
+        with contextlib.suppress(ConnectionError):
+            assert peer.recv(1) == b""  # it is hung up on in any case
+        assert heard.is_set()
+    listening.stop()
+    listening.thread.join()
 
 
 def test_a_peer_that_has_said_hello_is_heard_before_strangers_push_it_out() -> None:

@@ -24,9 +24,6 @@ _log = logging.getLogger(__name__)
 _PENDING = 64
 #: Why a connection is refused that has not said hello.
 _NOISE = "not the handshake of a peer of this job, or none in time"
-#: From so many handshakes under way on they are a crowd, and connections pile up for so many seconds at a time: to be
-#: woken costs the thread more than to handle one.
-_CROWD, _PAUSE = _PENDING // 2, 0.01
 #: The interval at which a hello from a rank that isn't known yet is looked at again, seconds.
 _RETRY = 0.02
 #: The interval at which peers are checked, seconds.
@@ -100,16 +97,17 @@ class Listener:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                if len(self._pending) > _CROWD:
-                    self._stopping.wait(_PAUSE)
                 ready = self._poll.select(self._next_timeout())
+                now = (
+                    time.monotonic()
+                )  # what was not said by now is late; a round itself may take seconds on a busy host
                 for key, _ in ready:  # first, as each one that is accepted may push out one of them
                     if key.data is not None:
                         self._hear(key.data)
                 for key, _ in ready:
                     if key.data is None:
-                        self._accept_all(key.fileobj)  # type: ignore[arg-type]
-                self._look_again()
+                        self._accept(key.fileobj)  # type: ignore[arg-type]
+                self._look_again(now)
                 if self._round is not None:
                     self._look()
         finally:
@@ -132,36 +130,29 @@ class Listener:
         for sock in self._socks:
             sock.close()
 
-    def _accept_all(self, listening: socket.socket) -> None:
-        for _ in range(_PENDING // 2):  # then those who were accepted before are heard
-            if not self._accept(listening):
-                break
-
-    def _accept(self, listening: socket.socket) -> bool:
-        """Accepts one connection; returns False if there was none."""
+    def _accept(self, listening: socket.socket) -> None:
         try:
             sock, where = listening.accept()
         except OSError as error:
             if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
-                return False
+                return
             # Out of descriptors or memory: give back the oldest handshake's, or wait a moment instead of spinning.
             if self._pending:
                 self._drop(self._oldest, "no descriptors or memory for one more")
             else:
                 self._stopping.wait(0.1)
-            return False
+            return
         pending = _Pending(sock, where[0], time.monotonic() + self._limit)
         try:
             sock.setblocking(False)
             sock.send(pending.nonce)
         except OSError:
             sock.close()
-            return True
+            return
         if len(self._pending) >= _PENDING:
             self._drop(self._oldest, f"too many at once that prove nothing ({_PENDING})")
         self._pending[pending] = None
         self._poll.register(sock, selectors.EVENT_READ, pending)
-        return True
 
     def _hear(self, pending: _Pending) -> None:
         if pending not in self._pending:  # dropped since the poll
@@ -184,14 +175,13 @@ class Listener:
                 self._poll.unregister(pending.sock)
                 self._unknown[pending] = hello
 
-    def _look_again(self) -> None:
+    def _look_again(self, now: float) -> None:
         for pending, hello in list(self._unknown.items()):
             verdict = self._admit(pending.sock, hello, pending.nonce)
             if verdict == "":
                 self._forget(pending)
             elif verdict is not None:
                 self._drop(pending, verdict)
-        now = time.monotonic()
         while self._pending and (oldest := self._oldest).deadline <= now:
             said = self._unknown.get(oldest)
             self._drop(oldest, _NOISE if said is None else f"rank {said.rank} is not known here")
