@@ -124,7 +124,9 @@ def test_ctrl_c_in_operations_on_a_mesh(script: Callable[..., subprocess.Complet
 
 
 @pytest.mark.fault(29)
-def test_one_slow_member_holds_the_script_at_its_window() -> None:
+@pytest.mark.parametrize("alternating", [False, True])
+def test_one_slow_member_holds_the_script_at_its_window(alternating: bool) -> None:
+    """Also one that goes from the mesh to a node and back for every operation."""
     with dt.init_master_worker(nodes=3, threads=1), testing.limits(window=2000):
         mesh = dt.mesh(dp=3)
         x = torch.ones(4, device=mesh.device)
@@ -138,6 +140,8 @@ def test_one_slow_member_holds_the_script_at_its_window() -> None:
                 y = x
                 for _ in range(5000):
                     y = y + 0
+                    if alternating:
+                        y.at(dp=2) * 2  # type: ignore[attr-defined]
 
             thread = threading.Thread(target=issue)
             thread.start()

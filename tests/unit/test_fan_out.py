@@ -223,9 +223,27 @@ def test_at_most_one_of_two_that_overlap_is_open(script: Script) -> None:
             assert not other.queue
 
 
+def test_a_free_waits_for_a_use_whose_thread_is_about_to_open_its_queue(script: Script) -> None:
+    """It has appended a command to a queue that is shut, and has not looked at its limit yet."""
+    node, mesh = script.queues[1], script.link.fan_out((0, 1, 2, 3))
+    ref = script.issue(mesh, [])
+    script.link.flush_all()
+    script.issue(mesh, [])
+    out = next(script.refs)
+    node.queue += (c.Call(0, out, (out - ref,)), None)
+    mesh.dead.append(ref)
+    script.link.flush(mesh)
+    script.link.flush_all()
+    assert out in outs(script.commands(1))
+    script.check_frees()
+
+
 def test_when_a_member_is_lost_the_others_have_what_was_issued(script: Script) -> None:
     mesh = script.link.fan_out((1, 2, 3))
+    script.link.open(mesh)
+    mesh.set_flush_threshold(100)
     ref = script.issue(mesh, [])
+    assert mesh.queue
     script.link.lose(2, "killed")
     with pytest.raises(NodeLost, match="node 2"):
         script.issue(mesh, [ref])
