@@ -6,7 +6,6 @@ import torch
 from torch import _tensor_str
 
 from ..runtime.protocol.errors import DisttensorError, RanksDiffer
-from ..session.places import MeshPlace
 
 #: The most ranks of a mesh whose values are shown.
 _SHOWN = 3
@@ -16,11 +15,11 @@ def text(tensor: torch.Tensor) -> str:
     """Returns the text of a proxy. Never raises: where the elements can't be fetched, the text says why."""
     suffixes = [f"device='{tensor.device}'"]
     try:
-        if (differ := _shards(tensor)) is not None:
-            return differ
         contents, named = _contents(tensor)
         if not named:
             suffixes.append(f"size={tuple(tensor.shape)}")
+    except RanksDiffer:
+        return _shards(tensor)
     except Exception as e:
         contents = "..."
         what = (
@@ -41,20 +40,13 @@ def text(tensor: torch.Tensor) -> str:
     return name + str(_tensor_str._add_suffixes(f"tensor({contents}", suffixes, 7, False))
 
 
-def _shards(tensor: torch.Tensor) -> str | None:
-    """Returns the shards of a mesh's tensor, one below the other, if its ranks have different values; the first ones,
-    if they are many."""
+def _shards(tensor: torch.Tensor) -> str:
+    """Returns the shards of a mesh's tensor, one below the other; of many the first ones."""
     place = tensor._h.meta.place  # type: ignore[attr-defined]
-    if not isinstance(place, MeshPlace):
-        return None
-    try:
-        _contents(tensor)
-    except RanksDiffer:
-        shown = tensor.shards()[:_SHOWN]  # type: ignore[attr-defined]
-        lines = [f"{place.where(i)}: {text(shard.detach())}" for i, shard in enumerate(shown)]
-        more = ["..."] if len(place.members) > _SHOWN else []
-        return "\n".join([f"on {place}, device='{tensor.device}':", *lines, *more])
-    return None
+    shown = tensor.shards()[:_SHOWN]  # type: ignore[attr-defined]
+    lines = [f"{place.where(i)}: {text(shard.detach())}" for i, shard in enumerate(shown)]
+    more = ["..."] if len(place.members) > _SHOWN else []
+    return "\n".join([f"on {place}, device='{tensor.device}':", *lines, *more])
 
 
 def _contents(tensor: torch.Tensor) -> tuple[str, bool]:
