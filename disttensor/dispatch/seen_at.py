@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from ..proxy.meta import Handle, Shared, meta_of
-from ..session.places import MeshPlace, Place
+from ..session.places import Place
 from .lazy_views import materialise
 
 
@@ -22,11 +22,6 @@ def at(handle: Handle, place: Place) -> Handle:
     """Returns a handle of the same remote tensor, seen at ``place``."""
     if handle.meta.place is place:
         return handle
-    if isinstance(handle.meta.place, MeshPlace) and handle.meta.place.ranks != place.ranks:
-        if not handle.ref:
-            materialise(handle)
-        for member in place.members:
-            member.outbox.foreign.add(handle.ref)  # a graph can't hold it
     if type(handle) is Shared and handle.owner.meta.place is place:
         return handle.owner
     if not handle.ref:

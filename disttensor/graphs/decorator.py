@@ -11,13 +11,15 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..dispatch import seen_at
 from ..dispatch.lazy_views import materialise
-from ..proxy.meta import Handle, Meta, new_ref
+from ..proxy.meta import Handle, Meta, Shared, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.route import route
 from ..runtime.protocol.errors import GraphError
 from ..session import current
 from ..session.node_context import current_node
+from ..session.places import Place, varied
 from . import first_replay
 from .graphs import Graph, graph
 from .traced_numbers import Changed, Number
@@ -30,8 +32,9 @@ R = TypeVar("R")
 class _Made:
     """A result that each replay makes."""
 
-    place: int  #: its index among the results of its node
+    index: int  #: of its tensor, among all that each replay makes
     meta: Meta
+    place: Place  #: where the result is seen: that of the tensor, or one of its nodes
 
 
 @dataclass
@@ -39,6 +42,7 @@ class _Given:
     """A result that is one of the arguments."""
 
     leaf: int
+    place: Place  #: where it is seen, as above
 
 
 @dataclass
@@ -104,14 +108,14 @@ class Graphed(Generic[P, R]):
         stands = list(leaves)
         given: dict[int, int] = {}  # a stand-in's ref -> its leaf
         first: dict[int, Any] = {}
-        inputs: dict[int, int] = {}
+        inputs: dict[int, Place] = {}
         for i in entry.tensors:
             stands[i] = first.get(id(leaves[i]._h))
             if stands[i] is None:
                 handle = Handle(new_ref(), leaves[i]._h.meta)
                 stands[i] = first[id(leaves[i]._h)] = proxy(handle)
                 given[handle.ref] = i
-                inputs[handle.ref] = handle.meta.place.node
+                inputs[handle.ref] = handle.meta.place
         entry.tensors = list(given.values())
         g = Graph()
         block = graph(g, engine=self._engine)
@@ -135,7 +139,7 @@ class Graphed(Generic[P, R]):
         entry.graph = g
 
     def _results(self, results: list[Any], given: dict[int, int], g: Graph, block: graph) -> list[Any]:
-        returned: dict[int, list[int]] = {}
+        returned: dict[int, Place] = {}
         found: list[Any] = []
         for leaf in results:
             if isinstance(leaf, Number):
@@ -145,42 +149,32 @@ class Graphed(Generic[P, R]):
             if isinstance(leaf, DistributedTensor):
                 handle = leaf._h
                 ref = handle.ref or materialise(handle)
-                node = handle.meta.place.node
+                place = handle.meta.place
+                while type(handle) is Shared:  # a shard of a mesh's tensor: the whole of it is what a replay makes
+                    handle = handle.owner
                 if ref in given:
-                    leaf = _Given(given[ref])
-                elif g.recording.makes(node, ref):
-                    mine = returned.setdefault(node, [])
-                    if ref not in mine:
-                        mine.append(ref)
-                    leaf = _Made(mine.index(ref), handle.meta)
+                    leaf = _Given(given[ref], place)
+                elif g.recording.makes(place, ref):
+                    returned.setdefault(ref, handle.meta.place)
+                    leaf = _Made(list(returned).index(ref), handle.meta, place)
             found.append(leaf)
-        block.returned = {node: tuple(refs) for node, refs in returned.items()}
+        block.returned = returned
         return found
 
     def _play(self, entry: _Entry, leaves: list[Any], advance: bool = True) -> Any:
         assert entry.graph is not None
         assert entry.spec is not None
-        inputs = []
-        for i in entry.tensors:
-            handle = leaves[i]._h
-            inputs.append((handle.meta.place.node, handle.ref or materialise(handle)))
-        made: dict[tuple[int, int], DistributedTensor] = {}
-        refs: dict[int, dict[int, int]] = {}
-        for result in entry.results:
-            if type(result) is _Made:
-                node = result.meta.place.node
-                if (node, result.place) not in made:
-                    ref = refs.setdefault(node, {})[result.place] = new_ref()
-                    made[node, result.place] = proxy(Handle(ref, result.meta))
-        outputs = {node: tuple(mine[k] for k in range(len(mine))) for node, mine in refs.items()}
-        entry.graph.play(inputs, outputs, advance)
-        return tree_unflatten(
-            [
-                made[r.meta.place.node, r.place] if type(r) is _Made else leaves[r.leaf] if type(r) is _Given else r
-                for r in entry.results
-            ],
-            entry.spec,
-        )
+        handles = [leaves[i]._h for i in entry.tensors]
+        inputs = [handle.ref or materialise(handle) for handle in handles]
+        metas = {r.index: r.meta for r in entry.results if type(r) is _Made}
+        made = [proxy(Handle(new_ref(), metas[k])) for k in range(len(metas))]
+        entry.graph.play(inputs, [tensor._h.ref for tensor in made], advance)
+        results = list(entry.results)
+        for i, result in enumerate(results):
+            if type(result) in (_Made, _Given):
+                tensor = made[result.index] if type(result) is _Made else leaves[result.leaf]
+                results[i] = tensor if tensor._place is result.place else seen_at.alias(tensor, result.place)
+        return tree_unflatten(results, entry.spec)
 
     def _recorded(self, entry: _Entry, leaves: list[Any]) -> tuple[Any, dict[int, int]]:
         """Returns the recorder, and for each stand-in's ref the ref of this call's argument."""
@@ -226,7 +220,7 @@ def _modes() -> Hashable:
     """Returns the part of torch's state that changes the meaning of operations."""
     casts = torch.get_autocast_dtype("node") if torch.is_autocast_enabled("node") else None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *modes, casts, torch.get_default_dtype(), current_node()
+    return *modes, casts, torch.get_default_dtype(), current_node(), varied.get()
 
 
 @overload

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..dispatch import seen_at
 from ..dispatch.call_site import here
 from ..dispatch.rng_states import keep, restore
 from ..proxy.meta import Handle, meta_told, new_ref
@@ -15,7 +16,7 @@ from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.failures import line_of
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
-from ..session.places import Place
+from ..session.places import Place, varied
 from ..session.session import Session
 from .recorder import Log, Recorder
 
@@ -32,21 +33,22 @@ def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Reco
         (log, at, given.get(ref, ref)) for log in recorder.logs.values() for ref, at in recorder.writers(log).items()
     ]
     before = [_clone(recorder.session, log, ref) for log, _, ref in touched]
-    states = [(place, keep(place)) for log in recorder.logs.values() for place in _places(recorder.session, log)]
+    states = [(place, along, _varying(along, keep, place)) for place, along in _drawing(recorder)]
     replayed = [leaf for leaf in tree_leaves(replay()) if isinstance(leaf, DistributedTensor)]
     # arguments that the program returns as they are get their final values later, so copies are compared
     replayed = [leaf.detach().clone() for leaf in replayed]
     after = [_clone(recorder.session, log, ref) for log, _, ref in touched]
     for (log, _, ref), value in zip(touched, before, strict=True):
         _set(log, ref, value)
-    for place, value in states:
-        restore(place, value)
+    for place, along, value in states:
+        _varying(along, restore, place, value)
     result = eager()
     expected = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, DistributedTensor)]
     exact = recorder.engine == "interpreter"
     told = [
         f"result {i}: {text}"
-        for i, (a, b) in enumerate(zip(replayed, expected, strict=True))
+        for i, (whole, wanted) in enumerate(zip(replayed, expected, strict=True))
+        for a, b in zip(_shards(whole), _shards(wanted), strict=True)
         if (text := _difference(a, b, exact))
     ]
     for (log, at, ref), value in zip(touched, after, strict=True):
@@ -57,9 +59,32 @@ def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Reco
     return result
 
 
-def _places(session: Session, log: Log) -> list[Place]:
-    node = log.node
-    return [session.places.at(node.rank, name) for name in node.devices if name == "cpu" or not node.hello.simulated]
+def _drawing(recorder: Recorder) -> list[tuple[Place, tuple[str, ...]]]:
+    """Returns the places whose generators the program may draw from, with the dims along which the numbers vary."""
+    if recorder.draws is not None:
+        return list(dict.fromkeys((draw.place, draw.along) for draw in recorder.draws))
+    places, nodes = recorder.session.places, [log.node for log in recorder.logs.values()]
+    return [
+        (places.at(node.rank, name), ())
+        for node in nodes
+        for name in node.devices
+        if name == "cpu" or not node.hello.simulated
+    ]
+
+
+def _varying(along: tuple[str, ...], function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function where random numbers vary along dims."""
+    token = varied.set(along)
+    try:
+        return function(*args)
+    finally:
+        varied.reset(token)
+
+
+def _shards(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns the tensors on single nodes that a tensor consists of."""
+    place = tensor._place  # type: ignore[attr-defined]
+    return [seen_at.alias(tensor, member) for member in place.members]
 
 
 def _clone(session: Session, log: Log, ref: int) -> DistributedTensor:

@@ -1,4 +1,5 @@
-"""Graphs: the commands of a whole step are recorded once, and replayed with one small command per node.
+"""Graphs: the commands of a whole step are recorded once, and replayed with one small command per node, or for all
+nodes of a mesh.
 
     g = dt.Graph()
     with dt.graph(g):               # nothing runs: commands are recorded instead of sent
@@ -13,7 +14,7 @@ each replay.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Token
 from dataclasses import replace
 from types import TracebackType
@@ -27,6 +28,7 @@ from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
 from ..session import current
+from ..session.places import Place
 from . import optimizer_steps
 from .recorder import Recorder
 from .traced_numbers import Number
@@ -88,7 +90,7 @@ class Graph:
                 declared = ", ".join(self._declared) or "none"
                 raise GraphError(f"the graph has no number {name!r}; declared are: {declared}")
             self._declared[name] = float(value)
-        self.play((), {})
+        self.play()
 
     def engines(self) -> dict[int, list[tuple[str, str]]]:
         """Returns the engines that run the graph: by node, a list of (engine, reason) with one pair per program.
@@ -106,11 +108,9 @@ class Graph:
             )
         return found
 
-    def play(
-        self, inputs: Sequence[tuple[int, int]], outputs: Mapping[int, tuple[int, ...]], advance: bool = True
-    ) -> None:
-        """Issues one replay. ``inputs``: (node, ref) of each tensor that replaces a recorded input; ``outputs``: per
-        node, the refs of its results.
+    def play(self, inputs: Sequence[int] = (), outputs: Sequence[int] = (), advance: bool = True) -> None:
+        """Issues one replay. ``inputs``: the refs of the tensors that replace the recorded inputs; ``outputs``: refs
+        for its results.
 
         Optimizers' counts of steps advance with ``advance``: not for a replay that will be undone.
         """
@@ -118,22 +118,22 @@ class Graph:
         assert compute is not None
         if route.get().recorder is not None:
             raise GraphError("a graph can't be replayed while another one is recorded")
-        session = recorder.session
+        link, queue = recorder.session.link, recorder.queue
         values = compute()
-        transfer = session.transfers.new_row(len(recorder.transfers)) if recorder.transfers else 0
+        transfer = recorder.session.transfers.new_row(len(recorder.transfers)) if recorder.transfers else 0
         site = here(3)
-        commands = []
-        for rank, log in recorder.logs.items():
-            given = tuple(ref for node, ref in inputs if node == rank)
-            command = c.Replay(self.id, transfer, tuple(values[i] for i in log.used), given, outputs.get(rank, ()))
-            commands.append((rank, command, None if site is None else Replayed(site, log.sites)))
-        for rank, log in recorder.logs.items():
-            session.link.check(log.node.outbox)
-            for place in session.places.of_node(rank):
-                session.places.draw(place)
-        if advance:
-            recorder.steps.advance()  # first, because a signal's handler may raise once the commands have left
-        session.link.together(commands)
+        command = c.Replay(self.id, transfer, values, tuple(inputs), tuple(outputs))
+        replayed = None if site is None else Replayed(site, recorder.sites)
+        for box in [log.node.outbox for log in recorder.logs.values()] if queue is None else [queue]:
+            link.check(box)
+        with recorder.drawing():
+            if advance:
+                recorder.steps.advance()  # first, because a signal's handler may raise once the commands have left
+            if queue is None:
+                link.together([(rank, command, replayed) for rank in recorder.logs])
+            else:
+                queue.add(command, replayed)
+                link.flush(queue)
 
     @property
     def recording(self) -> Recorder:
@@ -162,9 +162,8 @@ class Graph:
         self._marked.clear()
         if recorder is not None:
             for log in recorder.logs.values():
-                box = log.node.outbox
-                box.queue += (c.Discard(recorder.id), None)
-                box.release_later(log.external)
+                log.node.outbox.queue += (c.Discard(recorder.id), None)
+                log.release_later(log.external)
 
     @uninterrupted
     def __del__(self) -> None:
@@ -192,9 +191,9 @@ class graph:
         self._graph = g
         self._engine = engine
         self._token: Token[Route] | None = None
-        #: ref -> node of each input that a replay replaces by another; node -> refs of the results that it renames
-        self.inputs: dict[int, int] = {}
-        self.returned: dict[int, tuple[int, ...]] = {}
+        #: the inputs that a replay replaces by others, and the results that it renames: ref -> place
+        self.inputs: dict[int, Place] = {}
+        self.returned: dict[int, Place] = {}
 
     @uninterrupted
     def __enter__(self) -> Graph:

@@ -3,11 +3,15 @@
 A ref is the recording's own (made by a recorded command, and on the node after a replay only), one of its inputs (each
 replay names another in its place), or external (it existed before). The recording holds externals, so that no replay
 finds them freed.
+
+A command for the nodes of a mesh is in the log of each of them, between those for this node alone: what a node gets is
+one program, in the order of issue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -16,15 +20,18 @@ from msgspec.structs import replace
 
 from ..proxy.meta import Handle, new_ref
 from ..runtime.channel.base import MASTER
+from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
 from ..runtime.master.node import Node
-from ..runtime.node.graphs.program import line_of_call, program, writers
+from ..runtime.master.route import Route, route
+from ..runtime.node.graphs.program import line_of_call, program, written
 from ..runtime.node.template import Template
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import AllowList
 from ..runtime.protocol.errors import GraphError
 from ..runtime.protocol.traits import TRAITS, kinds
+from ..session.places import MeshPlace, Place, varied
 from ..session.session import Session
 from .optimizer_steps import Steps
 from .traced_numbers import Tape
@@ -47,22 +54,64 @@ class Log:
     made: dict[int, None] = field(default_factory=dict)
     external: dict[int, None] = field(default_factory=dict)
     constants: dict[int, int] = field(default_factory=dict)  #: ref of a recorded upload -> ref that it was sent under
-    used: list[int] = field(default_factory=list)  #: the numbers that this node needs, as indices among all numbers
+
+    @property
+    def queues(self) -> tuple[CommandQueue, ...]:
+        """The queues by which the node's tensors are freed: its own, and those of its meshes, of whose tensors it has
+        the shards. Whichever of them owns a ref holds it."""
+        return (self.node.outbox, *self.node.outbox.overlaps)
+
+    def hold(self, ref: int) -> None:
+        for queue in self.queues:
+            queue.hold(ref)
+
+    def release(self, refs: Iterable[int], made: bool = True) -> None:
+        for queue in self.queues:
+            queue.release(refs, made)
+
+    def release_later(self, refs: Iterable[int]) -> None:
+        for queue in self.queues:
+            queue.release_later(refs)
+
+    def still_referenced(self, refs: Iterable[int]) -> list[int]:
+        """Returns those of these held refs that are not dead otherwise."""
+        left = list(refs)
+        for queue in self.queues:
+            left = queue.still_referenced(left)
+        return left
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A place from whose generator the program draws, having drawn from another."""
+
+    place: Place
+    along: tuple[str, ...]  #: the dims of a mesh along which the numbers vary
+    number: int
+    begins: bool  #: the generator begins in the program
 
 
 class Recorder:
     """The recorder of one graph: it takes a thread's commands (runtime/master/route.py)."""
 
-    def __init__(self, session: Session, allow: AllowList, inputs: dict[int, int]) -> None:
-        """``inputs``: the refs that each replay replaces by others, with their nodes."""
+    def __init__(self, session: Session, allow: AllowList, inputs: dict[int, Place]) -> None:
+        """``inputs``: the refs that each replay replaces by others, with their places."""
         self.id = next(_ids)
         self.session = session
         self.tape = Tape()
         self.steps = Steps(self.tape)
         self.inputs = inputs
         self.logs: dict[int, Log] = {}
+        self.sites: dict[int, list[Site | None]] = {}  #: of a finished recording: where each node's commands come from
         self.transfers: dict[int, int] = {}
         self.engine = ""
+        #: the queue of all nodes of the graph, which replays go to; None where each gets its own
+        self.queue: CommandQueue | None = None
+        #: the places that draw, in turns; None for a recording that began before there were meshes, when nobody told
+        self.draws: list[Draw] | None = [] if session.places.with_meshes else None
+        self._drawing: dict[tuple[int, str], int] = {}  #: (node, device) -> number of the generator in use
+        self._seed: int | None = None  #: with which the program seeds all generators
+        self._spans: set[tuple[int, ...]] = set()  #: the nodes of each mesh that has recorded commands
         self._allow = allow
         self._empties: dict[int, Handle] = {}
         self._templates: dict[tuple[int, int], Template] = {}
@@ -80,34 +129,61 @@ class Recorder:
             if base.base is None:
                 return id(base) in self._empties
             base = base.base
-        log = self.logs.get(base.meta.place.node)
+        log = self.logs.get(base.meta.place.ranks[0])
         return base.ref in self.inputs or (log is not None and (base.ref in log.made or base.ref in log.constants))
 
     @uninterrupted
-    def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
-        log = self._log(rank)
+    def record(self, ranks: tuple[int, ...], stream: int, command: c.Command, site: Site | None) -> None:
+        if len(ranks) > 1:
+            self._spans.add(ranks)
+        logs = [self._log(rank) for rank in ranks]
+        if isinstance(command, c.Recv) and command.peer == MASTER:
+            self._constant(logs[0], command, site)
+            return
+        if isinstance(command, c.Seed) and command.all:
+            self._seed = command.seed
         numbers: dict[int, int] = {}
         template: Template | None = None
-        if isinstance(command, c.Recv) and command.peer == MASTER:
-            self._constant(log, command, site)
-            return
         if type(command) not in _RECORDABLE or (isinstance(command, c.Send) and command.peer == MASTER):
             raise GraphError(f"{type(command).__name__} can't be recorded into a graph")
         if isinstance(command, c.Call):
-            template = self._template(log, command.template)
+            template = self._template(logs[0], command.template)
             for i, hole in enumerate(template.holes):
                 if not hole and (number := self.tape.find(command.args[i])) is not None:
                     numbers[i] = number
         traits = TRAITS[type(command)]
-        for ref in traits.reads(command, template):
-            self._use(log, ref)
-        for ref in traits.makes(command, template):
-            self._make(log, ref)
+        for log in logs:
+            for ref in traits.reads(command, template):
+                self._use(log, ref)
+            for ref in traits.makes(command, template):
+                self._make(log, ref)
         if traits.renumbered:
             command = replace(command, transfer=self._transfer(command.transfer))  # type: ignore[union-attr]
-        log.commands.append(command)
-        log.sites.append(site)
-        log.numbers.append(numbers)
+        for log in logs:
+            log.commands.append(command)
+            log.sites.append(site)
+            log.numbers.append(numbers)
+
+    def draw(self, place: Place) -> None:
+        """Has the program put a place's generator in use, where another one is. Each replay begins with the first."""
+        if self.draws is None:
+            return
+        places = self.session.places
+        if self._seed is None:  # the generator begins outside of the program, or each replay would begin it anew
+            token = route.set(Route(route.get().streams))
+            try:
+                places.use(place)
+            finally:
+                route.reset(token)
+        number, seeds = places.generator(place)
+        device = "cpu" if place.kernels == "cpu" else place.name
+        before = {self._drawing.get((rank, device)) for rank in place.ranks}
+        if before == {number}:
+            return
+        self.draws.append(Draw(place, varied.get(), number, bool(seeds)))
+        self._drawing.update(dict.fromkeys(((rank, device) for rank in place.ranks), number))
+        if self._seed is not None or before != {None}:
+            self.record(place.ranks, 0, places.swap(place, number, seeds), None)
 
     def _log(self, rank: int) -> Log:
         log = self.logs.get(rank)
@@ -127,22 +203,43 @@ class Recorder:
         return self.transfers.setdefault(transfer, len(self.transfers))
 
     def _use(self, log: Log, ref: int) -> None:
-        if ref in log.node.outbox.foreign:
-            raise GraphError("a graph can't use a shard of a mesh's tensor (x.at(...), x.shards()): clone it before")
         if ref not in log.made and ref not in log.external and ref not in log.constants and ref not in self.inputs:
             log.external[ref] = None
-            log.node.outbox.hold(ref)
+            log.hold(ref)
 
     def _make(self, log: Log, ref: int) -> None:
         log.made[ref] = None
-        log.node.outbox.hold(ref)
+        log.hold(ref)
 
     def _constant(self, log: Log, command: c.Recv, site: Site | None) -> None:
         """Sends an upload now, once, under another ref because the program may write the recorded one."""
         hidden = new_ref()
         log.constants[command.out] = hidden
-        log.node.outbox.hold(command.out)
+        log.hold(command.out)
         log.node.outbox.put(replace(command, out=hidden), site)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Surrounds the issue of a replay: has each of its nodes begin with the generator that the program draws from
+        first, and notes which ones it leaves in use."""
+        places = self.session.places
+        with places.lock if self.draws else nullcontext():
+            if self.draws is None:
+                for place in [place for rank in self.logs for place in places.of_node(rank)]:
+                    places.draw(place)
+            for draw in reversed(self.draws or ()):
+                token = varied.set(draw.along)
+                try:
+                    places.use(draw.place)
+                finally:
+                    varied.reset(token)
+            yield
+            if self._seed is not None:
+                places.seeded(self._seed)
+            for draw in self.draws or ():
+                places.in_use(draw.place, draw.number)
+                if draw.begins and isinstance(draw.place, MeshPlace):
+                    draw.place.begun.add(draw.number)
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
@@ -151,33 +248,38 @@ class Recorder:
         self.steps.restore()
         self._empties.clear()
         for log in self.logs.values():
-            box = log.node.outbox
-            box.release(log.external)
-            box.release([*log.made, *log.constants], made=False)
-            box.dead.extend(log.constants.values())
+            log.release(log.external)
+            log.release([*log.made, *log.constants], made=False)
+            log.node.outbox.dead.extend(log.constants.values())
 
-    def finish(self, returned: dict[int, tuple[int, ...]], engine: str) -> None:
-        """Sends the recorded commands to their nodes. ``returned``: per node, the results that each replay gives other
-        refs."""
+    def finish(self, returned: dict[int, Place], engine: str) -> None:
+        """Sends the recorded commands to their nodes. ``returned``: the results that each replay gives other refs, with
+        their places."""
         self.engine = engine
         self.steps.restore()
         self._empties.clear()
+        if self._seed is not None:  # the nodes are seeded by replays only
+            self.session.places.unbegun()
+        if self._spans:
+            every = tuple(sorted(self.logs))
+            self.queue = self.session.link.fan_out(next((s for s in self._spans if len(s) == len(every)), every))
         for rank, log in self.logs.items():
             box = log.node.outbox
             self._settle_constants(log)
+            self.sites[rank] = log.sites
             held = list(log.made)
-            mine = returned.get(rank, ())
-            outputs = tuple(box.still_referenced(held))
-            log.used = sorted({n for numbers in log.numbers for n in numbers.values()})
-            place = {n: i for i, n in enumerate(log.used)}
+            outputs = tuple(log.still_referenced(held))
             for part in _parts(log.commands):
-                numbers = tuple((i - part[0], a, place[n]) for i in part for a, n in log.numbers[i].items())
+                numbers = tuple((i - part[0], a, n) for i in part for a, n in log.numbers[i].items())
                 self._queue(box, c.Part(self.id, tuple(log.commands[i] for i in part), numbers))
-            inputs = tuple(r for r, node in self.inputs.items() if node == rank)
+            inputs, mine = [
+                tuple(ref if rank in place.ranks else 0 for ref, place in refs.items())
+                for refs in (self.inputs, returned)
+            ]
             self._queue(box, c.Graph(self.id, inputs, outputs, mine, engine))
             alive = set(outputs)
-            box.release([r for r in held if r in alive])
-            box.release([r for r in held if r not in alive], made=False)
+            log.release([r for r in held if r in alive])
+            log.release([r for r in held if r not in alive], made=False)
 
     @staticmethod
     def _queue(box: Any, command: c.Command) -> None:
@@ -194,7 +296,7 @@ class Recorder:
         alias = log.node.define("aten::alias", (c.Hole(True),), (), 1, None)
         for ref, hidden in log.constants.items():
             log.external[hidden] = None
-            box.hold(hidden)
+            log.hold(hidden)
             box.dead.append(hidden)  # only the graph uses it
             if ref in touched:
                 log.commands.insert(0, c.Call(clone, ref, (ref - hidden,)))
@@ -210,20 +312,23 @@ class Recorder:
         it."""
         calls = [(i, call) for i, call in enumerate(log.commands) if isinstance(call, c.Call)]
         lines = [line_of_call(self._template(log, call.template), call, {}) for _, call in calls]
-        written = {ref: calls[k][0] for ref, k in writers(program(lines, (), 0)).items()}
+        found, roots = written(program(lines, (), 0))
+        last = {ref: calls[k][0] for ref, k in found.items()}
         for i, command in enumerate(log.commands):
             for ref in () if isinstance(command, c.Call) else TRAITS[type(command)].writes(command, None):
-                written[ref] = max(i, written.get(ref, 0))
-        return written
+                for root in roots.get(ref, {ref}):
+                    last[root] = max(i, last.get(root, 0))
+        return {ref: i for ref, i in last.items() if ref not in log.made}
 
     def name(self, log: Log, at: int) -> str:
         """Returns the name of a recorded command, for messages."""
         command = log.commands[at]
         return self._template(log, command.template).name if isinstance(command, c.Call) else type(command).__name__
 
-    def makes(self, rank: int, ref: int) -> bool:
-        """Returns whether a tensor of this node is made by a command that was recorded so far."""
-        return rank in self.logs and ref in self.logs[rank].made
+    def makes(self, place: Place, ref: int) -> bool:
+        """Returns whether a tensor of this place is made by a command that was recorded so far."""
+        log = self.logs.get(place.ranks[0])
+        return log is not None and ref in log.made
 
 
 def _parts(commands: list[Any]) -> Iterator[range]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..proxy.proxy import DistributedTensor
-from ..runtime.master.route import waits
 from ..runtime.process.spelling import did_you_mean
 from ..session import current
 from ..session.places import MeshPlace, Place, varied
@@ -175,9 +174,9 @@ def mesh(*, nodes: Sequence[int] | None = None, device: str | None = None, **dim
 
     Does not wait. Raises ValueError for sizes that do not multiply to the number of nodes, a node that is not there or
     is named twice, or nodes that differ (in their kind of device, or in what their torch chooses kernels by);
-    DisttensorError without a session, or when all 128 slots are in use; GraphError while a graph is recorded.
+    DisttensorError without a session, or when all 128 slots are in use; GraphError for a new mesh while a graph is
+    recorded.
     """
-    waits("a new mesh")
     places = current.session().places
     ranks = range(len(current.session().nodes)) if nodes is None else list(nodes)
     if not len(ranks):

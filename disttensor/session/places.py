@@ -394,22 +394,37 @@ class Places:
             self.seed = seed
             for mesh in self._places_of_meshes:
                 mesh.seed = seed
+            self.unbegun()
+
+    def unbegun(self) -> None:
+        """Notes that the nodes know none of the generators that vary."""
+        with self.lock:
+            for mesh in self._places_of_meshes:
                 mesh.begun.clear()
 
     def draw(self, place: Place) -> None:
-        """Puts the generator of a place in use on its nodes; to be called before a command that draws random numbers.
+        """Puts the generator of a place in use on its nodes, or in the recording under way; to be called before a
+        command that draws random numbers.
 
         Each place has generators of its own on each of its nodes, which are swapped where another place has drawn last.
         A mesh has several: the one that is the same on all ranks, and one for each way in which they may vary.
 
         Raises ValueError for a mesh without a dim along which numbers are to vary.
         """
-        if not self._places_of_meshes:
-            return
-        place = place.origin
-        number, seeds = 0, tuple[tuple[int, int], ...]()
-        if isinstance(place, MeshPlace):
-            number, seeds = place.generator(varied.get(), lambda: next(self._made))
+        recorder = route.get().recorder
+        if recorder is not None:
+            recorder.draw(place.origin)
+        elif self.with_meshes:
+            self.use(place.origin)
+
+    @property
+    def with_meshes(self) -> bool:
+        """Returns whether the session has ever had a mesh, so that places take turns with random numbers."""
+        return bool(self._places_of_meshes)
+
+    def use(self, place: Place) -> None:
+        """Puts the generator of a place in use on its nodes, as ``draw`` does outside of recordings."""
+        number, seeds = self.generator(place)
         streams = route.get().streams
         if any(rank in streams for rank in place.ranks):
             raise NotImplementedError(
@@ -419,12 +434,26 @@ class Places:
         if place.drawing == number:
             return
         with self.lock:
-            for other in [*self._by_pair.values(), *self._places_of_meshes]:
-                if other.shares_generator(place) and not set(other.ranks).isdisjoint(place.ranks):
-                    other.drawing = -1
-            place.drawing = number
-            seed = place.seed if isinstance(place, MeshPlace) else self.seed
-            place.outbox.add(c.Swap(number, place.name, signed(seed), seeds))
+            self.in_use(place, number)
+            place.outbox.add(self.swap(place, number, seeds))
+
+    def generator(self, place: Place) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Returns the number of the generator from which a place draws now; and, where its nodes do not know that yet,
+        the seed that each begins with."""
+        if isinstance(place, MeshPlace):
+            return place.generator(varied.get(), lambda: next(self._made))
+        return 0, ()
+
+    def swap(self, place: Place, number: int, seeds: tuple[tuple[int, int], ...]) -> c.Swap:
+        """Returns the command that puts a generator of a place in use."""
+        return c.Swap(number, place.name, signed(place.seed if isinstance(place, MeshPlace) else self.seed), seeds)
+
+    def in_use(self, place: Place, number: int) -> None:
+        """Notes that this generator of a place is in use now, and no other of its nodes."""
+        for other in [*self._by_pair.values(), *self._places_of_meshes]:
+            if other.shares_generator(place) and not set(other.ranks).isdisjoint(place.ranks):
+                other.drawing = -1
+        place.drawing = number
 
     def close_mesh(self, place: MeshPlace) -> None:
         """Gives the slot of a mesh's place back. Its tensors stay as they are, and new ones can't be made there."""

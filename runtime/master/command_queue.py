@@ -69,9 +69,7 @@ class CommandQueue:
         #: refs that recordings and graphs hold, with the number of holders; and those of them that are dead otherwise
         self._holds: dict[int, int] = {}
         self._gone: set[int] = set()
-        self._unheld: list[Iterable[int]] = []
-        #: refs of tensors of other queues that are used here: shards of a mesh's tensors
-        self.foreign: set[int] = set()
+        self.unheld: list[Iterable[int]] = []
         #: ``len(commands)`` at which an issuing thread has to check this queue: to open it, to flush, or to sweep
         self.limit = 2
         #: ``len(commands)`` at which the thread has to flush. 0 makes each next append do so (a lost node)
@@ -111,7 +109,7 @@ class CommandQueue:
 
         What overlaps it is moved before frees, as it may have uses of what is dead.
         """
-        refs = self._take_dead() if self.dead or self._unheld else None
+        refs = self._take_dead() if self.dead or self.unheld else None
         if refs:
             for other in self.overlaps:
                 if other.queue:
@@ -152,11 +150,11 @@ class CommandQueue:
 
     def _take_dead(self) -> list[int]:
         """Takes the refs that are dead now, and not held. Each had its last use appended before."""
-        if not self.dead and not self._unheld:
+        if not self.dead and not self.unheld:
             return []
         with self._taking:
-            while self._unheld:
-                self.release(self._unheld.pop())
+            while self.unheld:
+                self.release(self.unheld.pop())
             n = len(self.dead)
             refs = self.dead[:n]
             del self.dead[:n]
@@ -190,7 +188,7 @@ class CommandQueue:
 
     def release_later(self, refs: Iterable[int]) -> None:
         """Has ``release`` called later, for finalizers: takes no lock."""
-        self._unheld.append(refs)
+        self.unheld.append(refs)
 
     @uninterrupted
     def still_referenced(self, refs: Iterable[int]) -> list[int]:

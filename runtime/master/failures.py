@@ -6,7 +6,7 @@ They are raised at the user's next synchronization.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
@@ -43,11 +43,11 @@ MAX_FAILURES = 10_000
 
 
 class Replayed(tuple[CodeType, int]):
-    """The site of a replay, with the sites of the commands that the graph has recorded for the node."""
+    """The site of a replay, with the sites of the commands that the graph has recorded for each node."""
 
-    recorded: Sequence[Site | None]
+    recorded: Mapping[int, Sequence[Site | None]]
 
-    def __new__(cls, site: Site, recorded: Sequence[Site | None]) -> Replayed:
+    def __new__(cls, site: Site, recorded: Mapping[int, Sequence[Site | None]]) -> Replayed:
         made = super().__new__(cls, site)
         made.recorded = recorded
         return made
@@ -84,8 +84,9 @@ class Failure:
     def where(self) -> str:
         """Says which operator failed, on which node, and at which line of the user's."""
         at = position(self.seq)[1]
-        if isinstance(self.site, Replayed) and at < len(self.site.recorded):
-            where = f"  recorded: {line_of(self.site.recorded[at])}\n  replayed: {line_of(self.site)}"
+        recorded = self.site.recorded.get(self.rank, ()) if isinstance(self.site, Replayed) else ()
+        if 0 <= at < len(recorded):
+            where = f"  recorded: {line_of(recorded[at])}\n  replayed: {line_of(self.site)}"
         else:
             where = f"  issued: {line_of(self.site)}"
         return f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n{where}"

@@ -26,13 +26,6 @@ class FanOut(CommandQueue):
         for member in there:
             member.take(messages, first)
 
-    def _take_dead(self) -> list[int]:
-        refs = super()._take_dead()
-        for member in self._outboxes:
-            if member.foreign:
-                member.foreign.difference_update(refs)
-        return refs
-
     def lose(self, error: NodeLost) -> None:
         """Notes that a member is lost: the others have what was issued before, and nothing is issued any more."""
         if self.lost is None:

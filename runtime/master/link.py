@@ -228,7 +228,7 @@ class Link:
         """
         for outbox in self.queues:
             if (
-                (outbox.queue or outbox.dead or outbox.ready)
+                (outbox.queue or outbox.dead or outbox.ready or outbox.unheld)
                 and outbox is not but
                 and outbox.there
                 and not self._forked
@@ -813,7 +813,7 @@ class Link:
         for queue, (moved, queued) in zip(queues, before, strict=True):
             if queue.moved != moved and not queue.ready:
                 quiet = 0
-            elif (queued or queue.dead or queue.ready) and queue.there:
+            elif (queued or queue.dead or queue.ready or queue.unheld) and queue.there:
                 quiet = 0
                 with self._lock:
                     if not self.closed and (queue.ready or not queue.full):

@@ -44,7 +44,7 @@ class Outbox(CommandQueue):
             super().pack()
             return
         # the same in one function, as every question waits for it
-        if self.dead or self._unheld:
+        if self.dead or self.unheld:
             self._queue_frees(self._take_dead())
         n = len(self.queue)
         if n:

@@ -20,8 +20,11 @@ from .failures import Site
 class Recorder(Protocol):
     """Takes commands in place of a node, for a graph."""
 
-    def record(self, rank: int, stream: int, command: c.Command, site: Site | None) -> None:
-        """Takes a command that ``rank`` would have been sent, for one of its streams (0 is the default one)."""
+    def record(self, ranks: tuple[int, ...], stream: int, command: c.Command, site: Site | None) -> None:
+        """Takes a command that ``ranks`` would have been sent, for one of their streams (0 is the default one)."""
+
+    def draw(self, place: Any) -> None:
+        """Notes that what comes next draws from a place's generator."""
 
     def begin(self, handle: Any) -> None:
         """Notes a lazy empty tensor that is new in this recording."""
@@ -69,9 +72,7 @@ class Tap:
             if type(command) not in _ROUTED:
                 self._queue += (command, site)
             elif here.recorder is not None:
-                if len(self._ranks) > 1:
-                    raise GraphError("a graph records operations on single nodes only, and this one is on a mesh")
-                here.recorder.record(self._ranks[0], stream, command, site)
+                here.recorder.record(self._ranks, stream, command, site)
             else:
                 self._queue += (c.On(stream, command) if stream else command, site)
         return self

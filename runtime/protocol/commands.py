@@ -334,7 +334,7 @@ class Part(Message, frozen=True, tag=50):
     """
 
     graph: int
-    commands: tuple[Call | First | Send | Recv | Seed | Keep | Collective, ...]
+    commands: tuple[Call | First | Send | Recv | Seed | Swap | Keep | Collective, ...]
     numbers: tuple[tuple[int, int, int], ...]
 
 
@@ -342,7 +342,8 @@ class Graph(Message, frozen=True, tag=51):
     """Ends a graph's recording.
 
     ``inputs``: refs for which each replay names others. ``outputs``: refs of the tensors that it makes and that stay,
-    the same for every replay. ``returned``: refs of such tensors for which each replay names others.
+    the same for every replay. ``returned``: refs of such tensors for which each replay names others. A replay is the
+    same for all nodes of a graph, so ``inputs`` and ``returned`` are, too, with 0 for what is on other nodes.
     """
 
     graph: int

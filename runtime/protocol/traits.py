@@ -92,7 +92,7 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Run: Traits(on_stream=True, routed=True, overtaken=True, reads=lambda run, _: run.refs),
     c.Adopt: Traits(overtaken=True),
     c.Seed: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),
-    c.Swap: Traits(on_stream=True, anywhere=True),
+    c.Swap: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),
     c.Random: Traits(on_stream=True, routed=True, anywhere=True),
     c.Keep: Traits(
         on_stream=True,

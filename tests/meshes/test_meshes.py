@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from aftermath import probe
 from equal import bits, same
+from mesh_kit import connect
 from torch import nn
 
 import disttensor as dt
@@ -34,12 +35,7 @@ def session() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with dt.init_master_worker(nodes=NODES, threads=1):
-        made = mesh(dp=NODES)  # opens the connections that stay
-        dt.all_reduce(torch.ones(1 << 16).to(made.device), over="dp").cpu()  # type: ignore[attr-defined]
-        dt.collectives.all_to_all(torch.ones(NODES, device=made.device), over="dp").cpu()
-        for source, target in itertools.permutations(range(NODES), 2):
-            torch.ones(1, device=f"node:{source}").to(f"node:{target}").cpu()
-        del made
+        connect(NODES)
         yield
     torch.set_num_threads(threads)
 
@@ -857,19 +853,6 @@ def test_mistakes(name: str) -> None:
     make, kind, text = MISTAKES[name]
     with pytest.raises(kind, match=text):
         make()
-
-
-def test_a_graph_does_not_record_a_mesh() -> None:
-    x = torch.ones(2, device=grid().device)
-    x.sum().item()
-    part = x.at(dp=0, tp=0)  # type: ignore[attr-defined]
-    with pytest.raises(dt.errors.GraphError, match="a graph can't use a shard"), dt.graph(dt.Graph()):
-        part + 1
-    with pytest.raises(dt.errors.GraphError, match="a new mesh has to wait"), dt.graph(dt.Graph()):
-        mesh(never=2, before=2)
-    with pytest.raises(dt.errors.GraphError, match="on a mesh"), dt.graph(dt.Graph()):
-        x + 1
-    assert (x + 1).sum().item() == 4
 
 
 def test_a_closed_mesh_gives_its_slot_back() -> None:

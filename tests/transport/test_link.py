@@ -19,8 +19,9 @@ import disttensor as dt
 from disttensor import testing
 from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.host.launcher import Exited, Launcher, Started
+from disttensor.runtime.master import fan_out, outbox
 from disttensor.runtime.master.link import Link
-from disttensor.runtime.master.outbox import Outbox
+from disttensor.runtime.master.outbox import Outbox, packed
 from disttensor.runtime.master.requests import Request, Waker
 from disttensor.runtime.process.signals import uninterrupted
 from disttensor.runtime.protocol import commands as c
@@ -426,3 +427,24 @@ def test_who_waits_does_not_spin_while_another_thread_asks_the_launcher(
     assert here.sum().item() == 3
     monkeypatch.setattr(link, "launcher", None)
     os.close(launcher.descriptor)
+
+
+def test_a_replay_of_a_graph_on_a_mesh_is_encoded_once(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+
+    def counting(first: int, commands: list[c.Command], *args: Any) -> Any:
+        encoded.extend(type(command).__name__ for command in commands)
+        return packed(first, commands, *args)
+
+    x = torch.ones(3, device=dt.mesh(dp=2).device)
+    x.add_(1).sum()
+    with dt.graph(g := dt.Graph()):
+        total = x.add_(1).sum()
+    dt.synchronize()
+    for module in (fan_out, outbox):
+        monkeypatch.setattr(module, "packed", counting)
+    for _ in range(3):
+        g.replay()
+    assert encoded == ["Replay"] * 3
+    monkeypatch.undo()
+    assert [total.item(), *x.tolist()] == [15.0, 5.0, 5.0, 5.0]

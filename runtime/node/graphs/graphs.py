@@ -60,8 +60,9 @@ class Graph:
     frees: list[list[int]]  #: after each step: refs from earlier ones that nothing needs any more
     inputs: tuple[int, ...]
     outputs: set[int]
-    returned: tuple[int, ...]
+    returned: tuple[int, ...]  #: and ``inputs``: with 0 for what is on other nodes
     templates: frozenset[int]
+    numbers: int  #: how many of a replay's numbers its programs know: the rest is for other nodes
     #: outputs that were freed while others (views made outside) see their memory
     orphans: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -70,6 +71,11 @@ class Graph:
 class _Parts:
     commands: list[c.Command] = field(default_factory=list)
     numbers: dict[int, dict[int, int]] = field(default_factory=dict)  #: command -> argument -> number
+
+
+def _top(parts: _Parts) -> int:
+    """Returns the number after the last one that a recording's calls take."""
+    return max((n for hole in parts.numbers.values() for n in hole.values()), default=-1) + 1
 
 
 class Graphs:
@@ -128,7 +134,7 @@ class Graphs:
     def _build(self, parts: _Parts, command: c.Graph, make: Callable[[Program], Engine]) -> Graph:
         commands, node = parts.commands, self._node
         reads, makes = zip(*map(self._refs, commands), strict=True) if commands else ((), ())
-        stays = {*command.outputs, *command.returned}
+        stays = {*command.outputs, *command.returned} - {0}
         last = {ref: i for i in range(len(commands)) for ref in (*reads[i], *makes[i])}
         born = {ref: i for i in range(len(commands)) for ref in makes[i]}
         steps: list[Single | Segment] = []
@@ -163,7 +169,8 @@ class Graphs:
                 if born[ref] < began or isinstance(steps[step], Single):
                     frees[step].append(ref)
         named = frozenset(recorded.template for recorded in commands if isinstance(recorded, c.Call))
-        return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named)
+        top = _top(parts)
+        return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named, top)
 
     def _refs(self, command: c.Command) -> tuple[Sequence[int], Sequence[int]]:
         """Returns the refs that a command reads or writes in place, and those that it makes."""
@@ -182,8 +189,7 @@ class Graphs:
         ]
         made = {ref for line in lines for ref in line.outs}
         needed = {ref for ref in made if ref in stays or last[ref] > run[-1]}
-        top = max((n for hole in parts.numbers.values() for n in hole.values()), default=-1) + 1
-        found = program(lines, needed, top)
+        found = program(lines, needed, _top(parts))
         dead: list[list[int]] = [[] for _ in lines]
         place = {i: k for k, i in enumerate(run)}
         for ref in made - needed:
@@ -203,12 +209,13 @@ class Graphs:
         node, entries = self._node, self._node.store.entries
         graph = self._graphs[command.graph]
         for ref, given in zip(graph.inputs, command.inputs, strict=True):
-            entries[ref] = entries[given]
-        kept = self._begin(graph)
+            if ref:
+                entries[ref] = entries[given]
+        kept, numbers = self._begin(graph), command.numbers[: graph.numbers]
         try:
             for step, frees in zip(graph.steps, graph.frees, strict=True):
                 if type(step) is Segment:
-                    self._run(step, command.numbers)
+                    self._run(step, numbers)
                 else:
                     self._single(step, command.transfer)  # type: ignore[arg-type]
                 for ref in frees:
@@ -216,7 +223,7 @@ class Graphs:
         finally:
             node.at = -1
         for ref in graph.inputs:
-            entries.pop(ref, None)
+            entries.pop(ref, None)  # nothing is under 0
         self._give(graph, command.outputs)
         self._end(graph, kept)
 
@@ -228,6 +235,8 @@ class Graphs:
         static = any([type(s) is Segment and s.engine.static for s in graph.steps])
         outputs = {memory(t) for o in graph.outputs if isinstance(t := entries.get(o), torch.Tensor)}
         for ref, new in zip(graph.returned, refs, strict=True):
+            if not ref:
+                continue
             result = entries[ref] if ref in graph.outputs else entries.pop(ref)
             if isinstance(result, torch.Tensor) and (static or memory(result) in outputs):
                 result = result.clone()

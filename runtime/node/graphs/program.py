@@ -99,6 +99,11 @@ def operands(line: Line) -> Iterator[int]:
 
 def writers(program: Program) -> dict[int, int]:
     """Returns the inputs whose memory some line writes, be it through a view: each with the last such line."""
+    return written(program)[0]
+
+
+def written(program: Program) -> tuple[dict[int, int], dict[int, frozenset[int]]]:
+    """Returns what ``writers`` does, and the inputs whose memory each register may see."""
     roots: dict[int, frozenset[int]] = {r: frozenset((r,)) for r in program.inputs}
     found: dict[int, int] = {}
     for i, line in enumerate(program.lines):
@@ -112,7 +117,7 @@ def writers(program: Program) -> dict[int, int]:
                     if info.is_write:
                         found |= dict.fromkeys(roots.get(v.index, ()), i)
         roots |= dict.fromkeys(line.outs, aliased)
-    return found
+    return found, roots
 
 
 def line_of_call(template: Template, call: c.Call, numbers: Mapping[int, int]) -> Line:
