@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -45,7 +45,15 @@ def all_reduce(
 
 
 @overload
-def all_reduce(tensors: torch.Tensor, op: Any = ReduceOp.SUM, *, over: str | Sequence[str]) -> DistributedTensor: ...
+def all_reduce(
+    tensors: torch.Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[False] = False, over: str | Sequence[str]
+) -> DistributedTensor: ...
+
+
+@overload
+def all_reduce(
+    tensors: torch.Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[True], over: str | Sequence[str]
+) -> Work: ...
 
 
 def all_reduce(
@@ -98,8 +106,8 @@ def all_reduce(
     ``fn(a, b)`` joins two leaves, that of the lower value first, and may write them; it has to be associative.
 
     With ``over``, the name of a dim of a mesh or several, it takes one tensor on a mesh, which stays as it is, and
-    returns a new one: on each rank the reduction of its group, with a gradient where ``op`` is SUM or AVG
-    (docs/MESHES.md).
+    returns a new one, or with ``async_op`` a Work that gives it: on each rank the reduction of its group, with a
+    gradient where ``op`` is SUM or AVG (docs/MESHES.md).
 
     Raises, at the line of the call, TypeError for local tensors, dtypes that differ, a dtype that ``op`` does not take,
     or ``async_op``, ``out`` or ``transport`` beside a function; ValueError for shapes or nestings that differ, tensors
@@ -112,7 +120,7 @@ def all_reduce(
         over_dims.no_options(
             "all_reduce", group=group, is_leaf=is_leaf, algorithm=algorithm, **{**options, "over": None}
         )
-        return over_dims.all_reduce(given, op, options.get("over"), async_op)
+        return over_dims.all_reduce(given, op, options.get("over"), async_op)  # type: ignore[no-any-return]
     if callable(op) and not isinstance(getattr(op, "name", None), str):  # torch's have a name, and can be called, too
         if async_op or options:
             raise TypeError("all_reduce by a function takes no async_op, out or transport")
@@ -120,7 +128,7 @@ def all_reduce(
     return tensor_collectives.all_reduce(tensors, op, group, async_op, algorithm=algorithm, **options)
 
 
-def _also_over(lists: Callable[..., Any], on_mesh: Callable[..., DistributedTensor]) -> Callable[..., Any]:
+def _also_over(lists: Callable[..., Any], on_mesh: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a collective of lists of tensors that takes a tensor on a mesh, too."""
 
     @wraps(lists)

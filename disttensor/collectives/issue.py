@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,7 +105,10 @@ class CollectiveCall:
         for part in self.parts:
             for tensor in part.outs:
                 torch.autograd.graph.increment_version(tensor)
-        return CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], self) if async_op else None
+        if not async_op:
+            return None
+        text = f"{self.kind} of {self.group}"
+        return CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], text, lambda: self.value)
 
     def _channel(self, session: Session) -> int:
         """Returns the number of the data channel that was selected. Sets the algorithm that was selected, if the call
@@ -157,15 +161,15 @@ class CollectiveCall:
 
 
 class _All(Arrival):
-    """The arrival of several transfers together, whose ``tensor`` is ``value``."""
+    """The arrival of several transfers together, whose ``tensor`` is what ``make`` returns, once."""
 
-    def __init__(self, transfers: Sequence[Transfer], value: Any) -> None:
-        self._transfers, self._brings = transfers, value
+    def __init__(self, transfers: Sequence[Transfer], make: Callable[[], Any]) -> None:
+        self._transfers, self._make = transfers, cache(make)
 
     @property
     def tensor(self) -> Any:
         self.wait()
-        return self._brings
+        return self._make()
 
     def wait(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -182,11 +186,12 @@ class _All(Arrival):
 class CollectiveWork(Work):
     """A collective under way. ``result()`` waits, and returns the tensor or lists that the collective writes."""
 
-    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], collective: CollectiveCall) -> None:
+    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], text: str, make: Callable[[], Any]) -> None:
+        """``ended``: the nodes, with the transfers that tell that each has done its part; ``make`` gives the result."""
         self._session = session
         self._node = ended[0][0]
-        self._text = f"{collective.kind} of {collective.group}"
-        self._transfer = _All([transfer for _, transfer in ended], collective.value)
+        self._text = text
+        self._transfer = _All([transfer for _, transfer in ended], make)
         self._ended = ended
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:

@@ -1,28 +1,33 @@
 """Collectives over dims of a mesh: one command for all of its nodes, each of which does its part in its own group.
 
 They take a tensor on a mesh and names of dims, return a new tensor, and have gradients: those of the sum of all ranks'
-results. With ``_`` they write the tensor.
+results. With ``_`` they write the tensor. With ``async_op`` they give a Work in place of the tensor, and what comes
+next on the nodes does not wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..dispatch import seen_at
 from ..dispatch.call_site import here
-from ..dispatch.copies import sums_ranks
+from ..dispatch.copies import sums_groups
 from ..dispatch.lazy_views import materialise
 from ..errors.argument_checks import spelled
+from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor
+from ..runtime.channel.base import Transfer
 from ..runtime.collective import ReduceOp
+from ..runtime.master.route import waits
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session.current import session_of
 from ..session.places import MeshPlace
-from .issue import op_of, read, written
+from .issue import CollectiveWork, op_of, read, written
 
 #: A dim's name, or several: their ranks together are the groups.
 Over = str | Sequence[str]
@@ -69,42 +74,62 @@ def no_options(what: str, **options: object) -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def _issue(
-    kind: str,
-    place: MeshPlace,
-    found: tuple[tuple[int, ...], ...],
-    inputs: Sequence[Any],
-    outs: Sequence[Any],
-    op: ReduceOp = ReduceOp.SUM,
-    root: int = 0,
-) -> None:
-    """Queues a collective for all nodes of a mesh."""
-    site, session = here(3), session_of(place)
-    session.link.check(place.outbox)
-    ranks = tuple(tuple(place.ranks[i] for i in group) for group in found)
-    tensors = (*inputs, *outs)
-    command = c.Collective(
-        kind=kind,
-        transfer=session.transfers.new_loose(),
-        ranks=ranks[0],
-        inputs=tuple(x._h.ref or materialise(x._h) for x in inputs),
-        outs=tuple(x._h.ref or materialise(x._h) for x in outs),
-        lengths=tuple(x.numel() for x in tensors),
-        dtype=codec.dtype_id(tensors[0].dtype),
-        op=int(op),
-        root=root,
-        algorithm="",
-        base=0,
-        chunk=0,
-        carry=-1,
-        hosts=_hosts(place, ranks[0]) if len(ranks) == 1 else (),
-        done=0,
-        groups=ranks if len(ranks) > 1 else (),
-    )
-    if place.outbox.add(command, site):
-        session.flush(place.outbox)
-    for x in outs:
-        torch.autograd.graph.increment_version(x)
+@dataclass(eq=False)
+class _Call:
+    """One collective over dims."""
+
+    groups: tuple[tuple[int, ...], ...]  #: of ranks, as indices of members
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    async_op: bool = False
+    ended: list[tuple[int, Transfer]] = field(default_factory=list)  #: of an asynchronous one: what tells of its end
+
+    @property
+    def size(self) -> int:
+        return len(self.groups[0])
+
+    def issue(self, kind: str, inputs: Sequence[Any], outs: Sequence[Any]) -> None:
+        """Queues the collective for all nodes of the mesh, once."""
+        place: MeshPlace = inputs[0]._place
+        site, session = here(3), session_of(place)
+        session.link.check(place.outbox)
+        ranks = tuple(tuple(place.ranks[i] for i in group) for group in self.groups)
+        tensors = (*inputs, *outs)
+        done = 0
+        if self.async_op:
+            waits("a collective with async_op=True")
+            done = session.transfers.new_loose()
+            for rank in place.ranks:
+                self.ended.append((rank, session.channel.irecv(torch.empty(0, dtype=torch.uint8), rank, done)))
+        command = c.Collective(
+            kind=kind,
+            transfer=session.transfers.new_loose(),
+            ranks=ranks[0],
+            inputs=tuple(x._h.ref or materialise(x._h) for x in inputs),
+            outs=tuple(x._h.ref or materialise(x._h) for x in outs),
+            lengths=tuple(x.numel() for x in tensors),
+            dtype=codec.dtype_id(tensors[0].dtype),
+            op=int(self.op),
+            root=self.root,
+            algorithm="",
+            base=0,
+            chunk=0,
+            carry=-1,
+            hosts=_hosts(place, ranks[0]) if len(ranks) == 1 else (),
+            done=done,
+            groups=ranks if len(ranks) > 1 else (),
+        )
+        if place.outbox.add(command, site) or self.async_op:
+            session.flush(place.outbox)
+        for x in outs:
+            torch.autograd.graph.increment_version(x)
+
+    def result(self, what: str, x: Any, make: Callable[[], Any]) -> Any:
+        """Returns the result that ``make`` gives; of an asynchronous collective a Work, which makes it in the end."""
+        if not self.async_op:
+            return make()
+        text = f"{what} on {x._place}"
+        return CollectiveWork(session_of(x._place), self.ended, text, make)
 
 
 def _hosts(place: MeshPlace, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,214 +157,246 @@ def _divided(what: str, x: torch.Tensor, dim: int, size: int) -> int:
     return dim
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> DistributedTensor:
-    return function.apply(*args)  # type: ignore[no-any-return]
+def _pieces(x: torch.Tensor, dim: int, size: int) -> list[torch.Tensor]:
+    step = x.shape[dim] // size
+    return [x.narrow(dim, i * step, step) for i in range(size)]
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _check_gradient(x: torch.Tensor, op: ReduceOp) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.AVG) and torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError(f"a reduction by {op.name} has no gradient; detach its input")
 
 
 # ---- all_reduce ------------------------------------------------------------------------------------------------------
 
 
-def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False) -> DistributedTensor:
+def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False) -> Any:
     """Returns the reduction over dims: on each rank that of its group."""
     place = on_mesh(x, "all_reduce")
-    if async_op:
-        raise NotImplementedError("all_reduce over dims of a mesh has no async_op yet; it returns at once as it is")
-    found, op = groups(place, over, "all_reduce"), op_of(op, x.dtype)
-    if op not in (ReduceOp.SUM, ReduceOp.AVG) and torch.is_grad_enabled() and x.requires_grad:
-        raise RuntimeError(f"a reduction by {op.name} has no gradient; detach its input")
-    return _apply(_AllReduce, x, op, found)
+    call = _Call(groups(place, over, "all_reduce"), op_of(op, x.dtype), async_op=async_op)
+    _check_gradient(x, call.op)
+    out = _apply(_AllReduce, x, call)
+    return call.result("all_reduce", x, lambda: out)
 
 
 @spelled
-def all_reduce_(x: DistributedTensor, op: Any = ReduceOp.SUM, over: Over | None = None) -> DistributedTensor:
+def all_reduce_(
+    x: DistributedTensor, op: Any = ReduceOp.SUM, over: Over | None = None, async_op: bool = False
+) -> DistributedTensor | Work:
     """Writes the reduction over dims of a mesh into a tensor there, and returns it. Returns at once.
 
     Args:
-        x: a tensor on a mesh.
+        x: a tensor on a mesh, contiguous if ``async_op``.
         op: the reduction, as for ``all_reduce``.
         over: the name of a dim, or several.
+        async_op: return a Work, whose ``result()`` is the tensor. Later operations on the nodes then run beside the
+            collective, unless they use the tensor.
 
-    Raises TypeError for another tensor, a dtype that ``op`` does not take, or no dim; ValueError for an unknown dim;
-    RuntimeError for a tensor that requires a gradient.
+    Raises TypeError for another tensor, a dtype that ``op`` does not take, or no dim; ValueError for an unknown dim, or
+    a tensor that is not contiguous with ``async_op``; RuntimeError for a tensor that requires a gradient; GraphError
+    for an asynchronous one while a graph is recorded.
     """
     place = on_mesh(x, "all_reduce_")
-    found, op = groups(place, over, "all_reduce_"), op_of(op, x.dtype)
+    call = _Call(groups(place, over, "all_reduce_"), op_of(op, x.dtype), async_op=async_op)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("all_reduce_ writes its tensor, which requires a gradient; all_reduce gives a new one")
     written(x)
-    if not x.is_contiguous():
-        return x.copy_(_reduce(x, op, found))  # type: ignore[return-value]
-    _issue("all_reduce", place, found, [x], [x], op)
-    return x
+    if x.is_contiguous():
+        call.issue("all_reduce", [x], [x])
+        return call.result("all_reduce_", x, lambda: x)  # type: ignore[no-any-return]
+    if async_op:
+        raise ValueError(
+            f"all_reduce_ with async_op takes a contiguous tensor, and this one of shape {tuple(x.shape)} has strides "
+            f"{x.stride()}: its sums would be copied into it before anything else runs"
+        )
+    return x.copy_(_reduce(x, call))  # type: ignore[return-value]
 
 
-@sums_ranks
-def _total(x: DistributedTensor) -> DistributedTensor:
-    place = on_mesh(x, "a gradient")
-    total = _reduce(x.detach(), ReduceOp.SUM, (tuple(range(len(place.members))),))
-    return seen_at.alias(total, place.members[0])  # type: ignore[no-any-return]
+@sums_groups
+def _sum(x: DistributedTensor, found: tuple[tuple[int, ...], ...]) -> DistributedTensor:
+    return _reduce(x.detach(), _Call(found))
 
 
-def _reduce(x: Any, op: ReduceOp, found: tuple[tuple[int, ...], ...]) -> DistributedTensor:
+def _reduce(x: Any, call: _Call) -> DistributedTensor:
     out = _empty(x, x.shape)
-    _issue("all_reduce", x._place, found, [_ready(x)], [out], op)
+    call.issue("all_reduce", [_ready(x)], [out])
     return out
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, op: ReduceOp, found: Any) -> torch.Tensor:
-        ctx.op, ctx.found = op, found
-        return _reduce(x, op, found)
+    def forward(ctx: Any, x: Any, call: _Call) -> torch.Tensor:
+        ctx.call = call
+        return _reduce(x, call)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _apply(_AllReduce, grads[0], ctx.op, ctx.found), None, None
+        return _apply(_AllReduce, grads[0], _Call(ctx.call.groups, ctx.call.op)), None
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------
 
 
 @spelled
-def all_gather(x: DistributedTensor, over: str, dim: int = 0) -> DistributedTensor:
+def all_gather(x: DistributedTensor, over: str, dim: int = 0, async_op: bool = False) -> DistributedTensor | Work:
     """Returns the tensors of all ranks along a dim of the mesh, joined in dimension ``dim``, on each of them. Returns
-    at once; the gradient is a reduce_scatter.
+    at once, with ``async_op`` a Work that gives the tensor; the gradient is a reduce_scatter.
 
-    Raises TypeError for a tensor that is not on a mesh; ValueError for an unknown dim, or no such dimension.
+    Raises TypeError for a tensor that is not on a mesh; ValueError for an unknown dim, or no such dimension; GraphError
+    for an asynchronous one while a graph is recorded.
     """
     place = on_mesh(x, "all_gather")
-    found = groups(place, over, "all_gather")
-    return _apply(_AllGather, x, found, _divided("all_gather", x, dim, 1))
+    call = _Call(groups(place, over, "all_gather"), async_op=async_op)
+    dim = _divided("all_gather", x, dim, 1)
+    parts = _apply(_Gather, x, call)
+    return call.result("all_gather", x, lambda: torch.cat(parts, dim))  # type: ignore[no-any-return]
 
 
 @spelled
-def reduce_scatter(x: DistributedTensor, op: Any = ReduceOp.SUM, over: str = "", dim: int = 0) -> DistributedTensor:
+def reduce_scatter(
+    x: DistributedTensor, op: Any = ReduceOp.SUM, over: str = "", dim: int = 0, async_op: bool = False
+) -> DistributedTensor | Work:
     """Returns a part of the reduction over a dim of the mesh: dimension ``dim`` is cut among its ranks. Returns at
-    once; the gradient is an all_gather.
+    once, with ``async_op`` a Work that gives the tensor; the gradient is an all_gather.
 
     Raises TypeError for a tensor that is not on a mesh, or a dtype that ``op`` does not take; ValueError for an unknown
-    dim, or sizes that do not divide; RuntimeError for a gradient of another reduction than SUM and AVG.
+    dim, or sizes that do not divide; RuntimeError for a gradient of another reduction than SUM and AVG; GraphError for
+    an asynchronous one while a graph is recorded.
     """
     place = on_mesh(x, "reduce_scatter")
-    found, op = groups(place, over, "reduce_scatter"), op_of(op, x.dtype)
-    if op not in (ReduceOp.SUM, ReduceOp.AVG) and torch.is_grad_enabled() and x.requires_grad:
-        raise RuntimeError(f"a reduction by {op.name} has no gradient; detach its input")
-    return _apply(_ReduceScatter, x, op, found, _divided("reduce_scatter", x, dim, len(found[0])))
+    call = _Call(groups(place, over, "reduce_scatter"), op_of(op, x.dtype), async_op=async_op)
+    _check_gradient(x, call.op)
+    dim = _divided("reduce_scatter", x, dim, call.size)
+    part = _apply(_Scatter, call, *_pieces(x, dim, call.size))
+    return call.result("reduce_scatter", x, lambda: part)  # type: ignore[no-any-return]
 
 
 @spelled
-def all_to_all(x: DistributedTensor, over: str, split: int = 0, cat: int = 0) -> DistributedTensor:
+def all_to_all(
+    x: DistributedTensor, over: str, split: int = 0, cat: int = 0, async_op: bool = False
+) -> DistributedTensor | Work:
     """Returns the parts of all ranks along a dim of the mesh that are this rank's: dimension ``split`` is cut among the
-    ranks, and what comes is joined in dimension ``cat``. Returns at once; the gradient goes the way back.
+    ranks, and what comes is joined in dimension ``cat``. Returns at once, with ``async_op`` a Work that gives the
+    tensor; the gradient goes the way back.
 
     Raises as ``reduce_scatter``.
     """
     place = on_mesh(x, "all_to_all")
-    found = groups(place, over, "all_to_all")
-    return _apply(
-        _AllToAll, x, found, _divided("all_to_all", x, split, len(found[0])), _divided("all_to_all", x, cat, 1)
-    )
+    call = _Call(groups(place, over, "all_to_all"), async_op=async_op)
+    split, cat = _divided("all_to_all", x, split, call.size), _divided("all_to_all", x, cat, 1)
+    parts = _apply(_Exchange, call, *_pieces(x, split, call.size))
+    return call.result("all_to_all", x, lambda: torch.cat(parts, cat))  # type: ignore[no-any-return]
 
 
 @spelled
-def permute_ranks(x: DistributedTensor, over: str, by: int = 1) -> DistributedTensor:
-    """Returns the tensor of the rank ``by`` places before, along a dim of the mesh, around its end. Returns at once;
-    the gradient goes the way back.
+def permute_ranks(x: DistributedTensor, over: str, by: int = 1, async_op: bool = False) -> DistributedTensor | Work:
+    """Returns the tensor of the rank ``by`` places before, along a dim of the mesh, around its end. Returns at once,
+    with ``async_op`` a Work that gives the tensor; the gradient goes the way back.
 
-    Raises TypeError for a tensor that is not on a mesh, ValueError for an unknown dim.
+    Raises TypeError for a tensor that is not on a mesh, ValueError for an unknown dim; GraphError for an asynchronous
+    one while a graph is recorded.
     """
     place = on_mesh(x, "permute_ranks")
     found = groups(place, over, "permute_ranks")
-    return _apply(_Permute, x, found, by)
+    call = _Call(found, root=by % len(found[0]), async_op=async_op)
+    out = _apply(_Permute, x, call)
+    return call.result("permute_ranks", x, lambda: out)  # type: ignore[no-any-return]
 
 
 @spelled
-def broadcast(x: DistributedTensor, over: str, src: int = 0) -> DistributedTensor:
-    """Returns the tensor of one rank along a dim of the mesh, on all of them. Returns at once; the gradient is the sum
-    of theirs, on that rank, and zero on the others.
+def broadcast(x: DistributedTensor, over: str, src: int = 0, async_op: bool = False) -> DistributedTensor | Work:
+    """Returns the tensor of one rank along a dim of the mesh, on all of them. Returns at once, with ``async_op`` a Work
+    that gives the tensor; the gradient is the sum of theirs, on that rank, and zero on the others.
 
     ``src``: the coordinate of the rank. Raises TypeError for a tensor that is not on a mesh; ValueError for an unknown
-    dim, or a coordinate out of range.
+    dim, or a coordinate out of range; GraphError for an asynchronous one while a graph is recorded.
     """
     place = on_mesh(x, "broadcast")
     found = groups(place, over, "broadcast")
     if not 0 <= src < len(found[0]):
         raise ValueError(f"broadcast: src={src} is not along {over!r} of {place}: it has 0 to {len(found[0]) - 1}")
-    return _apply(_Broadcast, x, found, src)
+    call = _Call(found, root=src, async_op=async_op)
+    out = _apply(_Broadcast, x, call)
+    return call.result("broadcast", x, lambda: out)  # type: ignore[no-any-return]
 
 
-def _pieces(x: torch.Tensor, dim: int, size: int) -> list[Any]:
-    step = x.shape[dim] // size
-    return [_ready(x.detach().narrow(dim, i * step, step)) for i in range(size)]
+class _Gather(torch.autograd.Function):
+    """A tensor to the tensors of all ranks."""
 
-
-class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, found: Any, dim: int) -> torch.Tensor:
-        ctx.found, ctx.dim = found, dim
-        outs: list[torch.Tensor] = [_empty(x, x.shape) for _ in found[0]]
-        _issue("all_gather", x._place, found, [_ready(x)], outs)
-        return torch.cat(outs, dim)
+    def forward(ctx: Any, x: Any, call: _Call) -> tuple[torch.Tensor, ...]:
+        ctx.groups = call.groups
+        outs = [_empty(x, x.shape) for _ in range(call.size)]
+        call.issue("all_gather", [_ready(x)], outs)
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _apply(_ReduceScatter, grads[0], ReduceOp.SUM, ctx.found, ctx.dim), None, None
+        return _apply(_Scatter, _Call(ctx.groups), *grads), None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
+    """A tensor for each rank to the reduction of those for this one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Any, op: ReduceOp, found: Any, dim: int) -> torch.Tensor:
-        ctx.found, ctx.dim, ctx.share = found, dim, len(found[0]) if op is ReduceOp.AVG else 1
-        pieces = _pieces(x, dim, len(found[0]))
-        out = _empty(x, pieces[0].shape)
-        _issue("reduce_scatter", x._place, found, pieces, [out], op)
+    def forward(ctx: Any, call: _Call, *pieces: Any) -> torch.Tensor:
+        ctx.groups, ctx.share = call.groups, call.size if call.op is ReduceOp.AVG else 1
+        out = _empty(pieces[0], pieces[0].shape)
+        call.issue("reduce_scatter", list(map(_ready, pieces)), [out])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        whole = _apply(_AllGather, grads[0], ctx.found, ctx.dim)
-        return whole / ctx.share if ctx.share > 1 else whole, None, None, None
+        parts = _apply(_Gather, grads[0], _Call(ctx.groups))
+        return None, *(part / ctx.share if ctx.share > 1 else part for part in parts)
 
 
-class _AllToAll(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """A tensor for each rank to the tensors from each."""
+
     @staticmethod
-    def forward(ctx: Any, x: Any, found: Any, split: int, cat: int) -> torch.Tensor:
-        ctx.found, ctx.split, ctx.cat = found, split, cat
-        pieces = _pieces(x, split, len(found[0]))
-        outs: list[torch.Tensor] = [_empty(x, piece.shape) for piece in pieces]
-        _issue("all_to_all", x._place, found, pieces, outs)
-        return torch.cat(outs, cat)
+    def forward(ctx: Any, call: _Call, *pieces: Any) -> tuple[torch.Tensor, ...]:
+        ctx.groups = call.groups
+        outs = [_empty(piece, piece.shape) for piece in pieces]
+        call.issue("all_to_all", list(map(_ready, pieces)), outs)
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _apply(_AllToAll, grads[0], ctx.found, ctx.cat, ctx.split), None, None, None
+        return None, *_apply(_Exchange, _Call(ctx.groups), *grads)
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, found: Any, by: int) -> torch.Tensor:
-        ctx.found, ctx.by = found, by
+    def forward(ctx: Any, x: Any, call: _Call) -> torch.Tensor:
+        ctx.call = call
         out = _empty(x, x.shape)
-        _issue("shift", x._place, found, [_ready(x)], [out], root=by % len(found[0]))
+        call.issue("shift", [_ready(x)], [out])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _apply(_Permute, grads[0], ctx.found, -ctx.by), None, None
+        call: _Call = ctx.call
+        return _apply(_Permute, grads[0], _Call(call.groups, root=-call.root % call.size)), None
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, found: Any, src: int) -> torch.Tensor:
-        ctx.found, ctx.src = found, src
+    def forward(ctx: Any, x: Any, call: _Call) -> torch.Tensor:
+        ctx.call = call
         out: torch.Tensor = x.detach().clone(memory_format=torch.contiguous_format)
-        _issue("broadcast", x._place, found, [out], [out], root=src)
+        call.issue("broadcast", [out], [out])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        total: Any = _apply(_AllReduce, grads[0], ReduceOp.SUM, ctx.found)
-        return _apply(_Only, total, tuple(group[ctx.src] for group in ctx.found)), None, None
+        call: _Call = ctx.call
+        total: Any = _apply(_AllReduce, grads[0], _Call(call.groups))
+        return _apply(_Only, total, tuple(group[call.root] for group in call.groups)), None
 
 
 class _Only(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Copies of tensors: master to node, node to master, node to node, all through the session's data channel.
 
 A copy to a mesh goes to one of its nodes, and from node to node on a tree; a copy of a mesh's tensor to the master is
-the one value that all its nodes have, or an error.
+the one value that all its nodes have, or an error; one to another mesh goes from each rank to those with its
+coordinates.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import PoisonedError
 from ..session.agreement import agreed_bytes
 from ..session.current import session_of
-from ..session.places import MeshPlace, Place, one_session
+from ..session.places import Groups, MeshPlace, Place, one_session
+from . import seen_at
 from .call_site import here
 from .first_call import layout_of, make_room, refuse_layout
 from .lazy_views import materialise
@@ -56,21 +58,29 @@ def _upload(tensor: torch.Tensor, meta: Meta, ref: int, non_blocking: bool) -> N
         spread(meta, place.members, ref)
 
 
-#: Sums a mesh's tensor over its ranks: set by collectives/, above.
-_sums: list[Callable[[DistributedTensor], DistributedTensor]] = []
+#: ``sums(tensor, groups)`` of a mesh's tensor and groups of its ranks.
+Sums = Callable[[DistributedTensor, Groups], DistributedTensor]
+
+#: Sums a mesh's tensor over groups of its ranks: set by collectives/, above.
+_sums: list[Sums] = []
 
 
-def sums_ranks(
-    fn: Callable[[DistributedTensor], DistributedTensor],
-) -> Callable[[DistributedTensor], DistributedTensor]:
-    """Registers the function that returns the sum of all ranks of a mesh's tensor, on one of its nodes."""
+def sums_groups(fn: Sums) -> Sums:
+    """Registers the function that returns the sums of a mesh's tensor over groups of ranks, on each of these."""
     _sums[:] = [fn]
     return fn
 
 
-def sum_of_ranks(tensor: DistributedTensor) -> DistributedTensor:
-    """Returns the sum of all ranks of a mesh's tensor, on one of its nodes: the gradient of what was copied to all."""
-    return _sums[0](tensor)
+def gradient_of_a_copy(grad: DistributedTensor, place: Place) -> DistributedTensor:
+    """Returns the gradient at ``place`` of what was copied from there to the mesh of ``grad``: the sum of the gradients
+    of all ranks that got it."""
+    source: Any = grad._place
+    if not isinstance(place, MeshPlace):
+        total = _sums[0](grad, (tuple(range(len(source.members))),))
+        return move(seen_at.alias(total, source.members[0]), place)
+    targets = _targets(place, source)
+    total = _sums[0](grad, targets)
+    return _copied(total, place, [(group[0], (rank,)) for rank, group in enumerate(targets)])
 
 
 def spread(meta: Meta, members: Sequence[Place], ref: int) -> None:
@@ -161,42 +171,83 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     if source.node == place.node:
         return _within(tensor, place)
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
-    ref = tensor._h.ref or materialise(tensor._h)
     handle = Handle(new_ref(), meta)
+    _pass(tensor, place, handle.ref)
+    return proxy(handle)
+
+
+def _pass(tensor: DistributedTensor, place: Place, out: int) -> None:
+    """Sends a tensor from its node to ``out`` on another one, where it arrives contiguous."""
+    source, ref = tensor._place, tensor._h.ref or materialise(tensor._h)
     session = session_of(place)
     transfer, channel = session.transfers.new(), 0
     if session.router.rules:
         device = "cuda" if source.is_cuda() and place.is_cuda() else "cpu"
-        channel = session.router.choose("send", device, tensor.numel() * meta.dtype.itemsize)
+        channel = session.router.choose("send", device, tensor.numel() * tensor.dtype.itemsize)
+    shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
     session.link.pair(
         (source.node, c.Send(transfer, ref, place.node, channel)),
-        (
-            place.node,
-            c.Recv(transfer, handle.ref, source.node, meta.shape, codec.dtype_id(meta.dtype), place.name, channel),
-        ),
+        (place.node, c.Recv(transfer, out, source.node, shape, dtype, place.name, channel)),
         here(),
     )
-    return proxy(handle)
 
 
 def _move_mesh(tensor: DistributedTensor, place: Place) -> DistributedTensor:
-    """Returns a copy of a node's tensor on all nodes of a mesh, or of a mesh's tensor on another device of its nodes.
+    """Returns a copy of a node's tensor on all nodes of a mesh; or of a mesh's tensor on another device of its nodes,
+    or on another mesh.
 
     Raises RuntimeError for other copies of a mesh's tensor: its ranks may differ, and nobody has said whose to take.
     """
     source = tensor._place
-    if source.ranks == place.ranks:
-        return _within(tensor, place)
-    if isinstance(source, MeshPlace) or not isinstance(place, MeshPlace):
+    if isinstance(source, MeshPlace) and isinstance(place, MeshPlace):
+        targets = _targets(source, place)
+        if source.ranks == place.ranks and all(group == (rank,) for rank, group in enumerate(targets)):
+            return _within(tensor, place)
+        return _copied(tensor, place, list(enumerate(targets)))
+    if not isinstance(place, MeshPlace):
         raise RuntimeError(
             f"can't copy {tuple(tensor.shape)} {tensor.dtype} on {source} to {place}: its ranks may differ. "
             f"x.at({source.where(0)}).to({str(place.device)!r}) copies one of them"  # type: ignore[attr-defined]
         )
+    return _copied(tensor, place, [(0, tuple(range(len(place.members))))])
+
+
+def _copied(tensor: Any, place: MeshPlace, ways: Sequence[tuple[int, Sequence[int]]]) -> DistributedTensor:
+    """Returns a copy on a mesh. ``ways``: the rank of each source, and those of the mesh that get its values."""
+    source: Place = tensor._place
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
-    put(tensor, place.members[0], handle.ref)
-    spread(meta, place.members, handle.ref)
+    spreads = []
+    for rank, group in ways:
+        member = source.members[rank]
+        members = sorted((place.members[i] for i in group), key=lambda each: each.node != member.node)
+        put(seen_at.alias(tensor, member), members[0], handle.ref)
+        spreads.append(members)
+    for members in spreads:  # once all have begun
+        spread(meta, members, handle.ref)
     return proxy(handle)
+
+
+def _targets(source: MeshPlace, place: MeshPlace) -> Groups:
+    """Returns for each rank of a mesh the ranks of another one that get its values: those with its coordinates in the
+    dims that both have, or for the same nodes by other names their own. Raises RuntimeError where these do not tell
+    its ranks apart, or have other sizes."""
+    if source.ranks == place.ranks and set(source.axes).isdisjoint(place.axes):
+        return tuple((rank,) for rank in range(len(source.members)))
+    names = list(source.dims)
+    if not all(name in place.axes for name in names):  # perhaps by the names of another view
+        names = [name for name in place.dims if name in source.axes]
+    here, there = source.along(names), place.along(names)
+    ranks: dict[tuple[int, ...], list[int]] = {at: [] for at in here}
+    for rank, at in enumerate(there):
+        ranks.setdefault(at, []).append(rank)
+    if len(set(here)) < len(here) or set(ranks) != set(here) or not all(ranks.values()):
+        raise RuntimeError(
+            f"can't copy from {source} to {place}: dims of one name have to be of one size, and no dim may be missing "
+            "there, as ranks along it may differ; dt.all_reduce(x, 'avg', over=...) and x.at(...).to(...) are one "
+            "value along a dim"
+        )
+    return tuple(tuple(ranks[at]) for at in here)
 
 
 def put(tensor: Any, place: Place, ref: int) -> None:
@@ -204,6 +255,9 @@ def put(tensor: Any, place: Place, ref: int) -> None:
     session, site = session_of(place), here()
     if not isinstance(tensor, DistributedTensor):
         session.transfers.upload(tensor.detach(), place, ref, site)
+        return
+    if tensor._place.node != place.node:
+        _pass(tensor, place, ref)
         return
     there: Any = tensor if tensor._place is place else move(tensor, place)
     plain = there.detach().contiguous()

@@ -62,7 +62,9 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     if place is source._place:
         return run(entry, args, kwargs, None)
     if isinstance(source._place, MeshPlace) and asked_by_autograd():
-        source = _gradient_of_a_copy(source)
+        source = _gradient_of_a_copy(source, place)
+        if place is source._place:
+            return run(entry, (source, *args[1:]), {"dtype": dtype}, None) if dtype != source.dtype else source
     shrink = dtype.itemsize < source.dtype.itemsize
     moving = run(entry, (source, *args[1:]), {"dtype": dtype}, None) if shrink and dtype != source.dtype else source
     if place is None:
@@ -102,14 +104,15 @@ def share(source: torch.Tensor, place: Place) -> torch.Tensor:
     return source / len(place.members) if isinstance(place, MeshPlace) and asked_by_autograd() else source
 
 
-def _gradient_of_a_copy(grad: DistributedTensor) -> DistributedTensor:
-    """Returns the gradient of what was copied to all ranks of a mesh: the sum of theirs, on one of its nodes."""
+def _gradient_of_a_copy(grad: DistributedTensor, place: Place | None) -> DistributedTensor:
+    """Returns the gradient at ``place`` (None: on a node) of what was copied to ranks of a mesh: the sum of theirs."""
     if torch.is_grad_enabled() and grad.requires_grad:
         raise NotImplementedError(
             f"the second derivative of a copy to {grad._place}: write disttensor.replicate(x, mesh) in place of "
             "x.to(mesh.device)"
         )
-    return copies.sum_of_ranks(grad)
+    member = grad._place.members[0]
+    return copies.gradient_of_a_copy(grad, member if place is None else place)
 
 
 def arrive(moved: DistributedTensor, source: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:

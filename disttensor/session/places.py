@@ -267,13 +267,20 @@ class MeshPlace(Place):
             number = self._varying.setdefault(along, new())
         if number in self.begun:
             return number, ()
-        at: list[list[int]] = [[] for _ in self._members]
         for name in along:
-            for group in self.groups(name, "varying"):
-                for i, rank in enumerate(group):
-                    at[rank].append(i)
+            self.groups(name, "varying")
+        at = self.along(along)
         self.begun.add(number)
         return number, tuple((rank, derived(self.seed, along, *own)) for rank, own in zip(self.ranks, at, strict=True))
+
+    def along(self, names: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the coordinates of each member in some dims, those of views too."""
+        found: list[list[int]] = [[] for _ in self._members]
+        for name in names:
+            for group in self.axes[name]:
+                for at, rank in enumerate(group):
+                    found[rank].append(at)
+        return list(map(tuple, found))
 
     def where(self, index: int) -> str:
         """Returns the coordinates of a member, as in "dp=3, tp=0"."""

@@ -11,6 +11,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from aftermath import probe
 from equal import bits, same
+from limits import HANG
 from mesh_kit import connect
 from torch import nn
 
@@ -383,6 +385,126 @@ def test_collectives_over_dims(name: str, over: str) -> None:
     before = sum((a * b).sum() for a, b in zip(wanted, weights, strict=True))
     after = sum((a * b.cpu()).sum() for a, b in zip(values, x.grad.shards(), strict=True))
     torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks", "broadcast"]
+)
+def test_asynchronous_collectives_give_a_work(name: str) -> None:
+    m = grid()
+    x, values = unlike(m, 4, 4)
+    calls: dict[str, Callable[..., Any]] = {
+        "all_reduce": dt.all_reduce,
+        "all_reduce_": all_reduce_,
+        "all_gather": partial(dt.all_gather, dim=1),
+        "reduce_scatter": partial(dt.reduce_scatter, dim=1),
+        "all_to_all": partial(dt.collectives.all_to_all, split=1),
+        "permute_ranks": permute_ranks,
+        "broadcast": partial(dt.broadcast, src=1),
+    }
+    call = calls[name]
+    wanted = call(from_shards(m, values), over="dp")
+    work = call(x, over="dp", async_op=True)
+    beside = x.sum() if name != "all_reduce_" else torch.ones(2, device=m.device).sum()
+    assert work.wait()
+    assert work.is_completed()
+    assert work.exception() is None
+    got = work.result()
+    assert work.result() is got
+    assert (got is x) == (name == "all_reduce_")
+    each(got, [shown.cpu() for shown in wanted.shards()])
+    assert name in repr(work)
+    beside.shards()[0].item()
+    assert call(x, over="tp", async_op=True).result(timeout=HANG).shape == wanted.shape
+    w = x.detach().requires_grad_()
+    if name != "all_reduce_":
+        out = call(w, over="dp", async_op=True).result()
+        (g,) = torch.autograd.grad(out.sum(), w)
+        v = x.detach().requires_grad_()
+        (h,) = torch.autograd.grad(call(v, over="dp").sum(), v)
+        each(g, [shown.cpu() for shown in h.shards()])
+    with pytest.raises(dt.errors.GraphError, match="async_op"), dt.graph(dt.Graph()):
+        call(x, over="dp", async_op=True)
+
+
+def test_an_asynchronous_collective_fails_as_its_group_does() -> None:
+    m = grid()
+    index = from_shards(m, [torch.tensor([i]) for i in (0, 9, 1, 2)])
+    bad = F.embedding(index, torch.ones(4, 3, device=m.device))
+    work = dt.all_reduce(bad, over="tp", async_op=True)
+    with pytest.raises(IndexError):
+        work.result()
+    assert isinstance(work.exception(), IndexError)
+    spared = dt.all_reduce(bad, over="tp").at(dp=1, tp=0)  # type: ignore[attr-defined]
+    assert spared.cpu().tolist() == [[2.0, 2.0, 2.0]]
+    with pytest.raises(ValueError, match="all_reduce_ with async_op takes a contiguous tensor"):
+        all_reduce_(torch.ones(4, 4, device=m.device)[:, ::2], over="dp", async_op=True)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda x: dt.all_reduce(x, "avg", over="dp"),
+    "all_gather": lambda x: dt.all_gather(x, over="tp", dim=1),
+    "reduce_scatter": lambda x: dt.reduce_scatter(x, "avg", over="tp", dim=1),
+    "all_to_all": lambda x: dt.collectives.all_to_all(x, over="dp", split=1, cat=0),
+    "permute_ranks": lambda x: permute_ranks(x, over="dp", by=1),
+    "broadcast": lambda x: dt.broadcast(x, over="tp", src=1),
+    "at": lambda x: x.at(dp=1, tp=0),
+    "at a slice": lambda x: x.at(dp=1),
+    "a copy": lambda x: (x.at(dp=1) * 2).to(grid().device),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    m = grid()
+    mesh(tp=2, nodes=[2, 3])
+    inputs = [torch.randn(1, 2, dtype=torch.float64, requires_grad=True) for _ in range(NODES)]
+
+    def function(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = WAYS[name](from_shards(m, parts))
+        shards = out.shards() if name != "at" else [out]
+        return tuple(((shard * (i + 1)) ** 2).cpu() for i, shard in enumerate(shards))
+
+    assert torch.autograd.gradcheck(function, inputs)
+    if name not in ("a copy",):  # whose second derivative is refused
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_a_copy_to_another_mesh_goes_by_names() -> None:
+    m = grid()
+    x, values = unlike(m, 3)
+    turned = mesh(tp=2, dp=2, nodes=[3, 2, 1, 0])
+    each(x.to(turned.device), [values[i] for i in (0, 2, 1, 3)])
+    assert x.to(turned.device).device == turned.device
+    row = mesh(tp=2, nodes=[0, 1])
+    y, (one, other) = unlike(row, 2, 2)
+    each(y.to(m.device), [one, other, one, other])
+    each(y.t().to(m.device), [one.t(), other.t(), one.t(), other.t()])
+    each(y.double().to(m.device).float(), [one, other, one, other])
+    pair = m.split(dp=("outer", "inner"), outer=1)
+    away = mesh(outer=1, inner=2, tp=2, nodes=[1, 0, 3, 2])
+    assert pair.device == m.device
+    each(x.to(away.device), values)
+    each(x.to(mesh(other=4, nodes=range(4)).device), values)  # the same nodes, by no name of the first
+    for target in (mesh(tp=2, nodes=[2, 3]), mesh(dp=4, nodes=[1, 0, 2, 3]), mesh(dp=2, xx=2, nodes=[0, 2, 1, 3])):
+        with pytest.raises(RuntimeError) as raised:
+            x.to(target.device)
+        assert all(str(text) in str(raised.value) for text in ("(dp=2, tp=2)", str(target._place), "x.at(...)"))
+
+
+def test_the_gradient_of_a_copy_to_another_mesh_goes_back_to_where_it_came_from() -> None:
+    m, row = grid(), mesh(tp=2, nodes=[3, 1])
+    x, _ = unlike(row, 3)
+    weights, w = unlike(m, 3)
+    x.requires_grad_()
+    (x.to(m.device) * weights).sum().backward()
+    each(x.grad, [w[0] + w[2], w[1] + w[3]])
+    x.grad = None
+    (x.to(mesh(tp=2, nodes=[1, 3]).device) * 2).sum().backward()
+    each(x.grad, [torch.full((3,), 2.0)] * 2)
+    x.grad = None
+    x.to(m.device, torch.float64).sum().backward()
+    each(x.grad, [torch.full((3,), 2.0)] * 2)
 
 
 def test_all_reduce_in_place() -> None:
