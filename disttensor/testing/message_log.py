@@ -173,7 +173,9 @@ class MessageLog(NodeLog):
     def _waiting(self) -> dict[int, list[c.Command]]:
         waiting: dict[int, list[c.Command]] = {}
         for node in self._session.nodes:
-            waiting[node.rank] = [x for message in node.outbox.ready for x in codec.decode_batch(message).commands]
+            pieces = [codec.batch(0, len(sites), [body]) for body, sites, _ in node.outbox.pieces]
+            messages = [*node.outbox.ready, *pieces]
+            waiting[node.rank] = [x for message in messages for x in codec.decode_batch(message).commands]
         for queue in self._session.link.queues:
             for rank in queue.ranks:
                 waiting[rank] += cast("list[c.Command]", queue.queue[: len(queue.queue) // 2 * 2 : 2])

@@ -54,7 +54,11 @@ class CommandQueue:
     lost: NodeLost | None
     # Of the class, as a queue of one node is used for each answer: more than 30 attributes would not be in line.
     #: opens a shut queue: the link's
-    open: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
+    open: Callable[[CommandQueue], bool] = staticmethod(lambda queue: False)
+    #: commands of nodes that overlap others, packed but in no message yet; those of several nodes wait at each of them
+    pieces: Sequence[object] = ()
+    #: the most commands of a message
+    most = MAX_BATCH
     #: says for a loss which part of the place is gone with a node
     where: Callable[[int], str] = staticmethod(lambda rank: "")
 
@@ -80,7 +84,7 @@ class CommandQueue:
         #: re-entrant: the collector may run a finalizer that uses tensors while it is held
         self._taking = threading.RLock()
         self.moved = 0  #: commands that were packed
-        self.ready: Sequence[bytes] = ()  #: messages that wait to be sent; those of several nodes wait at each of them
+        self.ready: Sequence[bytes] = ()  #: messages that wait to be sent
         self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
         self.blocking = blocking  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
 
@@ -142,7 +146,7 @@ class CommandQueue:
         self._deliver(commands, sites)
         self.moved += len(commands)
         del self.queue[:n]
-        self.set_flush_threshold(next_threshold(self))
+        self.set_flush_threshold(next_threshold(self, self.most))
 
     def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
         """Packs commands for the members, who take them in order."""
@@ -261,6 +265,7 @@ class CommandQueue:
         self.dead.clear()
 
 
-def next_threshold(queue: CommandQueue) -> int:
-    """Returns the ``len(commands)`` at which the next message is to leave: it takes twice as many as the last one."""
-    return 2 if queue.blocking else min(2 * MAX_BATCH, max(2 * MIN_BATCH, 2 * queue.batch))
+def next_threshold(queue: CommandQueue, most: int = MAX_BATCH) -> int:
+    """Returns the ``len(commands)`` at which the next message is to leave: it takes twice as many as the last one, up
+    to ``most``."""
+    return 2 if queue.blocking else min(2 * most, max(2 * MIN_BATCH, 2 * queue.batch))

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from ..protocol import commands as c
 from ..protocol.errors import NodeLost
-from .command_queue import CommandQueue
+from .command_queue import MAX_BATCH, CommandQueue
 from .failures import Site
-from .outbox import Outbox, packed
+from .outbox import Joints, Outbox, in_pieces
+
+#: The most times MAX_BATCH commands that a message to many nodes takes: what it costs, each of them costs.
+WIDEST = 4
 
 
 class FanOut(CommandQueue):
@@ -17,14 +20,15 @@ class FanOut(CommandQueue):
     def __init__(self, members: Sequence[Outbox]) -> None:
         super().__init__(tuple(member.rank for member in members), members[0].blocking)
         self.members = self._outboxes = members
+        self.most = MAX_BATCH * min(WIDEST, 1 + len(members) // 4)
         self.lost: NodeLost | None = next((member.lost for member in members if member.lost is not None), None)
 
     def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
-        there = [member for member in self._outboxes if member.lost is None]
-        first = max((member.sent for member in there), default=0)  # the longest number, so that no message grows
-        messages, self.unsendable = packed(first, commands, sites, self.unsendable)
-        for member in there:
-            member.take(messages, first)
+        pieces, self.unsendable = in_pieces(commands, sites, self.unsendable)
+        count = len(commands)
+        for member in self._outboxes:
+            if member.lost is None:
+                member.take(pieces, count)
 
     def lose(self, error: NodeLost) -> None:
         """Notes that a member is lost: the others have what was issued before, and nothing is issued any more."""
@@ -41,3 +45,11 @@ class FanOut(CommandQueue):
     def __repr__(self) -> str:
         state = "lost" if self.lost else f"queued={len(self.queue) // 2}"
         return f"<FanOut nodes={self.ranks} {state} dead={len(self.dead)}>"
+
+
+class FanOuts(dict[tuple[int, ...], FanOut]):
+    """The queues of several nodes, by the nodes' ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joints = Joints()

@@ -33,7 +33,7 @@ from ..protocol.failure_ids import position
 from ..transport.base import Hub
 from .command_queue import CommandQueue
 from .failures import Failure, Failures, Site, line_of
-from .fan_out import FanOut
+from .fan_out import FanOut, FanOuts
 from .node import Node
 from .outbox import Outbox
 from .patience import Patience
@@ -52,8 +52,8 @@ _HEARD = 1.0
 _LISTEN = 0.05
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
 REPEATED = 256
-#: The most messages of a node that wait to be sent, where a program alternates between queues that overlap.
-SWITCHES = 16
+#: The most pieces of a node's next message, where a program alternates between queues that overlap.
+SWITCHES = 64
 #: Seconds between two looks for connections whose other end does not answer.
 DEAF = 1.0
 #: Seconds without a round of the flushing thread after which that is said.
@@ -78,7 +78,7 @@ class Link:
         self.side = SideChannels()
         self.launcher = launcher
         self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
-        self.fan_outs: dict[tuple[int, ...], FanOut] = {}  #: the queues of several nodes, by their ranks
+        self.fan_outs = FanOuts()
         #: all queues; replaced, never changed, as other threads go through it
         self.queues: list[CommandQueue] = [node.outbox for node in self.nodes]
         self.failures = Failures()
@@ -137,8 +137,12 @@ class Link:
             return made
 
     @uninterrupted
-    def open(self, queue: CommandQueue) -> None:
-        """Has a queue gather commands: packs all that overlaps it, in whose place its commands come from now on."""
+    def open(self, queue: CommandQueue) -> bool:
+        """Has a queue gather commands: packs all that overlaps it, in whose place its commands come from now on.
+
+        Returns whether something has been sent.
+        """
+        sends = False
         with self._lock:
             if queue.shut:
                 before = [other for other in queue.overlaps if not other.shut]
@@ -147,9 +151,12 @@ class Link:
                 for other in before:
                     other.pack_commands()
                 queue.set_shut(False)
-                for rank in {rank for one in (queue, *before) for rank in one.ranks}:
-                    if len(self.nodes[rank].outbox.ready) >= SWITCHES:  # who alternates comes to no flush
-                        self._send_to(self.nodes[rank].outbox)
+                for other in before:
+                    for member in other.members:
+                        if len(member.pieces) >= SWITCHES:  # who alternates comes to no flush
+                            self._send_to(member)  # type: ignore[arg-type]
+                            sends = True
+        return sends
 
     def extend(self, key: str, side_key: str = "") -> Node:
         """Lets in one more node, by its public keys of both connections; its rank is the next."""
@@ -164,10 +171,8 @@ class Link:
 
     def tick(self, outbox: CommandQueue) -> None:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
-        if outbox.shut:
-            self.open(outbox)
-            if self.patient and outbox.full:
-                self.flush(outbox)
+        if outbox.shut and self.open(outbox) and self.patient and outbox.full:
+            self.flush(outbox)
         if len(outbox.queue) >= outbox.batch:
             self.flush(outbox)
         else:
@@ -228,7 +233,7 @@ class Link:
         """
         for outbox in self.queues:
             if (
-                (outbox.queue or outbox.dead or outbox.ready or outbox.unheld)
+                (outbox.queue or outbox.dead or outbox.pieces or outbox.ready or outbox.unheld)
                 and outbox is not but
                 and outbox.there
                 and not self._forked
@@ -334,6 +339,8 @@ class Link:
             for mate in flush_with - {outbox}:
                 self._send(mate)
         ready = outbox.ready
+        if outbox.pieces:
+            outbox.join(self.fan_outs.joints)
         try:
             while ready:
                 self.hub.send(outbox.rank, ready[0])
@@ -811,12 +818,13 @@ class Link:
         quiet += 1
         self.interrupts.remind()
         for queue, (moved, queued) in zip(queues, before, strict=True):
-            if queue.moved != moved and not queue.ready:
+            left = queue.pieces or queue.ready
+            if queue.moved != moved and not left:
                 quiet = 0
-            elif (queued or queue.dead or queue.ready or queue.unheld) and queue.there:
+            elif (queued or queue.dead or left or queue.unheld) and queue.there:
                 quiet = 0
                 with self._lock:
-                    if not self.closed and (queue.ready or not queue.full):
+                    if not self.closed and (left or not queue.full):
                         self._send(queue)
         if self.launcher is not None and not self._ask_launcher():
             self._give_up_late(_HEARD)

@@ -15,9 +15,14 @@ from .history import KEPT, to_keep
 #: The window: the most commands, and bytes of them, in flight per node. A full one blocks the issuing thread.
 MAX_COMMANDS = 10_000
 MAX_BYTES = 64 << 20
+#: The bytes of a message that is made of several pieces.
+MAX_JOINED = codec.MAX_MESSAGE // 2
 
-#: The record of a message: the number after its last command, its size, the commands' sites, its bytes or shorter ones.
+#: The record of commands that were sent: the number after the last one, their size, their sites, a message of them or a
+#: shorter one.
 _Record = tuple[int, int, list[Site | None], bytes]
+#: Commands of a message, or of a part of one: encoded, their sites, and encoded as they are to be kept.
+Piece = tuple[bytes, list[Site | None], bytes]
 
 
 class Outbox(CommandQueue):
@@ -38,6 +43,8 @@ class Outbox(CommandQueue):
         self._flight: deque[_Record] = deque()  #: messages in flight
         self._flight_bytes = 0
         self._past: deque[_Record] = deque()  #: those before them, while they have some of the last KEPT commands
+        self.pieces: deque[Piece] = deque()
+        self.waiting = 0  #: the number of commands in ``pieces``
 
     def pack(self) -> None:
         if self.overlaps:
@@ -64,23 +71,29 @@ class Outbox(CommandQueue):
             self.set_flush_threshold(next_threshold(self))
 
     def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
-        messages, unsendable = packed(self.sent, commands, sites, self.unsendable)
+        pieces, unsendable = in_pieces(commands, sites, self.unsendable)
         if unsendable is not None:
             self.unsendable = unsendable
-        self.take(messages, self.sent)
+        self.take(pieces, len(commands))
 
-    def take(self, messages: Sequence[tuple[bytes, _Record]], first: int) -> None:
-        """Takes messages that are to be sent, whose commands were numbered from ``first``, as the next ones."""
-        shift = self.sent - first
-        for message, (end, size, sites, kept) in messages:
-            if shift:
-                message = codec.renumbered(message, end - len(sites), shift)
-            self._flight.append((end + shift, size, sites, kept))
-            self._flight_bytes += size
+    def take(self, pieces: Sequence[Piece], count: int) -> None:
+        """Takes ``count`` commands that are to be sent next, which other nodes may get, too."""
+        self.pieces += pieces
+        self.waiting += count
+
+    def join(self, joints: Joints) -> None:
+        """Makes messages of the pieces, as few as may be: a script that alternates between queues has packed many."""
+        for body, sites, kept in joints.of(list(self.pieces)):
+            count = len(sites)
+            message = codec.batch(self.sent, count, (body,))
+            self.sent += count
+            self.waiting -= count
+            self._flight.append((self.sent, len(body), sites, kept))
+            self._flight_bytes += len(body)
             self.bytes += len(message)
+            self.messages += 1
             self.ready.append(message)
-            self.sent += len(sites)
-        self.messages += len(messages)
+        self.pieces.clear()
 
     def acknowledge(self, done: int) -> None:
         """Notes that the node has applied ``done`` commands. Earlier commands need no site any more."""
@@ -104,7 +117,7 @@ class Outbox(CommandQueue):
     def full(self) -> bool:
         """Returns whether the window is full. Much is unsent only while a connection has ended and is not explained."""
         unsent = len(self.queue) // 2
-        return max(self.sent - self.done, unsent) > MAX_COMMANDS or self._flight_bytes > MAX_BYTES
+        return max(self.sent + self.waiting - self.done, unsent) > MAX_COMMANDS or self._flight_bytes > MAX_BYTES
 
     @property
     def idle(self) -> bool:
@@ -135,10 +148,15 @@ class Outbox(CommandQueue):
             yield end - len(sites), list(zip(codec.decode_batch(kept).commands, sites, strict=True))
 
     def withdraw_unsent(self) -> None:
-        """Forgets messages that have not left: the node is gone."""
+        """Forgets what has not left: the node is gone."""
         for _ in range(len(self.ready)):
             self._flight.pop()
+        self._forget_unsent()
+
+    def _forget_unsent(self) -> None:
         self.ready.clear()
+        self.pieces.clear()
+        self.waiting = 0
 
     def lose(self, error: NodeLost) -> None:
         """Notes that the node is lost: nothing is queued for it any more, and every issuing thread learns of it."""
@@ -146,7 +164,7 @@ class Outbox(CommandQueue):
         self.set_flush_threshold(0)
         self.discard()
         self.flush_with.clear()
-        self.ready.clear()
+        self._forget_unsent()
         self._past += self._flight
         self._flight.clear()
         self._flight_bytes = 0
@@ -179,3 +197,43 @@ def packed(
         behind, unsendable = packed(first + half, commands[half:], sites[half:], unsendable)
         return before + behind, unsendable
     return [(message, (first + len(sites), len(message), sites, to_keep(first, message, commands)))], unsendable
+
+
+def in_pieces(
+    commands: list[c.Command], sites: list[Site | None], unsendable: DisttensorError | None
+) -> tuple[list[Piece], DisttensorError | None]:
+    """Encodes commands as pieces of messages; else as ``packed``."""
+    pieces = []
+    messages, unsendable = packed(0, commands, sites, unsendable)
+    for message, (end, _, its, kept) in messages:
+        body = codec.body(message, end - len(its), len(its))
+        pieces.append((body, its, body if kept is message else codec.body(kept, end - len(its), len(its))))
+    return pieces, unsendable
+
+
+class Joints:
+    """Joins pieces to messages. Nodes of a mesh mostly have the same ones, which are joined once."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._joined: list[Piece] = []
+
+    def of(self, pieces: list[Piece]) -> list[Piece]:
+        """Returns what goes into each message: the commands, their sites, and the message that is to be kept."""
+        if pieces != self._pieces:
+            self._joined = []
+            start, size, count = 0, 0, 0
+            for i, (body, sites, _) in enumerate(pieces):
+                if i > start and (size + len(body) > MAX_JOINED or count + len(sites) > MAX_COMMANDS):
+                    self._joined.append(self._join(pieces[start:i]))
+                    start, size, count = i, 0, 0
+                size, count = size + len(body), count + len(sites)
+            self._joined.append(self._join(pieces[start:]))
+            self._pieces = pieces
+        return self._joined
+
+    @staticmethod
+    def _join(pieces: list[Piece]) -> Piece:
+        bodies, sites, kept = zip(*pieces, strict=True)
+        its = sites[0] if len(sites) == 1 else [site for each in sites for site in each]
+        return b"".join(bodies), its, codec.batch(0, len(its), kept)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -52,10 +53,23 @@ def size(command: c.Command) -> int:
     return len(_encoder.encode(command))
 
 
-def renumbered(message: bytes, first: int, shift: int) -> bytes:
-    """Returns an encoded batch, whose first command is number ``first``, with all numbers raised by ``shift``."""
-    head = len(_encoder.encode(c.Batch(first, ()))) - 1  # up to the commands: no commands are one byte
-    return _encoder.encode(c.Batch(first + shift, ()))[:-1] + message[head:]
+def body(message: bytes, first: int, count: int) -> bytes:
+    """Returns the commands of an encoded batch: ``count`` of them, numbered from ``first``."""
+    return message[len(_head(first, count)) :]
+
+
+def batch(first: int, count: int, bodies: Iterable[bytes]) -> bytes:
+    """Returns an encoded batch of the commands of several, ``count`` in all, numbered from ``first``."""
+    return b"".join((_head(first, count), *bodies))
+
+
+@lru_cache(256)
+def _head(first: int, count: int) -> bytes:
+    """Returns what stands before the commands of an encoded batch."""
+    head = _encoder.encode(c.Batch(first, ()))[:-1]  # no commands are one byte, that of their number
+    if count < 16:
+        return head + bytes((0x90 | count,))
+    return head + (b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big"))
 
 
 def decode_batch(message: bytes) -> c.Batch:

@@ -218,3 +218,49 @@ def test_a_lost_node_queues_nothing_and_every_add_looks() -> None:
     assert box.commands == []
     assert box.add(call(2))
     assert "lost" in repr(box)
+
+
+def joined(*pieces: list[c.Command]) -> Outbox:
+    """An outbox that has sent two commands, and has taken pieces that other nodes get, too."""
+    box = Outbox(0)
+    for _ in range(2):
+        box.add(call(0))
+    take(box)
+    for commands in pieces:
+        found, unsendable = outbox.in_pieces(commands, [None] * len(commands), None)
+        assert unsendable is None
+        box.take(found, len(commands))
+    return box
+
+
+@pytest.mark.parametrize("counts", [[1], [3, 5, 9], [15, 1], [200, 300], [70_000 // 4]])
+def test_pieces_are_joined_to_one_message(counts: list[int]) -> None:
+    box = joined(*([call(n) for n in range(count)] for count in counts))
+    total = sum(counts)
+    assert (box.sent, box.waiting, len(box.pieces)) == (2, total, len(box.pieces))
+    box.join(outbox.Joints())
+    messages = list(box.ready)
+    assert sent(messages) == [call(n) for count in counts for n in range(count)]
+    assert codec.decode_batch(messages[0]).first == 2
+    assert len(messages) == -(-total // outbox.MAX_COMMANDS)
+    assert (box.sent, box.waiting, len(box.pieces)) == (2 + total, 0, 0)
+    numbers = [number for number, _ in reversed(list(box.last_messages()))]
+    assert numbers[0] == 0
+    assert box.site(2) is None
+    box.acknowledge(box.sent)
+    assert box.idle
+
+
+def test_no_joined_message_is_too_long() -> None:
+    box = joined(*([c.Piece(bytes([n]), b"x" * 300_000, True)] for n in range(9)))
+    box.join(outbox.Joints())
+    messages = list(box.ready)
+    assert [p.key for p in sent(messages)] == [bytes([n]) for n in range(9)]  # type: ignore[union-attr]
+    assert len(messages) == 9  # none that is joined has more than half of what a message may have
+
+
+def test_what_waits_to_be_joined_counts_for_the_window() -> None:
+    box = joined([call(n) for n in range(outbox.MAX_COMMANDS)])
+    assert box.full
+    box.lose(NodeLost("node 0 is gone", 0))
+    assert (box.waiting, len(box.pieces), len(box.ready)) == (0, 0, 0)
