@@ -39,8 +39,12 @@ class prefetch(Generic[T]):
 
     def __init__(self, loader: Iterable[T], device: torch.device | str | int = "node", depth: int = 2) -> None:
         self.loader = loader
-        self.device = torch.device("node", device) if isinstance(device, int) else torch.device(device)
-        if self.device.type == "node" and (session := current.current()) is not None:
+        session = current.current()
+        if isinstance(device, int):
+            there = session is not None and 0 <= device < len(session.nodes)
+            device = session.places.at(device).device if session and there else torch.device("node", device)
+        self.device = torch.device(device)
+        if self.device.type == "node" and session is not None:
             session.places.of(self.device)  # a node that does not exist is an error of this line
         self.depth = whole_number("depth", depth, 1)
 

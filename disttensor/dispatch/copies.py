@@ -207,7 +207,7 @@ def _move_mesh(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     if not isinstance(place, MeshPlace):
         raise RuntimeError(
             f"can't copy {tuple(tensor.shape)} {tensor.dtype} on {source} to {place}: its ranks may differ. "
-            f"x.at({source.where(0)}).to({str(place.device)!r}) copies one of them"  # type: ignore[attr-defined]
+            f"x.at({source.where(0)}).to({str(place.device)!r}) copies one of them"
         )
     return _copied(tensor, place, [(0, tuple(range(len(place.members))))])
 

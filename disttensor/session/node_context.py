@@ -66,13 +66,17 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
         # "node" has no index; torch would ask the device guard for one, and a guard in Python can't be asked
         if current_node():
             if args and _names_no_node(args[0]):
-                args = (torch.device("node", current_node()), *args[1:])
+                args = (_here(), *args[1:])
             elif _names_no_node(kwargs.get("device")):
-                kwargs["device"] = torch.device("node", current_node())
+                kwargs["device"] = _here()
         return original(self, *args, **kwargs)
 
     UninitializedTensorMixin._allowed_methods.append(to)  # the methods that uninitialized tensors allow, by identity
     return to
+
+
+def _here() -> torch.device:
+    return current.session().places.at(current_node()).device
 
 
 def _names_no_node(device: Any) -> bool:

@@ -2,20 +2,21 @@
 slot is its index as ``torch.device("node", slot)``.
 
 Torch keeps a device's index in an int8 that wraps silently, so a proxy carries its place itself, and slots are only a
-small table of names for places: slot k < N is node k's default device, higher ones are given out on demand. N counts
-the nodes that may still join, too.
+small table of names for places: slot k < 64 is node k's default device, whether that node is there yet or not. Higher
+ones are given out on demand: to meshes, and to other devices and nodes from 64 on when somebody asks for their
+``torch.device``, as a tensor there does.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from hashlib import blake2b
 from itertools import count, product
 from math import prod
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -46,6 +47,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 #: Slots that torch.device can name.
 MAX_SLOTS = 128
+#: Slots that are those of nodes.
+NODE_SLOTS = 64
 
 
 class Owner(Protocol):
@@ -87,18 +90,29 @@ class Place:
 
     home: Home  #: where its templates are defined
     node: int
+    slot: int  #: given out when it is first asked for, unless it is a node's own
+    device: torch.device
 
-    def __init__(self, session: Owner, node: int, name: str, slot: int) -> None:
+    def __init__(self, session: Owner, node: int, name: str, slot: int | None) -> None:
         self.node = node
         home = session.nodes[node]  # the node that has it
         hello = home.said_hello
         record = kernel_choice.here() if hello is None else kernel_choice.record(hello, name)
         self._settle(session, home, name, record, slot)
-        #: the same place for tensors that torch is to take for local ones (composites/as_cpu.py)
-        self.twin = copy.copy(self)
-        self.twin.device = torch.device("cpu")
+        self.twin = self._twin()
 
-    def _settle(self, session: Owner, home: Home, name: str, record: kernel_choice.Record, slot: int) -> None:
+    def _twin(self) -> Place:
+        """Returns the same place for tensors that torch is to take for local ones (composites/as_cpu.py)."""
+        made = type(self).__new__(type(self))
+        for kind in type(self).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                with suppress(AttributeError):  # a slot of torch's is given out later; a mesh has no node
+                    kind.__dict__[name].__set__(made, kind.__dict__[name].__get__(self))
+        made.device = torch.device("cpu")
+        made.twin = made
+        return made
+
+    def _settle(self, session: Owner, home: Home, name: str, record: kernel_choice.Record, slot: int | None) -> None:
         self.session = session
         self.home = home
         self.name = name  #: "cpu" or "cuda:1", as the node calls it
@@ -106,14 +120,26 @@ class Place:
         self.record = record
         #: the kind of kernels that run there: a simulated CUDA device computes as a CPU does
         self.kernels = record.kind
-        self.slot = slot
-        self.device = torch.device("node", slot)
+        if slot is not None:
+            self.take_slot(slot)
         self.outbox = home.outbox
         # finalizers append to this list directly; it is the outbox's own for its whole life
         self.dead = self.outbox.dead
         #: the number of its generator that is in use on all of its nodes; -1 where that may be another place's
         self.drawing = -1
         self.origin: Place = self  #: of a twin: the place that it is one of
+
+    def __getattr__(self, name: str) -> Any:
+        """Has a slot given out for ``slot`` or ``device``, where the place has none yet."""
+        if name not in ("slot", "device"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.session.places.give_slot(self)
+        return object.__getattribute__(self, name)
+
+    def take_slot(self, slot: int) -> None:
+        """Names the place as a device of torch's."""
+        self.slot = slot
+        self.device = torch.device("node", slot)
 
     def __repr__(self) -> str:
         return f"node {self.node} {self.name}"
@@ -190,13 +216,20 @@ class MeshPlace(Place):
     """
 
     __slots__ = ("_members", "_varying", "axes", "begun", "dims", "number", "seed")
-    number: int  #: of its generator that is the same on all ranks
-    seed: int  #: with which its generators begin
 
     def __init__(
-        self, session: Owner, members: Sequence[Place], home: Home, slot: int, dims: Mapping[str, int]
+        self,
+        session: Owner,
+        members: Sequence[Place],
+        home: Home,
+        slot: int,
+        dims: Mapping[str, int],
+        number: int,
+        seed: int,
     ) -> None:
         self._members = tuple(members)
+        self.number = number  #: of its generator that is the same on all ranks
+        self.seed = seed  #: with which its generators begin
         self.dims = dict(dims)  #: the sizes of the dims, by name
         #: the groups of members along each dim, those of views too, as indices of members, by name
         self.axes: dict[str, Groups] = {}
@@ -205,16 +238,7 @@ class MeshPlace(Place):
         self._settle(session, home, members[0].name, members[0].record, slot)
         self.name_dims(dims)
         self.outbox.where = self._gone
-        self.twin = copy.copy(self)
-        self.twin.device = torch.device("cpu")
-
-    def __copy__(self) -> MeshPlace:
-        made = MeshPlace.__new__(MeshPlace)
-        made._members, made.dims, made.axes = self._members, self.dims, self.axes
-        made._varying, made.begun = self._varying, self.begun
-        made._settle(self.session, self.home, self.name, self.record, self.slot)
-        made.twin, made.origin = made, self
-        return made
+        self.twin = self._twin()
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self.dims.items())
@@ -345,20 +369,14 @@ class Places:
     #: whether this process has ever made a mesh: then places may have to take turns with random numbers
     meshes_made = False
 
-    def __init__(self, session: Owner, nodes: Sequence[Node], most: int = 0) -> None:
-        """Makes the nodes' default places, and keeps slots for up to ``most`` nodes. Raises DisttensorError if that is
-        more than MAX_SLOTS."""
-        most = max(most, len(nodes))
-        if most > MAX_SLOTS:
-            raise DisttensorError(
-                f"{most} nodes are more than torch.device can name ({MAX_SLOTS}: its index is an int8)"
-            )
+    def __init__(self, session: Owner, nodes: Sequence[Node]) -> None:
         self._session = session
         self._nodes: list[Node] = []
         self.lock = threading.RLock()
         self._by_pair: dict[tuple[int, str], Place] = {}
-        self.by_slot: dict[int, Place] = {}
-        self._free = count(most)  #: slots of devices that are no node's default
+        self._by_node: list[Place] = []  #: the nodes' default places
+        self._by_slot: dict[int, Place] = {}
+        self._free = count(NODE_SLOTS)
         self._given_back: list[int] = []  #: those of meshes that were closed
         self._meshes: dict[tuple[object, ...], MeshPlace] = {}
         self._places_of_meshes: list[MeshPlace] = []  #: those of closed meshes, too
@@ -370,9 +388,15 @@ class Places:
             self.extend(node)
 
     def extend(self, node: Node) -> None:
-        """Adds a node's default device, in the slot of its rank, which ``most`` has kept free."""
+        """Adds a node's default device."""
         self._nodes.append(node)
-        self._add(node.rank, node.devices[1] if len(node.devices) > 1 else "cpu", node.rank)
+        name = node.devices[1] if len(node.devices) > 1 else "cpu"
+        place = self._by_pair[node.rank, name] = Place(
+            self._session, node.rank, name, node.rank if node.rank < NODE_SLOTS else None
+        )
+        self._by_node.append(place)
+        if node.rank < NODE_SLOTS:
+            self._by_slot[node.rank] = place
 
     def mesh(self, members: Sequence[Place], dims: Mapping[str, int]) -> MeshPlace:
         """Returns the one place of these members, in this order, and with these dims."""
@@ -387,10 +411,9 @@ class Places:
                     nodes = [self._nodes[rank] for rank in ranks]
                     home = self._homes[ranks] = MeshHome(self._session.link.fan_out(ranks), self._below_zero, nodes)
                 slot = self._slot(f"a mesh of nodes {numbers(ranks)}")
-                place = MeshPlace(self._session, members, home, slot, dims)
-                place.number = next(self._made)
-                place.seed = derived(self.seed, place.number)
-                self._meshes[key] = self.by_slot[slot] = place
+                number = next(self._made)
+                place = MeshPlace(self._session, members, home, slot, dims, number, derived(self.seed, number))
+                self._meshes[key] = self._by_slot[slot] = place
                 self._places_of_meshes.append(place)
                 Places.meshes_made = True
             return place
@@ -467,7 +490,7 @@ class Places:
         with self.lock:
             key = _key(place.members, place.dims)
             if self._meshes.pop(key, None) is not None:
-                del self.by_slot[place.slot]
+                del self._by_slot[place.slot]
                 self._given_back.append(place.slot)
 
     def of_node(self, node: int) -> list[Place]:
@@ -479,25 +502,30 @@ class Places:
         """The places of meshes that are not closed, the oldest first."""
         return list(self._meshes.values())
 
+    @property
+    def every(self) -> list[Place]:
+        """The places of nodes that there are, and those of meshes that are not closed."""
+        return [*self._by_pair.values(), *self._meshes.values()]
+
+    def give_slot(self, place: Place) -> None:
+        """Gives a place a slot, if it has none. Raises DisttensorError where none is left."""
+        with self.lock:
+            if place not in self._by_slot.values():  # another thread may have asked
+                slot = self._slot(str(place))
+                place.take_slot(slot)
+                self._by_slot[slot] = place
+
     def _slot(self, what: str) -> int:
-        slot = self._given_back.pop() if self._given_back else next(self._free)
-        self._check_slot(slot, what)
-        return slot
-
-    def _check_slot(self, slot: int, what: str) -> None:
-        if slot >= MAX_SLOTS:
-            held = "; ".join(str(place) for slot, place in sorted(self.by_slot.items()) if slot >= len(self._nodes))
+        if not self._given_back:
+            self._given_back.append(next(self._free))
+        if self._given_back[-1] >= MAX_SLOTS:
+            held = "; ".join(str(place) for slot, place in sorted(self._by_slot.items()) if slot >= NODE_SLOTS)
             raise DisttensorError(
-                f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use; none is left for {what}. Beside the "
-                f"nodes, these have one (mesh.close() gives a mesh's back): {held or 'nobody'}"
+                f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use: {NODE_SLOTS} are those of nodes 0 to "
+                f"{NODE_SLOTS - 1}, and none is left for {what}. These have the others (mesh.close() gives a mesh's "
+                f"back): {held}"
             )
-
-    def _add(self, node: int, name: str, slot: int) -> Place:
-        self._check_slot(slot, name)
-        place = Place(self._session, node, name, slot)
-        self.by_slot[slot] = place
-        self._by_pair[node, name] = place
-        return place
+        return self._given_back.pop()
 
     def at(self, node: int | str | torch.device, device: str | int | torch.device | None = None) -> Place:
         """Returns the place of a node's device.
@@ -519,14 +547,14 @@ class Places:
                 f"node {node} does not exist; there {f'are {n} nodes, 0 to {n - 1}' if n > 1 else 'is 1 node, 0'}"
             )
         if device is None:
-            return self.by_slot[node]
+            return self._by_node[node]
         name = self._name(device)
         if name not in (names := self._nodes[node].devices):
             raise RuntimeError(f"node {node} has no device {name}; it has {', '.join(names)}")
         place = self._by_pair.get((node, name))
         if place is None:
             with self.lock:
-                place = self._by_pair.get((node, name)) or self._add(node, name, self._slot(name))
+                place = self._by_pair.setdefault((node, name), Place(self._session, node, name, None))
         return place
 
     @staticmethod
@@ -560,15 +588,18 @@ class Places:
         """
         slot = device.index
         if slot is None:
-            return self.by_slot[current_node.get()]
-        place = self.by_slot.get(slot)
+            return self._by_node[current_node.get()]
+        place = self._by_slot.get(slot)
         if place is None:
-            raise RuntimeError(
-                f"device {str(device)!r} does not exist: {self._there()}; "
-                "a node's other devices are named by disttensor.device(node, 'cuda:1')"
-            )
+            also = "a node's other devices are named by disttensor.device(node, 'cuda:1')"
+            if NODE_SLOTS <= slot < len(self._nodes):
+                also = f"node {slot}'s device is disttensor.device({slot}), as its index is not the node's number"
+            raise RuntimeError(f"device {str(device)!r} does not exist: {self._there()}; {also}")
         return place
 
     def _there(self) -> str:
         n = len(self._nodes)
-        return f"the session has {n} nodes, node:0 to node:{n - 1}" if n > 1 else "the session has one node, node:0"
+        if n == 1:
+            return "the session has one node, node:0"
+        more = f" (from {NODE_SLOTS} on an index is given out on demand)" if n > NODE_SLOTS else ""
+        return f"the session has {n} nodes, node:0 to node:{min(n, NODE_SLOTS) - 1}{more}"

@@ -106,7 +106,7 @@ class Session:
         Raises ValueError when these nodes must not use the session's own channel, DisttensorError for too many nodes.
         """
         self.router.begin()
-        self.places = Places(self, self.nodes, self.max_nodes)
+        self.places = Places(self, self.nodes)
         self.router.exchange_addresses(
             0, {node.rank: node.hello.addresses for node in self.nodes}, Addresses(self.channel.address())
         )

@@ -71,7 +71,7 @@ def operators() -> dict[str, list[str]]:
 
 def choose_default(places: Places) -> None:
     """Sets the default dtype of ``torch.autocast("node")`` in this thread to that of node 0's own kind of device."""
-    kind = kernel_choice.casts(places.by_slot[0].record)
+    kind = kernel_choice.casts(places.at(0).record)
     torch.set_autocast_dtype("node", torch.get_autocast_dtype(kind))
 
 

@@ -100,7 +100,7 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     places = current.session().places
     place = places.of(device)
     if device.index is None:
-        kwargs["device"] = places.by_slot[current_node()].device
+        kwargs["device"] = places.at(current_node()).device
     if kwargs.get("pin_memory"):
         raise RuntimeError("pin_memory=True is for local tensors; a node's memory can't be pinned from here")
     kwargs.pop("pin_memory", None)

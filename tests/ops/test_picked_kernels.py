@@ -131,7 +131,7 @@ def test_nodes_tell_what_they_can() -> None:
     for hello in (node.hello for node in session.nodes):
         assert hello.abilities == abilities.own(2)
         assert hello.abilities.capabilities == ((0, 0), (0, 0))
-    for place in session.places.by_slot.values():
+    for place in session.places.every:
         assert place.record == place.twin.record == kernel_choice.here()._replace(node=abilities.own(2))
 
 

@@ -1,4 +1,4 @@
-"""python tools/bench/mesh.py [--nodes 4 16] [--rounds 20]
+"""python tools/bench/mesh.py [--nodes 4 16 64] [--rounds 20]
 
 What a mesh of N nodes costs the script, over a single node: in turns, in one session each. By the CPU's clock, of the
 issuing thread and of the whole process.
@@ -7,15 +7,23 @@ issue        an operation, queued and not sent
 operation    an operation with its share of messages, of the whole process
 item         a question to all nodes, over N questions to single ones that are issued together
 alternating  an operation on the mesh, one on a node, one on the mesh, ..., over three on the mesh
+dropout      the same with dropout on the mesh and on a slice of it, whose generators are swapped, over the mesh's only
 step         a training step of MLP 4x64, batch 32, without collectives; the collectives of its gradients beside it
+replay       that step with its collectives from a graph, over the same of one node without them
 wire         commands and bytes of that step to each node
+fan-out      the time from the first node that has a command to the last, over that of bare pipes to as many processes
+busy         the part of the time that nodes spend in the one command of 20 that sleeps for 5 ms: eagerly, replayed
+start        the seconds until all nodes are there, over those of `import torch` in one process
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -73,8 +81,99 @@ def training(device: torch.device) -> tuple[Callable[[], None], Callable[[], Non
     return step, reduce
 
 
+#: Operators that tell when a node has a command, and that keep it busy without the processor.
+OPERATORS = """
+import time, torch
+def now(x):
+    x.fill_(time.monotonic())
+def nap(x):
+    time.sleep(0.005)
+library = torch.library.Library("bench", "DEF")
+for function in (now, nap):
+    library.define(f"{function.__name__}(Tensor(a!) x) -> ()")
+    library.impl(function.__name__, function, "CPU")
+    library.impl(function.__name__, lambda x: None, "Meta")
+torch.bench_library = library
+"""
+
+
+def spread(times: list[float]) -> float:
+    return max(times) - min(times)
+
+
+def by_pipes(count: int) -> Callable[[], float]:
+    """Processes that read from a pipe each: the time from the first to the last one when all are written to."""
+    code = "import os, struct, time\nwhile os.read(0, 64): os.write(1, struct.pack('d', time.monotonic()))"
+    children = [
+        subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(count)
+    ]
+
+    def call() -> float:
+        import struct
+
+        for child in children:
+            os.write(child.stdin.fileno(), b"x" * 64)  # type: ignore[union-attr]
+        return spread([struct.unpack("d", os.read(child.stdout.fileno(), 8))[0] for child in children])  # type: ignore[union-attr]
+
+    call.end = lambda: [child.stdin.close() or child.wait() for child in children]  # type: ignore[attr-defined, union-attr, func-returns-value]
+    return call
+
+
+def fan_out(mesh: dt.meshes.Mesh) -> None:
+    """Prints fan-out and busy."""
+    nodes, bench = len(mesh), torch.ops.bench
+    at = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    def times() -> list[float]:
+        return [float(work.result()) for work in [dt.fetch(shard) for shard in at.shards()]]  # type: ignore[attr-defined]
+
+    def ours() -> float:
+        dt.synchronize()
+        bench.now(at)
+        dt.synchronize()
+        return spread(times())
+
+    pipes = by_pipes(nodes)
+    pairs = [(ours(), pipes()) for _ in range(options.rounds)]
+    pipes.end()  # type: ignore[attr-defined]
+    one, other = (statistics.median(values) for values in zip(*pairs, strict=True))
+    print(
+        f"{nodes} nodes: fan-out      {one * 1e6:.0f} us from the first to the last, {other * 1e6:.0f} by pipes: "
+        f"{statistics.median(a / b for a, b in pairs):.2f}x"
+    )
+    x = torch.ones(16, 16, device=mesh.device)
+
+    def step() -> None:
+        bench.nap(x)
+        for _ in range(19):
+            x.mul_(0.999)
+
+    steps = 20
+
+    def share(call: Callable[[], None]) -> float:
+        call()
+        dt.synchronize()
+        bench.now(at)
+        for _ in range(steps):
+            call()
+        begun = [shard.clone() for shard in at.shards()]  # type: ignore[attr-defined]
+        bench.now(at)
+        passed = [end - float(begin) for begin, end in zip(begun, times(), strict=True)]
+        return steps * 0.005 / statistics.median(passed)
+
+    eager = share(step)
+    with dt.graph(g := dt.Graph()):
+        step()
+    print(f"{nodes} nodes: busy         {eager:.0%} eagerly, {share(g.replay):.0%} replayed")
+
+
 def measure(nodes: int) -> None:
-    with dt.init_master_worker(nodes=nodes, threads=1):
+    begin = time.perf_counter()
+    with dt.init_master_worker(nodes=nodes, threads=1, allow_ops=["bench::*"]):
+        started = time.perf_counter() - begin
+        alone = statistics.median(importing() for _ in range(3))
+        print(f"{nodes} nodes: start        {started:.1f} s, {started / alone:.1f}x of import torch ({alone:.1f} s)")
         mesh = dt.mesh(dp=nodes)
         there, single = torch.ones(16, 16, device=mesh.device), torch.ones(16, 16, device="node:0")
         thread, process = time.thread_time, time.process_time
@@ -126,6 +225,21 @@ def measure(nodes: int) -> None:
         each, ratio = mixed / 60 * 1e6, mixed / pure
         print(f"{nodes} nodes: alternating  {each:.1f} us an operation, {ratio:.2f}x of the mesh's only")
 
+        part = torch.ones(16, 16, device=dt.mesh(part=nodes // 2, nodes=range(nodes // 2)).device)
+
+        def taking_turns() -> None:
+            for _ in range(20):
+                nn.functional.dropout(there)
+                nn.functional.dropout(part)
+
+        def one_place() -> None:
+            for _ in range(40):
+                nn.functional.dropout(there)
+
+        mixed, pure = turns(taking_turns, one_place, clock=process)
+        each, ratio = mixed / 40 * 1e6, mixed / pure
+        print(f"{nodes} nodes: dropout      {each:.1f} us an operation, {ratio:.2f}x of the mesh's only")
+
         (step, _), (on_mesh, reduce) = training(torch.device("node:0")), training(mesh.device)
         one, all_ = turns(step, on_mesh, clock=process)
         (reduced,) = turns(reduce, clock=process)
@@ -133,12 +247,33 @@ def measure(nodes: int) -> None:
             f"{nodes} nodes: step         {one * 1e3:.2f} ms, of the mesh {all_ * 1e3:.2f}: {all_ / one:.2f}x; "
             f"its 8 collectives {reduced * 1e3:.2f} ms"
         )
+
+        def whole() -> None:
+            on_mesh()
+            reduce()
+
+        whole()
+        with dt.graph(g := dt.Graph()):
+            whole()
+        with dt.graph(h := dt.Graph()):
+            step()
+        one, all_ = turns(h.replay, g.replay, clock=process)
+        print(f"{nodes} nodes: replay       {one * 1e6:.0f} us, of the mesh {all_ * 1e6:.0f}: {all_ / one:.2f}x")
         gc.collect()
         with testing.MessageLog() as log:
             on_mesh()
             dt.synchronize()
         print(f"{nodes} nodes: wire         {len(log[0].commands)} commands, {log[0].bytes_sent} bytes to each node")
+        dt.run(exec, OPERATORS, {}, node=list(mesh.nodes))
+        fan_out(mesh)
 
 
+def importing() -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - begin
+
+
+exec(OPERATORS, {})
 for count in options.nodes:
     measure(count)

@@ -68,7 +68,7 @@ def averaging(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
         """Returns the device types for which AveragedModel interpolates all parameters at once, with other roundings:
         CUDA nodes, never CPU nodes."""
         session = current.current()
-        places = session.places.by_slot.values() if session else ()
+        places = session.places.every if session else ()
         at_once = any(kernel_choice.averages_at_once(place.record) for place in places)
         return [name for name in original() if name != "node" or at_once]
 
