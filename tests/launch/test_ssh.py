@@ -86,6 +86,56 @@ def test_an_interface_that_one_host_does_not_reach(hosts: Hosts) -> None:
     assert "tensor(1048576.)" in lines
 
 
+MESH = """
+import sys
+import torch
+import disttensor as dt
+from aftermath import probe
+
+with dt.init_master_worker(hosts="left:2,right:2", threads=1):
+    mesh = dt.mesh(host=2, rank=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4).double().to(mesh.device)
+    data = torch.randn(12, 8, dtype=torch.float64)
+    x = dt.shard(data.view(2, 2, 3, 8), mesh, host=0, rank=1).view(3, 8)
+    model(x).square().mean().backward()
+    for p in model.parameters():
+        dt.collectives.all_reduce_(p.grad, "avg", over=("host", "rank"))
+    local = torch.nn.Linear(8, 4).double()
+    local.load_state_dict(model.state_dict())
+    local(data).square().mean().backward()
+    for p, q in zip(model.parameters(), local.parameters()):
+        torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-12, atol=1e-14)
+    sums = dt.all_reduce(mesh.coordinate("host"), over="host")
+    print(sums.item(), flush=True)
+    sys.stdin.readline()
+    try:
+        while True:
+            dt.all_reduce(sums.double(), over="rank").shards()[3].item()
+    except dt.NodeLost as error:
+        print(error.host, *error.__notes__, flush=True)
+    for node in range(2):
+        probe(node)
+    row = dt.mesh(rank=2, nodes=[0, 1])
+    print(dt.all_reduce(row.coordinate("rank"), over="rank").item(), [node["alive"] for node in dt.nodes()])
+"""
+
+
+@pytest.mark.fault(23)
+def test_a_mesh_of_two_hosts_loses_one(hosts: Hosts) -> None:
+    with hosts.start("python", write(hosts, MESH), stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n", process.communicate()[1]
+        assert hosts.run("pkill", "-9", "-f", "python.* dtrun agent", host="right").returncode == 0
+        hosts.await_nodes_end("right")
+        out, err = process.communicate("go\n", timeout=HANG)
+        lost, rest = out.splitlines()
+        assert lost.startswith("right "), err
+        assert re.search(r"it was host=1, rank=\d of the mesh \(host=2, rank=2\) of nodes 0, 1, 2 and 3 cpu", lost)
+        assert rest == "1 [True, True, False, False]"
+    hosts.settle(10)
+
+
 def test_digits(hosts: Hosts) -> None:
     out = succeed(hosts, "python", "-m", "dtrun", "--hosts", "left:2,right:2", str(DIGITS))
     assert losses(out) == pytest.approx(local_losses(), abs=2e-4)

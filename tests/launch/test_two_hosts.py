@@ -83,6 +83,36 @@ with hosts(2, 1):
     print(rest[0].sum().item(), [node["alive"] for node in dt.nodes()])
 """
 
+CUT_MESH = """
+import torch
+import disttensor as dt
+from two_hosts import cut, hosts
+
+with hosts(2, 1):
+    dt.init_master_worker("tcp", nodes=3, threads=1, silence=(2, 4, 8))
+    mesh = dt.mesh(dp=3)
+    rest = dt.mesh(dp=2, nodes=[0, 1])
+    x = dt.meshes.from_shards(mesh, [torch.full((1000,), float(k)) for k in range(3)])
+    y = dt.all_reduce(x, over="dp")
+    print(y.sum().item())
+    cut("{end}")
+    if {busy}:
+        z = dt.all_reduce(y, over="dp")
+        y = y + 1
+    try:
+        print(y.sum().item())
+    except dt.NodeLost as error:
+        print("NodeLost", str(error).splitlines()[0], *error.__notes__)
+    for rank in range(2):
+        if {busy}:
+            try:
+                z.at(dp=rank).cpu()
+            except dt.NodeLost as error:
+                print("NodeLost", str(error).splitlines()[0])
+        print(x.at(dp=rank).sum().item(), y.at(dp=rank).sum().item())
+    print(dt.all_reduce(torch.ones(1000, device=rest.device), over="dp").sum().item(), [n["alive"] for n in dt.nodes()])
+"""
+
 
 MENDED = """
 import time
@@ -245,6 +275,26 @@ def test_the_link_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
             assert re.match(rf"{k} NodeLost node 2 ", line), line
         else:
             assert line == f"{k} 3000.0"
+    assert rest == "2000.0 [True, True, False]"
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize(("end", "busy"), variants(CUTS))
+def test_the_link_to_a_member_of_a_mesh_is_cut(tmp_path: Path, busy: bool, end: str) -> None:
+    """The loss names its coordinates. The other ranks have what was issued before, and go on as a mesh of their own."""
+    path = tmp_path / "program.py"
+    path.write_text(CUT_MESH.format(busy=busy, end=end))
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    before, lost, *ranks, rest = done.stdout.splitlines()
+    assert before == "3000.0"
+    if busy:
+        waited = [line for line in ranks if line.startswith("NodeLost node 2 ")]
+        assert len(waited) == 2
+        ranks = [line for line in ranks if line not in waited]
+    assert lost.startswith("NodeLost node 2 (host right, ")
+    assert "it was dp=2 of the mesh (dp=3) of nodes 0, 1 and 2 cpu" in lost
+    assert ranks == [f"{1000.0 * rank} {4000.0 if busy else 3000.0}" for rank in range(2)]
     assert rest == "2000.0 [True, True, False]"
 
 
