@@ -1,6 +1,6 @@
 """Fixtures for all tests: a session on in-process nodes, and a guard against leaked resources.
 
-`nodes` starts a session per module: two nodes that are threads of this process, with two simulated CUDA devices each.
+`nodes` starts a session per module: three nodes that are threads of this process, with two simulated CUDA devices each.
 They share the process's random generator, so a node that is seeded draws what local CPU draws.
 """
 
@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import flaked
+import homes
 import leaks
 import pytest
 import torch
@@ -110,9 +111,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
-    """Two in-process nodes, for the module."""
-    with dt.init_master_worker(nodes=2, launcher="inproc", simulate_cuda=2) as session:
+    """Three in-process nodes, for the module."""
+    with dt.init_master_worker(nodes=3, launcher="inproc", simulate_cuda=2) as session:
         yield session
+
+
+@pytest.fixture(params=homes.HOMES)
+def home(request: pytest.FixtureRequest, nodes: object) -> homes.Home:
+    """A device of a node, or a mesh of the module's nodes."""
+    if isinstance(request.param, str):
+        return homes.Home(dt.device(1, request.param), (1,))
+    unable = getattr(request.module, "NOT_ON_A_MESH", {})
+    assert all(hasattr(request.module, name.partition("[")[0]) for name in unable), "a test on the list is gone"
+    if reason := next((unable[name] for name in homes.names(request.node) if name in unable), None):
+        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True, reason=reason))
+    return homes.Rank(request.param)
 
 
 @pytest.fixture(scope="module")

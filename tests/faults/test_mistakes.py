@@ -162,7 +162,7 @@ def ones(*nodes: int) -> list[torch.Tensor]:
 
 
 NODES: dict[str, Mistake] = {
-    "device": (RuntimeError, r"'node:5' does not exist: the session has 2 nodes, node:0 to node:1", lambda: ones(5)),
+    "device": (RuntimeError, r"'node:5' does not exist: the session has 3 nodes, node:0 to node:2", lambda: ones(5)),
     "nod=": (
         TypeError,
         r"run\(\) has no argument 'nod', and where takes none .*mean node=\?",
@@ -186,7 +186,7 @@ NODES: dict[str, Mistake] = {
     "prefetch depth": (TypeError, r"depth is a whole number, not 1\.5", lambda: dt.data.prefetch([], 1, depth=1.5)),
     "one tensor": (
         ValueError,
-        r"all_reduce takes .*session has 2 nodes .*new_group\(\[1\]\)",
+        r"all_reduce takes .*session has 3 nodes .*new_group\(\[1\]\)",
         lambda: dt.all_reduce(ones(1)),
     ),
     "one of reduce": (

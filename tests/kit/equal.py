@@ -73,3 +73,14 @@ def send(value: object, device: torch.device | str) -> object:
         return moved[id(x)]
 
     return torch.utils._pytree.tree_map(one, value)
+
+
+def at_rank(value: object, rank: int) -> object:
+    """``value`` with the shards on a rank in place of its tensors, which are on a mesh."""
+
+    def shard(x: Any) -> Any:
+        if not isinstance(x, dt.DistributedTensor):
+            return x
+        return x.detach().shards()[rank].requires_grad_(x.requires_grad)  # type: ignore[attr-defined]
+
+    return torch.utils._pytree.tree_map(shard, value, is_leaf=lambda x: isinstance(x, torch.Size))

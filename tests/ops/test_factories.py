@@ -76,7 +76,7 @@ def test_node_object_is_reusable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "kind"), [(2, ValueError), (-1, ValueError), ("1", TypeError), (True, TypeError), (1.0, TypeError)]
+    ("k", "kind"), [(3, ValueError), (-1, ValueError), ("1", TypeError), (True, TypeError), (1.0, TypeError)]
 )
 def test_node_refuses(k: object, kind: type[Exception]) -> None:
     with pytest.raises(kind):
@@ -138,8 +138,8 @@ def test_device(node: int, dev: object, expected: int) -> None:
 
 
 def test_device_refuses() -> None:
-    with pytest.raises(ValueError, match="2 nodes"):
-        dt.device(2)
+    with pytest.raises(ValueError, match="3 nodes"):
+        dt.device(3)
     with pytest.raises(RuntimeError, match=r"no device cuda:2.*cuda:0, cuda:1"):
         dt.device(0, "cuda:2")
     with pytest.raises(ValueError, match="meta"):
@@ -396,12 +396,12 @@ def test_numpy() -> None:
 
 def test_device_module() -> None:
     assert torch.node.is_available()
-    assert torch.node.device_count() == dt.session.node_count() == 2
+    assert torch.node.device_count() == dt.session.node_count() == 3
     assert torch.node.current_device() == 0
     torch.node.synchronize()
     torch.node.synchronize("node:1")
     torch.node.synchronize(0)
-    assert [n["rank"] for n in dt.nodes()] == [0, 1]
+    assert [n["rank"] for n in dt.nodes()] == [0, 1, 2]
     assert all(n["alive"] and n["devices"] == ["cpu", "cuda:0", "cuda:1"] for n in dt.nodes())
 
 
