@@ -113,6 +113,13 @@ class DistributedTensor(torch.Tensor):
                 return torch.tensor(args[0], **options)
         return super().new(*args, **kwargs)
 
+    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Makes a tensor as ``torch.Tensor.new_tensor``, on this tensor's own device. (Torch would take the current
+        device.)"""
+        if kwargs.get("device") is None:
+            kwargs["device"] = self.device
+        return super().new_tensor(data, **kwargs)
+
     # ---- what has to keep handle and tensor in step ------------------------------------------------------------------
 
     def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: Any = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from equal import same
+from homes import Home, anywhere
 
 import disttensor as dt
 
@@ -144,6 +145,18 @@ def test_device_refuses() -> None:
         dt.device(0, "cuda:2")
     with pytest.raises(ValueError, match="meta"):
         dt.device(0, "meta")
+
+
+@anywhere
+def test_new_tensors_are_where_the_tensor_is(home: Home) -> None:
+    """Torch would make some of them on the current device."""
+    x = home.send(torch.ones(3))
+    made = [x.new_tensor([1.0]), x.new_tensor(2), x.new([1.0]), x.new(3), x.new_zeros(2), x.new_full((2,), 1.0)]
+    made += [x.new_empty(2), x.new_ones(2), x.new_empty_strided((2,), (1,))]
+    assert {y.device for y in made} == {home.device}
+    assert x.new_tensor([1.0], device="node:2").device == torch.device("node:2")
+    assert x.new_tensor([1], dtype=torch.int32, requires_grad=False).dtype == torch.int32
+    home.same(x.new_tensor([1.5, 2.0], requires_grad=True), torch.tensor([1.5, 2.0], requires_grad=True))
 
 
 @pytest.mark.parametrize("index", [100, -56, 127])
