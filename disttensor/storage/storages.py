@@ -263,9 +263,8 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     locations."""
     if not location.startswith("node"):
         return None
-    device = torch.empty(0, device=location).device  # "node" is the current one
-    moved: torch.UntypedStorage = storage.to(device=device)
-    return moved
+    # not storage.to(), for which torch makes the device the current one, and a mesh can't be that
+    return NodeStorage(_bytes(storage).to(location))
 
 
 def set_bits_of_loaded(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

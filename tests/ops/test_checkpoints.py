@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from differential import Tied, batch, net
 from equal import same
+from homes import RANKS
 from limits import HANG
 
 import disttensor as dt
@@ -109,6 +110,7 @@ LOCATIONS: dict[str, Callable[[], Any]] = {
     "table": lambda: {"cpu": "node:1"},
     "current": lambda: "node",
     "function": lambda: lambda storage, location: storage.to(device="node:1"),
+    "mesh": lambda: dt.mesh(rank=RANKS, device="cpu").device,
 }
 
 
@@ -126,7 +128,10 @@ def test_map_location(where: str, safe: bool) -> None:
             got, local = got.state_dict(), local.state_dict()
         same(got, local)
         tensors = torch.utils._pytree.tree_leaves(got)
-        assert {t.get_node() for t in tensors} == {1}, name
+        if where == "mesh":
+            assert {t.device for t in tensors} == {location}, name
+        else:
+            assert {t.get_node() for t in tensors} == {1}, name
         if where == "simulated":
             assert {t.get_device() for t in tensors} == {1}, name
         assert saved(got) == saved(local), name
