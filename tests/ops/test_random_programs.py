@@ -1,4 +1,9 @@
-"""Random programs on tensors that share memory: the same values, shapes and errors as here, and nothing is left."""
+"""Random programs on tensors that share memory: the same values, shapes and errors as here, and nothing is left.
+
+On a mesh whose ranks have different values each rank does what is done here with its values. What a program learns of
+its tensors, as bytes, numbers or shapes, all ranks have to have in common: where the local runs learn different things
+the mesh raises RanksDiffer and has done nothing, and it raises that nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,12 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Sequence
 
 import pytest
 import torch
-from equal import same, send
+from equal import at_rank, bits, same, send
+from homes import RANKS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,13 +31,19 @@ NAMES = (
     *("mul_", "add_other_", "copy_", "fill_", "setitem", "mask", "exp", "matmul", "clone", "detach", "drop"),
     *("t_", "unsqueeze_", "squeeze_", "transpose_", "as_strided_", "resize_", "set_", "set_part", "set_storage"),
     *("set_data", "share_data", "swap", "there_and_back", "deepcopy", "copy", "saved", "pickled"),
-    *("grad", "parameter", "held"),
+    *("grad", "parameter", "held", "item", "truth", "chosen"),
 )
 STEPS = st.tuples(st.sampled_from(NAMES), index, index, index)
 
 
-def step(pool: list[torch.Tensor], name: str, i: int, j: int, k: int) -> str | None:
-    """One step of a program on a pool of tensors; says if it ended with an error."""
+Step = tuple[str, int, int, int]
+
+
+def step(pool: list[torch.Tensor], learned: list[object], name: str, i: int, j: int, k: int) -> str | None:
+    """Does one step of a program on a pool of tensors, and says if it ended with an error.
+
+    What Python gets to know of values is appended to ``learned``.
+    """
     x = pool[i % len(pool)]
     y = pool[j % len(pool)]
     d = j % x.dim() if x.dim() else 0
@@ -103,16 +116,20 @@ def step(pool: list[torch.Tensor], name: str, i: int, j: int, k: int) -> str | N
                 pool.append(copy.copy(x))
             case "there_and_back":
                 where = x.device
+                learned.append(bits(x.data.cpu()))
                 x.data = x.data.cpu() if where.type == "node" else x.data.clone()
                 x.mul_(2)
                 x.data = x.data.to(where) if where.type == "node" else x.data.clone()
             case "saved":
                 file = io.BytesIO()
                 torch.save([x, y], file)
+                learned.append(file.getvalue())
                 file.seek(0)
                 pool += torch.load(file, map_location=x.device)
             case "pickled":
-                pool.append(pickle.loads(pickle.dumps(x)).to(x.device, copy=True))
+                back = pickle.loads(pickle.dumps(x))
+                pool.append(back.to(x.device, copy=True))
+                learned.append(back.cpu().untyped_storage().tolist())
             case "grad":
                 w = x.detach().requires_grad_()
                 (w * y).sum().backward()
@@ -124,6 +141,16 @@ def step(pool: list[torch.Tensor], name: str, i: int, j: int, k: int) -> str | N
                 pool += [layer.p.detach(), copy.deepcopy(layer).q.data]
             case "held":
                 x.held = [y.detach(), x.detach()]  # type: ignore[attr-defined]
+            case "item":
+                total = x.sum()
+                pool.append(x + total.item())
+                learned.append(bits(total.cpu()))
+            case "truth":
+                learned.append(bool((x > k).any()))
+                if learned[-1]:
+                    x.neg_()
+            case "chosen":
+                pool.append(x[x > k])
             case "drop":
                 if len(pool) > 1:
                     pool.pop(i % len(pool))
@@ -131,13 +158,27 @@ def step(pool: list[torch.Tensor], name: str, i: int, j: int, k: int) -> str | N
                 pool.append((x / 8).sigmoid())
             case "matmul":
                 pool.append(x @ y)
+    except dt.errors.RanksDiffer:
+        return "the ranks differ"
     except (RuntimeError, IndexError, AssertionError):
         return "error"
     return None
 
 
-def start() -> list[torch.Tensor]:
-    return [torch.arange(24.0).reshape(4, 6), torch.arange(6.0) - 2]
+def start(rank: int = 0) -> list[torch.Tensor]:
+    """The third is the same on all ranks."""
+    return [torch.arange(24.0).reshape(4, 6).roll(rank), (torch.arange(6.0) - 2) * (1 + rank), torch.arange(4.0)]
+
+
+def shapes(pool: Sequence[torch.Tensor]) -> list[torch.Size]:
+    return [x.shape for x in pool]
+
+
+def used() -> list[testing.Usage]:
+    """What there is on the nodes."""
+    gc.collect()  # tracebacks of the errors that were caught
+    dt.synchronize()
+    return [testing.usage(node) for node in range(RANKS)]
 
 
 def strides(x: torch.Tensor) -> list[int]:
@@ -145,21 +186,37 @@ def strides(x: torch.Tensor) -> list[int]:
     return [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1 and x.numel()]
 
 
-def check(program: list[tuple[str, int, int, int]]) -> None:
-    keep = torch.ones(1, device="node:1")
-    gc.collect()
-    dt.synchronize()
-    before = testing.usage(keep)
-    local, remote = start(), send(start(), "node:1")
-    for name, i, j, k in program:
-        assert step(remote, name, i, j, k) == step(local, name, i, j, k), (name, i, j, k)
-        assert [x.shape for x in remote] == [x.shape for x in local], (name, i, j, k)
-    same(remote, local, strides=False)
-    assert [strides(x) for x in remote] == [strides(x) for x in local]
-    del remote
-    gc.collect()  # tracebacks of the errors that were caught
-    dt.synchronize()
-    assert testing.usage(keep) == before, "something is left on the node"
+def check(program: list[Step], remote: list[torch.Tensor], pools: list[list[torch.Tensor]]) -> None:
+    """Runs a program on ``remote``, and here on the pool of each of its ranks; one that is on a node has one."""
+    for each in program:
+        before = pools
+        pools = copy.deepcopy(pools)
+        learned: list[list[object]] = [[] for _ in pools]
+        outcomes = [step(pool, known, *each) for pool, known in zip(pools, learned, strict=True)]
+        told = [(known, shapes(pool)) for known, pool in zip(learned, pools, strict=True)]
+        alike = all(of_rank == told[0] for of_rank in told)
+        assert step(remote, [], *each) == (outcomes[0] if alike else "the ranks differ"), each
+        if not alike:
+            pools = before
+        assert shapes(remote) == shapes(pools[0]), each
+    for rank, pool in enumerate(pools):
+        mine = [at_rank(x, rank) for x in remote] if len(pools) > 1 else remote
+        same(mine, pool, strides=False, path=f"rank {rank}")
+        assert [strides(x) for x in mine] == [strides(x) for x in pool]
+
+
+def check_on_a_node(program: list[Step]) -> None:
+    before = used()
+    check(program, send(start(), "node:1"), [start()])  # type: ignore[arg-type]
+    assert used() == before, "something is left on the node"
+
+
+def check_on_a_mesh(program: list[Step]) -> None:
+    before = used()
+    pools = [start(rank) for rank in range(RANKS)]
+    there = dt.mesh(rank=RANKS, device="cpu")
+    check(program, [dt.meshes.from_shards(there, values) for values in zip(*pools, strict=True)], pools)
+    assert used() == before, "something is left on a node"
 
 
 ordinary = settings(
@@ -172,13 +229,27 @@ ordinary = settings(
 
 @settings(ordinary, max_examples=16)
 @given(st.lists(STEPS, max_size=25))
-def test_random_programs(program: list[tuple[str, int, int, int]]) -> None:
-    check(program)
+def test_random_programs(program: list[Step]) -> None:
+    check_on_a_node(program)
+
+
+@settings(ordinary, max_examples=16)
+@given(st.lists(STEPS, max_size=25))
+def test_random_programs_on_a_mesh(program: list[Step]) -> None:
+    check_on_a_mesh(program)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(ordinary, max_examples=300, derandomize=False, print_blob=True)
 @given(st.lists(STEPS, max_size=40))
-def test_many_random_programs(program: list[tuple[str, int, int, int]]) -> None:
-    check(program)
+def test_many_random_programs(program: list[Step]) -> None:
+    check_on_a_node(program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(ordinary, max_examples=300, derandomize=False, print_blob=True)
+@given(st.lists(STEPS, max_size=40))
+def test_many_random_programs_on_a_mesh(program: list[Step]) -> None:
+    check_on_a_mesh(program)
