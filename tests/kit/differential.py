@@ -2,6 +2,8 @@
 
 A line of a list of programs is a program: statements between ";", and last the expression whose value is compared. The
 names in it are the operands below; `dev` is the device under test. To test another operator, add a line to a list.
+
+On a mesh the operands have other values on each rank, and each rank has to have what there is here for its values.
 """
 
 from __future__ import annotations
@@ -9,26 +11,34 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equal import same, send
+from equal import at_rank, bits, same, send
+from homes import RANKS
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from variants import chosen
 
 import disttensor as dt
+from disttensor.meshes import Mesh, from_shards
 
 inf, nan = math.inf, math.nan
+
+CPU = torch.device("cpu")
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def operands() -> dict[str, torch.Tensor]:
-    """All operands."""
-    g = torch.Generator().manual_seed(1)
+def operands(rank: int = 0) -> dict[str, torch.Tensor]:
+    """All operands, with the values of a rank."""
+    g = torch.Generator().manual_seed(1 + rank)
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, generator=g, dtype=dtype)
@@ -87,22 +97,19 @@ def operands() -> dict[str, torch.Tensor]:
     }
 
 
-def inputs(program: str) -> dict[str, torch.Tensor]:
+def inputs(program: str, rank: int = 0) -> dict[str, torch.Tensor]:
     """Fresh ones of the operands that a program names."""
     names = set(re.findall(r"\w+", program))
-    return {k: v.clone() for k, v in operands().items() if k in names or (k == "big" and "mha" in names)}
+    return {k: v.clone() for k, v in operands(rank).items() if k in names or (k == "big" and "mha" in names)}
 
 
 def lines(*blocks: str) -> list[str]:
     return [line for block in blocks for line in block.strip().splitlines()]
 
 
-def cases(*blocks: str, bugs: Mapping[str, pytest.MarkDecorator] = MappingProxyType({})) -> list[object]:
-    """The programs of some lists, each once. ``bugs``: marks of those that begin so and fail yet."""
-    return [
-        pytest.param(program, marks=[mark for start, mark in bugs.items() if program.startswith(start)])
-        for program in dict.fromkeys(lines(*blocks))
-    ]
+def cases(*blocks: str) -> list[str]:
+    """The programs of some lists, each once."""
+    return list(dict.fromkeys(lines(*blocks)))
 
 
 def evaluate(program: str, device: torch.device, values: dict[str, torch.Tensor]) -> object:
@@ -139,19 +146,100 @@ def evaluate(program: str, device: torch.device, values: dict[str, torch.Tensor]
     return eval(expression, names)
 
 
-#: Where `as_local` is tried: a node's CPU, and a simulated CUDA device.
-on_devices = pytest.mark.parametrize("name", ["cpu", "cuda:1"])
+#: A node's CPU, and a simulated CUDA device.
+DEVICES = ("cpu", "cuda:1")
+on_devices = pytest.mark.parametrize("name", DEVICES)
+
+
+def on_places(*blocks: str, devices: Iterable[str] = DEVICES) -> pytest.MarkDecorator:
+    """Parametrizes a test by the programs of some lists and where `as_local` tries them: on devices of a node, and on a
+    mesh. `make test` has every fourth program on a mesh, by a hash."""
+    programs = cases(*blocks)
+    return pytest.mark.parametrize(
+        ("program", "name"),
+        [
+            *((program, name) for name in devices for program in programs),
+            *(pytest.param(p, "mesh", marks=[] if chosen(p) else pytest.mark.slow) for p in programs),
+        ],
+    )
 
 
 def as_local(program: str, name: str) -> None:
-    """Asserts that a program gives on node 1 what it gives here, and leaves its operands the same."""
+    """Asserts that a program gives on node 1, or on each rank of a mesh, what it gives here, and leaves its operands
+    the same."""
+    if name == "mesh":
+        mesh = dt.mesh(rank=RANKS, device="cpu")
+        if not as_on_each_rank(program, mesh, range(RANKS)):
+            assert as_on_each_rank(program, mesh, [0] * RANKS)
+        return
     device = dt.device(1, name)
     remote, theirs = send(inputs(program), device), inputs(program)
-    expected = evaluate(program, torch.device("cpu"), theirs)
+    expected = evaluate(program, CPU, theirs)
     got = evaluate(program, device, remote)
     same(got, expected)
+    assert {x.device for x in tree_leaves(got) if isinstance(x, dt.DistributedTensor)} <= {device}
     for key, value in theirs.items():
         same(remote[key], value, path=key)
+
+
+def as_on_each_rank(program: str, mesh: Mesh, values: Iterable[int]) -> bool:
+    """Asserts that each rank of a mesh, with operands of these ``values``, has what there is here for them; False where
+    the mesh has raised RanksDiffer, because what Python learns of the operands is not the same for all."""
+    theirs = [inputs(program, rank) for rank in values]
+    remote = {key: from_shards(mesh, [each[key] for each in theirs]) for key in theirs[0]}
+    expected = [evaluate(program, CPU, each) for each in theirs]
+    try:
+        got = evaluate(program, mesh.device, remote)
+    except dt.errors.RanksDiffer:
+        learned = [Learned.of(program, inputs(program, rank)) for rank in values]
+        assert any(each != learned[0] for each in learned), "RanksDiffer where Python learns the same of all ranks"
+        return False
+    for rank, (result, operands_after) in enumerate(zip(expected, theirs, strict=True)):
+        same(at_rank(got, rank), result, path=f"rank {rank}: result")
+        same(at_rank(remote, rank), operands_after, path=f"rank {rank}: operands")
+    return True
+
+
+class Learned(TorchDispatchMode):
+    """Keeps what Python gets to know of local tensors: shapes, what is no tensor, and what a program brings here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[object] = []
+        self._functions = _Functions(self)
+
+    @classmethod
+    def of(cls, program: str, values: dict[str, torch.Tensor]) -> list[object]:
+        with cls() as learned:
+            evaluate(program, CPU, values)
+        return learned.all
+
+    def __enter__(self) -> Learned:
+        self._functions.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def note(self, function: Any, result: Any) -> Any:
+        brought = getattr(function, "__name__", "") in {"cpu", "to", "tensor", "new_tensor"}
+        for value in tree_leaves(result):
+            tensor = isinstance(value, torch.Tensor)
+            self.all.append((value.shape, bits(value) if brought else None) if tensor else repr(value))
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.note(func, func(*args, **(kwargs or {})))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, learned: Learned) -> None:
+        self._learned = learned
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._learned.note(func, func(*args, **(kwargs or {})))
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

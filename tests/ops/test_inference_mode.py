@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from differential import as_local, cases
+from differential import as_local, on_places
 from equal import same
 from test_ops_elementwise import COMPARE, ELEMENTWISE
 from test_ops_indexing import INDEX
@@ -19,15 +19,13 @@ pytestmark = pytest.mark.usefixtures("clean")
 
 
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated", "ignore:index_reduce")
-@pytest.mark.parametrize(
-    "program",
-    cases(
-        *(ELEMENTWISE, COMPARE, INDEX, LINALG, MATMUL, LOSSES, NN, CAST, REDUCE, SORT, FOREACH, INPLACE, OUT),
-    ),
+@on_places(
+    *(ELEMENTWISE, COMPARE, INDEX, LINALG, MATMUL, LOSSES, NN, CAST, REDUCE, SORT, FOREACH, INPLACE, OUT),
+    devices=["cpu"],
 )
-def test_as_local(program: str) -> None:
+def test_as_local(program: str, name: str) -> None:
     with torch.inference_mode():
-        as_local(program, "cpu")
+        as_local(program, name)
 
 
 VIEWS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from differential import as_local, cases, evaluate, inputs, lines, on_devices
+from differential import as_local, evaluate, inputs, lines, on_places
 from equal import same, send
 
 import disttensor as dt
@@ -65,8 +65,7 @@ torch.arange(0, device=dev)
 """
 
 
-@on_devices
-@pytest.mark.parametrize("program", cases(FACTORIES))
+@on_places(FACTORIES)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from differential import as_local, cases, on_devices
+from differential import as_local, on_places
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -257,7 +257,6 @@ x.size(), x.size(0), x.stride(), x.shape
 """
 
 
-@on_devices
-@pytest.mark.parametrize("program", cases(ELEMENTWISE, COMPARE))
+@on_places(ELEMENTWISE, COMPARE)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)

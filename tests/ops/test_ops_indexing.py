@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from differential import as_local, cases, on_devices
+from differential import as_local, on_places
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -159,7 +159,6 @@ F.one_hot(label, 9)
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-@on_devices
-@pytest.mark.parametrize("program", cases(INDEX))
+@on_places(INDEX)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from differential import as_local, cases, on_devices
+from differential import as_local, on_devices, on_places
 
 import disttensor as dt
 
@@ -110,8 +110,7 @@ torch.stft(big, 8, window=torch.hann_window(8, device=dev), return_complex=True)
 
 
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
-@on_devices
-@pytest.mark.parametrize("program", cases(MATMUL, LINALG))
+@on_places(MATMUL, LINALG)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from differential import as_local, cases, on_devices
+from differential import as_local, on_places
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -129,7 +129,6 @@ F.ctc_loss(logits[:, None].log_softmax(2), label[None, :2] % 4 + 1, label[:1] * 
 """
 
 
-@on_devices
-@pytest.mark.parametrize("program", cases(NN, LOSSES))
+@on_places(NN, LOSSES)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from differential import as_local, cases, inf, nan, on_devices
+from differential import as_local, inf, nan, on_places
 from equal import same, send
 
 from disttensor import testing
@@ -72,8 +72,7 @@ torch.mul(2j, x)
 """
 
 
-@on_devices
-@pytest.mark.parametrize("program", cases(CAST))
+@on_places(CAST)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from differential import as_local, cases, on_devices
+from differential import as_local, on_places
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -109,7 +109,6 @@ torch.sort(empty)
 """
 
 
-@on_devices
-@pytest.mark.parametrize("program", cases(REDUCE, SORT))
+@on_places(REDUCE, SORT)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)

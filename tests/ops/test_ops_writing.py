@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from differential import as_local, cases, on_devices
+from differential import as_local, on_places
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -108,7 +108,6 @@ torch._foreach_neg([x, y])
 """
 
 
-@on_devices
-@pytest.mark.parametrize("program", cases(INPLACE, OUT, FOREACH))
+@on_places(INPLACE, OUT, FOREACH)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)
