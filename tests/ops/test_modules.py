@@ -1,24 +1,32 @@
-"""Modules on nodes: moving, tied weights, state dicts, and what they compute."""
+"""Modules on nodes: moving, tied weights, state dicts, what they compute. On a mesh each rank has other values."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from differential import Tied, net
-from equal import same, send
+from equal import same
+from homes import Home
 
 import disttensor as dt
 
 pytestmark = pytest.mark.usefixtures("clean")
 
+#: Why they are about one node.
+NOT_ON_A_MESH = {
+    "test_there_and_back_keeps_ties_and_optimizers": "ranks that have trained differently are not one module here",
+    "test_module_to_moves_on": "what goes from a mesh to one node has to say whose values, by x.at(...)",
+    "test_state_dict_into_a_local_module": "ranks that differ have no one state",
+}
 
-def steps(model: torch.nn.Module, opt: torch.optim.Optimizer, where: Any) -> list[torch.Tensor]:
-    i = torch.tensor([[0, 1, 2], [3, 4, 6]]).to(where)
+TOKENS = torch.tensor([[0, 1, 2], [3, 4, 6]])
+
+
+def steps(model: torch.nn.Module, opt: torch.optim.Optimizer, i: torch.Tensor) -> list[torch.Tensor]:
     losses = []
     for _ in range(4):
         opt.zero_grad()
@@ -29,90 +37,115 @@ def steps(model: torch.nn.Module, opt: torch.optim.Optimizer, where: Any) -> lis
     return losses
 
 
-@pytest.mark.parametrize("way", ["to", "node to node", "dtype", "there and back"])
-def test_moving_keeps_ties_and_optimizers(way: str) -> None:
+def twins() -> tuple[list[Tied], list[torch.optim.Optimizer]]:
+    """Two that are alike, and their optimizers."""
     torch.default_generator.manual_seed(1)
-    local = Tied()
-    remote = copy.deepcopy(local)
-    opts = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (remote, local)]
-    where = dt.device(1, "cpu")
+    first = Tied()
+    models = [first, copy.deepcopy(first)]
+    return models, [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in models]
+
+
+@pytest.mark.parametrize("way", ["to", "by way of a node", "dtype"])
+def test_moving_keeps_ties_and_optimizers(way: str, home: Home) -> None:
+    (remote, local), opts = twins()
     parameter = remote.embed.weight
-    if way == "node to node":
+    if way == "by way of a node":
         remote.to(dt.device(0, "cpu"))
-    remote.to(where)
+    home.differ(remote.to(home.device))
     if way == "dtype":
         remote.double(), local.double()
-    if way == "there and back":
-        same(steps(remote, opts[0], where), steps(local, opts[1], "cpu"))
-        remote.to("cpu")
-        opts[0].load_state_dict(opts[0].state_dict())  # its momentum follows then, as on CUDA
-        where = "cpu"
     assert remote.out.weight is remote.embed.weight
     assert remote.embed.weight is parameter
     assert len(list(remote.parameters())) == 1
-    got, expected = steps(remote, opts[0], where), steps(local, opts[1], "cpu")
-    if way == "there and back":
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        assert type(remote.out.weight.data) is torch.Tensor
-    else:
-        assert remote.out.weight.get_node() == 1
-        same(got, expected)
-        same(remote.out.weight, local.out.weight)
+    home.same(steps(remote, opts[0], home.send(TOKENS)), steps(local, opts[1], TOKENS))
+    assert remote.out.weight.device == home.device
+    home.same(remote.out.weight, local.out.weight)
 
 
-def test_module_to_moves_everything() -> None:
-    model = net().to("node:1")
-    assert {t.get_node() for t in model.state_dict().values()} == {1}
+def test_there_and_back_keeps_ties_and_optimizers(home: Home) -> None:
+    (model, local), opts = twins()
+    parameter = model.embed.weight
+    home.differ(model.to(home.device))
+    home.same(steps(model, opts[0], home.send(TOKENS)), steps(local, opts[1], TOKENS))
+    model.to("cpu")
+    opts[0].load_state_dict(opts[0].state_dict())  # its momentum follows then, as on CUDA
+    assert model.out.weight is model.embed.weight is parameter
+    for got, expected in zip(steps(model, opts[0], TOKENS), steps(local, opts[1], TOKENS), strict=True):
+        assert torch.equal(got, expected)
+    assert type(model.out.weight.data) is torch.Tensor
+
+
+def test_module_to_moves_everything(home: Home) -> None:
+    model = home.differ(net().to(home.device))
+    assert {t.device for t in model.state_dict().values()} == {home.device}
     assert all(isinstance(p, torch.nn.Parameter) and p.is_leaf and p.requires_grad for p in model.parameters())
-    model.to("node:0")
-    assert {t.get_node() for t in model.state_dict().values()} == {0}
     model.half()
     assert {p.dtype for p in model.parameters()} == {torch.float16}
-    model.float().cpu()
+    assert {t.device for t in model.state_dict().values()} == {home.device}
+    home.same(dict(model.state_dict()), dict(net().half().state_dict()))
+
+
+def test_module_to_moves_on(home: Home) -> None:
+    model = home.differ(net().to(home.device))
+    model.to("node:0")
+    assert {t.get_node() for t in model.state_dict().values()} == {0}
+    model.cpu()
     assert all(type(t) is torch.Tensor for t in model.state_dict().values())
 
 
-def test_gradients_move_with_their_module() -> None:
+def test_gradients_move_with_their_module(home: Home) -> None:
     model = torch.nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()
     expected = model.weight.grad.clone()
-    model.to("node:1")
-    assert model.weight.grad.get_node() == 1
-    same(model.weight.grad, expected)
+    model.to(home.device)
+    assert model.weight.grad.device == home.device
+    home.same(model.weight.grad, expected)
 
 
-def test_state_dict() -> None:
-    model, twin = net().to("node:1"), net()
+def test_state_dict(home: Home) -> None:
+    model, twin = home.differ(net().to(home.device)), net()
+    with torch.no_grad():
+        for p in (*model.parameters(), *twin.parameters()):
+            p.add_(1)
+    for assign in (False, True):
+        other = net().to(home.device)
+        other.load_state_dict(model.state_dict(), assign=assign)
+        home.same(dict(other.state_dict()), dict(twin.state_dict()))
+    other.load_state_dict(net().state_dict())  # local into remote
+    home.same(dict(other.state_dict()), dict(net().state_dict()))
+    other = net().to("node:0")
+    other.load_state_dict({k: home.send(v) for k, v in twin.state_dict().items()}, assign=True)
+    home.same(dict(other.state_dict()), dict(twin.state_dict()))
+
+
+def test_state_dict_into_a_local_module(home: Home) -> None:
+    model, twin = home.differ(net().to(home.device)), net()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
-    twin.load_state_dict(model.state_dict())  # remote into local
+    twin.load_state_dict(model.state_dict())
     for key, value in model.state_dict().items():
         same(value, twin.state_dict()[key])
-    other = net().to("node:0")
-    other.load_state_dict(twin.state_dict())  # local into remote
-    same(dict(other.state_dict()), dict(twin.state_dict()))
-    other.load_state_dict({k: v.to("node:0") for k, v in model.state_dict().items()}, assign=True)
-    same(dict(other.state_dict()), dict(twin.state_dict()))
 
 
-def test_deepcopy_of_a_module() -> None:
-    model = Tied().to("node:1")
+def test_deepcopy_of_a_module(home: Home) -> None:
+    model = home.differ(Tied().to(home.device))
     twin = copy.deepcopy(model)
     assert twin.out.weight is twin.embed.weight
     assert twin.out.weight is not model.out.weight
+    home.same(twin.out.weight, home.seen(model.out.weight).cpu())
     with torch.no_grad():
         twin.out.weight.zero_()
-    assert model.out.weight.abs().sum().item() > 0
-    assert twin.out.weight.get_node() == 1
+    assert home.seen(model.out.weight).abs().sum().item() > 0
+    assert twin.out.weight.device == home.device
 
 
-def test_modules_made_on_a_node() -> None:
-    layer = torch.nn.Linear(3, 4, device="node:1")
-    assert layer.weight.get_node() == 1
-    assert layer(torch.ones(2, 3, device="node:1")).shape == (2, 4)
-    empty = torch.nn.Linear(3, 4, device="meta").to_empty(device="node:1")
-    assert empty.weight.get_node() == 1
+def test_modules_made_there(home: Home) -> None:
+    layer = torch.nn.Linear(3, 4, device=home.device)
+    assert layer.weight.device == home.device
+    assert layer(torch.ones(2, 3, device=home.device)).shape == (2, 4)
+    empty = torch.nn.Linear(3, 4, device="meta").to_empty(device=home.device)
+    assert empty.weight.device == home.device
 
 
 MODULES: dict[str, Callable[[], tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]] = {
@@ -138,18 +171,18 @@ CLOSE = {"LSTM", "GRU", "RNN"}
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules(name: str) -> None:
+def test_modules(name: str, home: Home) -> None:
     torch.default_generator.manual_seed(3)
     local, args = MODULES[name]()
-    remote = copy.deepcopy(local).to("node:1")
+    remote = home.differ(copy.deepcopy(local).to(home.device))
     outs = []
-    for model, inputs in ((remote, send(args, "node:1")), (local, args)):
+    for model, inputs in ((remote, home.send(args)), (local, args)):
         out = model(*inputs)
         first = out[0] if isinstance(out, tuple) else out
         first.square().sum().backward()
         outs.append([first, *(p.grad for p in model.parameters())])
     if name in CLOSE:
         for got, expected in zip(*outs, strict=True):
-            torch.testing.assert_close(got.cpu(), expected)
+            torch.testing.assert_close(home.seen(got).cpu(), expected)
     else:
-        same(*outs)
+        home.same(*outs)
