@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and clipping on proxies, against local PyTorch."""
+"""Optimizers, schedulers and clipping on proxies, against local PyTorch; on a mesh each rank has other values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from differential import leaves
-from equal import same, send
+from homes import HERE, Home
 
 import disttensor as dt
 from disttensor import testing
 
 pytestmark = pytest.mark.usefixtures("clean")
+
+NOT_ON_A_MESH = {"test_optimizers[LBFGS]": "it asks how large the loss is, and does what that says"}
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -38,14 +40,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def train(where: Any, make: Callable[[Any], torch.optim.Optimizer], steps: int = 10) -> Any:
+def train(where: Home, make: Callable[[Any], torch.optim.Optimizer], steps: int = 10) -> Any:
     g = torch.Generator().manual_seed(4)
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=g) / 2)
-    x, y = torch.randn(16, 5, generator=g).to(where), torch.randn(16, 2, generator=g).to(where)
-    model.to(where)
+    x, y = where.send([torch.randn(16, 5, generator=g), torch.randn(16, 2, generator=g)])
+    where.differ(model.to(where.device))
     opt = make(model.parameters())
     losses = []
 
@@ -61,22 +63,23 @@ def train(where: Any, make: Callable[[Any], torch.optim.Optimizer], steps: int =
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name: str) -> None:
-    expected = train("cpu", OPTIMIZERS[name])
-    same(train(dt.device(1, "cpu"), OPTIMIZERS[name]), expected)
+def test_optimizers(name: str, home: Home) -> None:
+    expected = train(HERE, OPTIMIZERS[name])
+    home.same(train(home, OPTIMIZERS[name]), expected)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_optimizers_on_simulated_cuda(name: str) -> None:
-    got, expected = train("node:1", OPTIMIZERS[name]), train("cpu", OPTIMIZERS[name])
+    there = Home(torch.device("node:1"), (1,))
+    got, expected = train(there, OPTIMIZERS[name]), train(HERE, OPTIMIZERS[name])
     for r, x in zip(got[1], expected[1], strict=True):
         torch.testing.assert_close(r.cpu(), x, rtol=1e-5, atol=1e-6)
 
 
-def test_schedulers_and_clipping() -> None:
+def test_schedulers_and_clipping(home: Home) -> None:
     results = []
-    for where in (dt.device(1, "cpu"), "cpu"):
-        x, w = send(leaves(), where)
+    for where in (home, HERE):
+        x, w = where.send(leaves())
         x, w = torch.nn.Parameter(x.detach()), torch.nn.Parameter(w.detach())
         opt = torch.optim.SGD([x, w], lr=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.5, total_steps=10)
@@ -89,13 +92,13 @@ def test_schedulers_and_clipping() -> None:
             opt.step()
             schedule.step()
         results.append((norms, x.detach(), w.detach(), torch.nn.utils.get_total_norm([x.grad, w.grad])))
-    same(*results)
+    home.same(*results)
 
 
-def test_parameter_groups_and_optimizer_state() -> None:
+def test_parameter_groups_and_optimizer_state(home: Home) -> None:
     results = []
-    for where in (dt.device(1, "cpu"), "cpu"):
-        x, w = (torch.nn.Parameter(t.detach()) for t in send(leaves(), where))
+    for where in (home, HERE):
+        x, w = (torch.nn.Parameter(t.detach()) for t in where.send(leaves()))
         opt = torch.optim.Adam([{"params": [x], "lr": 0.1}, {"params": [w], "weight_decay": 0.1}])
         for _ in range(3):
             (x * w).sum().backward()
@@ -108,17 +111,19 @@ def test_parameter_groups_and_optimizer_state() -> None:
         (x * w).sum().backward()
         twin.step()
         results.append((x.detach(), w.detach()))
-    same(*results)
+    home.same(*results)
 
 
-def _step_of(where: Any, make: Callable[[Any], torch.optim.Optimizer], n: int, dtype: torch.dtype) -> Callable[[], Any]:
+def _step_of(
+    where: Home, make: Callable[[Any], torch.optim.Optimizer], n: int, dtype: torch.dtype
+) -> Callable[[], Any]:
     g = torch.Generator().manual_seed(7)
-    parameters = [torch.nn.Parameter(torch.randn(3 + i, 4, generator=g).to(dtype).to(where)) for i in range(n)]
+    parameters = [torch.nn.Parameter(where.send(torch.randn(3 + i, 4, generator=g).to(dtype))) for i in range(n)]
     opt = make(parameters)
 
     def step() -> list[torch.Tensor]:
         for p in parameters:
-            p.grad = torch.randn(p.shape, generator=g).to(dtype).to(where)
+            p.grad = where.send(torch.randn(p.shape, generator=g).to(dtype))
         opt.step()
         return [p.detach() for p in parameters]
 
@@ -127,13 +132,13 @@ def _step_of(where: Any, make: Callable[[Any], torch.optim.Optimizer], n: int, d
 
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"LBFGS"}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_all_parameters_at_once_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
+def test_all_parameters_at_once_have_the_same_bits(name: str, dtype: torch.dtype, home: Home) -> None:
     """Where torch goes over all parameters at once by itself, the result is what one after another gives."""
-    steps = [_step_of(where, OPTIMIZERS[name], 4, dtype) for where in (dt.device(1, "cpu"), "cpu")]
+    steps = [_step_of(where, OPTIMIZERS[name], 4, dtype) for where in (home, HERE)]
     for _ in range(4):
         got, expected = (step() for step in steps)
         for r, x in zip(got, expected, strict=True):
-            assert torch.equal(r.cpu(), x)
+            assert torch.equal(home.seen(r).cpu(), x)
 
 
 @pytest.mark.parametrize("name", ["SGD", "momentum", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax"])

@@ -1,4 +1,7 @@
-"""Views share memory with their base, on the node as in local PyTorch, whatever is written through which of them."""
+"""Views share memory with their base, on the node as in local PyTorch, whatever is written through which of them.
+
+So on each rank of a mesh, which has other values.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from equal import same
+from homes import HERE, Home, anywhere
 
 import disttensor as dt
 
@@ -57,42 +60,39 @@ def base() -> torch.Tensor:
     return torch.arange(24.0).reshape(4, 6)
 
 
-@pytest.fixture(params=["cpu", "cuda:0"])
-def device(request: pytest.FixtureRequest, nodes: object) -> torch.device:
-    return dt.device(1, request.param)
-
-
+@anywhere
 @pytest.mark.parametrize("view", VIEWS)
-def test_write_to_view_changes_base(view: str, device: torch.device) -> None:
+def test_write_to_view_changes_base(view: str, home: Home) -> None:
     local = base()
-    remote = base().to(device)
+    remote = home.send(base())
     for x in (remote, local):
         VIEWS[view](x).mul_(3)
-    same(remote, local)
+    home.same(remote, local)
 
 
+@anywhere
 @pytest.mark.parametrize("view", VIEWS)
-def test_write_to_base_changes_view(view: str, device: torch.device) -> None:
+def test_write_to_base_changes_view(view: str, home: Home) -> None:
     local = base()
-    remote = base().to(device)
+    remote = home.send(base())
     lv, rv = VIEWS[view](local), VIEWS[view](remote)
     for x in (remote, local):
         x.add_(1)
         x[0] = 7
-    same(rv, lv)
+    home.same(rv, lv)
     for x in (rv, lv):
         x.zero_()
-    same(remote, local)
-    same(rv, lv)
+    home.same(remote, local)
+    home.same(rv, lv)
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_outlives_its_base(view: str) -> None:
-    local, remote = base(), base().to("node:1")
+def test_a_view_outlives_its_base(view: str, home: Home) -> None:
+    local, remote = base(), home.send(base())
     lv, rv = VIEWS[view](local), VIEWS[view](remote)
     del local, remote
-    junk = [torch.full((4, 6), -1.0, device="node:1") for _ in range(5)]
-    same(rv, lv)
+    junk = [torch.full((4, 6), -1.0, device=home.device) for _ in range(5)]
+    home.same(rv, lv)
     del junk
 
 
@@ -124,21 +124,23 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@anywhere
 @pytest.mark.parametrize("write", WRITES)
-def test_writes_and_watchers(write: str, device: torch.device) -> None:
+def test_writes_and_watchers(write: str, home: Home) -> None:
     """Views made before and after a write see it."""
-    local, remote = base(), base().to(device)
+    local, remote = base(), home.send(base())
     before = [(v(remote), v(local)) for v in VIEWS.values()]
     for x in (remote, local):
         WRITES[write](x)
-    same(remote, local)
+    home.same(remote, local)
     for r, x in before:
-        same(r, x)
+        home.same(r, x)
     for name, v in VIEWS.items():
-        same(v(remote), v(local), path=name)
+        home.same(v(remote), v(local), path=name)
 
 
-def test_geometry_in_place(device: torch.device) -> None:
+@anywhere
+def test_geometry_in_place(home: Home) -> None:
     """t_, unsqueeze_ and their like change the tensor's own shape; memory stays shared."""
     for change in (
         lambda x: x.t_(),
@@ -153,73 +155,77 @@ def test_geometry_in_place(device: torch.device) -> None:
         lambda x: x.set_(x.new_ones(2)),
         lambda x: x.unsqueeze_(-1),
     ):
-        local, remote = base(), base().to(device)
+        local, remote = base(), home.send(base())
         views = remote[1], local[1]
         results = [change(x) for x in (remote, local)]
         assert results[0] is remote
-        same(remote, local)
+        home.same(remote, local)
         for x in (remote, local):
             x.mul_(2)
-        same(remote, local)
-        same(*views)
-        same(remote.sum(), local.sum())
-        same(remote + 1, local + 1)
+        home.same(remote, local)
+        home.same(*views)
+        home.same(remote.sum(), local.sum())
+        home.same(remote + 1, local + 1)
 
 
-def test_resize_to_more_elements(device: torch.device) -> None:
-    remote, local = base().to(device), base()
+@anywhere
+def test_resize_to_more_elements(home: Home) -> None:
+    remote, local = home.send(base()), base()
     for x in (remote, local):
         x.resize_(5, 6)
         x[4].fill_(1)
         x.add_(1)
-    same(remote, local)
+    home.same(remote, local)
 
 
-def test_set_shares_from_then_on(device: torch.device) -> None:
+@anywhere
+def test_set_shares_from_then_on(home: Home) -> None:
     results = []
-    for where in (device, torch.device("cpu")):
-        x, y = torch.zeros(2, 3, device=where), torch.ones(4, device=where)
+    for where in (home, HERE):
+        x, y = where.send([torch.zeros(2, 3), torch.ones(4)])
         x.set_(y)
         x.add_(1)
         y[0] = 9
         results.append((x, y))
-    same(*results)
+    home.same(*results)
 
 
-def test_data_assignment(device: torch.device) -> None:
+@anywhere
+def test_data_assignment(home: Home) -> None:
     results = []
-    for where in (device, torch.device("cpu")):
-        x, y = torch.zeros(2, 3, device=where, requires_grad=True), torch.ones(4, device=where)
+    for where in (home, HERE):
+        x, y = where.send([torch.zeros(2, 3, requires_grad=True), torch.ones(4)])
         old = x.detach()
         x.data = y
         with torch.no_grad():
             x.add_(2)
         results.append((x, y, old))
-    same(*results)
+    home.same(*results)
 
 
-def test_data_assignment_moves_the_tensor() -> None:
+def test_data_assignment_moves_the_tensor(home: Home) -> None:
     x = torch.zeros(3, device="node:0")
-    x.data = torch.ones(3, device="node:1")
-    assert x.get_node() == 1
-    same(x + x, torch.full((3,), 2.0))
+    x.data = home.send(torch.ones(3))
+    assert x.device == home.device
+    home.same(x + x, torch.full((3,), 2.0))
 
 
-def test_detach_shares(device: torch.device) -> None:
-    x = torch.ones(3, device=device, requires_grad=True)
+@anywhere
+def test_detach_shares(home: Home) -> None:
+    x = home.send(torch.ones(3, requires_grad=True))
     d = x.detach()
     assert not d.requires_grad
     d.mul_(5)
-    same(x, torch.full((3,), 5.0, requires_grad=True))
+    home.same(x, torch.full((3,), 5.0, requires_grad=True))
 
 
-def test_version_counters() -> None:
-    x = torch.ones(3, device="node:1")
+def test_version_counters(home: Home) -> None:
+    x = home.send(torch.ones(3))
     view = x[1:]
     before = x._version
     view.add_(1)
     assert x._version == view._version == before + 1
-    y = torch.ones(3, device="node:1", requires_grad=True)
+    y = home.send(torch.ones(3, requires_grad=True))
     z = y * 2
     w = z**2
     z.add_(1)
@@ -227,8 +233,8 @@ def test_version_counters() -> None:
         w.sum().backward()
 
 
-def test_is_view_and_base() -> None:
-    x = torch.ones(3, 4, device="node:1")
+def test_is_view_and_base(home: Home) -> None:
+    x = home.send(torch.ones(3, 4))
     v = x[1][2:]
     assert v._is_view()
     assert v._base is x
@@ -236,19 +242,21 @@ def test_is_view_and_base() -> None:
     assert v.storage_offset() == 6
 
 
-def test_iteration_and_unpacking(device: torch.device) -> None:
-    remote, local = base().to(device), base()
+@anywhere
+def test_iteration_and_unpacking(home: Home) -> None:
+    remote, local = home.send(base()), base()
     for r, x in zip(remote, local, strict=True):
-        same(r, x)
+        home.same(r, x)
     a, b, c, d = remote
-    same([a, b, c, d], list(local))
+    home.same([a, b, c, d], list(local))
     assert len(remote) == 4
-    assert (remote[0, 0] == 0).item()
+    assert home.seen(remote[0, 0] == 0).item()
 
 
-def test_write_to_an_expanded_view_is_refused_as_locally(device: torch.device) -> None:
-    for where in (device, torch.device("cpu")):
-        x = torch.ones(3, device=where).expand(2, 3)
+@anywhere
+def test_write_to_an_expanded_view_is_refused_as_locally(home: Home) -> None:
+    for where in (home, HERE):
+        x = where.send(torch.ones(3)).expand(2, 3)
         try:
             with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
                 x.add_(1)
@@ -257,12 +265,12 @@ def test_write_to_an_expanded_view_is_refused_as_locally(device: torch.device) -
                 dt.synchronize()
 
 
-def test_a_long_chain_of_views_that_nothing_used() -> None:
+def test_a_long_chain_of_views_that_nothing_used(home: Home) -> None:
     local = x = torch.arange(3000.0)
-    remote = y = x.to("node:1")
+    remote = y = home.send(x)
     for _ in range(2500):
         x, y = x[1:], y[1:]
     y += 1
     x += 1
-    same(y, x)
-    same(remote, local)
+    home.same(y, x)
+    home.same(remote, local)
