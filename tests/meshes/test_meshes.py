@@ -181,6 +181,26 @@ def test_each_rank_trains_as_a_local_module(kind: str) -> None:
             same(got.shards()[rank], wanted, strides=False)  # type: ignore[attr-defined]
 
 
+def test_lazy_modules_get_their_shapes_and_numbers_as_here() -> None:
+    """From a first batch that differs: the same random numbers on each rank, then each its own statistics and steps."""
+    m = grid()
+    x, values = unlike(m, 3, 2, 8)
+
+    def trained(place: Any, batch: torch.Tensor) -> list[torch.Tensor]:
+        model = nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(5)).to(place)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    wanted = zip(*(trained("cpu", value) for value in values), strict=True)
+    for got, of_ranks in zip(trained(m.device, x), wanted, strict=True):
+        each(got, list(of_ranks))
+
+
 def test_data_parallel_is_one_process() -> None:
     m = mesh(dp=NODES)
     torch.manual_seed(4)
