@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -164,38 +165,48 @@ def on_places(*blocks: str, devices: Iterable[str] = DEVICES) -> pytest.MarkDeco
     )
 
 
-def as_local(program: str, name: str) -> None:
+#: Context managers in which a program is evaluated here, and there.
+Modes = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], AbstractContextManager[Any]]]
+PLAIN: Modes = (nullcontext, nullcontext)
+
+
+def as_local(program: str, name: str, strides: bool = True, modes: Modes = PLAIN) -> None:
     """Asserts that a program gives on node 1, or on each rank of a mesh, what it gives here, and leaves its operands
-    the same."""
+    the same. ``strides``: whether results have the same ones."""
     if name == "mesh":
         mesh = dt.mesh(rank=RANKS, device="cpu")
-        if not as_on_each_rank(program, mesh, range(RANKS)):
-            assert as_on_each_rank(program, mesh, [0] * RANKS)
+        if not as_on_each_rank(program, mesh, range(RANKS), strides, modes):
+            assert as_on_each_rank(program, mesh, [0] * RANKS, strides, modes)
         return
     device = dt.device(1, name)
     remote, theirs = send(inputs(program), device), inputs(program)
-    expected = evaluate(program, CPU, theirs)
-    got = evaluate(program, device, remote)
-    same(got, expected)
+    with modes[0]():
+        expected = evaluate(program, CPU, theirs)
+    with modes[1]():
+        got = evaluate(program, device, remote)
+    same(got, expected, strides)
     assert {x.device for x in tree_leaves(got) if isinstance(x, dt.DistributedTensor)} <= {device}
     for key, value in theirs.items():
         same(remote[key], value, path=key)
 
 
-def as_on_each_rank(program: str, mesh: Mesh, values: Iterable[int]) -> bool:
+def as_on_each_rank(program: str, mesh: Mesh, values: Iterable[int], strides: bool, modes: Modes) -> bool:
     """Asserts that each rank of a mesh, with operands of these ``values``, has what there is here for them; False where
     the mesh has raised RanksDiffer, because what Python learns of the operands is not the same for all."""
     theirs = [inputs(program, rank) for rank in values]
     remote = {key: from_shards(mesh, [each[key] for each in theirs]) for key in theirs[0]}
-    expected = [evaluate(program, CPU, each) for each in theirs]
+    with modes[0]():
+        expected = [evaluate(program, CPU, each) for each in theirs]
     try:
-        got = evaluate(program, mesh.device, remote)
+        with modes[1]():
+            got = evaluate(program, mesh.device, remote)
     except dt.errors.RanksDiffer:
-        learned = [Learned.of(program, inputs(program, rank)) for rank in values]
+        with modes[0]():
+            learned = [Learned.of(program, inputs(program, rank)) for rank in values]
         assert any(each != learned[0] for each in learned), "RanksDiffer where Python learns the same of all ranks"
         return False
     for rank, (result, operands_after) in enumerate(zip(expected, theirs, strict=True)):
-        same(at_rank(got, rank), result, path=f"rank {rank}: result")
+        same(at_rank(got, rank), result, strides, f"rank {rank}: result")
         same(at_rank(remote, rank), operands_after, path=f"rank {rank}: operands")
     return True
 

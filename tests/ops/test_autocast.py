@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import subprocess
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import batch, cases, evaluate, inputs, leaves, net
+from differential import as_local, batch, cases, evaluate, inputs, leaves, net, on_places
 from equal import same, send
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -71,14 +72,11 @@ def cuda() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-@pytest.mark.parametrize("program", cases(PROGRAMS, ONLY_CPU))
-def test_as_local(program: str) -> None:
+@on_places(PROGRAMS, ONLY_CPU, devices=["cpu"])
+def test_as_local(program: str, name: str) -> None:
     """Bit for bit what ``torch.autocast("cpu")`` gives."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = evaluate(program, torch.device("cpu"), inputs(program))
-    with torch.autocast("node", dtype=torch.bfloat16):
-        got = evaluate(program, dt.device(1, "cpu"), send(inputs(program), dt.device(1, "cpu")))
-    same(got, expected, strides=False)
+    here, there = (functools.partial(torch.autocast, kind, dtype=torch.bfloat16) for kind in ("cpu", "node"))
+    as_local(program, name, strides=False, modes=(here, there))
 
 
 @pytest.fixture
