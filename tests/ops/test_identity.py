@@ -1,4 +1,4 @@
-"""A tensor that goes to a node or comes back stays the object that it was, with everything that belongs to it."""
+"""A tensor that goes to a node, to a mesh, or comes back stays the object that it was, with all that belongs to it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,29 @@ from typing import Any
 import pytest
 import torch
 from equal import same
+from homes import HERE, RANKS, Home
 
 import disttensor as dt
 
 pytestmark = pytest.mark.usefixtures("clean")
 
-MOVES = [("cpu", "node:1"), ("node:1", "cpu"), ("node:0", "node:1"), ("node:1", "node:1")]
-moves = pytest.mark.parametrize(("start", "end"), MOVES)
+THERE_AND_BACK = [("cpu", "node:1"), ("node:1", "cpu"), ("cpu", "mesh"), ("mesh", "cpu")]
+MOVES = [*THERE_AND_BACK, ("node:0", "node:1"), ("node:1", "node:1"), ("node:0", "mesh"), ("mesh", "mesh")]
+moves = pytest.mark.parametrize(("start", "end"), MOVES, indirect=True)
+
+
+def place(name: str) -> str:
+    return str(dt.mesh(rank=RANKS, device="cpu").device) if name == "mesh" else name
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest, nodes: object) -> str:
+    return place(request.param)
+
+
+@pytest.fixture
+def end(request: pytest.FixtureRequest, nodes: object) -> str:
+    return place(request.param)
 
 
 def weight(device: str) -> torch.nn.Parameter:
@@ -101,7 +117,7 @@ def test_modules_move_whoever_looks_at_their_weights(start: str, end: str) -> No
     assert loss.device == torch.device(start)
 
 
-@pytest.mark.parametrize(("start", "end"), MOVES[:2])
+@pytest.mark.parametrize(("start", "end"), THERE_AND_BACK, indirect=True)
 def test_a_move_between_forward_and_backward_is_told(start: str, end: str) -> None:
     layer = torch.nn.Linear(3, 2).to(start)
     loss = layer(torch.ones(1, 3).to(start)).sum()
@@ -176,7 +192,7 @@ def test_local_data_is_torchs_own() -> None:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-def shared(device: str) -> list[Any]:
+def shared(device: torch.device | str) -> list[Any]:
     x = torch.arange(24.0).view(4, 6).to(device)
     p = torch.nn.Parameter(x[1])
     y = x[1].detach().requires_grad_()
@@ -185,9 +201,9 @@ def shared(device: str) -> list[Any]:
     return [x, x[1:3, ::2], x.detach(), y, y, p, p, x.t(), x.view(torch.int32), x[:0], torch.empty(0).to(device)]
 
 
-def test_deepcopy_keeps_what_shares_memory() -> None:
-    remote, local = copy.deepcopy(shared("node:1")), copy.deepcopy(shared("cpu"))
-    same(remote, local)
+def test_deepcopy_keeps_what_shares_memory(home: Home) -> None:
+    remote, local = copy.deepcopy(home.differ(shared(home.device))), copy.deepcopy(shared("cpu"))
+    home.same(remote, local)
     assert remote[3] is remote[4]
     assert remote[5] is remote[6]
     assert not hasattr(local[5], "note")
@@ -198,53 +214,55 @@ def test_deepcopy_keeps_what_shares_memory() -> None:
             copied[1].mul_(-1)
             copied[3].grad.zero_()
             copied[3].note[0][0] = 77
-    same(remote, local)
-    same([remote[3].grad, remote[3].note], [local[3].grad, local[3].note])
-    originals = shared("node:1")
+    home.same(remote, local)
+    home.same([remote[3].grad, remote[3].note], [local[3].grad, local[3].note])
+    originals = home.differ(shared(home.device))
     copy.deepcopy(originals)[0].zero_()
-    same(originals, shared("cpu"))
+    home.same(originals, shared("cpu"))
 
 
-def test_deepcopy_of_conjugates_and_negatives() -> None:
+def test_deepcopy_of_conjugates_and_negatives(home: Home) -> None:
     copies = []
-    for device in ("node:1", "cpu"):
-        x = (torch.arange(6.0).view(2, 3) * (1 + 2j)).to(device)
+    for where in (home, HERE):
+        x = where.send(torch.arange(6.0).view(2, 3) * (1 + 2j))
         copies.append(copy.deepcopy([x, x.conj(), x.t().conj(), x.conj().imag, x.conj()[1:]]))
         copies[-1][1].mul_(2)
-    same(*copies)
+    home.same(*copies)
     assert [x.is_conj() for x in copies[0]] == [x.is_conj() for x in copies[1]]
 
 
-def test_deepcopy_of_a_part_has_all_memory_as_locally() -> None:
+def test_deepcopy_of_a_part_has_all_memory_as_locally(home: Home) -> None:
     sizes = []
-    for device in ("node:1", "cpu"):
-        part = copy.deepcopy(torch.arange(24.0).to(device)[3:5])
-        sizes.append((part.untyped_storage().nbytes(), part.storage_offset(), part.tolist()))
+    for where in (home, HERE):
+        part = copy.deepcopy(where.send(torch.arange(24.0))[3:5])
+        sizes.append((part.untyped_storage().nbytes(), part.storage_offset(), where.seen(part).tolist()))
     assert sizes[0] == sizes[1] == (96, 3, [3.0, 4.0])
 
 
-def test_a_copy_of_a_copy_trains() -> None:
-    model = torch.nn.RNN(3, 2).to("node:1")
+def test_a_copy_of_a_copy_trains(home: Home) -> None:
+    model = home.differ(torch.nn.RNN(3, 2).to(home.device))
     twin = copy.deepcopy(copy.copy(model))
-    out = twin(torch.ones(1, 1, 3, device="node:1"))[0].sum()
+    out = twin(torch.ones(1, 1, 3, device=home.device))[0].sum()
     out.backward()
     torch.optim.SGD(twin.parameters(), 0.1).step()
     assert all(p.grad is None for p in model.parameters())
-    assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert not all(
+        torch.equal(home.seen(p), home.seen(q)) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
-def test_copy_shares() -> None:
-    for device in ("node:1", "cpu"):
-        x = torch.zeros(3, requires_grad=True, device=device)
+def test_copy_shares(home: Home) -> None:
+    for where in (home, HERE):
+        x = where.send(torch.zeros(3, requires_grad=True))
         y = copy.copy(x)
         assert y.requires_grad
         with torch.no_grad():
             y += 1
-        assert x.tolist() == [1, 1, 1]
+        assert where.seen(x).tolist() == [1, 1, 1]
 
 
-def test_a_failed_tensor_is_not_copied() -> None:
-    bad = torch.ones(3, device="node:1").gather(0, torch.tensor([7], device="node:1"))
+def test_a_failed_tensor_is_not_copied(home: Home) -> None:
+    bad = home.send(torch.ones(3)).gather(0, torch.tensor([7], device=home.device))
     with pytest.raises(RuntimeError, match="aten::gather"):
         copy.deepcopy(bad)
     with pytest.raises(RuntimeError, match="aten::gather"):
