@@ -235,6 +235,7 @@ def test_random_programs(program: list[Step]) -> None:
     check_on_a_node(program)
 
 
+@pytest.mark.timeout(600)  # a program that fails is made shorter for minutes
 @settings(ordinary, max_examples=16)
 @given(st.lists(STEPS, min_size=10, max_size=25))
 def test_random_programs_on_a_mesh(program: list[Step]) -> None:
