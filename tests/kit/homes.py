@@ -4,7 +4,7 @@ A test takes the fixture ``home``, sends there what it has here (`home.send`) an
 (`home.same`). On a mesh one of the ranks has these values and the others different ones, and that rank is compared.
 
 What can't be on a mesh is on a list of its file, ``NOT_ON_A_MESH = {"test_...": "reason"}``, or "test_...[parameters]".
-It has to fail there, with an error of disttensor's: a test that passes has to leave the list.
+It has to fail there with a RuntimeError, never by other values: a test that passes has to leave the list.
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ def _other(x: torch.Tensor, k: int) -> torch.Tensor:
     return turned * 0.75**k if x.is_floating_point() or x.is_complex() else turned
 
 
+#: Where the script is: what a test does at its home and here is written once.
 HERE = Home(torch.device("cpu"), ())
 
 
 def names(item: pytest.Item) -> list[str]:
-    """Names by which a test can be on a list: its function's, and with the parameters that are not its home."""
+    """Returns the names by which a test can be on a list: its function's, and that with parameters but its home."""
     function, _, rest = item.name.partition("[")
     others = [part for part in rest[:-1].split("-") if not part.startswith("rank ")]
     return [function, f"{function}[{'-'.join(others)}]"]
