@@ -57,7 +57,10 @@ def _dims(place: MeshPlace) -> str:
 
 def on_mesh(tensor: Any, what: str) -> MeshPlace:
     """Returns the place of a tensor on a mesh. Raises TypeError for anything else."""
-    place = tensor._place if isinstance(tensor, DistributedTensor) else None
+    inner = tensor
+    while isinstance(inner, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        inner = torch._C._functorch.get_unwrapped(inner)  # of a transform of torch.func
+    place = inner._place if isinstance(inner, DistributedTensor) else None
     if not isinstance(place, MeshPlace):
         where = "a list" if isinstance(tensor, (list, tuple)) else "the script" if place is None else str(place)
         raise TypeError(f"{what} with over= takes a tensor on a mesh, and this is one on {where}")
@@ -124,12 +127,11 @@ class _Call:
         for x in outs:
             torch.autograd.graph.increment_version(x)
 
-    def result(self, what: str, x: Any, make: Callable[[], Any]) -> Any:
+    def result(self, what: str, place: MeshPlace, make: Callable[[], Any]) -> Any:
         """Returns the result that ``make`` gives; of an asynchronous collective a Work, which makes it in the end."""
         if not self.async_op:
             return make()
-        text = f"{what} on {x._place}"
-        return CollectiveWork(session_of(x._place), self.ended, text, make)
+        return CollectiveWork(session_of(place), self.ended, f"{what} on {place}", make)
 
 
 def _hosts(place: MeshPlace, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -180,7 +182,7 @@ def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False) -> An
     call = _Call(groups(place, over, "all_reduce"), op_of(op, x.dtype), async_op=async_op)
     _check_gradient(x, call.op)
     out = _apply(_AllReduce, x, call)
-    return call.result("all_reduce", x, lambda: out)
+    return call.result("all_reduce", place, lambda: out)
 
 
 @spelled
@@ -207,7 +209,7 @@ def all_reduce_(
     written(x)
     if x.is_contiguous():
         call.issue("all_reduce", [x], [x])
-        return call.result("all_reduce_", x, lambda: x)  # type: ignore[no-any-return]
+        return call.result("all_reduce_", place, lambda: x)  # type: ignore[no-any-return]
     if async_op:
         raise ValueError(
             f"all_reduce_ with async_op takes a contiguous tensor, and this one of shape {tuple(x.shape)} has strides "
@@ -229,9 +231,12 @@ def _reduce(x: Any, call: _Call) -> DistributedTensor:
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, call: _Call) -> torch.Tensor:
-        ctx.call = call
+    def forward(x: Any, call: _Call) -> torch.Tensor:
         return _reduce(x, call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -253,7 +258,7 @@ def all_gather(x: DistributedTensor, over: str, dim: int = 0, async_op: bool = F
     call = _Call(groups(place, over, "all_gather"), async_op=async_op)
     dim = _divided("all_gather", x, dim, 1)
     parts = _apply(_Gather, x, call)
-    return call.result("all_gather", x, lambda: torch.cat(parts, dim))  # type: ignore[no-any-return]
+    return call.result("all_gather", place, lambda: torch.cat(parts, dim))  # type: ignore[no-any-return]
 
 
 @spelled
@@ -272,7 +277,7 @@ def reduce_scatter(
     _check_gradient(x, call.op)
     dim = _divided("reduce_scatter", x, dim, call.size)
     part = _apply(_Scatter, call, *_pieces(x, dim, call.size))
-    return call.result("reduce_scatter", x, lambda: part)  # type: ignore[no-any-return]
+    return call.result("reduce_scatter", place, lambda: part)  # type: ignore[no-any-return]
 
 
 @spelled
@@ -289,7 +294,7 @@ def all_to_all(
     call = _Call(groups(place, over, "all_to_all"), async_op=async_op)
     split, cat = _divided("all_to_all", x, split, call.size), _divided("all_to_all", x, cat, 1)
     parts = _apply(_Exchange, call, *_pieces(x, split, call.size))
-    return call.result("all_to_all", x, lambda: torch.cat(parts, cat))  # type: ignore[no-any-return]
+    return call.result("all_to_all", place, lambda: torch.cat(parts, cat))  # type: ignore[no-any-return]
 
 
 @spelled
@@ -304,7 +309,7 @@ def permute_ranks(x: DistributedTensor, over: str, by: int = 1, async_op: bool =
     found = groups(place, over, "permute_ranks")
     call = _Call(found, root=by % len(found[0]), async_op=async_op)
     out = _apply(_Permute, x, call)
-    return call.result("permute_ranks", x, lambda: out)  # type: ignore[no-any-return]
+    return call.result("permute_ranks", place, lambda: out)  # type: ignore[no-any-return]
 
 
 @spelled
@@ -321,18 +326,21 @@ def broadcast(x: DistributedTensor, over: str, src: int = 0, async_op: bool = Fa
         raise ValueError(f"broadcast: src={src} is not along {over!r} of {place}: it has 0 to {len(found[0]) - 1}")
     call = _Call(found, root=src, async_op=async_op)
     out = _apply(_Broadcast, x, call)
-    return call.result("broadcast", x, lambda: out)  # type: ignore[no-any-return]
+    return call.result("broadcast", place, lambda: out)  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
     """A tensor to the tensors of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, call: _Call) -> tuple[torch.Tensor, ...]:
-        ctx.groups = call.groups
+    def forward(x: Any, call: _Call) -> tuple[torch.Tensor, ...]:
         outs = [_empty(x, x.shape) for _ in range(call.size)]
         call.issue("all_gather", [_ready(x)], outs)
         return tuple(outs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.groups = inputs[1].groups
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -343,11 +351,15 @@ class _Scatter(torch.autograd.Function):
     """A tensor for each rank to the reduction of those for this one."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *pieces: Any) -> torch.Tensor:
-        ctx.groups, ctx.share = call.groups, call.size if call.op is ReduceOp.AVG else 1
+    def forward(call: _Call, *pieces: Any) -> torch.Tensor:
         out = _empty(pieces[0], pieces[0].shape)
         call.issue("reduce_scatter", list(map(_ready, pieces)), [out])
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        call: _Call = inputs[0]
+        ctx.groups, ctx.share = call.groups, call.size if call.op is ReduceOp.AVG else 1
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -359,11 +371,14 @@ class _Exchange(torch.autograd.Function):
     """A tensor for each rank to the tensors from each."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *pieces: Any) -> tuple[torch.Tensor, ...]:
-        ctx.groups = call.groups
+    def forward(call: _Call, *pieces: Any) -> tuple[torch.Tensor, ...]:
         outs = [_empty(piece, piece.shape) for piece in pieces]
         call.issue("all_to_all", list(map(_ready, pieces)), outs)
         return tuple(outs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.groups = inputs[0].groups
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -372,11 +387,14 @@ class _Exchange(torch.autograd.Function):
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, call: _Call) -> torch.Tensor:
-        ctx.call = call
+    def forward(x: Any, call: _Call) -> torch.Tensor:
         out = _empty(x, x.shape)
         call.issue("shift", [_ready(x)], [out])
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -386,11 +404,14 @@ class _Permute(torch.autograd.Function):
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, call: _Call) -> torch.Tensor:
-        ctx.call = call
+    def forward(x: Any, call: _Call) -> torch.Tensor:
         out: torch.Tensor = x.detach().clone(memory_format=torch.contiguous_format)
         call.issue("broadcast", [out], [out])
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -403,13 +424,16 @@ class _Only(torch.autograd.Function):
     """The tensor as it is on some ranks, and zero on the others."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, ranks: tuple[int, ...]) -> torch.Tensor:
-        ctx.ranks = ranks
+    def forward(x: Any, ranks: tuple[int, ...]) -> torch.Tensor:
         kept = torch.zeros_like(x)
         for rank in ranks:
             member = x._place.members[rank]
             seen_at.alias(kept, member).copy_(seen_at.alias(x, member))
         return kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.ranks = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

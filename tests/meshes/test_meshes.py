@@ -490,6 +490,20 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
+@pytest.mark.parametrize("name", [name for name in WAYS if "at" not in name.split() and name != "a copy"])
+def test_collectives_in_transforms_of_torch_func(name: str) -> None:
+    x, _ = unlike(grid(), 2, 2, dtype=torch.float64)
+
+    def function(v: Any) -> Any:
+        return (WAYS[name](v**2) ** 2).sum()
+
+    v = x.detach().requires_grad_()
+    (wanted,) = torch.autograd.grad(function(v), v)
+    each(torch.func.grad(function)(x), [shard.cpu() for shard in wanted.shards()])
+    with pytest.raises(TypeError, match="takes a tensor on a mesh, and this is one on the script"):
+        torch.func.grad(function)(torch.ones(2, 2))
+
+
 def test_a_copy_to_another_mesh_goes_by_names() -> None:
     m = grid()
     x, values = unlike(m, 3)
