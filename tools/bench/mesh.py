@@ -12,7 +12,8 @@ step         a training step of MLP 4x64, batch 32, without collectives; the col
 replay       that step with its collectives from a graph, over the same of one node without them
 wire         commands and bytes of that step to each node
 fan-out      the time from the first node that has a command to the last, over that of bare pipes to as many processes
-busy         the part of the time that nodes spend in the one command of 20 that sleeps for 5 ms: eagerly, replayed
+busy         the part of the time that nodes work, by their clocks, in steps of 20 commands of which one sleeps for 5
+             ms: eagerly, replayed; and the part that they sleep
 start        the seconds until all nodes are there, over those of `import torch` in one process
 """
 
@@ -32,6 +33,7 @@ import torch.nn as nn
 
 import disttensor as dt
 from disttensor import testing
+from disttensor.session import current
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--nodes", type=int, nargs="+", default=[4, 16])
@@ -150,22 +152,29 @@ def fan_out(mesh: dt.meshes.Mesh) -> None:
             x.mul_(0.999)
 
     steps = 20
+    members = current.session().nodes
 
-    def share(call: Callable[[], None]) -> float:
+    def share(call: Callable[[], None]) -> tuple[float, float]:
         call()
         dt.synchronize()
+        before = [node.busy for node in members]
         bench.now(at)
         for _ in range(steps):
             call()
-        begun = [shard.clone() for shard in at.shards()]  # type: ignore[attr-defined]
+        begun = at.clone()
         bench.now(at)
-        passed = [end - float(begin) for begin, end in zip(begun, times(), strict=True)]
-        return steps * 0.005 / statistics.median(passed)
+        dt.synchronize()
+        worked = [node.busy - was for node, was in zip(members, before, strict=True)]
+        starts = [float(work.result()) for work in [dt.fetch(shard) for shard in begun.shards()]]  # type: ignore[attr-defined]
+        passed = [end - begin for begin, end in zip(starts, times(), strict=True)]
+        median = statistics.median(passed)
+        return statistics.median(w / p for w, p in zip(worked, passed, strict=True)), steps * 0.005 / median
 
-    eager = share(step)
+    (busy, nap) = share(step)
     with dt.graph(g := dt.Graph()):
         step()
-    print(f"{nodes} nodes: busy         {eager:.0%} eagerly, {share(g.replay):.0%} replayed")
+    (again, slept) = share(g.replay)
+    print(f"{nodes} nodes: busy         {busy:.0%} eagerly, {again:.0%} replayed; asleep {nap:.0%}, {slept:.0%}")
 
 
 def measure(nodes: int) -> None:
