@@ -308,4 +308,5 @@ def test_a_cut_leaves_the_other_ends_alone():
             accepted.sendall(b"sent")
             assert cut(set(), {where}) == 1
             accepted.send(b"x")
-            assert dialled.recv(9) == b"sent"
+            assert dialled.recv(9) == b"sentx"
+            assert dialled.recv(9) == b""

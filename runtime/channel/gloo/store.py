@@ -64,10 +64,12 @@ def addresses_in(blobs: Sequence[bytes], hosts: Sequence[str]) -> set[tuple[str,
 
 
 def cut(ours: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> int:
-    """Shuts down the connections that came to this group's listeners or go to theirs; returns their number.
+    """Ends the connections that came to this group's listeners or go to theirs; returns their number.
 
     Not the other ends of these, which may be in this process: data on its way to them is to arrive. Gloo cannot be told
-    to give up what it waits for (its abort does nothing), but it does when a connection ends.
+    to give up what it waits for (its abort does nothing), but it does when it reads that a connection has ended, and
+    then closes it. Only its reads: where a write fails first, gloo forgets who waits for that write, until the time
+    limit (6 of 100 loops of small all_reduces, and none of 240 when reads end).
     """
     count = 0
     for name in os.listdir("/proc/self/fd"):
@@ -83,6 +85,6 @@ def cut(ours: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> int:
             with sock:
                 here, there = sock.getsockname()[:2], sock.getpeername()[:2]  # a listener has no peer, and stays
                 if here in ours or there in theirs:
-                    sock.shutdown(socket.SHUT_RDWR)
+                    sock.shutdown(socket.SHUT_RD)
                     count += 1
     return count
