@@ -308,15 +308,7 @@ class MeshPlace(Place):
 
     def where(self, index: int) -> str:
         """Returns the coordinates of a member, as in "dp=3, tp=0"."""
-        return ", ".join(f"{name}={at}" for name, at in self.coordinates(index).items())
-
-    def coordinates(self, index: int) -> dict[str, int]:
-        """Returns the coordinates of a member, by dim."""
-        found, left = {}, prod(self.dims.values())
-        for name, size in self.dims.items():
-            left //= size
-            found[name], index = divmod(index, left)
-        return found
+        return where(self.dims, index)
 
     def _gone(self, rank: int) -> str:
         """Says which of the tensors' shards are gone with a node."""
@@ -328,6 +320,16 @@ class MeshPlace(Place):
             if op not in member.home.permitted:
                 member._permit(op, site)
         self.home.permitted.add(op)
+
+
+def where(dims: Mapping[str, int], index: int) -> str:
+    """Returns the coordinates of a member of a grid with these dims, as in "dp=3, tp=0"."""
+    found, left = [], prod(dims.values())
+    for name, size in dims.items():
+        left //= size
+        at, index = divmod(index, left)
+        found.append(f"{name}={at}")
+    return ", ".join(found)
 
 
 def signed(seed: int) -> int:

@@ -15,13 +15,13 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ..collectives.groups import Group, new_group
 from ..dispatch.call_site import here
 from ..dispatch.copies import move, upload
 from ..dispatch.first_call import layout_of
 from ..dispatch.lazy_views import materialise
 from ..errors.argument_checks import spelled
 from ..errors.missing import REMEDY, advised, culprit
+from ..meshes.mesh import Mesh
 from ..proxy.meta import Handle, meta_told, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.failures import in_short
@@ -30,14 +30,15 @@ from ..runtime.node.user_functions import MAX_PICKLE, decode_result, key_of
 from ..runtime.process.signals import uninterrupted
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.errors import DisttensorError, PeerFailed
+from ..runtime.protocol.errors import DisttensorError, NodeLost, PeerFailed
 from ..session import current
 from ..session.current import session_of
 from ..session.node_context import current_node
-from ..session.places import Place, one_session
+from ..session.places import MeshPlace, Place, one_session
 from ..session.session import Session
 from .process_groups import worlds_of
 from .reloaded_modules import Modules
+from .targets import Targets
 
 _serial = count()
 
@@ -48,8 +49,8 @@ PIECE = 512 << 10
 def run(
     fn: Callable[..., Any],
     *args: Any,
-    node: int | str | torch.device | Iterable[int] | None = None,
-    nodes: Iterable[int] | None = None,
+    node: int | str | torch.device | Iterable[int] | Mesh | None = None,
+    nodes: Iterable[int] | Mesh | None = None,
     **kwargs: Any,
 ) -> Any:
     """Runs ``fn(*args, **kwargs)`` on a node (the current one by default), waits for it, and returns its result.
@@ -59,26 +60,36 @@ def run(
         >>> dt.run(center, torch.arange(4.0, device="node:0"), node=1)
         (tensor([-1.5000, -0.5000,  0.5000,  1.5000], device='node:1'), 4)
 
+    On a mesh each node gets its own part of a tensor that is there:
+
+        >>> mesh = dt.mesh(dp=2)
+        >>> dt.run(center, dt.shard(torch.arange(4.0), mesh, dp=0), nodes=mesh)
+        [(tensor([-0.5000,  0.5000], device='node:0'), 2), (tensor([-0.5000,  0.5000], device='node:1'), 2)]
+
     Args:
         fn: any function. It goes to the node with cloudpickle, once; pickled it has at most 64 MiB.
         *args, **kwargs: its arguments, at most 64 MiB when pickled, without their tensors. Tensors among them (at any
-            depth, of any shape and dtype) arrive as ordinary local tensors: those of that node as they are, others are
-            sent first. An argument ``dt.tasks.Each(values)`` is another value for each of several nodes.
-        node: a number or a text such as "node:1". Or several, such as a ``Group``: the function runs on all of them at
-            once, and the results come in a list, in their order.
-        nodes: several nodes on which torch.distributed is initialized first: the first one is rank 0 of the default
-            process group, by gloo (NCCL for CUDA tensors, where each node has a GPU of its own). The process group
-            stays for the next call with the same nodes. A rank that fails ends the others' waiting for it
-            (docs/PROCESS_GROUPS.md). The results come in a list.
+            depth, of any shape and dtype) arrive as ordinary local tensors: those of that node as they are, of a
+            mesh's tensor the node's own shard, and others are sent first. An argument ``dt.tasks.Each(values)`` is
+            another value for each of several nodes.
+        node: a number or a text such as "node:1". Or several, such as a ``Group`` or a ``Mesh``: the function runs on
+            all of them at once, and the results come in a list, in their order.
+        nodes: several nodes, or a mesh, on which torch.distributed is initialized first: the first one is rank 0 of the
+            default process group, by gloo (NCCL for CUDA tensors, where each node has a GPU of its own). The process
+            group stays for the next call with the same nodes. A rank that fails ends the others' waiting for it
+            (docs/PROCESS_GROUPS.md). The results come in a list. On a mesh ``dt.tasks.device_mesh()`` in the function
+            is torch's DeviceMesh, with a process group for each dim.
 
-    Tensors in the result come back as proxies, without a transfer; everything else must be plain data (None, numbers,
-    text, bytes, lists, tuples, sets, dicts of it).
+    Tensors in the result come back as proxies, without a transfer (``dt.meshes.from_shards(mesh, results)`` makes those
+    of a mesh's nodes one tensor); everything else must be plain data (None, numbers, text, bytes, lists, tuples, sets,
+    dicts of it).
 
     Raises the error that the function raised, with the node's traceback as a note; TypeError for other results, and for
     a function or arguments that can't be pickled; ValueError for what exceeds 64 MiB, and for nodes that do not exist;
     GraphError while a graph is recorded; NodeLost; CancelledError where ``interrupt`` has ended the function. With
-    several nodes all have ended then, and further errors are in notes. With ``nodes`` also ValueError where gloo must
-    not be used between their hosts, and DisttensorError where nodes are threads (launcher="inproc").
+    several nodes all have ended then, and further errors are in notes; on a mesh with the nodes' coordinates.
+    DisttensorError for a mesh that is closed. With ``nodes`` also ValueError where gloo must not be used between their
+    hosts, and DisttensorError where nodes are threads (launcher="inproc").
 
     Ctrl-C ends the waiting, and the function by a KeyboardInterrupt on its node, which stays usable. It does not
     interrupt what a C library does, nor, on a node that has streams, what waits in the kernel (``time.sleep``), nor
@@ -92,13 +103,19 @@ def run(
             raise TypeError("run takes node= or nodes=, not both")
         if isinstance(nodes, (int, str, torch.device)):
             raise TypeError(
-                f"run(nodes=) takes a list of nodes, such as [0, 1], that form a process group of torch.distributed; "
-                f"on one node it is node={nodes!r}"
+                f"run(nodes=) takes a mesh, or a list of nodes such as [0, 1], that form a process group of "
+                f"torch.distributed; on one node it is node={nodes!r}"
             )
-        return _run_on_all(session, new_group(nodes), fn, args, kwargs, site, as_ranks=True)
-    if isinstance(node, Iterable) and not isinstance(node, str):
-        return _run_on_all(session, new_group(node), fn, args, kwargs, site)
-    call = _Call(session, session.places.at(current_node() if node is None else node), fn, args, kwargs, site)
+        return _run_on_all(session, Targets(session, nodes), fn, args, kwargs, site, as_ranks=True)
+    if isinstance(node, Mesh) or (isinstance(node, Iterable) and not isinstance(node, str)):
+        return _run_on_all(session, Targets(session, node), fn, args, kwargs, site)
+    place = session.places.at(current_node() if node is None else node)
+    if isinstance(place, MeshPlace):
+        raise TypeError(
+            f"run(node={node!r}): that is {place}; node=mesh runs the function on each of its nodes, and nodes=mesh as "
+            "ranks of torch.distributed"
+        )
+    call = _Call(session, place, fn, args, kwargs, site)
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
     except ModuleNotFoundError as error:
@@ -156,7 +173,7 @@ def _name(fn: Any) -> str:
 
 
 class Each:
-    """An argument of ``run`` on several nodes that is ``values[i]`` on the i-th of them.
+    """An argument of ``run`` on several nodes, or on a mesh, that is ``values[i]`` on the i-th of them.
 
     ``run`` raises ValueError unless there is one value per node.
 
@@ -170,7 +187,7 @@ class Each:
 
 def _run_on_all(
     session: Session,
-    nodes: Group,
+    targets: Targets,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -178,8 +195,8 @@ def _run_on_all(
     as_ranks: bool = False,
 ) -> list[Any]:
     for each in (*args, *kwargs.values()):
-        if isinstance(each, Each) and len(each.values) != len(nodes):
-            raise ValueError(f"Each has {len(each.values)} values for the {len(nodes)} nodes of {nodes}")
+        if isinstance(each, Each) and len(each.values) != len(targets):
+            raise ValueError(f"Each has {len(each.values)} values for the {len(targets)} nodes of {targets.given}")
     waits("a function")
     link, calls, requests, results = session.link, [], [], []
     failed: list[Exception] = []
@@ -187,11 +204,11 @@ def _run_on_all(
     world: c.World | None = None
     kept = False  #: all nodes still have the world
     try:
-        for i, node in enumerate(nodes):
+        for i, place in enumerate(targets.places):
             mine = [x.values[i] if isinstance(x, Each) else x for x in args]
             named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
-            calls.append(_Call(session, session.places.at(node), fn, mine, named, site))
-        with worlds.turn(session, nodes.nodes, site) if as_ranks else contextlib.nullcontext() as world:
+            calls.append(_Call(session, place, fn, mine, named, site))
+        with worlds.turn(session, targets, site) if as_ranks else contextlib.nullcontext() as world:
             commands = []
             for call in calls:
                 requests.append(link.request(call.place.node, c.Result))
@@ -206,8 +223,11 @@ def _run_on_all(
                 results.append(call.result(reply))
                 stays = stays and reply.kept
             except Exception as error:
-                failed.append(advised(error, session.bundle))
+                failed.append(targets.located(advised(error, session.bundle), call.place.node))
         kept = stays and not failed
+    except NodeLost as error:  # before any of them has begun
+        targets.located(error, error.rank)
+        raise
     finally:
         for call in calls:
             call.end()
@@ -269,7 +289,8 @@ class _Call:
         """Returns the function's result, with tensors as proxies."""
         # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
         simulated = self.place.hello.simulated
-        beside = next((t._place for t in self._keep), self.place) if simulated else self.place
+        named = [p for t in self._keep for p in t._place.members if p.node == self.place.node] if simulated else []
+        beside = next(iter(named), self.place)
         tensors = [_adopted(g, beside) for g in reply.tensors]
         if tensors:
             self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)

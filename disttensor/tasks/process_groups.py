@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
+from msgspec.structs import replace
+from torch.distributed.device_mesh import DeviceMesh
+
 from ..runtime.master.failures import Site
+from ..runtime.node.process_groups import seen
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
 from ..session.session import Session
+from .targets import Targets
 
 #: The data channel whose connections are the ranks' rendezvous; gloo's own connections carry their messages.
 _CHANNEL = "gloo"
@@ -25,9 +30,9 @@ class Worlds:
         self._lock = threading.Lock()
 
     @contextmanager
-    def turn(self, session: Session, nodes: tuple[int, ...], site: Site | None) -> Iterator[c.World]:
+    def turn(self, session: Session, targets: Targets, site: Site | None) -> Iterator[c.World]:
         """Yields the process group of these nodes, in the order of its ranks: that of the last call, if it still
-        exists.
+        exists, whatever the dims by which it is a mesh now.
 
         The caller issues the group's commands inside of the block, so groups that overlap take turns in one order on
         all of their nodes. A node that came back to a group that another one has replaced there would wait for ranks
@@ -42,17 +47,47 @@ class Worlds:
             )
         channel = session.router.open(_CHANNEL, site)
         with self._lock:
+            nodes = targets.nodes
             world = self._of.get(nodes[0])
             if world is None or world.ranks != nodes or any(self._of.get(node) is not world for node in nodes):
                 world = c.World(next(self._numbers), nodes, channel, _backend(session, nodes))
                 self._of.update(dict.fromkeys(nodes, world))
-            yield world
+            yield replace(world, mesh=targets.mesh)
 
     def end(self, world: c.World) -> None:
         """Has a process group not be used again, as it may be gone on some of its nodes."""
         with self._lock:
-            for node in [node for node, its in self._of.items() if its is world]:
+            for node in [node for node, its in self._of.items() if its.number == world.number]:
                 del self._of[node]
+
+
+def device_mesh() -> DeviceMesh:
+    """Returns torch's DeviceMesh of the mesh on which a function runs; for functions of ``dt.run(..., nodes=mesh)``.
+
+        >>> def total(x):
+        ...     dist.all_reduce(x, group=dt.tasks.device_mesh().get_group("dp"))
+        ...     return x
+        >>> mesh = dt.mesh(dp=2, tp=2)
+        >>> x = dt.meshes.from_shards(mesh, list(torch.tensor([1., 10., 100., 1000.])))
+        >>> dt.run(total, x, nodes=mesh)
+        [tensor(101., device='node:0'), tensor(1010., device='node:1'), tensor(101., device='node:2'),
+         tensor(1010., device='node:3')]
+
+    It has the dims of the mesh that was given, by their names: ``device_mesh()["dp"]``, ``.get_group("tp")``,
+    ``.get_local_rank("dp")``; its ranks are those of the default process group. ``DTensor``, ``fully_shard(mesh=...)``
+    and ``DistributedDataParallel(process_group=...)`` take it. All ranks have made its groups before the function
+    begins: so this does not wait, and need not be called on all of them. It is the same object in the next call with
+    the same mesh, as long as the process group stays.
+
+    Raises DisttensorError outside of such a function.
+    """
+    found = seen()
+    if found is None:
+        raise DisttensorError(
+            "device_mesh() is for functions that run on the nodes of a mesh: mesh = dt.mesh(dp=2, tp=2); "
+            "dt.run(function, nodes=mesh)"
+        )
+    return found
 
 
 def worlds_of(session: Session) -> Worlds:

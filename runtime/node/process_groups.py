@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..channel.counted import CountedChannel
 from ..channel.gloo.channel import GlooChannel
 from ..channel.gloo.store import MailboxStore, addresses_in, cut
 from ..channel.opened import Channels
 from ..host.interfaces import interfaces
+from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import BrokenError, DisttensorError, PeerFailed
 from .user_functions import Job, Tensors
@@ -36,11 +38,21 @@ _CONNECT, _LIMIT = timedelta(seconds=15), timedelta(minutes=30)
 _NEWS = 5.0
 #: Seconds for a function to see by itself that another rank has ended, before its connections are cut.
 _PATIENCE = 5.0
+#: torch's numbers of groups along dims are counted from here.
+_OURS = 1_000_000
 #: Texts of errors that another rank may have caused.
 _OF_OTHERS = re.compile(r"gloo|nccl|connection|socket|c10d|process ?group|timed out|timeout", re.IGNORECASE)
 
 #: Environment variables of torch's, without which NCCL's watchdog would end this process where a peer is gone.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+#: The mesh that the function which runs now sees its ranks as. Not of a thread, as torch's groups are none of a thread.
+_seen: DeviceMesh | None = None
+
+
+def seen() -> DeviceMesh | None:
+    """Returns the mesh that the function which runs now sees its ranks as; None where it runs on no mesh."""
+    return _seen
 
 
 class ProcessGroups:
@@ -55,21 +67,26 @@ class ProcessGroups:
         self._gone: set[int] = set()  #: numbers of the groups that this rank has given up
 
     def within(self, told: c.World, job: Job) -> Job:
-        """Returns a job that runs ``job`` as a rank of the process group ``told``."""
+        """Returns a job that runs ``job`` as a rank of the process group ``told``. Raises what ``_channel`` does."""
+        self._channel(told)
         return partial(self._run, told, job)
 
     def has(self, told: c.World) -> bool:
-        """Returns whether the process group still exists: a function may destroy it."""
-        return self._now is not None and self._now.told.number == told.number and dist.is_initialized()
+        """Returns whether the process group still exists: a function may destroy it, or one of a dim."""
+        return self._now is not None and self._now.told.number == told.number and self._now.whole()
 
     def give_up(self, told: c.World) -> None:
         """Withdraws this rank, which does not take part, or no longer does: the others need not wait for it."""
         if told.number in self._gone:
             return
+        try:
+            channel = self._channel(told)
+        except DisttensorError:  # that is why it does not take part, and nobody can wait for it
+            return
         self._gone.add(told.number)
         if self._now is None or self._now.told.number != told.number:
             self.close()
-            self._now = _Group(told, self._rank, self._channels)
+            self._now = _Group(told, self._rank, channel)
         self._now.give_up()
         self.close()
 
@@ -79,16 +96,27 @@ class ProcessGroups:
         if group is not None:
             group.end()
 
+    def _channel(self, told: c.World) -> GlooChannel:
+        """Returns the channel of a process group. Raises ProtocolError for one that this node can't be in,
+        DisttensorError where the channel is not gloo."""
+        codec.check_world(told, self._rank)
+        channel = self._channels.collective.get(told.channel)
+        found = channel.inner if isinstance(channel, CountedChannel) else channel
+        if not isinstance(found, GlooChannel):
+            name = "one that is not open" if found is None else repr(found.name)
+            raise DisttensorError(f"process groups need the data channel 'gloo', not {name}")
+        return found
+
     def _run(self, told: c.World, job: Job, tensors: Tensors) -> Any:
         try:
             if told.number in self._gone:  # another thread of the master has queued it in time
                 raise PeerFailed("the process group broke off in the call before this one")
             if not self.has(told):
                 self.close()
-                self._now = _Group(told, self._rank, self._channels)
+                self._now = _Group(told, self._rank, self._channel(told))
                 self._now.begin()
             assert self._now is not None
-            with self._now.using():
+            with self._now.using(told.mesh):
                 return job(tensors)
         except Exception as error:
             other = self._now.blamed(error) if self._now is not None else None
@@ -101,16 +129,16 @@ class ProcessGroups:
 class _Group:
     """torch's default process group, for one world, from its beginning to its end."""
 
-    def __init__(self, told: c.World, rank: int, channels: Channels) -> None:
-        channel = channels.collective[told.channel]
-        found = channel.inner if isinstance(channel, CountedChannel) else channel
-        if not isinstance(found, GlooChannel):
-            raise DisttensorError(f"process groups need the data channel 'gloo', not {found.name!r}")
-        self.told, self._channel = told, found
+    def __init__(self, told: c.World, rank: int, channel: GlooChannel) -> None:
+        self.told, self._channel = told, channel
         self._me = told.ranks.index(rank)
         self._name = f"process group {told.number}"
-        self._tell = found.teller(told.ranks)
-        self._store = MailboxStore(self._name, found.mailbox, self._tell, self._over)
+        self._tell = channel.teller(told.ranks)
+        self._store = MailboxStore(self._name, channel.mailbox, self._tell, self._over)
+        #: the groups that this rank is in, the whole one and those along dims of meshes, by their ranks
+        self._along: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made = 0  #: groups along dims, those of other ranks too
+        self._meshes: dict[c.Mesh, DeviceMesh] = {}
         self._idle = threading.Event()  #: set while no function runs in the group
         self._ended = False
         self._watcher = threading.Thread(target=self._watch, name="disttensor-process-group", daemon=True)
@@ -134,19 +162,63 @@ class _Group:
         finally:
             sys.excepthook = hook  # each time torch puts another one around it
         dist.distributed_c10d._set_pg_timeout(_LIMIT)
+        self._along[tuple(range(size))] = dist.distributed_c10d._get_default_group()
         dist.barrier()  # a rank that ends while others connect would keep them until their time limit
         self._watcher.start()
 
     @contextmanager
-    def using(self) -> Iterator[None]:
-        """Surrounds a function's run in the group. Raises the error of ``_over``."""
+    def using(self, mesh: c.Mesh | None) -> Iterator[None]:
+        """Surrounds a function's run in the group, which sees its ranks as a mesh. Raises the error of ``_over``, and
+        torch's errors."""
+        global _seen
         self._idle.clear()
         try:
             if (over := self._over()) is not None:
                 raise over
+            _seen = None if mesh is None else self._seen_as(mesh)
             yield
         finally:
+            _seen = None
             self._idle.set()
+
+    def whole(self) -> bool:
+        """Returns whether torch still has the group, and those along dims of meshes."""
+        there = dist.distributed_c10d._world.pg_map
+        return bool(self._along) and all(group in there for group in self._along.values())
+
+    def _seen_as(self, mesh: c.Mesh) -> DeviceMesh:
+        """Returns the ranks as torch's DeviceMesh. All ranks call this in one order, before a function that may not
+        call ``device_mesh``, or may fail, on some of them."""
+        if mesh not in self._meshes:
+            ranks = torch.arange(len(self.told.ranks)).reshape(mesh.sizes)
+            dims = [ranks.movedim(i, -1).reshape(-1, size).tolist() for i, size in enumerate(mesh.sizes)]
+            if any(self._mine(lines) not in self._along for lines in dims):
+                dist.barrier()  # none has failed: who connects to a rank that never comes waits until the time limit
+                for lines in dims:
+                    self._make(lines)
+                dist.barrier()  # as in ``begin``
+            groups = [self._along[self._mine(lines)] for lines in dims]
+            self._meshes[mesh] = DeviceMesh.from_group(groups, mesh.device, ranks, mesh_dim_names=mesh.names)
+        return self._meshes[mesh]
+
+    def _mine(self, lines: list[list[int]]) -> tuple[int, ...]:
+        """Returns the one of the lines of ranks along a dim that this rank is in."""
+        return next(tuple(line) for line in lines if self._me in line)
+
+    def _make(self, lines: list[list[int]]) -> None:
+        """Makes the groups along a dim, as all ranks do now, unless they have made them before."""
+        mine, torchs = self._mine(lines), dist.distributed_c10d._world
+        if mine in self._along:
+            return
+        counted = torchs.group_count  # for names, and functions may have made groups on some of the ranks
+        torchs.group_count = _OURS + self._made
+        try:
+            made = [dist.new_group(line, timeout=_CONNECT) for line in lines]
+        finally:
+            torchs.group_count = counted
+        self._made += len(lines)
+        self._along[mine] = made[lines.index(list(mine))]
+        dist.distributed_c10d._set_pg_timeout(_LIMIT, self._along[mine])
 
     def blamed(self, error: Exception) -> PeerFailed | None:
         """Returns the error of another rank's end, if that may have caused ``error``; waits for news of it."""
@@ -191,8 +263,8 @@ class _Group:
     def _watch(self) -> None:
         """Waits for the first rank's end, and then cuts the connections here.
 
-        Another rank may wait for one whose function has returned. While a function runs, gloo sees the others' ends by
-        itself, and may hang if its own connections are cut; but better then than not at all.
+        Another rank may wait for one whose function has returned. While a function runs, gloo sees the ends of those
+        that it waits for by itself; it waits for others in a group that has lost nobody.
         """
 
         def over() -> BrokenError | None:

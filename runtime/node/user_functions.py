@@ -88,7 +88,8 @@ class Functions:
     def claim(self, command: c.Run) -> Job:
         """Takes the pieces that have arrived for ``command``; returns the job that runs it, in any thread.
 
-        Raises ProtocolError where they have not all arrived, DisttensorError where no functions are run.
+        Raises ProtocolError where they have not all arrived, or for a process group that can't be; DisttensorError
+        where no functions are run.
         """
         # both are taken whatever happens: nobody else would take them
         code, arguments = self._whole.pop(command.function, b""), self._whole.pop(command.arguments, b"")

@@ -5,6 +5,7 @@ Everything that arrives is decoded into the types of commands.py or refused with
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -23,6 +24,8 @@ MAX_MESSAGE = 1 << 20
 
 #: The most CUDA devices of a node, and characters of a host's name (as in DNS) and of a data channel's address.
 MAX_DEVICES, MAX_HOST, MAX_ADDRESS = 64, 255, 4096
+#: The most dims of a mesh.
+MAX_DIMS = 64
 #: The bytes of a tensor's hash.
 DIGEST = 16
 #: The most characters of a reason why something can't be used.
@@ -259,6 +262,24 @@ _CHECKS: dict[type[c.Reply], Callable[[Any], None]] = {
     c.RngState: _check_state,
     c.Digested: _check_digest,
 }
+
+
+def check_world(world: c.World, rank: int) -> None:
+    """Refuses a process group that a node is not in, or whose ranks don't form its mesh. Raises ProtocolError."""
+    ranks, mesh = world.ranks, world.mesh
+    if rank not in ranks or len(set(ranks)) < len(ranks):
+        raise ProtocolError(f"a process group of the nodes {ranks!s:.200}, each once, can't have node {rank} as a rank")
+    if mesh is None:
+        return
+    if not 0 < len(mesh.names) == len(mesh.sizes) <= MAX_DIMS or len(set(mesh.names)) < len(mesh.names):
+        raise ProtocolError(
+            f"a mesh has 1 to {MAX_DIMS} dims with names of their own, not {len(mesh.sizes)} with the names "
+            f"{mesh.names!s:.200}"
+        )
+    if min(mesh.sizes) < 1 or math.prod(mesh.sizes) != len(ranks):
+        raise ProtocolError(f"a mesh of the sizes {mesh.sizes!s:.200} does not have {len(ranks)} ranks")
+    if mesh.device not in ("cpu", "cuda"):
+        raise ProtocolError(f"a mesh is on 'cpu' or 'cuda', not on {mesh.device!r:.40}")
 
 
 def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = 1 << 46) -> None:

@@ -97,6 +97,14 @@ class Piece(Message, frozen=True, tag=17):
     last: bool
 
 
+class Mesh(Message, frozen=True):
+    """The dims by which nodes are a mesh, which they are row by row."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    device: str  #: torch's type of the device that tensors of the mesh are on: "cpu" or "cuda"
+
+
 class World(Message, frozen=True):
     """Nodes with a process group of torch.distributed's, in the order of its ranks."""
 
@@ -104,6 +112,7 @@ class World(Message, frozen=True):
     ranks: tuple[int, ...]
     channel: int  #: the number of the data channel by which they find each other
     backend: str  #: torch's name of the process group's backend
+    mesh: Mesh | None = None  #: the mesh that the function sees its ranks as
 
 
 class Run(Message, frozen=True, tag=18):

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from checkout import ROOT
 from limits import HANG
 
 PAGE = (ROOT / "docs" / "PROCESS_GROUPS.md").read_text()
-FUNCTION, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+*FUNCTIONS, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PRINTED = re.findall(r"^prints\n\n((?:    .*\n)+)", PAGE, re.MULTILINE)
 COMMANDS = re.findall(r"^    \$ (.*)\n((?:    (?!\$).*\n)+)", PAGE, re.MULTILINE)
 
 
@@ -33,10 +35,10 @@ def shown(number: int) -> str:
     return re.sub("^    ", "", COMMANDS[number][1], flags=re.MULTILINE)
 
 
-def test_a_function(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = script(FUNCTION)
-    printed = re.findall(r"^prints\n\n    (.*)\n", PAGE, re.MULTILINE)[0]
-    assert done.stdout == f"{printed}\n", done.stderr
+@pytest.mark.parametrize(("program", "printed"), list(zip(FUNCTIONS, PRINTED, strict=True)), ids=["list", "mesh"])
+def test_a_function(script: Callable[..., subprocess.CompletedProcess[str]], program: str, printed: str) -> None:
+    done = script(program)
+    assert done.stdout == re.sub("^    ", "", printed, flags=re.MULTILINE), done.stderr
 
 
 def test_a_script(tmp_path: Path) -> None:

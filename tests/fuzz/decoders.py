@@ -145,7 +145,7 @@ _REPORTS = [
     )
 ]  # fmt: skip
 
-
+_MESH = c.Mesh(("dp", "tp"), (1, 2), "cpu")
 _BATCHES = [
     c.Batch(0, commands)
     for commands in (
@@ -154,7 +154,7 @@ _BATCHES = [
         (c.Recv(2, 5, -1, (2, 2), 0, "cpu"), c.Sync(4), c.Memory(2, "cpu"), c.Lost(1, "\u00e9")),
         (c.Part(1, (c.Call(0, 1, ()),), ((0, 0, 0),)), c.Graph(1, (), (1,), (), "x"), c.Replay(1, 5, (), (), ())),
         (c.Collective("all_reduce", 1, (0,), (1,), (1,), (4, 4), 0, 0, 0, "ring", 0, 0, -1, (), 0),),
-        (c.Run(1, b"k", b"a", True, "what", (1,), c.World(1, (0, 1), 0, "gloo")), c.Open(1, 1, "tcp")),
+        (c.Run(1, b"k", b"a", True, "what", (1,), c.World(1, (0, 1), 0, "gloo", _MESH)), c.Open(1, 1, "tcp")),
         (c.Peer(1, c.Addresses("127.0.0.1:5", "127.0.0.1:6"), bytes(32)), c.Usable(2, ("tcp", "shm"))),
     )
 ]  # fmt: skip

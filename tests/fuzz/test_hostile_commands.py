@@ -143,7 +143,13 @@ randoms = st.builds(c.Random, st.just(0), DEVICES, st.sampled_from([b"", b"x", b
 runs = st.builds(
     c.Run, st.just(0), PICKLE.map(key_of), PICKLE.map(key_of), st.booleans(), TEXT,
     st.lists(REFS, max_size=2).map(tuple),
-    st.one_of(st.none(), st.builds(c.World, INTS, st.just((0, 1)), CHANNELS, TEXT)),
+    st.one_of(st.none(), st.builds(
+        c.World, INTS, st.sampled_from([(0, 1), (0, 1), (0,), (), (1, 2), (0, 0)]), CHANNELS, TEXT,
+        st.one_of(st.none(), st.builds(
+            c.Mesh, st.sampled_from([("dp",), ("a", "b"), ("a", "a"), ()]),
+            st.sampled_from([(2,), (1, 2), (2, 1), (2**62, 4), (0, -1), ()]), st.sampled_from(["cpu", "cuda", ""]),
+        )),
+    )),
 )  # fmt: skip
 records = st.builds(c.Record, SMALL, DEVICES, st.booleans())
 replays = st.builds(

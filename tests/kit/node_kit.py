@@ -9,6 +9,7 @@ from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import ChannelContext, DataChannel, PeerInfo
 from disttensor.runtime.channel.opened import Channels
 from disttensor.runtime.node.executor import Executor
+from disttensor.runtime.node.process_groups import ProcessGroups
 from disttensor.runtime.node.user_functions import Functions
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
@@ -35,8 +36,9 @@ class Node:
         self.master.connect({0: PeerInfo(0, self.channel.address(), bytes(32))})
         end = over(self.channel)
         channels = Channels(lambda name, number, joint: end, "inproc")
+        groups = ProcessGroups(0, channels)
         self.executor = Executor(
-            0, self.replies.append, channels, AllowList(allow), Functions(functions), simulate_cuda
+            0, self.replies.append, channels, AllowList(allow), Functions(functions, groups), simulate_cuda
         )
 
     def do(self, *commands: c.Command) -> list[c.Reply]:

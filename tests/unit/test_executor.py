@@ -337,15 +337,33 @@ def test_forget(ready: Node) -> None:
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-def run(node: Node, function: Any, *args: Any, request: int = 3) -> list[c.Reply]:
+def run(node: Node, function: Any, *args: Any, request: int = 3, world: c.World | None = None) -> list[c.Reply]:
     code, arguments = cloudpickle.dumps(function), cloudpickle.dumps((args, {}))
     half = len(code) // 2
     return node.do(
         c.Piece(key_of(code), code[:half], False),
         c.Piece(key_of(code), code[half:], True),
         c.Piece(key_of(arguments), arguments, True),
-        c.Run(request, key_of(code), key_of(arguments), True, "here"),
+        c.Run(request, key_of(code), key_of(arguments), True, "here", (), world),
     )
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        (c.World(1, (1, 2), 0, "gloo"), "can't have node 0 as a rank"),
+        (c.World(1, (0, 1), 9, "gloo"), "not one that is not open"),
+        (c.World(1, (0, 1), 0, "gloo"), "need the data channel 'gloo', not 'inproc'"),
+        (c.World(1, (0, 1), 0, "gloo", c.Mesh(("dp",), (2**62,), "cpu")), "does not have 2 ranks"),
+    ],
+)
+def test_a_process_group_that_cannot_be_fails_that_function_only(ready: Node, world: c.World, message: str) -> None:
+    failed, poisoned = run(ready, lambda: 1, request=4, world=world)
+    assert isinstance(failed, c.Failed)
+    assert message in failed.message
+    assert isinstance(poisoned, c.Poisoned)
+    assert isinstance(run(ready, lambda: 1, request=5)[0], c.Result)
 
 
 def test_functions(ready: Node) -> None:

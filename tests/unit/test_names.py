@@ -27,6 +27,7 @@ THEMES = (
     "factories",
     "futures",
     "graphs",
+    "meshes",
     "session",
     "streams",
     "tasks",
