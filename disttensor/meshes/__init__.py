@@ -3,7 +3,8 @@
 Collectives over the dims of a mesh are those of ``dt.collectives`` with ``over=``.
 """
 
+from .agreeing import agree_
 from .making import from_shards, replicate, shard
 from .mesh import Mesh, mesh, varying
 
-__all__ = ["Mesh", "from_shards", "mesh", "replicate", "shard", "varying"]
+__all__ = ["Mesh", "agree_", "from_shards", "mesh", "replicate", "shard", "varying"]

@@ -26,6 +26,7 @@ from ..dispatch.op_table import handler
 from ..proxy.meta import contiguous
 from ..proxy.proxy import OWN, DistributedTensor, method, operand_name, proxy, set_geometry
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import RanksDiffer
 
 aten = torch.ops.aten
 
@@ -59,8 +60,14 @@ class NodeStorage(torch.UntypedStorage):
         return memory_of(self.flat).address
 
     def cpu(self) -> torch.UntypedStorage:
-        """Returns a local copy. Waits for the node."""
-        return fetch(self.flat).untyped_storage()
+        """Returns a local copy, for one to save. Waits for the node."""
+        try:
+            return fetch(self.flat).untyped_storage()
+        except RanksDiffer as e:
+            raise RanksDiffer(
+                f"{e}. What is saved has one value: dt.meshes.agree_(x) has all ranks take the first one's, and "
+                "agree_(model) those of a module's buffers, such as BatchNorm's statistics"
+            ) from None
 
     def to(self, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
         """Returns a copy on another device; the storage itself if it is there already."""

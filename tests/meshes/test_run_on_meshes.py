@@ -320,6 +320,33 @@ def test_training_on_the_dims_is_local_training(train: Callable[..., Any]) -> No
             torch.testing.assert_close(got.cpu(), wanted.detach())
 
 
+def test_batch_norm_on_a_mesh_is_that_of_ddp() -> None:
+    """Each rank has statistics of its own data, and what is saved are the first one's."""
+
+    def normed() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def by_torch(x: torch.Tensor, y: torch.Tensor) -> Any:
+        model = normed()
+        steps(DistributedDataParallel(model, process_group=device_mesh().get_group("dp")), x, y)
+        return dict(model.state_dict())
+
+    m = mesh(dp=4)
+    x, y = shard(torch.randn(24, 5), m, dp=0), shard(torch.randn(24, 2), m, dp=0)
+    theirs = dt.run(by_torch, x, y, nodes=m)[0]
+    model = normed().to(m.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        for p in model.parameters():
+            dt.collectives.all_reduce_(p.grad, "avg", over="dp")
+        optimizer.step()
+    for name, value in dt.meshes.agree_(model).state_dict().items():
+        torch.testing.assert_close(value.cpu(), theirs[name].cpu())
+
+
 def test_dtensors() -> None:
     def product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
