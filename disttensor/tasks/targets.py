@@ -24,7 +24,7 @@ class Targets:
         self.mesh: c.Mesh | None = None  #: the mesh that they are
         if isinstance(self.given, Mesh):
             place = place_of(self.given, "run")
-            if session.places.by_slot.get(place.slot) is not place:
+            if place not in session.places.meshes:
                 raise _gone(self.given, "closed" if place.session is session else "one of a session that was shut down")
             self.places = list(place.members)
             device = "cuda" if place.is_cuda() and not place.hello.simulated else "cpu"
