@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from differential import batch, leaves, net
-from equal import same, send
+from equal import same
+from homes import HERE, Home
 
 import disttensor as dt
 
@@ -74,35 +75,35 @@ def _setitem(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients(name: str) -> None:
+def test_gradients(name: str, home: Home) -> None:
     local = leaves()
-    remote = send(leaves(), "node:1")
+    remote = home.send(leaves())
     for x, w in (local, remote):
         y = FUNCTIONS[name](x, w)
         (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape).to(y.device)).sum().backward()
     for r, x in zip(remote, local, strict=True):
-        same(r.grad, x.grad)
+        home.same(r.grad, x.grad)
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "matmul", "relu", "softmax", "norm", "trigonometry", "index", "einsum"])
-def test_double_backward(name: str) -> None:
+def test_double_backward(name: str, home: Home) -> None:
     results = []
-    for x, w in (send(leaves(), "node:1"), leaves()):
+    for x, w in (home.send(leaves()), leaves()):
         y = FUNCTIONS[name](x, w).square().sum()
         gx, gw = torch.autograd.grad(y, (x, w), create_graph=True)
         gx.square().sum().add(gw.sin().sum()).backward()
         results.append((gx, gw, x.grad, w.grad))
-    same(*results)
+    home.same(*results)
 
 
-def test_a_network() -> None:
+def test_a_network(home: Home) -> None:
     results = []
-    for where in ("node:1", "cpu"):
-        model, (x, y) = net().to(where), send(batch(), where)
+    for where in (home, HERE):
+        model, (x, y) = where.differ(net().to(where.device)), where.send(batch())
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         results.append((loss, {k: p.grad for k, p in model.named_parameters()}, dict(model.named_buffers())))
-    same(*results)
+    home.same(*results)
 
 
 def test_gradients_through_moves() -> None:
@@ -134,13 +135,13 @@ def test_gradients_of_leaves_on_many_nodes() -> None:
     same(*results)
 
 
-def test_accumulation() -> None:
+def test_accumulation(home: Home) -> None:
     results = []
-    for x, w in (send(leaves(), "node:1"), leaves()):
+    for x, w in (home.send(leaves()), leaves()):
         for _ in range(3):
             (x * w).sum().backward()
         results.append(x.grad)
-    same(*results)
+    home.same(*results)
 
 
 def test_retain_graph_and_unused() -> None:
@@ -157,11 +158,11 @@ def test_retain_graph_and_unused() -> None:
         torch.autograd.grad((x * 2).sum(), (x, z))
 
 
-def test_backward_in_another_thread() -> None:
+def test_backward_in_another_thread(home: Home) -> None:
     results: list[Any] = []
 
     def run() -> None:
-        x, w = send(leaves(), "node:1")
+        x, w = home.send(leaves())
         (x @ w.t()).square().sum().backward()
         results.append((x.grad, w.grad))
 
@@ -170,7 +171,7 @@ def test_backward_in_another_thread() -> None:
     thread.join(30)
     x, w = leaves()
     (x @ w.t()).square().sum().backward()
-    same(results[0], (x.grad, w.grad))
+    home.same(results[0], (x.grad, w.grad))
 
 
 def test_local_backward_is_as_before() -> None:

@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import torch
 from differential import leaves
-from equal import same, send
+from homes import HERE, Home
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("clean")
+NOT_ON_A_MESH = {"test_save_on_cpu": "what is saved here has one value"}
 
 
-def test_hooks_see_and_change_gradients() -> None:
+def test_hooks_see_and_change_gradients(home: Home) -> None:
     results = []
-    for where in ("node:1", "cpu"):
+    for where in (home, HERE):
         log: list[Any] = []
-        x, w = send(leaves(), where)
-        layer = torch.nn.Linear(5, 5).to(where)
+        x, w = where.send(leaves())
+        layer = torch.nn.Linear(5, 5).to(where.device)
         with torch.no_grad():
             layer.weight.fill_(0.5), layer.bias.fill_(0.1)
         layer.register_forward_pre_hook(lambda m, a, log=log: log.append(("pre", a[0].detach())))
@@ -34,13 +35,13 @@ def test_hooks_see_and_change_gradients() -> None:
         y.grad_fn.register_prehook(lambda go, log=log: log.append(("prefn", go[0])))
         y.square().sum().backward()
         results.append((log, x.grad, w.grad, y.grad, layer.weight.grad))
-    same(*results)
+    home.same(*results)
 
 
-def test_saved_tensor_hooks() -> None:
+def test_saved_tensor_hooks(home: Home) -> None:
     results = []
-    for where in ("node:1", "cpu"):
-        x, w = send(leaves(), where)
+    for where in (home, HERE):
+        x, w = where.send(leaves())
         packed = []
 
         def pack(t: torch.Tensor, packed: list[int] = packed) -> tuple[str, torch.Tensor]:
@@ -51,29 +52,29 @@ def test_saved_tensor_hooks() -> None:
             y = (x * w).exp()
         y.sum().backward()
         results.append((packed, x.grad))
-    same(*results)
+    home.same(*results)
 
 
-def test_save_on_cpu() -> None:
+def test_save_on_cpu(home: Home) -> None:
     results = []
-    for where in ("node:1", "cpu"):
-        x, w = send(leaves(), where)
+    for where in (home, HERE):
+        x, w = where.send(leaves())
         with torch.autograd.graph.save_on_cpu():
             y = (x @ w.t()).relu()
         y.sum().backward()
         results.append(x.grad)
-    same(*results)
+    home.same(*results)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(reentrant: bool) -> None:
+def test_checkpoint(reentrant: bool, home: Home) -> None:
     results = []
-    for where in ("node:1", "cpu"):
-        x, w = send(leaves(), where)
+    for where in (home, HERE):
+        x, w = where.send(leaves())
         y = checkpoint(lambda a, b: (a @ b.t()).relu().square(), x, w, use_reentrant=reentrant)
         y.sum().backward()
         results.append((x.grad, w.grad))
-    same(*results)
+    home.same(*results)
 
 
 class Double(torch.autograd.Function):
@@ -88,9 +89,9 @@ class Double(torch.autograd.Function):
         return grad * x
 
 
-def test_custom_function() -> None:
+def test_custom_function(home: Home) -> None:
     results = []
-    for x, w in (send(leaves(), "node:1"), leaves()):
+    for x, w in (home.send(leaves()), leaves()):
         (Double.apply(x) * w).sum().backward()
         results.append(x.grad)
-    same(*results)
+    home.same(*results)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fw
 from differential import batch, leaves, net
-from equal import same, send
+from homes import HERE, Home
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),
@@ -17,27 +17,34 @@ pytestmark = [
 ]
 
 
-def both(program: Callable[..., Any]) -> None:
-    """The same on a node and here."""
-    x, w = leaves()
-    local = program(x.detach(), w.detach())
-    remote = program(x.detach().to("node:1"), w.detach().to("node:1"))
-    same(remote, local)
+Both = Callable[[Callable[..., Any]], None]
 
 
-def test_functional_grad() -> None:
+@pytest.fixture
+def both(home: Home) -> Both:
+    """The same on a node, or on a mesh, and here."""
+
+    def compare(program: Callable[..., Any]) -> None:
+        x, w = leaves()
+        local = program(x.detach(), w.detach())
+        home.same(program(*home.send((x.detach(), w.detach()))), local)
+
+    return compare
+
+
+def test_functional_grad(both: Both) -> None:
     both(lambda x, w: torch.func.grad(lambda a: (a * w).sin().sum())(x))
     both(lambda x, w: torch.func.grad_and_value(lambda a: (a @ w.t()).square().sum())(x))
     both(lambda x, w: torch.func.grad(torch.func.grad(lambda a: a**3))(x[0, 0]))
 
 
-def test_vmap() -> None:
+def test_vmap(both: Both) -> None:
     both(lambda x, w: torch.func.vmap(lambda a, b: (a * b).sum())(x, w))
     both(lambda x, w: torch.func.vmap(lambda a: a @ w, in_dims=1, out_dims=1)(x))
     both(lambda x, w: torch.func.vmap(torch.func.grad(lambda a, b: (a * b).exp().sum()))(x, w))
 
 
-def test_jacobians() -> None:
+def test_jacobians(both: Both) -> None:
     both(lambda x, w: torch.func.jacrev(lambda a: (a * w).sin().sum(1))(x))
     both(lambda x, w: torch.func.jvp(lambda a: a.exp() * 2, (x,), (w,)))
     both(lambda x, w: torch.func.vjp(lambda a: a.tanh(), x)[1](w))
@@ -46,13 +53,13 @@ def test_jacobians() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # of local tensors as well
-def test_linearize_and_functionalize() -> None:
+def test_linearize_and_functionalize(both: Both) -> None:
     both(lambda x, w: torch.func.linearize(lambda a: a.sin() * w, x)[1](w))
     both(lambda x, w: torch.func.linearize(lambda a, b: (a @ b.t()).tanh(), x, w)[1](w, x))
     both(lambda x, w: torch.func.functionalize(lambda a: a.clone().add_(w).t().mul_(2))(x))
 
 
-def test_forward_mode() -> None:
+def test_forward_mode(both: Both) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
         with fw.dual_level():
             dual = fw.make_dual(x, w)
@@ -62,28 +69,28 @@ def test_forward_mode() -> None:
     both(program)
 
 
-def test_functional_call() -> None:
+def test_functional_call(home: Home) -> None:
     results = []
-    for where in ("node:1", "cpu"):
-        model, (x, _) = net().to(where).eval(), send(batch(), where)
+    for where in (home, HERE):
+        model, (x, _) = where.differ(net().to(where.device).eval()), where.send(batch())
         weights = {k: v.detach() * 0.5 for k, v in model.named_parameters()}
         buffers = dict(model.named_buffers())
         results.append(torch.func.functional_call(model, (weights, buffers), (x,)).detach())
-    same(*results)
+    home.same(*results)
 
 
-def test_per_sample_gradients() -> None:
+def test_per_sample_gradients(home: Home) -> None:
     results = []
-    for where in ("node:1", "cpu"):
+    for where in (home, HERE):
         layer = torch.nn.Linear(5, 2)
         with torch.no_grad():
             layer.weight.copy_(torch.linspace(-1, 1, 10).reshape(2, 5)), layer.bias.zero_()
-        layer.to(where)
+        where.differ(layer.to(where.device))
         weights = {k: v.detach() for k, v in layer.named_parameters()}
 
         def loss(p: Any, x: torch.Tensor, layer: torch.nn.Module = layer) -> torch.Tensor:
             return torch.func.functional_call(layer, p, (x[None],)).square().sum()
 
-        x = leaves()[0].detach().to(where)
+        x = where.send(leaves()[0].detach())
         results.append(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x))
-    same(*results)
+    home.same(*results)

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from differential import batch, leaves, net
-from equal import same, send
+from equal import same
+from homes import HERE, Home
 from torch.utils._pytree import tree_leaves
-
-import disttensor as dt
 
 pytestmark = [
     pytest.mark.usefixtures("clean", "compiler"),
@@ -21,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks, with local tensors as well
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python"),  # what dynamo says of 3.13.0
 ]
+NOT_ON_A_MESH = {"test_graph_breaks": "it asks for the one value of a sum that differs"}
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 
@@ -32,15 +32,11 @@ def compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def places() -> tuple[Any, str]:
-    return dt.device(1, "cpu"), "cpu"
-
-
 @backends
-def test_training(backend: str) -> None:
+def test_training(backend: str, home: Home) -> None:
     results = []
-    for where in places():
-        model, (x, y) = net().to(where), send(batch(), where)
+    for where in (home, HERE):
+        model, (x, y) = where.differ(net().to(where.device)), where.send(batch())
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses = []
@@ -52,11 +48,11 @@ def test_training(backend: str) -> None:
             losses.append(loss.detach())
         model.eval()
         results.append((losses, [p.detach() for p in model.parameters()], compiled(x).detach()))
-    same(*results)
+    home.same(*results)
 
 
 @backends
-def test_functions(backend: str) -> None:
+def test_functions(backend: str, home: Home) -> None:
     """In whole graphs: views and writes, factories, numbers, several outputs, a tensor of another dtype and shape."""
 
     def f(a: torch.Tensor, b: torch.Tensor, k: float) -> Any:
@@ -67,12 +63,12 @@ def test_functions(backend: str) -> None:
         return c + d, (b @ c.t()).softmax(-1), a.to(torch.float64).sum(), {"b": b.view(-1)[2:5]}
 
     results = []
-    for where in places():
+    for where in (home, HERE):
         compiled = torch.compile(f, backend=backend, fullgraph=True)
-        x, w = send(leaves(), where)
+        x, w = where.send(leaves())
         x, w = x.detach(), w.detach()
         results.append([compiled(x, w, 2.0), compiled(x[:3], w[:2], 3.0), compiled(x[:2], w[:3], 4.0)])
-    same(*results, strides=False)
+    home.same(*results, strides=False)
 
 
 LITERALS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -94,23 +90,23 @@ if torch.__version__ < (2, 13):
 
 @backends
 @pytest.mark.parametrize("name", LITERALS)
-def test_literals(backend: str, name: str) -> None:
+def test_literals(backend: str, name: str, home: Home) -> None:
     """Made anew by each call, where they are named."""
     results = []
-    for where in places():
+    for where in (home, HERE):
         compiled = torch.compile(LITERALS[name], backend=backend)
-        x = torch.tensor([1.0, 2.0, 3.0]).to(where).requires_grad_()
+        x = where.send(torch.tensor([1.0, 2.0, 3.0]).requires_grad_())
         y = compiled(x)
         for t in tree_leaves(y):
             t.detach().mul_(2)  # what is written is no constant of the compiled function's
         z = compiled(x)
         sum(t.sum() for t in tree_leaves(z)).backward()
         results.append((y, z, x.grad))
-    same(*results)
+    home.same(*results)
 
 
 @backends
-def test_graph_breaks(backend: str) -> None:
+def test_graph_breaks(backend: str, home: Home) -> None:
     def f(a: torch.Tensor) -> torch.Tensor:
         a = a * 2
         if a.sum().item() > 0:  # the compiler gives up here, and goes on behind it
@@ -118,36 +114,36 @@ def test_graph_breaks(backend: str) -> None:
         return a[a > 0].sum() + len(a)
 
     results = []
-    for where in places():
-        x, _ = send(leaves(), where)
+    for where in (home, HERE):
+        x, _ = where.send(leaves())
         y = torch.compile(f, backend=backend)(x)
         y.backward()
         results.append((y, x.grad))
-    same(*results)
+    home.same(*results)
 
 
 @backends
-def test_writes_reach_the_callers_tensors(backend: str) -> None:
+def test_writes_reach_the_callers_tensors(backend: str, home: Home) -> None:
     results = []
-    for where in places():
-        x, w = (t.detach() for t in send(leaves(), where))
+    for where in (home, HERE):
+        x, w = (t.detach() for t in where.send(leaves()))
         compiled = torch.compile(lambda a, b: a.add_(b).t().mul_(2), backend=backend, fullgraph=True)
         view = compiled(x, w)
         view.add_(1)
         results.append((x, view))
-    same(*results)
+    home.same(*results)
 
 
 @backends
-def test_autocast(backend: str) -> None:
+def test_autocast(backend: str, home: Home) -> None:
     results = []
-    for where, kind in zip(places(), ("node", "cpu"), strict=True):
-        model, (x, _) = net().to(where).eval(), send(batch(), where)
+    for where, kind in zip((home, HERE), ("node", "cpu"), strict=True):
+        model, (x, _) = where.differ(net().to(where.device).eval()), where.send(batch())
         with torch.autocast(kind, dtype=torch.bfloat16):
             y = torch.compile(model, backend=backend, fullgraph=True)(x)
         y.float().sum().backward()
         results.append((y, model.head.weight.grad))
-    same(*results)
+    home.same(*results)
 
 
 @backends
@@ -170,18 +166,18 @@ def test_what_only_proxies_have(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile. inductor makes")
-def test_by_default_nodes_compute_operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_nodes_compute_operator_by_operator(monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
     import torch._inductor.compile_fx
 
     monkeypatch.delattr(torch._inductor.compile_fx, "compile_fx")
     results = []
-    for where, backend in zip(places(), ("inductor", "eager"), strict=True):
-        model, (x, y) = net().to(where), send(batch(), where)
+    for where, backend in zip((home, HERE), ("inductor", "eager"), strict=True):
+        model, (x, y) = where.differ(net().to(where.device)), where.send(batch())
         loss = F.cross_entropy(torch.compile(model, backend=backend)(x), y)
         loss.backward()
         made = torch.compile(lambda k: torch.ones(3, device=k.device) * 2, backend=backend)(x)
         results.append((loss.detach(), [p.grad for p in model.parameters()], made))
-    same(*results)
+    home.same(*results)
 
 
 def test_the_default_backend_says_what_it_does() -> None:
