@@ -54,12 +54,9 @@ class Log:
     made: dict[int, None] = field(default_factory=dict)
     external: dict[int, None] = field(default_factory=dict)
     constants: dict[int, int] = field(default_factory=dict)  #: ref of a recorded upload -> ref that it was sent under
-
-    @property
-    def queues(self) -> tuple[CommandQueue, ...]:
-        """The queues by which the node's tensors are freed: its own, and those of its meshes, of whose tensors it has
-        the shards. Whichever of them owns a ref holds it."""
-        return (self.node.outbox, *self.node.outbox.overlaps)
+    #: the queues by which the node's tensors are freed: its own, and those of its meshes, of whose tensors it has the
+    #: shards. Whichever of them owns a ref holds it. Meshes that are made later own nothing that is recorded
+    queues: tuple[CommandQueue, ...] = ()
 
     def hold(self, ref: int) -> None:
         for queue in self.queues:
@@ -188,7 +185,8 @@ class Recorder:
     def _log(self, rank: int) -> Log:
         log = self.logs.get(rank)
         if log is None:
-            log = self.logs[rank] = Log(self.session.nodes[rank])
+            node = self.session.nodes[rank]
+            log = self.logs[rank] = Log(node, queues=(node.outbox, *node.outbox.overlaps))
         return log
 
     def _template(self, log: Log, number: int) -> Template:

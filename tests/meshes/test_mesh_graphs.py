@@ -231,6 +231,26 @@ def test_a_graph_and_its_tensors_go() -> None:
             dt.synchronize()
 
 
+def test_meshes_that_are_made_after_a_recording_do_not_matter_to_it() -> None:
+    """The union of the graph's nodes is the first such mesh."""
+    x, y = torch.ones(3, device=part().device), torch.ones(3, device="node:0")
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, y + 1
+
+    program(x, y)
+    g, (a, b) = recorded(partial(program, x, y))
+    late = dt.mesh(late=2, nodes=[1, 0])
+    z = torch.ones(3, device=late.device)
+    g.replay()
+    assert [v.tolist() for v in (*values(a), b.cpu())] == [[2.0] * 3] * 3
+    del a, b
+    g.reset()
+    del g, x, y
+    gc.collect()
+    assert (z + 1).tolist() == [2.0] * 3
+
+
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
