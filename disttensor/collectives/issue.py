@@ -23,6 +23,7 @@ from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import NodeLost
 from ..session.current import session as current_session
 from ..session.current import session_of
 from ..session.places import one_session
@@ -186,8 +187,17 @@ class _All(Arrival):
 class CollectiveWork(Work):
     """A collective under way. ``result()`` waits, and returns the tensor or lists that the collective writes."""
 
-    def __init__(self, session: Session, ended: list[tuple[int, Transfer]], text: str, make: Callable[[], Any]) -> None:
-        """``ended``: the nodes, with the transfers that tell that each has done its part; ``make`` gives the result."""
+    def __init__(
+        self,
+        session: Session,
+        ended: list[tuple[int, Transfer]],
+        text: str,
+        make: Callable[[], Any],
+        where: Callable[[int], str] = lambda node: "",
+    ) -> None:
+        """``ended``: the nodes, with the transfers that tell that each has done its part; ``make`` gives the result,
+        ``where`` says for a loss what is gone with a node."""
+        self._where = where
         self._session = session
         self._node = ended[0][0]
         self._text = text
@@ -203,7 +213,12 @@ class CollectiveWork(Work):
         deadline = None if seconds is None else time.monotonic() + seconds
         for node, transfer in self._ended:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._session.transfers.end(transfer, node, left)
+            try:
+                self._session.transfers.end(transfer, node, left)
+            except NodeLost as error:
+                if (note := self._where(error.rank)) and note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
+                raise
         return True
 
 

@@ -22,7 +22,7 @@ from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor
 from ..runtime.channel.base import Transfer
 from ..runtime.collective import ReduceOp
-from ..runtime.master.route import waits
+from ..runtime.master.route import Route, route, waits
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session.current import session_of
@@ -127,11 +127,28 @@ class _Call:
         for x in outs:
             torch.autograd.graph.increment_version(x)
 
+    def ready(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the nodes send of a tensor: contiguous, and of an asynchronous collective a copy, as what comes
+        next on the nodes may write the tensor meanwhile."""
+        x = read(x).detach()
+        return x.clone(memory_format=torch.contiguous_format) if self.async_op else x.contiguous()
+
     def result(self, what: str, place: MeshPlace, make: Callable[[], Any]) -> Any:
-        """Returns the result that ``make`` gives; of an asynchronous collective a Work, which makes it in the end."""
+        """Returns the result that ``make`` gives; of an asynchronous collective a Work, which makes it in the end, in
+        the modes of now."""
         if not self.async_op:
             return make()
-        return CollectiveWork(session_of(place), self.ended, f"{what} on {place}", make)
+        grads = torch.is_grad_enabled()
+
+        def later() -> Any:
+            token = route.set(Route())
+            try:
+                with torch.inference_mode(False), torch.set_grad_enabled(grads):
+                    return make()
+            finally:
+                route.reset(token)
+
+        return CollectiveWork(session_of(place), self.ended, f"{what} on {place}", later, place.outbox.where)
 
 
 def _hosts(place: MeshPlace, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -142,10 +159,6 @@ def _hosts(place: MeshPlace, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 def _empty(x: torch.Tensor, shape: Sequence[int]) -> DistributedTensor:
     return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)  # type: ignore[return-value]
-
-
-def _ready(x: torch.Tensor) -> torch.Tensor:
-    return read(x).detach().contiguous()
 
 
 def _divided(what: str, x: torch.Tensor, dim: int, size: int) -> int:
@@ -224,9 +237,13 @@ def _sum(x: DistributedTensor, found: tuple[tuple[int, ...], ...]) -> Distribute
 
 
 def _reduce(x: Any, call: _Call) -> DistributedTensor:
+    if call.async_op:
+        out: Any = call.ready(x)
+        call.issue("all_reduce", [out], [out])
+        return out  # type: ignore[no-any-return]
     out = _empty(x, x.shape)
-    call.issue("all_reduce", [_ready(x)], [out])
-    return out
+    call.issue("all_reduce", [call.ready(x)], [out])
+    return out  # type: ignore[no-any-return]
 
 
 class _AllReduce(torch.autograd.Function):
@@ -335,7 +352,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(x: Any, call: _Call) -> tuple[torch.Tensor, ...]:
         outs = [_empty(x, x.shape) for _ in range(call.size)]
-        call.issue("all_gather", [_ready(x)], outs)
+        call.issue("all_gather", [call.ready(x)], outs)
         return tuple(outs)
 
     @staticmethod
@@ -353,7 +370,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *pieces: Any) -> torch.Tensor:
         out = _empty(pieces[0], pieces[0].shape)
-        call.issue("reduce_scatter", list(map(_ready, pieces)), [out])
+        call.issue("reduce_scatter", list(map(call.ready, pieces)), [out])
         return out
 
     @staticmethod
@@ -373,7 +390,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *pieces: Any) -> tuple[torch.Tensor, ...]:
         outs = [_empty(piece, piece.shape) for piece in pieces]
-        call.issue("all_to_all", list(map(_ready, pieces)), outs)
+        call.issue("all_to_all", list(map(call.ready, pieces)), outs)
         return tuple(outs)
 
     @staticmethod
@@ -389,7 +406,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(x: Any, call: _Call) -> torch.Tensor:
         out = _empty(x, x.shape)
-        call.issue("shift", [_ready(x)], [out])
+        call.issue("shift", [call.ready(x)], [out])
         return out
 
     @staticmethod

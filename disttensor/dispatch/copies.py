@@ -215,6 +215,7 @@ def _move_mesh(tensor: DistributedTensor, place: Place) -> DistributedTensor:
 def _copied(tensor: Any, place: MeshPlace, ways: Sequence[tuple[int, Sequence[int]]]) -> DistributedTensor:
     """Returns a copy on a mesh. ``ways``: the rank of each source, and those of the mesh that get its values."""
     source: Place = tensor._place
+    session_of(place).link.check(place.outbox)
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
     spreads = []

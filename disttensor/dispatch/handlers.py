@@ -107,9 +107,11 @@ def share(source: torch.Tensor, place: Place) -> torch.Tensor:
 def _gradient_of_a_copy(grad: DistributedTensor, place: Place | None) -> DistributedTensor:
     """Returns the gradient at ``place`` (None: on a node) of what was copied to ranks of a mesh: the sum of theirs."""
     if torch.is_grad_enabled() and grad.requires_grad:
+        way = "disttensor.replicate(x, mesh)"
+        if isinstance(place, MeshPlace):
+            way = "disttensor.meshes.from_shards(mesh, [...]) of shards (x.shards())"
         raise NotImplementedError(
-            f"the second derivative of a copy to {grad._place}: write disttensor.replicate(x, mesh) in place of "
-            "x.to(mesh.device)"
+            f"the second derivative of a copy to {grad._place}: write {way} in place of x.to(mesh.device)"
         )
     member = grad._place.members[0]
     return copies.gradient_of_a_copy(grad, member if place is None else place)

@@ -34,9 +34,9 @@ _CUDA = 16
 def keep(place: Place) -> DistributedTensor:
     """Returns the present state of the place's generator, a uint8 tensor on its node's CPU. Returns at once."""
     size = _CUDA if place.kernels == "cuda" else torch.get_rng_state().numel()
-    place.session.places.draw(place)
     home, out = place.host, new_ref()
-    place.outbox.add(c.Keep(out, place.name, False), here())
+    with place.session.places.turn(place):
+        place.outbox.add(c.Keep(out, place.name, False), here())
     return proxy(Handle(out, meta_of((size,), (1,), 0, torch.uint8, home)))
 
 
@@ -46,8 +46,8 @@ def restore(place: Place, state: DistributedTensor) -> None:
     Raises DisttensorError for a state of another session.
     """
     one_session(place, state._place)
-    place.session.places.draw(place)
-    place.outbox.add(c.Keep(state._h.ref or materialise(state._h), place.name, True), here())
+    with place.session.places.turn(place):
+        place.outbox.add(c.Keep(state._h.ref or materialise(state._h), place.name, True), here())
 
 
 def put(place: Place, state: torch.Tensor) -> None:
@@ -56,9 +56,9 @@ def put(place: Place, state: torch.Tensor) -> None:
     The state goes with the command. By a data channel it could be lost on its way, and draws would go on from another.
     """
     link = place.session.link
-    place.session.places.draw(place)
     request = link.request_all(place.outbox)
-    place.outbox.add(c.Random(request.id, place.name, state.numpy().tobytes()), here())
+    with place.session.places.turn(place):
+        place.outbox.add(c.Random(request.id, place.name, state.numpy().tobytes()), here())
     link.drop(request)
 
 

@@ -124,16 +124,24 @@ class Graph:
         site = here(3)
         command = c.Replay(self.id, transfer, values, tuple(inputs), tuple(outputs))
         replayed = None if site is None else Replayed(site, recorder.sites)
-        for box in [log.node.outbox for log in recorder.logs.values()] if queue is None else [queue]:
+        boxes = [log.node.outbox for log in recorder.logs.values()]
+        for box in boxes if queue is None else [queue]:
             link.check(box)
-        with recorder.drawing():
+
+        def put() -> None:
             if advance:
-                recorder.steps.advance()  # first, because a signal's handler may raise once the commands have left
+                recorder.steps.advance()
             if queue is None:
-                link.together([(rank, command, replayed) for rank in recorder.logs])
+                link.push([(rank, command, replayed) for rank in recorder.logs])
             else:
                 queue.add(command, replayed)
-                link.flush(queue)
+
+        link.interrupts.look()
+        recorder.issue(put)
+        if queue is None:
+            link.pushed(boxes)
+        else:
+            link.flush(queue)
 
     @property
     def recording(self) -> Recorder:

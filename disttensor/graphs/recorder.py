@@ -10,8 +10,7 @@ one program, in the order of issue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -31,7 +30,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import AllowList
 from ..runtime.protocol.errors import GraphError
 from ..runtime.protocol.traits import TRAITS, kinds
-from ..session.places import MeshPlace, Place, varied
+from ..session.places import Place, varied
 from ..session.session import Session
 from .optimizer_steps import Steps
 from .traced_numbers import Tape
@@ -108,6 +107,7 @@ class Recorder:
         self.draws: list[Draw] | None = [] if session.places.with_meshes else None
         self._drawing: dict[tuple[int, str], int] = {}  #: (node, device) -> number of the generator in use
         self._seed: int | None = None  #: with which the program seeds all generators
+        self._begun: set[int] = set()  #: the generators that begin in the program, once it has done that
         self._spans: set[tuple[int, ...]] = set()  #: the nodes of each mesh that has recorded commands
         self._allow = allow
         self._empties: dict[int, Handle] = {}
@@ -138,7 +138,7 @@ class Recorder:
             self._constant(logs[0], command, site)
             return
         if isinstance(command, c.Seed) and command.all:
-            self._seed = command.seed
+            self._seed, self._begun = command.seed, set()
         numbers: dict[int, int] = {}
         template: Template | None = None
         if type(command) not in _RECORDABLE or (isinstance(command, c.Send) and command.peer == MASTER):
@@ -172,15 +172,18 @@ class Recorder:
                 places.use(place)
             finally:
                 route.reset(token)
-        number, seeds = places.generator(place)
+        known = None if self._seed is None else self._begun
+        number, seeds = places.generator(place, known, self._seed)
         device = "cpu" if place.kernels == "cpu" else place.name
         before = {self._drawing.get((rank, device)) for rank in place.ranks}
-        if before == {number}:
+        if before == {number} and not seeds:
             return
         self.draws.append(Draw(place, varied.get(), number, bool(seeds)))
         self._drawing.update(dict.fromkeys(((rank, device) for rank in place.ranks), number))
         if self._seed is not None or before != {None}:
-            self.record(place.ranks, 0, places.swap(place, number, seeds), None)
+            self.record(place.ranks, 0, places.swap(place, number, seeds, self._seed), None)
+        if seeds:
+            self._begun.add(number)
 
     def _log(self, rank: int) -> Log:
         log = self.logs.get(rank)
@@ -216,12 +219,12 @@ class Recorder:
         log.hold(command.out)
         log.node.outbox.put(replace(command, out=hidden), site)
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Surrounds the issue of a replay: has each of its nodes begin with the generator that the program draws from
-        first, and notes which ones it leaves in use."""
+    @uninterrupted
+    def issue(self, put: Callable[[], None]) -> None:
+        """Queues a replay by ``put``. Has each of its nodes begin with the generator that the program draws from first,
+        and notes which ones it leaves in use: uninterrupted, or what is noted and what nodes do would differ."""
         places = self.session.places
-        with places.lock if self.draws else nullcontext():
+        with places.lock:
             if self.draws is None:
                 for place in [place for rank in self.logs for place in places.of_node(rank)]:
                     places.draw(place)
@@ -231,13 +234,11 @@ class Recorder:
                     places.use(draw.place)
                 finally:
                     varied.reset(token)
-            yield
+            put()
             if self._seed is not None:
                 places.seeded(self._seed)
             for draw in self.draws or ():
-                places.in_use(draw.place, draw.number)
-                if draw.begins and isinstance(draw.place, MeshPlace):
-                    draw.place.begun.add(draw.number)
+                places.in_use(draw.place, draw.number, draw.begins)
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
@@ -256,8 +257,6 @@ class Recorder:
         self.engine = engine
         self.steps.restore()
         self._empties.clear()
-        if self._seed is not None:  # the nodes are seeded by replays only
-            self.session.places.unbegun()
         if self._spans:
             every = tuple(sorted(self.logs))
             self.queue = self.session.link.fan_out(next((s for s in self._spans if len(s) == len(every)), every))

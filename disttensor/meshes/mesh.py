@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,6 +41,19 @@ class Mesh:
 
     def __hash__(self) -> int:
         return hash((id(self._place), *self._dims))
+
+    def __reduce__(self) -> NoReturn:
+        """Raises TypeError: a mesh is of its session."""
+        raise TypeError(
+            f"{self} can't be pickled, as it is of its session; keep mesh.nodes, mesh.names and mesh.shape, and call "
+            "disttensor.mesh"
+        )
+
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self
 
     def __len__(self) -> int:
         return len(self._place.members)

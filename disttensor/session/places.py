@@ -10,8 +10,8 @@ ones are given out on demand: to meshes, and to other devices and nodes from 64 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from hashlib import blake2b
 from itertools import count, product
@@ -27,6 +27,7 @@ from ..runtime.master.link import Link
 from ..runtime.master.mesh_home import MeshHome
 from ..runtime.master.node import Node
 from ..runtime.master.route import route, waits
+from ..runtime.process.signals import uninterrupted
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import BASE, AllowList
@@ -133,8 +134,14 @@ class Place:
         """Has a slot given out for ``slot`` or ``device``, where the place has none yet."""
         if name not in ("slot", "device"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self.origin is not self:
+            return getattr(self.origin, name)
         self.session.places.give_slot(self)
         return object.__getattribute__(self, name)
+
+    def __deepcopy__(self, memo: object) -> Place:
+        """Returns the place itself: there is one object per place."""
+        return self
 
     def take_slot(self, slot: int) -> None:
         """Names the place as a device of torch's."""
@@ -281,21 +288,22 @@ class MeshPlace(Place):
             raise ValueError(f"{what}: {self} has no dim {name!r}; it has {dims}{did_you_mean(name, self.axes)}")
         return self.axes[name]
 
-    def generator(self, along: tuple[str, ...], new: Callable[[], int]) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Returns the number of the generator that varies along dims; and, where the nodes do not know it yet, the seed
-        that each rank begins with, by node."""
+    def generator(
+        self, along: tuple[str, ...], new: Callable[[], int], begun: Container[int], seed: int
+    ) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Returns the number of the generator that varies along dims; and, where the nodes do not know it yet (it is
+        not among ``begun``), the seed that each rank begins with, by node."""
         if not along:
             return self.number, ()
         number = self._varying.get(along)
         if number is None:
             number = self._varying.setdefault(along, new())
-        if number in self.begun:
+        if number in begun:
             return number, ()
         for name in along:
             self.groups(name, "varying")
         at = self.along(along)
-        self.begun.add(number)
-        return number, tuple((rank, derived(self.seed, along, *own)) for rank, own in zip(self.ranks, at, strict=True))
+        return number, tuple((rank, derived(seed, along, *own)) for rank, own in zip(self.ranks, at, strict=True))
 
     def along(self, names: Sequence[str]) -> list[tuple[int, ...]]:
         """Returns the coordinates of each member in some dims, those of views too."""
@@ -378,8 +386,9 @@ class Places:
         self._by_pair: dict[tuple[int, str], Place] = {}
         self._by_node: list[Place] = []  #: the nodes' default places
         self._by_slot: dict[int, Place] = {}
-        self._free = count(NODE_SLOTS)
+        self._free = iter(range(NODE_SLOTS, MAX_SLOTS))
         self._given_back: list[int] = []  #: those of meshes that were closed
+        self._closed: dict[tuple[object, ...], MeshPlace] = {}  #: these, which come back when they are made again
         self._meshes: dict[tuple[object, ...], MeshPlace] = {}
         self._places_of_meshes: list[MeshPlace] = []  #: those of closed meshes, too
         self._homes: dict[tuple[int, ...], MeshHome] = {}  #: of meshes, by their nodes
@@ -407,6 +416,11 @@ class Places:
             place = self._meshes.get(key)
             if place is None:
                 waits("a new mesh")
+                place = self._closed.pop(key, None)
+                if place is not None and place.slot not in self._by_slot:
+                    self._given_back.remove(place.slot)
+                    self._meshes[key] = self._by_slot[place.slot] = place
+                    return place
                 ranks = tuple(member.node for member in members)
                 home = self._homes.get(ranks)
                 if home is None:
@@ -426,12 +440,6 @@ class Places:
             self.seed = seed
             for mesh in self._places_of_meshes:
                 mesh.seed = seed
-            self.unbegun()
-
-    def unbegun(self) -> None:
-        """Notes that the nodes know none of the generators that vary."""
-        with self.lock:
-            for mesh in self._places_of_meshes:
                 mesh.begun.clear()
 
     def draw(self, place: Place) -> None:
@@ -449,11 +457,20 @@ class Places:
         elif self.with_meshes:
             self.use(place.origin)
 
+    @contextmanager
+    def turn(self, place: Place) -> Iterator[None]:
+        """Has the generator of a place in use until the commands that draw are queued: no other thread puts another one
+        in use meanwhile."""
+        with self.lock:
+            self.draw(place)
+            yield
+
     @property
     def with_meshes(self) -> bool:
         """Returns whether the session has ever had a mesh, so that places take turns with random numbers."""
         return bool(self._places_of_meshes)
 
+    @uninterrupted
     def use(self, place: Place) -> None:
         """Puts the generator of a place in use on its nodes, as ``draw`` does outside of recordings."""
         number, seeds = self.generator(place)
@@ -463,25 +480,33 @@ class Places:
                 f"random numbers of {place} on a stream of its own, where there are meshes: their generators are "
                 "swapped in the order of the default streams"
             )
-        if place.drawing == number:
+        if place.drawing == number and not seeds:
             return
         with self.lock:
-            self.in_use(place, number)
+            self.in_use(place, number, bool(seeds))
             place.outbox.add(self.swap(place, number, seeds))
 
-    def generator(self, place: Place) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def generator(
+        self, place: Place, begun: Container[int] | None = None, seed: int | None = None
+    ) -> tuple[int, tuple[tuple[int, int], ...]]:
         """Returns the number of the generator from which a place draws now; and, where its nodes do not know that yet,
-        the seed that each begins with."""
-        if isinstance(place, MeshPlace):
-            return place.generator(varied.get(), lambda: next(self._made))
-        return 0, ()
+        the seed that each begins with. ``begun``: the generators that they know, if not those of now."""
+        if not isinstance(place, MeshPlace):
+            return 0, ()
+        known = place.begun if begun is None else begun
+        return place.generator(varied.get(), lambda: next(self._made), known, place.seed if seed is None else seed)
 
-    def swap(self, place: Place, number: int, seeds: tuple[tuple[int, int], ...]) -> c.Swap:
-        """Returns the command that puts a generator of a place in use."""
-        return c.Swap(number, place.name, signed(place.seed if isinstance(place, MeshPlace) else self.seed), seeds)
+    def swap(self, place: Place, number: int, seeds: tuple[tuple[int, int], ...], seed: int | None = None) -> c.Swap:
+        """Returns the command that puts a generator of a place in use. ``seed``: of all, if not that of now."""
+        if seed is None:
+            seed = place.seed if isinstance(place, MeshPlace) else self.seed
+        return c.Swap(number, place.name, signed(seed), seeds)
 
-    def in_use(self, place: Place, number: int) -> None:
-        """Notes that this generator of a place is in use now, and no other of its nodes."""
+    def in_use(self, place: Place, number: int, begins: bool) -> None:
+        """Notes that this generator of a place is in use now, and no other of its nodes; and whether it has begun with
+        seeds."""
+        if begins and isinstance(place, MeshPlace):
+            place.begun.add(number)
         for other in [*self._by_pair.values(), *self._places_of_meshes]:
             if other.shares_generator(place) and not set(other.ranks).isdisjoint(place.ranks):
                 other.drawing = -1
@@ -494,6 +519,7 @@ class Places:
             if self._meshes.pop(key, None) is not None:
                 del self._by_slot[place.slot]
                 self._given_back.append(place.slot)
+                self._closed[key] = place
 
     def of_node(self, node: int) -> list[Place]:
         """Returns the places of one node that there are: those of devices that somebody has named."""
@@ -518,16 +544,17 @@ class Places:
                 self._by_slot[slot] = place
 
     def _slot(self, what: str) -> int:
-        if not self._given_back:
-            self._given_back.append(next(self._free))
-        if self._given_back[-1] >= MAX_SLOTS:
+        slot = next(self._free, None)
+        if slot is None and self._given_back:  # the oldest: who still has tensors there is to notice
+            slot = self._given_back.pop(0)
+        if slot is None:
             held = "; ".join(str(place) for slot, place in sorted(self._by_slot.items()) if slot >= NODE_SLOTS)
             raise DisttensorError(
                 f"all {MAX_SLOTS} slots of torch.device('node', slot) are in use: {NODE_SLOTS} are those of nodes 0 to "
                 f"{NODE_SLOTS - 1}, and none is left for {what}. These have the others (mesh.close() gives a mesh's "
                 f"back): {held}"
             )
-        return self._given_back.pop()
+        return slot
 
     def at(self, node: int | str | torch.device, device: str | int | torch.device | None = None) -> Place:
         """Returns the place of a node's device.

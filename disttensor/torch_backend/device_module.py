@@ -12,6 +12,7 @@ import torch
 
 from ..dispatch import rng_states
 from ..dispatch.call_site import here
+from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
 from ..session import current
 from ..session.node_context import current_node
@@ -154,10 +155,12 @@ def manual_seed_all(seed: int) -> None:
     if session is None:
         return
     command = c.Seed(signed(seed), all=True)
-    for node in session.nodes:
-        if node.outbox.lost is None:
-            node.outbox.add(command, here())
-    session.places.seeded(seed)
+    with session.places.lock:
+        for node in session.nodes:
+            if node.outbox.lost is None:
+                node.outbox.add(command, here())
+        if route.get().recorder is None:  # else each replay does it
+            session.places.seeded(seed)
 
 
 def manual_seed(seed: int) -> None:
@@ -166,9 +169,10 @@ def manual_seed(seed: int) -> None:
     Raises RuntimeError for a seed of more than 64 bits, DisttensorError without a session.
     """
     session = current.session()
-    for place in session.places.of_node(current_node()):
-        session.places.draw(place)
-    session.nodes[current_node()].outbox.add(c.Seed(signed(seed)), here())
+    with session.places.lock:
+        for place in session.places.of_node(current_node()):
+            session.places.draw(place)
+        session.nodes[current_node()].outbox.add(c.Seed(signed(seed)), here())
 
 
 def get_rng_state(device: torch.device | str | int | Place = "node") -> torch.Tensor:
@@ -180,8 +184,8 @@ def get_rng_state(device: torch.device | str | int | Place = "node") -> torch.Te
     if isinstance(device, Place):
         return rng_states.keep(device)
     place = _place(device)
-    place.session.places.draw(place)
-    reply = place.session.ask(place, c.RngState, lambda id: c.Random(id, place.name, b""), here())
+    with place.session.places.turn(place):
+        reply = place.session.ask(place, c.RngState, lambda id: c.Random(id, place.name, b""), here())
     return torch.frombuffer(bytearray(reply.state), dtype=torch.uint8)
 
 
@@ -197,8 +201,8 @@ def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int | Pl
         raise ValueError(f"a generator's state is a uint8 tensor, not {new_state.dtype}")
     place = _place(device)
     data = new_state.cpu().numpy().tobytes()
-    place.session.places.draw(place)
-    place.session.ask(place, c.Done, lambda id: c.Random(id, place.name, data), here())
+    with place.session.places.turn(place):
+        place.session.ask(place, c.Done, lambda id: c.Random(id, place.name, data), here())
 
 
 def memory_allocated(device: torch.device | str | int = "node") -> int:

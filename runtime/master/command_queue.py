@@ -54,7 +54,7 @@ class CommandQueue:
     lost: NodeLost | None
     # Of the class, as a queue of one node is used for each answer: more than 30 attributes would not be in line.
     #: opens a shut queue: the link's
-    open: Callable[[CommandQueue], bool] = staticmethod(lambda queue: False)
+    open: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
     #: commands of nodes that overlap others, packed but in no message yet; those of several nodes wait at each of them
     pieces: Sequence[object] = ()
     #: the most commands of a message
@@ -176,7 +176,8 @@ class CommandQueue:
 
     def hold(self, ref: int) -> None:
         """Keeps ``ref`` from being freed before its ``release``: a graph uses it. The ref is alive now."""
-        self._holds[ref] = self._holds.get(ref, 0) + 1
+        with self._taking:
+            self._holds[ref] = self._holds.get(ref, 0) + 1
 
     def release(self, refs: Iterable[int], made: bool = True) -> None:
         """Undoes ``hold`` for each ref; those that died meanwhile are freed, if the node has ever ``made`` them."""

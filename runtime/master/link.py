@@ -137,26 +137,26 @@ class Link:
             return made
 
     @uninterrupted
-    def open(self, queue: CommandQueue) -> bool:
-        """Has a queue gather commands: packs all that overlaps it, in whose place its commands come from now on.
-
-        Returns whether something has been sent.
-        """
-        sends = False
+    def open(self, queue: CommandQueue) -> None:
+        """Has a queue gather commands: packs all that overlaps it, in whose place its commands come from now on."""
         with self._lock:
             if queue.shut:
                 before = [other for other in queue.overlaps if not other.shut]
                 for other in before:
                     other.set_shut(True)  # before it is packed
-                for other in before:
-                    other.pack_commands()
+                try:
+                    for other in before:
+                        other.pack_commands()
+                except BaseException:  # no memory: what is not packed comes before all else still
+                    for other in before:
+                        other.set_shut(not other.queue)
+                    raise
                 queue.set_shut(False)
                 for other in before:
                     for member in other.members:
                         if len(member.pieces) >= SWITCHES:  # who alternates comes to no flush
                             self._send_to(member)  # type: ignore[arg-type]
-                            sends = True
-        return sends
+                            queue.limit = 0  # the next append looks at the window
 
     def extend(self, key: str, side_key: str = "") -> Node:
         """Lets in one more node, by its public keys of both connections; its rank is the next."""
@@ -171,7 +171,9 @@ class Link:
 
     def tick(self, outbox: CommandQueue) -> None:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
-        if outbox.shut and self.open(outbox) and self.patient and outbox.full:
+        if outbox.shut:
+            self.open(outbox)
+        if not outbox.limit and self.patient and outbox.full:
             self.flush(outbox)
         if len(outbox.queue) >= outbox.batch:
             self.flush(outbox)
@@ -259,9 +261,12 @@ class Link:
 
         Without ``hurry`` the commands leave with those that are queued after them, but still together.
         """
-        outboxes = [self.nodes[rank].outbox for rank, _, _ in commands]
         self.interrupts.look()
-        self._push_together(outboxes, commands, hurry)
+        self.push(commands, hurry)
+        self.pushed([self.nodes[rank].outbox for rank, _, _ in commands])
+
+    def pushed(self, outboxes: Sequence[Outbox]) -> None:
+        """Does what follows a ``push``: looks at signals, errors and windows, and blocks while one of these is full."""
         if self.interrupts.pending:
             self.interrupts.check()
         if self._parked:
@@ -275,9 +280,9 @@ class Link:
                 self._wait_window(outbox)
 
     @uninterrupted
-    def _push_together(
-        self, outboxes: list[Outbox], commands: Sequence[tuple[int, c.Command, Site | None]], hurry: bool
-    ) -> None:
+    def push(self, commands: Sequence[tuple[int, c.Command, Site | None]], hurry: bool = True) -> None:
+        """Queues (rank, command, site) of each node and sends all, as ``together``, and waits for nothing."""
+        outboxes = [self.nodes[rank].outbox for rank, _, _ in commands]
         with self._lock:
             for outbox in outboxes:
                 self.check(outbox)

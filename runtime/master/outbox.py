@@ -15,6 +15,8 @@ from .history import KEPT, to_keep
 #: The window: the most commands, and bytes of them, in flight per node. A full one blocks the issuing thread.
 MAX_COMMANDS = 10_000
 MAX_BYTES = 64 << 20
+#: A number that takes as many bytes as any: a piece fits a message whatever its number will be.
+LONGEST = 1 << 62
 #: The bytes of a message that is made of several pieces.
 MAX_JOINED = codec.MAX_MESSAGE // 2
 
@@ -204,7 +206,7 @@ def in_pieces(
 ) -> tuple[list[Piece], DisttensorError | None]:
     """Encodes commands as pieces of messages; else as ``packed``."""
     pieces = []
-    messages, unsendable = packed(0, commands, sites, unsendable)
+    messages, unsendable = packed(LONGEST, commands, sites, unsendable)
     for message, (end, _, its, kept) in messages:
         body = codec.body(message, end - len(its), len(its))
         pieces.append((body, its, body if kept is message else codec.body(kept, end - len(its), len(its))))

@@ -216,7 +216,7 @@ class NodeState:
             self._resting[before, name] = _generator(device)
             self._drawing[name] = command.place
             state = self._resting.pop((command.place, name), None)
-            if state is not None:
+            if state is not None and own is None:
                 _set_generator(device, state)
                 return
         elif own is None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -123,31 +124,84 @@ def test_ctrl_c_in_operations_on_a_mesh(script: Callable[..., subprocess.Complet
     assert (done.returncode, done.stdout) == (0, "30\n"), done.stderr
 
 
+#: What a script may issue without an end, on a mesh and on the last of its nodes; each with what it needs.
+ENDLESS: dict[str, Callable[[dt.meshes.Mesh], Callable[[], object]]] = {
+    "operations": lambda mesh: partial(torch.add, torch.ones(4, device=mesh.device), 0),
+    "a mesh and a node": lambda mesh: partial(
+        in_turns, torch.ones(4, device=mesh.device), torch.ones(4, device="node:2")
+    ),
+    "draws": lambda mesh: lambda: (torch.rand(2, device=mesh.device), torch.rand(2, device="node:2")),
+    "collectives": lambda mesh: partial(
+        sums, torch.ones(4, device=mesh.device), torch.ones(4, device=dt.mesh(row=2, nodes=[1, 2]).device)
+    ),
+    "replays": lambda mesh: replays(mesh),
+}
+
+
+def in_turns(x: torch.Tensor, y: torch.Tensor) -> None:
+    x + 0
+    y * 2
+
+
+def sums(x: torch.Tensor, y: torch.Tensor) -> None:
+    dt.collectives.all_reduce_(x, "avg", over="dp")
+    dt.collectives.all_reduce_(y, "avg", over="row")
+
+
+def replays(mesh: dt.meshes.Mesh) -> Callable[[], None]:
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.rand(2, device=mesh.device), torch.rand(2, device="node:1")
+
+    step()
+    g = dt.Graph()
+    with dt.graph(g):
+        step()
+    return g.replay
+
+
+def many(issue: Callable[[], object]) -> None:
+    for _ in range(5000):
+        issue()
+
+
 @pytest.mark.fault(29)
-@pytest.mark.parametrize("alternating", [False, True])
-def test_one_slow_member_holds_the_script_at_its_window(alternating: bool) -> None:
-    """Also one that goes from the mesh to a node and back for every operation."""
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_one_slow_member_holds_the_script_at_its_window(kind: str) -> None:
+    """Also one that goes from the mesh to a node and back for every operation, or for what operations need."""
     with dt.init_master_worker(nodes=3, threads=1), testing.limits(window=2000):
         mesh = dt.mesh(dp=3)
-        x = torch.ones(4, device=mesh.device)
-        x.sum().item()
+        issue = ENDLESS[kind](mesh)
+        issue()
+        dt.synchronize()
         pid = int(dt.nodes()[2]["pid"])
         os.kill(pid, signal.SIGSTOP)
         held = threading.Event()
         with testing.at("window", held.set):
-
-            def issue() -> None:
-                y = x
-                for _ in range(5000):
-                    y = y + 0
-                    if alternating:
-                        y.at(dp=2) * 2  # type: ignore[attr-defined]
-
-            thread = threading.Thread(target=issue)
+            thread = threading.Thread(target=many, args=(issue,))
             thread.start()
             assert held.wait(60)
             assert testing.queued(2).in_flight <= 2000 + 256
             os.kill(pid, signal.SIGCONT)
             thread.join(60)
             assert not thread.is_alive()
-        assert x.sum().item() == 4
+        assert torch.ones(4, device=mesh.device).sum().item() == 4
+
+
+@pytest.mark.fault(18)
+@pytest.mark.parametrize("kind", ["draws", "replays"])
+def test_ctrl_c_at_a_full_window_leaves_replicas_equal(kind: str) -> None:
+    """Nodes and the script agree on which generators are in use."""
+    with dt.init_master_worker(nodes=3, threads=1), testing.limits(window=2000):
+        mesh = dt.mesh(dp=3)
+        issue = ENDLESS[kind](mesh)
+        issue()
+        dt.synchronize()
+        pid = int(dt.nodes()[2]["pid"])
+        for _ in range(2):
+            os.kill(pid, signal.SIGSTOP)
+            with testing.at("window", partial(signal.raise_signal, signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+                many(issue)
+            os.kill(pid, signal.SIGCONT)
+            dt.synchronize()
+            first, *others = [shard.cpu() for shard in torch.rand(3, device=mesh.device).shards()]  # type: ignore[attr-defined]
+            assert all(torch.equal(first, other) for other in others)

@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import math
+import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -461,6 +462,27 @@ def test_an_asynchronous_collective_fails_as_its_group_does() -> None:
         all_reduce_(torch.ones(4, 4, device=m.device)[:, ::2], over="dp", async_op=True)
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks"])
+def test_what_an_asynchronous_collective_reads_may_be_written_at_once(name: str) -> None:
+    m = grid()
+    call = getattr(dt.collectives, name)
+    for _ in range(20):
+        x = torch.ones(40, 50, device=m.device)
+        work = call(x, over="dp", async_op=True)
+        x.zero_()
+        assert work.result().shards()[1].cpu().min().item() == (2 if "reduce" in name else 1)
+
+
+def test_the_result_of_a_work_has_the_gradient_of_its_call() -> None:
+    x = torch.ones(4, 4, device=grid().device, requires_grad=True)
+    work = dt.all_gather(x, over="dp", async_op=True)
+    with torch.no_grad(), torch.inference_mode():
+        assert work.result().requires_grad
+    with torch.no_grad():
+        work = dt.all_gather(x, over="dp", async_op=True)
+    assert not work.result().requires_grad
+
+
 WAYS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda x: dt.all_reduce(x, "avg", over="dp"),
     "all_gather": lambda x: dt.all_gather(x, over="tp", dim=1),
@@ -807,6 +829,61 @@ def test_a_node_draws_as_if_there_were_no_mesh() -> None:
     assert torch.equal(torch.rand(3), second)
 
 
+def test_what_varies_begins_anew_with_each_seed() -> None:
+    """Whichever generator was in use when all were seeded, and wherever others rested."""
+    m = grid()
+
+    def varying() -> list[bytes]:
+        with dt.varying("dp", "tp"):
+            return [bits(shard.cpu()) for shard in torch.rand(3, device=m.device).shards()]
+
+    torch.manual_seed(3)
+    first = varying()
+    assert len(set(first)) == NODES
+    between: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: torch.rand(1, device=m.device),
+        lambda: torch.rand(1, device="node:2"),
+        lambda: varying(),
+    ]
+    for before, after in itertools.product(between, between[:-1]):
+        before()
+        torch.manual_seed(3)
+        after()
+        assert varying() == first
+    torch.manual_seed(3)
+    with pytest.raises(NotImplementedError, match="on a stream"), dt.stream(dt.Stream(0)), dt.varying("dp", "tp"):
+        torch.rand(1, device=m.device)
+    assert varying() == first
+
+
+def test_a_recorded_seed_seeds_nothing() -> None:
+    m = grid()
+    torch.rand(1, device="node:0")
+    torch.rand(1, device=m.device)
+    torch.rand(1, device="node:0")
+    torch.manual_seed(11)
+    wanted = [bits(shard.cpu()) for shard in torch.rand(3, device=m.device).shards()]  # type: ignore[attr-defined]
+    torch.rand(1, device="node:0")
+    torch.manual_seed(11)
+    with dt.graph(dt.Graph()):
+        torch.manual_seed(5)
+        with dt.varying("dp"):
+            torch.rand(1, device=m.device)
+    assert [bits(shard.cpu()) for shard in torch.rand(3, device=m.device).shards()] == wanted  # type: ignore[attr-defined]
+
+
+def test_a_mesh_stays_itself_in_copies_and_is_not_pickled() -> None:
+    m = grid()
+    module = nn.Linear(2, 2).to(m.device)
+    module.mesh = m
+    copied = copy.deepcopy(module)
+    assert copied.mesh is m
+    assert copy.copy(m) is m
+    with pytest.raises(TypeError, match=r"keep mesh.nodes, mesh.names and mesh.shape"):
+        pickle.dumps(m)
+
+
 def test_numbers_that_vary_along_a_dim() -> None:
     """Along no other one, and beside those that are the same on all: neither changes the other."""
     m = grid()
@@ -1023,4 +1100,7 @@ def test_a_closed_mesh_gives_its_slot_back() -> None:
     assert (x + 1).sum().item() == 4
     with pytest.raises(RuntimeError, match="does not exist"):
         torch.ones(2, device=f"node:{slot}")
-    assert mesh(z=2, nodes=[0, 3]).device.index == slot
+    assert mesh(z=2, nodes=[0, 3]).device.index != slot  # as long as there are others
+    again = mesh(z=2, nodes=[3, 0])
+    assert again == made
+    assert (torch.ones(2, device=again.device) + x).sum().item() == 4

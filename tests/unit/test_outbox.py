@@ -264,3 +264,15 @@ def test_what_waits_to_be_joined_counts_for_the_window() -> None:
     assert box.full
     box.lose(NodeLost("node 0 is gone", 0))
     assert (box.waiting, len(box.pieces), len(box.ready)) == (0, 0, 0)
+
+
+def test_a_piece_fits_whatever_its_number_will_be() -> None:
+    size = codec.MAX_MESSAGE - len(codec.encode(c.Batch(0, (c.Piece(b"", b"", True),))))
+    for less in range(24):
+        box = Outbox(0)
+        box.sent = outbox.LONGEST - 10
+        pieces, unsendable = outbox.in_pieces([c.Piece(b"", b"x" * (size - less), True)], [None], None)
+        box.take(pieces, 1)
+        box.join(outbox.Joints())
+        assert len(box.ready[0]) <= codec.MAX_MESSAGE
+        assert (unsendable is None) == (codec.decode_batch(box.ready[0]).commands != (c.Free(0, ()),))
