@@ -20,6 +20,7 @@ from .torch_backend import at_import
 
 if TYPE_CHECKING:
     from . import factories as factories
+    from . import nn as nn
     from . import testing as testing
     from . import verify as verify
     from .public import *  # noqa: F403
@@ -73,7 +74,7 @@ _BESIDE = (
 )
 
 #: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
-_MODULES = ("factories", "testing", "verify")
+_MODULES = ("factories", "nn", "testing", "verify")
 
 
 def __getattr__(name: str) -> Any:

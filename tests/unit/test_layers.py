@@ -43,7 +43,7 @@ FRONT_LAYERS = (
     ("storage", "futures", "streams"),
     ("collectives",),
     ("meshes",),
-    ("tasks", "data", "channels", "graphs"),
+    ("nn", "tasks", "data", "channels", "graphs"),
     ("torch_backend",),
     ("verify",),
     ("startup",),

@@ -28,6 +28,7 @@ THEMES = (
     "futures",
     "graphs",
     "meshes",
+    "nn",
     "session",
     "streams",
     "tasks",

@@ -30,6 +30,7 @@ PUBLIC = {
     *(f"disttensor.{name}" for name in dir(dt) if inspect.ismodule(getattr(dt, name))),
     "disttensor.collectives.functional",
     "disttensor.factories",
+    "disttensor.nn",
     "disttensor.testing",
     "disttensor.verify",
     "disttensor.runtime.channel",

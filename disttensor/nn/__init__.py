@@ -1,0 +1,6 @@
+"""Tensor parallel modules: the layers of a model, each cut along a dim of a mesh. docs/TENSOR_PARALLEL.md."""
+
+from .embedding import ParallelEmbedding
+from .linear import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
