@@ -73,6 +73,23 @@ def test_mesh_data_parallel() -> None:
     assert float(lines[5].removeprefix("accuracy ")) > 0.93
 
 
+def test_the_tensor_parallel_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/TENSOR_PARALLEL.md").read_text()).groups()
+    (tmp_path / "tensor_parallel.py").write_text(program)
+    assert python("tensor_parallel.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
+def test_tensor_parallel() -> None:
+    """The losses and the weights of one process; the program compares them, too."""
+    lines = python(str(ROOT / "examples/tensor_parallel.py"), cwd=ROOT).splitlines()
+    assert lines[0].startswith("ColumnParallelLinear(in_features=16, out_features=65 over tp=2")
+    shown = [re.fullmatch(r"step \d: loss ([\d.]+) on 4 nodes, ([\d.]+) in one process", line) for line in lines[1:7]]
+    losses = [(float(found[1]), float(found[2])) for found in shown]
+    assert all(abs(there - here) < 2e-4 for there, here in losses)
+    assert losses[-1][1] < losses[0][1] - 0.5
+    assert lines[7:] == ["a checkpoint of the plain shapes: True", "same losses: True", "same weights: True"]
+
+
 COLLECTIVES = re.split(r"^## ", (ROOT / "docs/COLLECTIVES.md").read_text(), flags=re.MULTILINE)
 
 
