@@ -253,6 +253,20 @@ def test_what_is_not_finite_in_the_padding_counts_for_nothing() -> None:
     close(down(shard(x, m, tp=1)), down.to_plain()(x[:, :7]))
 
 
+def test_the_padding_of_a_rank_s_own_features_is_zero() -> None:
+    """Whatever a user's own initialization has made of it, and without a gradient, whatever looks at it."""
+    m = three()
+    layer = ColumnParallelLinear(5, 7, gather_output=False, mesh=m, dtype=DOUBLE)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        layer.bias.fill_(2)  # type: ignore[union-attr]
+    y = layer(torch.randn(3, 5, dtype=DOUBLE).to(m.device))
+    assert whole(m, y, 7, 1).all()
+    y.exp().sum().backward()
+    assert whole(m, layer.weight.grad, 7, 0).any()  # type: ignore[arg-type]
+    assert whole(m, layer.bias.grad, 7, 0).any()  # type: ignore[union-attr, arg-type]
+
+
 def test_the_loss_of_ranks_that_are_alike_counts_once() -> None:
     """And not once a rank: a parameter that is not cut has the plain gradient on each, and a collective with the
     gradients of dt.all_reduce would have three times that."""
@@ -376,6 +390,16 @@ def test_there_and_back(place: Callable[[], Mesh], case: int) -> None:
         for got, wanted in zip(back.parameters(), plain.parameters(), strict=True):
             assert torch.equal(got.detach(), wanted.detach())
             assert got.requires_grad == wanted.requires_grad
+
+
+def test_a_module_on_the_mesh_is_copied() -> None:
+    m = three()
+    plain = nn.Linear(7, 5).to(m.device)
+    made = RowParallelLinear.from_plain(plain, m)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.zero_()
+    assert all(p.any() for p in made.to_plain().parameters())
 
 
 def test_a_checkpoint_is_plain() -> None:
