@@ -91,7 +91,7 @@ class Mesh:
         for group in self._place.axes[self._named(dim)]:
             for i, rank in enumerate(group):
                 at[rank] = i
-        return together(self._place, [torch.tensor(i) for i in at])
+        return together(self._place, [torch.tensor(i, device="cpu") for i in at])
 
     def _named(self, dim: str) -> str:
         if dim not in self._dims:

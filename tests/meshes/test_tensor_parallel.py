@@ -392,6 +392,20 @@ def test_there_and_back(place: Callable[[], Mesh], case: int) -> None:
             assert got.requires_grad == wanted.requires_grad
 
 
+def test_where_factories_make_tensors_makes_no_difference() -> None:
+    """In ``with torch.device(...)``: the values are the script's, the module is on its mesh."""
+    m = three()
+    plain = seeded(lambda: nn.Linear(5, 7))
+    for where in (m.device, "node:1", "cpu"):
+        with torch.device(where):
+            made = seeded(lambda: ColumnParallelLinear(5, 7, mesh=m))
+            back = made.to_plain()
+            rank = m.coordinate("tp")
+        assert made.weight.device == rank.device == m.device
+        assert back.weight.device.type == "cpu"
+        assert torch.equal(back.weight, plain.weight)
+
+
 def test_a_module_on_the_mesh_is_copied() -> None:
     m = three()
     plain = nn.Linear(7, 5).to(m.device)
