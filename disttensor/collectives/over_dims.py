@@ -27,7 +27,7 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session.current import session_of
 from ..session.places import MeshPlace
-from .issue import CollectiveWork, op_of, read, written
+from .issue import CollectiveWork, check_transport, op_of, read, written
 
 #: A dim's name, or several: their ranks together are the groups.
 Over = str | Sequence[str]
@@ -85,6 +85,7 @@ class _Call:
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     async_op: bool = False
+    transport: torch.dtype | None = None  #: in which floats of more bits travel
     ended: list[tuple[int, Transfer]] = field(default_factory=list)  #: of an asynchronous one: what tells of its end
 
     @property
@@ -117,7 +118,7 @@ class _Call:
             algorithm="",
             base=0,
             chunk=0,
-            carry=-1,
+            carry=-1 if self.transport is None else codec.dtype_id(self.transport),
             hosts=_hosts(place, ranks[0]) if len(ranks) == 1 else (),
             done=done,
             groups=ranks if len(ranks) > 1 else (),
@@ -200,7 +201,11 @@ def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False) -> An
 
 @spelled
 def all_reduce_(
-    x: DistributedTensor, op: Any = ReduceOp.SUM, over: Over | None = None, async_op: bool = False
+    x: DistributedTensor,
+    op: Any = ReduceOp.SUM,
+    over: Over | None = None,
+    async_op: bool = False,
+    transport: torch.dtype | None = None,
 ) -> DistributedTensor | Work:
     """Writes the reduction over dims of a mesh into a tensor there, and returns it. Returns at once.
 
@@ -210,13 +215,16 @@ def all_reduce_(
         over: the name of a dim, or several.
         async_op: return a Work, whose ``result()`` is the tensor. Later operations on the nodes then run beside the
             collective, unless they use the tensor.
+        transport: torch.bfloat16 or torch.float16, as which floats of more bits travel. They lose precision.
 
-    Raises TypeError for another tensor, a dtype that ``op`` does not take, or no dim; ValueError for an unknown dim, or
-    a tensor that is not contiguous with ``async_op``; RuntimeError for a tensor that requires a gradient; GraphError
-    for an asynchronous one while a graph is recorded.
+    Raises TypeError for another tensor, a dtype that ``op`` does not take, a ``transport`` that is no dtype of floats,
+    or no dim; ValueError for an unknown dim, or a tensor that is not contiguous with ``async_op``; RuntimeError for a
+    tensor that requires a gradient; GraphError for an asynchronous one while a graph is recorded.
     """
     place = on_mesh(x, "all_reduce_")
-    call = _Call(groups(place, over, "all_reduce_"), op_of(op, x.dtype), async_op=async_op)
+    if transport is not None:
+        check_transport(transport, "all_reduce_")
+    call = _Call(groups(place, over, "all_reduce_"), op_of(op, x.dtype), async_op=async_op, transport=transport)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("all_reduce_ writes its tensor, which requires a gradient; all_reduce gives a new one")
     written(x)
