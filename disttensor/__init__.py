@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from . import factories as factories
     from . import nn as nn
     from . import testing as testing
+    from . import training as training
     from . import verify as verify
     from .public import *  # noqa: F403
     from .runtime.protocol.bundle import VERSION as __version__  # noqa: F401
 
 #: The names that ``from disttensor import *`` gives: no module, and no name that torch or Python has, too.
 __all__ = [
+    "DataParallel",
     "DistributedTensor",
     "DisttensorError",
     "NodeLost",
@@ -74,7 +76,7 @@ _BESIDE = (
 )
 
 #: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
-_MODULES = ("factories", "nn", "testing", "verify")
+_MODULES = ("factories", "nn", "testing", "training", "verify")
 
 
 def __getattr__(name: str) -> Any:

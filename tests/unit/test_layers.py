@@ -43,6 +43,7 @@ FRONT_LAYERS = (
     ("storage", "futures", "streams"),
     ("collectives",),
     ("meshes",),
+    ("training",),
     ("nn", "tasks", "data", "channels", "graphs"),
     ("torch_backend",),
     ("verify",),

@@ -33,6 +33,7 @@ THEMES = (
     "streams",
     "tasks",
     "testing",
+    "training",
     "verify",
 )
 FIRST = [name for name in dir(dt) if not name.startswith("__")]

@@ -20,7 +20,7 @@ import disttensor as dt
 from disttensor import moved
 
 #: Where tests of behaviour lie.
-FOLDERS = ("ops", "autograd", "graphs", "streams", "collectives", "meshes", "faults", "docs", "launch")
+FOLDERS = ("ops", "autograd", "graphs", "streams", "collectives", "meshes", "training", "faults", "docs", "launch")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder).glob("*.py"))]
 
 #: What users import: documented modules. Their own private names are private all the same.
@@ -32,6 +32,7 @@ PUBLIC = {
     "disttensor.factories",
     "disttensor.nn",
     "disttensor.testing",
+    "disttensor.training",
     "disttensor.verify",
     "disttensor.runtime.channel",
 }
@@ -59,6 +60,7 @@ INTERNAL: dict[str, str] = {
     "collectives/test_collective_failures.py": "algorithms over a wire whose ranks fail",
     "collectives/test_collectives.py": "algorithms as functions of ranks over a wire",
     "collectives/test_native_ends.py": "a channel's own collectives over a wire whose ranks fail",
+    "training/test_dropout_of_ranks.py": "the seeds that a mesh's varying generators begin with",
     "faults/test_attacked.py": "how long a wait is before it is explained, and workers that break the protocol",
     "faults/test_other_user.py": "the secrets of a session, to see that nobody else can",
     "faults/test_slow_wire.py": "the addresses that processes tell each other, to have slow wires between them",

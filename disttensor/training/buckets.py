@@ -1,0 +1,170 @@
+"""Gradients in buckets: tensors of which gradients are views, each reduced as soon as all of its gradients are there.
+
+A backward pass on a mesh is one for all nodes, so a hook fires once, and a collective is one command. The nodes run it
+on a lane of their own, beside the commands that come after it. Only what names the bucket itself waits for it there:
+an optimizer names views of it. So the last bucket of a pass is reduced in the plain form, on which what comes next
+waits; and since a node does its collectives in order, what comes next waits for all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..collectives import all_reduce_
+from ..collectives.over_dims import Over
+from ..futures.work import Work
+from ..runtime.master.route import route
+from .named import Named, packs
+
+#: A pass within a pass would be taken for one of its own, and what it has not used reduced twice.
+_NESTED = (
+    "DataParallel: a backward pass ran inside of another one, and both have gradients of the module; "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class Bucket:
+    """One flat tensor, and its views, which become the gradients of some parameters."""
+
+    def __init__(self, named: Sequence[Named]) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        sizes = [parameter.numel() for parameter in self.parameters]
+        first = self.parameters[0]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.views = [
+            part.view(parameter.shape) for part, parameter in zip(self.flat.split(sizes), self.parameters, strict=True)
+        ]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a backward pass: no gradient is there yet."""
+        self._missing = len(self.parameters)
+        self.issued = False
+
+    def come(self, at: int) -> bool:
+        """Takes a gradient that is there. Returns whether it was the last one."""
+        self.take(at)
+        self._missing -= 1
+        return not self._missing
+
+    def take(self, at: int) -> None:
+        """Has the gradient of a parameter be the bucket's view, with its values; a missing one stays missing."""
+        parameter, view = self.parameters[at], self.views[at]
+        grad = parameter.grad
+        if grad is None or grad is view:
+            return
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"DataParallel: the gradient of {self.names[at]!r} is {grad.layout}, and buckets are strided; "
+                f"sparse=False, or skip=[{self.names[at]!r}]"
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"DataParallel: the gradient of {self.names[at]!r} has a gradient itself (create_graph=True), which a "
+                "bucket would lose; torch.autograd.grad, and dt.all_reduce(g, 'avg', over=...)"
+            )
+        view.copy_(grad)
+        parameter.grad = view
+
+
+class Buckets:
+    """The buckets of a module's gradients. Hooks of the parameters fill them in a backward pass."""
+
+    def __init__(
+        self,
+        named: Sequence[Named],
+        limit: float,
+        over: Over,
+        op: str,
+        overlap: bool,
+        accumulate: int,
+        transport: torch.dtype | None,
+    ) -> None:
+        # from the last parameter on, as a backward pass goes
+        self._buckets = [Bucket(pack) for pack in packs(reversed(named), limit)]
+        self._reduce: Callable[..., Any] = partial(all_reduce_, op=op, over=over, transport=transport)
+        self._overlap, self._accumulate = overlap, accumulate
+        self._share = 1 / accumulate if op == "avg" else 1.0
+        self.held = False  #: backward passes reduce nothing
+        self._task = -1  #: autograd's number of the last backward pass; later ones have higher numbers
+        self._open = self._reduces = False
+        self._passes = 0  #: those since the last one that reduced
+        self._left = 0  #: buckets that this pass has not reduced yet
+        self._under_way: list[Work] = []
+        for bucket in self._buckets:
+            for at, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(_hook(self._came, bucket, at))
+
+    def settle(self) -> None:
+        """Ends a backward pass that failed: what it has begun to reduce has been when this returns."""
+        if self._open and torch._C._current_graph_task_id() != self._task:
+            works, self._under_way = self._under_way, []
+            self._open = False
+            for work in works:
+                work.wait()
+
+    @torch.no_grad()
+    def _came(self, bucket: Bucket, at: int) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        if self._reduces and bucket.come(at):
+            self._issue(bucket)
+
+    def _begin(self, task: int) -> None:
+        """Begins a backward pass, which autograd has given a number."""
+        if task < self._task:
+            raise RuntimeError(_NESTED)
+        self.settle()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+        self._task, self._open = task, True
+        if not self.held:
+            self._passes += 1
+        self._reduces = not self.held and self._passes == self._accumulate
+        if self._reduces:
+            self._passes = 0
+            self._under_way = []
+            self._left = len(self._buckets)
+            for bucket in self._buckets:
+                bucket.begin()
+
+    @torch.no_grad()
+    def _end(self, task: int) -> None:
+        """Reduces what is left when a backward pass ends: buckets with parameters that it has not used."""
+        if task != self._task:
+            raise RuntimeError(_NESTED)
+        for bucket in self._buckets if self._reduces else ():
+            if not bucket.issued:
+                self._issue(bucket)
+        self._open = False
+
+    def _issue(self, bucket: Bucket) -> None:
+        for at in range(len(bucket.parameters)):  # those from passes that reduced nothing, of what this has not used
+            bucket.take(at)
+        if self._share != 1:
+            bucket.flat.mul_(self._share)
+        bucket.issued = True
+        self._left -= 1
+        if self._overlap and self._left and route.get().recorder is None:
+            self._under_way.append(self._reduce(bucket.flat, async_op=True))
+        else:
+            self._reduce(bucket.flat)
+
+
+def _hook(came: Callable[[Bucket, int], None], bucket: Bucket, at: int) -> Callable[[Any], None]:
+    """Returns a hook that does nothing once its DataParallel has gone, while the module lives on."""
+    method = weakref.WeakMethod(came)
+    held = weakref.ref(bucket)
+
+    def hook(parameter: Any) -> None:
+        call, there = method(), held()
+        if call is not None and there is not None:
+            call(there, at)
+
+    return hook

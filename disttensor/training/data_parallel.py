@@ -1,0 +1,193 @@
+"""DataParallel: a module on a mesh whose gradients are reduced over a dim, beside the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..collectives import broadcast
+from ..collectives.issue import check_transport
+from ..collectives.over_dims import Over
+from ..errors.argument_checks import one_of
+from ..meshes import Mesh, agree_, shard, varying
+from ..proxy.proxy import DistributedTensor
+from .buckets import Buckets
+from .named import Named, dims, limit_of, on_a_mesh, place_of, without
+
+
+class DataParallel(torch.nn.Module):
+    """A module on a mesh that trains on each rank's own share of a batch, as DistributedDataParallel does.
+
+    A backward pass fills buckets, of which the gradients are views, from the last parameter on. Each full bucket is
+    reduced at once over a dim of the mesh, beside the rest of the pass. What comes next on the nodes, such as a step of
+    an optimizer, waits for all of them, and the script waits for nothing.
+
+        >>> mesh = dt.mesh(dp=2)
+        >>> model = dt.DataParallel(torch.nn.Linear(3, 1).to(mesh.device), mesh)
+        >>> model(torch.ones(4, 3)).sum().backward()    # two rows on each rank
+        >>> model.module.weight.grad.tolist()           # the mean of both ranks'
+        [[2.0, 2.0, 2.0]]
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mesh: Mesh,
+        over: Over = "dp",
+        *,
+        op: str = "avg",
+        bucket_mb: float = 25.0,
+        overlap: bool = True,
+        accumulate: int = 1,
+        transport: torch.dtype | None = None,
+        buffers: str | None = "first",
+        skip: Sequence[str] = (),
+    ) -> None:
+        """Has all ranks along ``over`` take the first one's parameters and buffers; does not wait.
+
+        Args:
+            module: a module all of whose parameters are on the mesh.
+            mesh: the mesh.
+            over: the name of a dim, or several, along which ranks have shares of a batch.
+            op: "avg", the mean of all ranks' gradients, or "sum".
+            bucket_mb: megabytes (2**20 bytes) of gradients that a bucket has when it is full.
+            overlap: False: what comes after a bucket's collective waits for it on the nodes.
+            accumulate: only each such number of backward passes reduces; the others add to the gradients. With "avg"
+                the gradient is the mean over these passes, too, so that k of them are one with a batch k times as
+                large. Clear gradients after each such number only.
+            transport: torch.bfloat16 or torch.float16, as which gradients of more bits travel. They lose precision.
+            buffers: what happens to buffers (BatchNorm's statistics) before a forward pass that follows one that
+                reduces: "first", all take the first rank's; "avg", their mean; None, each keeps its own.
+            skip: names of parameters, buffers or submodules that stay each rank's own.
+
+        Raises TypeError for a module or mesh that is none, a parameter on no mesh, a transport that is no dtype of
+        floats; ValueError for a parameter on another mesh, an unknown dim or name, another ``op``, ``buffers``,
+        ``bucket_mb`` or ``accumulate``, or where no parameter requires a gradient; NodeLost.
+        """
+        super().__init__()
+        _check(module, mesh, dims(over))
+        one_of("op", op, ("avg", "sum"))
+        if buffers is not None:
+            one_of("buffers", buffers, ("first", "avg"))
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"DataParallel: accumulate is a positive number of backward passes, not {accumulate!r}")
+        if transport is not None:
+            check_transport(transport, "DataParallel")
+        self.module, self.mesh, self.over = module, mesh, dims(over)
+        self._how = buffers
+        self._skipped = without(module, skip, "DataParallel")
+        kept = [(name, p) for name, p in module.named_parameters() if name not in self._skipped]
+        trained = [(name, p) for name, p in kept if p.requires_grad]
+        if not trained:
+            raise ValueError("DataParallel: no parameter of the module requires a gradient; there is nothing to reduce")
+        self._known = {id(p): (name, p, p.dtype) for name, p in module.named_parameters()}
+        self._frozen = {id(p) for _, p in kept if not p.requires_grad}
+        self._spread([*kept, *self._shared_buffers()])
+        self._buckets = Buckets(
+            trained, limit_of(bucket_mb, "DataParallel"), self.over, op, overlap, accumulate, transport
+        )
+        self._holding = False
+        self._spoilt = False  #: buffers may differ, since a pass that reduces went before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module does, on each rank of its own share, inside of ``dt.varying(over)``.
+
+        Local tensors, and tensors on one node, in lists and dicts too, are cut in dimension 0, in equal parts for the
+        ranks along ``over``; ranks that differ along other dims get the same. Tensors on the mesh, and those without a
+        dimension, go as they are. Returns at once.
+
+        Raises ValueError for a batch that does not divide, or a tensor on another mesh; RuntimeError where parameters
+        are not those of the construction.
+        """
+        self._same_parameters()
+        self._buckets.settle()
+        if self._spoilt and self._how is not None:
+            with_buffers = [buffer for _, buffer in self._shared_buffers()]
+            agree_(with_buffers, self._how, self.over)
+        if torch.is_grad_enabled():
+            self._buckets.held = self._holding
+        self._spoilt = torch.is_grad_enabled() and not self._holding
+        args, kwargs = tree_map(self._placed, (args, kwargs))
+        with varying(*self.over):
+            return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Has backward passes only add to the gradients: those of forward passes inside of the ``with`` block.
+
+        The next one whose forward pass lies outside reduces what has been added up.
+        """
+        before, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = before
+
+    def _spread(self, named: Sequence[Named]) -> None:
+        with torch.no_grad():
+            for _, tensor in named:
+                tensor.copy_(broadcast(tensor, over=self.over))
+
+    def _shared_buffers(self) -> list[Named]:
+        return [
+            (name, buffer)
+            for name, buffer in self.module.named_buffers()
+            if name not in self._skipped and place_of(buffer) is not None
+        ]
+
+    def _same_parameters(self) -> None:
+        """Raises RuntimeError for a parameter that is not as it was at the construction: no bucket has its gradient."""
+        for parameter in self.module.parameters():
+            _, _, dtype = self._known.get(id(parameter), (None, None, None))
+            if dtype is not parameter.dtype or (parameter.requires_grad and id(parameter) in self._frozen):
+                raise RuntimeError(self._changed(parameter))
+
+    def _changed(self, parameter: torch.nn.Parameter) -> str:
+        name = next(name for name, other in self.module.named_parameters() if other is parameter)
+        _, _, dtype = self._known.get(id(parameter), (None, None, None))
+        what = "was added or replaced"
+        if dtype is not None:
+            what = f"was {dtype}" if dtype is not parameter.dtype else "did not require a gradient"
+        return (
+            f"DataParallel: {name!r} ({parameter.dtype}, requires_grad={parameter.requires_grad}) {what} when its "
+            "buckets were made, so that its gradient is in none; make the DataParallel after such changes"
+        )
+
+    def _placed(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        place = place_of(value)
+        if place is not None:
+            if value.device != self.mesh.device:
+                raise ValueError(f"DataParallel: an argument is on {place}, and the module on {self.mesh}")
+            return value
+        ranks = 1
+        for dim in self.over:
+            ranks *= self.mesh.size(dim)
+        if value.shape[0] % ranks:
+            where = ", ".join(f"{dim}={self.mesh.size(dim)}" for dim in self.over)
+            raise ValueError(
+                f"DataParallel: {value.shape[0]} rows of an argument of shape {tuple(value.shape)} do not divide among "
+                f"{where}, and all ranks have one shape; leave {value.shape[0] % ranks} rows out (drop_last=True), or "
+                "put the tensor on the mesh (dt.replicate, dt.meshes.from_shards)"
+            )
+        return shard(value, self.mesh, **dict.fromkeys(self.over, 0))
+
+
+def _check(module: object, mesh: object, over: tuple[str, ...]) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"DataParallel takes a module, not {type(module).__name__}")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"DataParallel takes a mesh (dt.mesh(dp=...)), not {mesh!r}")
+    if not over:
+        raise ValueError(f"DataParallel: over names no dim; {mesh} has {', '.join(mesh.names)}")
+    for dim in over:
+        mesh.size(dim)
+    for name, parameter in on_a_mesh(module.named_parameters(), "DataParallel"):
+        there: Any = parameter
+        if isinstance(there, DistributedTensor) and there.device != mesh.device:
+            raise ValueError(f"DataParallel: {name!r} is on {there._place}, and not on {mesh}")

@@ -1,0 +1,597 @@
+"""DataParallel against torch's DistributedDataParallel on the same nodes, by gloo: real nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from aftermath import probe
+from equal import same
+from mesh_kit import connect
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import disttensor as dt
+from disttensor import mesh, shard
+from disttensor.meshes import Mesh, from_shards
+from disttensor.tasks import device_mesh
+from disttensor.training import DataParallel, assert_replicas_equal
+
+NODES = 4
+STEPS = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with dt.init_master_worker(nodes=NODES, threads=1):
+        connect(NODES)
+        for n in (2, 3):
+            dt.run(dist.barrier, nodes=ranks(n))  # what is made at first use: before the tests look for leaks
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over(session: None) -> Iterator[None]:
+    yield
+    dt.synchronize()
+    probe(0)
+
+
+def ranks(n: int) -> Mesh:
+    return mesh(dp=n, nodes=list(range(n)))
+
+
+# ---- programs that train, the same with either -----------------------------------------------------------------------
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Unused(nn.Module):
+    """A layer that only every third forward pass uses, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.some, self.never, self.last = (nn.Linear(6, 6) for _ in range(4))
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        x = self.first(x).tanh()
+        if self.steps % 3 == 0:
+            x = self.some(x).tanh()
+        return self.last(x)[:, :3]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.two(self.one(x).tanh()).tanh())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def stepwise(one: Callable[..., None]) -> Callable[..., None]:
+    def fit(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        for i in range(len(x)):
+            one(model, optimizer, x[i], y[i])
+
+    return fit
+
+
+def zeroed_in_place(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def clipped(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def never_cleared(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def scaled(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    """With a scale so large that the first steps are left out."""
+    scaler = torch.amp.GradScaler(x.device.type, init_scale=2.0**127, growth_interval=3)
+    for i in range(len(x)):
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x[i]), y[i])).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def unsynchronized(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    """Two backward passes that add, then one that reduces."""
+    for i in range(len(x)):
+        with model.no_sync() if i % 3 < 2 else contextlib.nullcontext():
+            F.mse_loss(model(x[i]), y[i]).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def evaluated(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    """The statistics in the end are those that an evaluation has left."""
+    stepwise(step)(model, optimizer, x, y)
+    model.eval()
+    with torch.no_grad():
+        model(x[0])
+
+
+def train(make: Callable[[], nn.Module], wrap: Any, optimizer: Any, fit: Any, x: Any, y: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = wrap(make().to(y.dtype))
+    fit(model, optimizer(model), x, y)
+    return [value.detach() for value in model.state_dict().values()]
+
+
+def both(
+    m: Mesh, make: Any, optimizer: Any, fit: Any, dtype: torch.dtype = torch.float32, hook: Any = None, **options: Any
+) -> tuple[list[Any], list[list[torch.Tensor]]]:
+    """The state after training with ours, and those of DDP's ranks."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        group = device_mesh().get_group("dp")
+        made = DistributedDataParallel(model, process_group=group, find_unused_parameters=make is Unused)
+        if hook is not None:
+            made.register_comm_hook(group, hook)
+        return made
+
+    torch.manual_seed(1)
+    x, y = torch.randn(STEPS, 12, 6, dtype=dtype), torch.randn(STEPS, 12, 3, dtype=dtype)
+    xs, ys = shard(x, m, dp=1), shard(y, m, dp=1)
+    theirs = dt.run(lambda x, y: train(make, wrap, optimizer, fit, x, y), xs, ys, nodes=m)
+    options = {"bucket_mb": 1e-4, **options}
+    ours = train(make, lambda model: DataParallel(model.to(m.device), m, **options), optimizer, fit, xs, ys)
+    return ours, [[value.cpu() for value in values] for values in theirs]
+
+
+PROGRAMS: dict[str, tuple[Any, Any, Any]] = {
+    "SGD": (plain, sgd, stepwise(step)),
+    "AdamW": (plain, adamw, stepwise(step)),
+    "BatchNorm": (normed, sgd, stepwise(step)),
+    "BatchNorm, evaluated": (normed, sgd, evaluated),
+    "unused parameters": (Unused, sgd, stepwise(step)),
+    "unused parameters, zeroed in place": (Unused, adamw, stepwise(zeroed_in_place)),
+    "unused parameters, no_sync": (Unused, sgd, unsynchronized),
+    "tied weights": (Tied, sgd, stepwise(step)),
+    "GradScaler": (plain, adamw, scaled),
+    "clipping": (plain, sgd, stepwise(clipped)),
+    "zeroed in place": (plain, sgd, stepwise(zeroed_in_place)),
+    "never cleared": (plain, sgd, stepwise(never_cleared)),
+    "no_sync": (plain, sgd, unsynchronized),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_on_two_ranks_it_has_ddps_bits(program: str) -> None:
+    ours, theirs = both(ranks(2), *PROGRAMS[program])
+    for i, value in enumerate(ours):
+        for rank, got in enumerate(value.shards()):
+            same(got, theirs[rank][i], strides=False)
+
+
+@pytest.mark.parametrize("program", ["SGD", "AdamW", "BatchNorm", "unused parameters", "no_sync"])
+def test_on_three_ranks_it_is_ddp_but_for_rounding(program: str) -> None:
+    ours, theirs = both(ranks(3), *PROGRAMS[program], dtype=torch.float64)
+    for i, value in enumerate(ours):
+        for rank, got in enumerate(value.shards()):
+            torch.testing.assert_close(got.cpu(), theirs[rank][i], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"bucket_mb": 25.0}, {"overlap": False}, {"bucket_mb": 4e-4}], ids=str)
+def test_buckets_change_no_bits(options: dict[str, Any]) -> None:
+    ours, theirs = both(ranks(2), *PROGRAMS["SGD"], **options)
+    for value, wanted in zip(ours, theirs[0], strict=True):
+        same(value, wanted, strides=False)
+
+
+def test_a_transport_is_ddps_compression() -> None:
+    """Gradients travel as bfloat16: on two ranks the bits of torch's own hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    # by another name, as DDP refuses it by its own where there is no GPU
+    hook = lambda group, bucket: bf16_compress_hook(group, bucket)  # noqa: E731
+    ours, theirs = both(ranks(2), plain, sgd, stepwise(step), hook=hook, transport=torch.bfloat16)
+    exact, _ = both(ranks(2), plain, sgd, stepwise(step))
+    for value, wanted in zip(ours, theirs[0], strict=True):
+        same(value, wanted, strides=False)
+    assert not torch.equal(ours[0].cpu(), exact[0].cpu())
+
+
+# ---- several passes --------------------------------------------------------------------------------------------------
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters()]
+
+
+def made(m: Mesh, **options: Any) -> tuple[nn.Module, DataParallel]:
+    """A local model in double precision, and its copy on a mesh."""
+    torch.manual_seed(0)
+    local = plain().double()
+    torch.manual_seed(0)
+    return local, DataParallel(plain().double().to(m.device), m, **{"bucket_mb": 1e-4, **options})
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("op", ["avg", "sum"])
+def test_accumulated_passes_are_one_with_a_large_batch(op: str) -> None:
+    m = ranks(3)
+    local, model = made(m, accumulate=4, op=op, bucket_mb=1e-6)
+    x = torch.randn(24, 6, dtype=torch.float64)
+    with dt.testing.MessageLog() as log:
+        for part in x.chunk(4):
+            loss(model, part).backward()
+    assert sum(name.startswith("Collective") for name in log[0].commands) == 6  # one pass's: a bucket a parameter
+    loss(local, x).backward()
+    for got, wanted in zip(gradients(model), gradients(local), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted * (1 if op == "avg" else 12), rtol=1e-12, atol=1e-14)
+
+
+def test_a_pass_with_several_losses_and_one_with_several_forwards() -> None:
+    m = ranks(2)
+    local, model = made(m)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    loss(model, x).backward()
+    (loss(model, x * 2) + loss(model, x * 3)).backward()  # adds to the mean of before
+    for k in (1, 2, 3):
+        loss(local, x * k).backward()
+    for got, wanted in zip(gradients(model), gradients(local), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_over_one_dim_of_two() -> None:
+    """Ranks that differ along tp have parameters of their own, and gradients."""
+    m = mesh(dp=2, tp=2)
+    weights = [torch.randn(3, 2) for _ in range(2)]
+    layer = nn.Linear(2, 3, bias=False).to(m.device)
+    with torch.no_grad():
+        layer.weight.copy_(from_shards(m, [weights[0], weights[1], weights[0] + 1, weights[1] + 1]))
+    model = DataParallel(layer, m, "dp")
+    x = torch.randn(4, 2)
+    model(x).square().sum().backward()
+    for tp, weight in enumerate(weights):
+        wanted = (2 * (x @ weight.t()).t() @ x) / 2
+        for dp in range(2):
+            same(layer.weight.detach().at(dp=dp, tp=tp), weight)  # the first ones', along dp
+            torch.testing.assert_close(layer.weight.grad.at(dp=dp, tp=tp).cpu(), wanted)  # type: ignore[union-attr]
+    both_dims = DataParallel(nn.Linear(2, 3).to(m.device), m, ("dp", "tp"))
+    assert both_dims(torch.randn(8, 2)).shape == (2, 3)
+
+
+def test_arguments_of_any_kind() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor, *, more: dict[str, Any], scale: float, zero: torch.Tensor) -> torch.Tensor:
+            assert zero.dim() == 0
+            return x * more["y"][0] * self.weight * scale
+
+    m = ranks(2)
+    model = DataParallel(Takes().to(m.device), m)
+    x = torch.arange(8.0).reshape(4, 2)
+    out = model(x, more={"y": [x.to("node:3")]}, scale=2.0, zero=torch.tensor(1.0))
+    for got, part in zip(out.shards(), x.chunk(2), strict=True):
+        same(got.detach(), part * part * 2)
+    there = shard(x, m, dp=0)
+    assert model(there, more={"y": [there]}, scale=1.0, zero=torch.tensor(1.0)).shape == (2, 2)
+
+
+# ---- beside the backward pass ----------------------------------------------------------------------------------------
+
+
+def test_each_bucket_is_reduced_before_later_gradients_are_computed() -> None:
+    """The gradients of five layers' weights are products; before each collective so many of them were issued."""
+    m = ranks(2)
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(5)]
+    model = DataParallel(nn.Sequential(*layers).to(m.device), m, bucket_mb=1e-4)
+    x = torch.randn(4, 16)
+    model(x).sum().backward()
+    with dt.testing.MessageLog() as log:
+        model(x).sum().backward()
+    names = log[0].commands
+    products = list(itertools.accumulate(name == "Call aten::mm" for name in names))
+    before = [products[i] for i, name in enumerate(names) if name.startswith("Collective all_reduce")]
+    # autograd computes the gradients of a layer's weight and of its input together, and the first layer has one only
+    assert before == [2, 4, 6, 8, 9]
+    asynchronous = [bool(c.done) for c in log.issued()[0] if type(c).__name__ == "Collective"]
+    assert asynchronous == [True] * 4 + [False]  # what comes next waits for the last one
+
+
+def test_one_bucket_is_one_plain_collective() -> None:
+    m = ranks(2)
+    _, model = made(m, bucket_mb=25.0)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    with dt.testing.MessageLog() as log:
+        loss(model, x).backward()
+    assert [bool(c.done) for c in log.issued()[0] if type(c).__name__ == "Collective"] == [False]
+    flat = gradients(model)[0]._base
+    assert [grad._base is flat for grad in gradients(model)] == [True] * 6
+    assert len({grad.storage_offset() for grad in gradients(model)}) == 6
+
+
+def test_what_comes_next_waits_for_all_buckets() -> None:
+    """Large buckets, whose collectives take longer than what is issued behind them."""
+    m = ranks(2)
+    wide = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+    model = DataParallel(wide.to(m.device), m, bucket_mb=0.5)
+    for i in range(3):
+        model.zero_grad(set_to_none=bool(i % 2))
+        x = m.coordinate("dp").float().expand(2, 512)
+        sum((p * (x[0, 0] + 1)).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        for p in model.parameters():
+            assert (p.grad == 1.5).all().item(), i  # type: ignore[union-attr]
+    loss(model, torch.randn(4, 512)).backward()
+    assert_replicas_equal(gradients(model), bitwise=True)
+
+
+def test_a_graph_replays_it() -> None:
+    m = ranks(2)
+    x = torch.randn(4, 6, dtype=torch.float64).to(m.device)
+
+    def steps(replayed: bool) -> list[torch.Tensor]:
+        _, model = made(m)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def one() -> None:
+            optimizer.zero_grad(set_to_none=False)
+            loss(model, x).backward()
+            optimizer.step()
+
+        one()
+        if replayed:
+            g = dt.Graph()
+            with dt.graph(g):
+                one()
+            for _ in range(3):
+                g.replay()
+        else:
+            for _ in range(3):
+                one()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    for got, wanted in zip(steps(True), steps(False), strict=True):
+        assert torch.equal(got, wanted)
+
+
+# ---- buffers, and what stays each rank's own -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["first", "avg", None])
+def test_buffers(how: str | None) -> None:
+    m = ranks(2)
+    model = DataParallel(nn.BatchNorm1d(1, momentum=1.0).to(m.device), m, buffers=how)
+    x = torch.tensor([[1.0], [3.0], [10.0], [20.0]])
+    model(x).sum().backward()
+    assert [s.item() for s in model.module.running_mean.shards()] == [2, 15]  # type: ignore[union-attr]
+    model.eval()
+    model(x)
+    wanted = {"first": [2, 2], "avg": [8.5, 8.5], None: [2, 15]}[how]
+    assert [s.item() for s in model.module.running_mean.shards()] == wanted  # type: ignore[union-attr]
+
+
+def test_what_is_skipped_stays_each_ranks_own() -> None:
+    m = ranks(2)
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Linear(2, 1)).to(m.device)
+    own = from_shards(m, [torch.eye(2), torch.eye(2) * 2])
+    with torch.no_grad():
+        net[0].weight.copy_(own)
+    model = DataParallel(net, m, skip=["0.weight", "1"])
+    for _ in range(2):
+        model(torch.randn(8, 2)).square().sum().backward()
+    assert_replicas_equal([net[2].weight, net[2].weight.grad, net[2].bias.grad], bitwise=True)
+    for values in (net[0].weight, net[0].weight.grad, net[1].weight.grad, net[1].running_mean):
+        with pytest.raises(AssertionError, match="replicas differ"):
+            assert_replicas_equal([values])
+
+
+def test_ranks_begin_with_the_first_ones_parameters_and_buffers() -> None:
+    m = ranks(3)
+    with dt.varying("dp"):
+        net = nn.BatchNorm1d(4).to(m.device)
+        with torch.no_grad():
+            net.weight.normal_()
+            net.running_mean.normal_()  # type: ignore[union-attr]
+    first = net.weight.detach().at(dp=0).cpu()  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError):
+        assert_replicas_equal(net)
+    DataParallel(net, m)
+    assert_replicas_equal(net, bitwise=True)
+    assert torch.equal(net.weight.detach().cpu(), first)
+
+
+def test_forward_draws_other_numbers_on_each_rank() -> None:
+    m = ranks(2)
+    model = DataParallel(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).to(m.device), m)
+    one, other = (s.cpu() == 0 for s in model(torch.randn(2, 64)).detach().shards())
+    assert not torch.equal(one, other)
+
+
+# ---- mistakes and failures -------------------------------------------------------------------------------------------
+
+
+def test_mistakes_at_the_construction() -> None:
+    m = ranks(2)
+    net = nn.Linear(2, 2).to(m.device)
+    with pytest.raises(TypeError, match=r"'weight' is on cpu, and on no mesh; module\.to\(mesh\.device\)"):
+        DataParallel(nn.Linear(2, 2), m)
+    with pytest.raises(TypeError, match="'weight' is on node:1, and on no mesh"):
+        DataParallel(nn.Linear(2, 2).to("node:1"), m)
+    with pytest.raises(ValueError, match=r"'weight' is on the mesh \(dp=3\) .*, and not on Mesh\(dp=2"):
+        DataParallel(nn.Linear(2, 2).to(ranks(3).device), m)
+    with pytest.raises(ValueError, match="has no dim 'tp'; it has dp"):
+        DataParallel(net, m, "tp")
+    with pytest.raises(ValueError, match="over names no dim"):
+        DataParallel(net, m, ())
+    with pytest.raises(TypeError, match="takes a mesh"):
+        DataParallel(net, "dp")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a module, not list"):
+        DataParallel([net], m)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="op 'max' is unknown"):
+        DataParallel(net, m, op="max")
+    with pytest.raises(ValueError, match="buffers 'last' is unknown"):
+        DataParallel(net, m, buffers="last")
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="accumulate is a positive number"):
+            DataParallel(net, m, accumulate=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_mb is a positive number of megabytes, not 0"):
+        DataParallel(net, m, bucket_mb=0)
+    with pytest.raises(TypeError, match="transport is a dtype of floats"):
+        DataParallel(net, m, transport=torch.int8)
+    with pytest.raises(ValueError, match=r"skip names 'wieght', .* did you mean 'weight'"):
+        DataParallel(net, m, skip=["wieght"])
+    with pytest.raises(TypeError, match=r"skip=\['weight'\]"):
+        DataParallel(net, m, skip="weight")
+    with pytest.raises(ValueError, match="no parameter of the module requires a gradient"):
+        DataParallel(nn.Linear(2, 2).to(m.device).requires_grad_(False), m)
+
+
+def test_mistakes_of_a_forward_pass() -> None:
+    m = ranks(3)
+    model = DataParallel(nn.Linear(2, 2).to(m.device), m)
+    with pytest.raises(ValueError, match=r"8 rows .* \(8, 2\) do not divide among dp=3, .* leave 2 rows out"):
+        model(torch.ones(8, 2))
+    with pytest.raises(ValueError, match=r"an argument is on the mesh \(dp=2\)"):
+        model(torch.ones(6, 2).to(ranks(2).device))
+    model.module.weight = nn.Parameter(model.module.weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"'weight' .* was added or replaced when its buckets were made"):
+        model(torch.ones(6, 2))
+    frozen = nn.Linear(2, 2).to(m.device)
+    frozen.bias.requires_grad_(False)
+    model = DataParallel(frozen, m)
+    frozen.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'bias' .* did not require a gradient when"):
+        model(torch.ones(6, 2))
+    model = DataParallel(nn.Linear(2, 2).to(m.device), m)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"'weight' \(torch.float64.* was torch.float32 when"):
+        model(torch.ones(6, 2, dtype=torch.float64))
+
+
+def test_mistakes_of_a_backward_pass() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    m = ranks(2)
+    model = DataParallel(nn.Embedding(4, 2, sparse=True).to(m.device), m)
+    with pytest.raises(TypeError, match=r"gradient of 'weight' is torch\.sparse_coo, .*sparse=False"):
+        model(torch.arange(4)).sum().backward()
+    _, model = made(m)
+    with pytest.raises(RuntimeError, match="has a gradient itself"):
+        loss(model, torch.ones(2, 6, dtype=torch.float64)).backward(create_graph=True)
+    for order in (1, -1):  # whichever comes first
+        _, model = made(m)
+        layers = list(model.module)[::2]  # type: ignore[call-overload]
+        x = torch.ones(2, 6, dtype=torch.float64, device=m.device, requires_grad=True)
+        parts = [nn.Sequential(*layers[:1]), nn.Sequential(*layers[1:])]
+        hidden = parts[0](x) if order == 1 else checkpoint(parts[0], x, use_reentrant=True)
+        out = checkpoint(parts[1], hidden, use_reentrant=True) if order == 1 else parts[1](hidden)
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            out.sum().backward()
+
+
+def test_checkpoints_that_are_not_reentrant() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    m = ranks(2)
+    local, model = made(m)
+    inner = model.module
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    class Saved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    loss(Saved(), shard(x, m, dp=0)).backward()
+    loss(local, x).backward()
+    for got, wanted in zip(gradients(model), gradients(local), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_after_a_pass_that_failed_the_next_one_is_right() -> None:
+    m = ranks(2)
+    local, model = made(m)
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def broken(grad: torch.Tensor) -> None:
+        raise KeyError("mine")
+
+    handle = model.module[2].weight.register_hook(broken)  # type: ignore[index]
+    with pytest.raises(KeyError, match="mine"):
+        loss(model, x).backward()
+    handle.remove()
+    model.zero_grad()
+    loss(model, x).backward()
+    loss(local, x).backward()
+    for got, wanted in zip(gradients(model), gradients(local), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_without_its_data_parallel_a_module_is_itself_again() -> None:
+    m = ranks(2)
+    _, model = made(m)
+    net = model.module
+    del model
+    with dt.testing.MessageLog() as log:
+        loss(net, torch.ones(2, 6, dtype=torch.float64, device=m.device)).backward()
+    assert [name for name in log[0].commands if name.startswith("Collective")] == []
+
+
+def test_an_error_on_one_rank_is_that_of_all_gradients() -> None:
+    m = ranks(2)
+    _, model = made(m)
+    x = torch.ones(4, 6, dtype=torch.float64)
+    at = from_shards(m, [torch.tensor([0]), torch.tensor([9])])
+    (loss(model, x) * x.to(m.device).index_select(0, at).mean()).backward()
+    for grad in gradients(model):
+        for rank in range(2):
+            with pytest.raises((IndexError, RuntimeError), match=r"out of range|out of bounds"):
+                grad.shards()[rank].cpu()
