@@ -1,8 +1,9 @@
 """python examples/mesh_data_parallel.py [--nodes 8]
 
 Digits on eight nodes that are one place: the model, the batches and the optimizer are one object each, and an operation
-is one command for all nodes. Three lines differ from the program for one node: the mesh, the shards of a batch, the
-mean of the gradients. At the end one process trains with whole batches: the losses are the same but for rounding.
+is one command for all nodes. Three lines differ from the program for one node: the mesh, DataParallel, which shards
+batches and takes the mean of the gradients, and the shards of the labels. At the end one process trains with whole
+batches: the losses are the same but for rounding.
 """
 
 import argparse
@@ -29,20 +30,19 @@ def fit(mesh: dt.meshes.Mesh | None) -> tuple[list[float], float]:
     """The loss of each epoch's last batch, and the accuracy afterwards."""
     torch.manual_seed(0)
     device = mesh.device if mesh else "cpu"
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    if mesh:
+        model = dt.DataParallel(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     losses = []
     for _ in range(5):
         for batch in train.split(120):
             x, y = images[batch], labels[batch]
             if mesh:
-                x, y = dt.shard(x, mesh, dp=0), dt.shard(y, mesh, dp=0)  # each node has an eighth of the batch
+                y = dt.shard(y, mesh, dp=0)  # each node has an eighth of the batch
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
-            if mesh:
-                for p in model.parameters():
-                    dt.collectives.all_reduce_(p.grad, "avg", over="dp")
             optimizer.step()
         losses.append((dt.all_reduce(loss.detach(), "avg", over="dp") if mesh else loss).item())
     with torch.no_grad():
