@@ -424,6 +424,7 @@ def test_what_is_skipped_stays_each_ranks_own() -> None:
     model = DataParallel(net, m, skip=["0.weight", "1"])
     for _ in range(2):
         model(torch.randn(8, 2)).square().sum().backward()
+    model.eval()(torch.randn(8, 2))  # which would have all take the first one's statistics
     assert_replicas_equal([net[2].weight, net[2].weight.grad, net[2].bias.grad], bitwise=True)
     for values in (net[0].weight, net[0].weight.grad, net[1].weight.grad, net[1].running_mean):
         with pytest.raises(AssertionError, match="replicas differ"):
