@@ -483,6 +483,30 @@ def test_the_result_of_a_work_has_the_gradient_of_its_call() -> None:
     assert not work.result().requires_grad
 
 
+def test_a_collective_waits_for_what_was_to_write_a_view_of_its_tensor() -> None:
+    """The write fails on one rank, on the node's own lane, after the collective has been queued on another."""
+    m = grid()
+    flat = torch.zeros(4, device=m.device)
+    view = flat.split([2, 2])[0]
+    view.add_(0)
+    busy = torch.ones(600, 600, device="node:0")
+    other = torch.ones(10, device=m.device)
+    for _ in range(5):
+        flat = torch.zeros(4, device=m.device)
+        view = flat.split([2, 2])[0]
+        view.add_(0)
+        bad = F.embedding(from_shards(m, [torch.tensor(i) for i in (0, 9, 0, 0)]), torch.ones(4, 2, device=m.device))
+        for _ in range(4):
+            busy @ busy
+        all_reduce_(other, over="dp", async_op=True)  # begins the lanes
+        all_reduce_(other, over="tp")  # what comes next on node 1 waits for node 0
+        view.copy_(bad)
+        all_reduce_(flat, over=("dp", "tp"), async_op=True)
+        for part in flat.shards():
+            with pytest.raises(IndexError):
+                part.cpu()
+
+
 WAYS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda x: dt.all_reduce(x, "avg", over="dp"),
     "all_gather": lambda x: dt.all_gather(x, over="tp", dim=1),

@@ -586,17 +586,19 @@ def test_without_its_data_parallel_a_module_is_itself_again() -> None:
     assert [name for name in log[0].commands if name.startswith("Collective")] == []
 
 
-def test_an_error_on_one_rank_is_that_of_its_gradients() -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_error_on_one_rank_is_that_of_all_gradients(set_to_none: bool) -> None:
     m = ranks(2)
     _, model = made(m)
     x = torch.ones(4, 6, dtype=torch.float64)
     for other in (0, 9):  # the first time has signatures asked, which would raise it
-        model.zero_grad()
+        model.zero_grad(set_to_none)
         at = from_shards(m, [torch.tensor([0]), torch.tensor([other])])
         (loss(model, x) * x.to(m.device).index_select(0, at).mean()).backward()
     for grad in gradients(model):
-        with pytest.raises((IndexError, RuntimeError), match=r"out of range|out of bounds"):
-            grad.shards()[1].cpu()
+        for rank in range(2):
+            with pytest.raises((IndexError, RuntimeError), match=r"out of range|out of bounds"):
+                grad.shards()[rank].cpu()
     net = model.module
     del model, grad  # the buckets stay poisoned
     made_anew = DataParallel(net, m)

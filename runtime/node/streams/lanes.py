@@ -157,6 +157,8 @@ class Lanes:
             poison = self._gather(task, values, partial(self.tell, task.seq, "transfer"))
             for wait in task.waits:
                 cuda_lane.wait(lane, wait)
+            if poison is None and task.waits and self._tainted:  # meanwhile, by what this task has waited for
+                poison = self._spoilt(values)
             if poison is None:
                 for entry, transfer in task.sends:
                     self.settle(entry, transfer, [values[ref] for ref, _ in task.writes])
@@ -199,11 +201,20 @@ class Lanes:
                     self._arrived.append((ref, entry))
             elif isinstance(entry, Unmade):
                 raise NotReplayed
-            if self._tainted and isinstance(value, torch.Tensor):
-                value = self._tainted.get(memory(value), (value,))[0]
             if isinstance(value, Poison):
                 read.append(value)
             values[ref] = value
+        found = self._spoilt(values) if self._tainted else None
+        return earliest(read if found is None else [*read, found])
+
+    def _spoilt(self, values: Values) -> Poison | None:
+        """Replaces the operands that a failed task should have written by its poison; returns it, if there are any."""
+        read: list[Poison] = []
+        for ref, value in values.items():
+            tainted = self._tainted.get(memory(value)) if isinstance(value, torch.Tensor) else None
+            if tainted is not None:
+                values[ref] = tainted[0]
+                read.append(tainted[0])
         return earliest(read)
 
     @staticmethod
