@@ -174,12 +174,11 @@ class Recorder:
                 route.reset(token)
         known = None if self._seed is None else self._begun
         number, seeds = places.generator(place, known, self._seed)
-        device = "cpu" if place.kernels == "cpu" else place.name
-        before = {self._drawing.get((rank, device)) for rank in place.ranks}
+        before = {self._drawing.get((rank, place.draws_from)) for rank in place.ranks}
         if before == {number} and not seeds:
             return
         self.draws.append(Draw(place, varied.get(), number, bool(seeds)))
-        self._drawing.update(dict.fromkeys(((rank, device) for rank in place.ranks), number))
+        self._drawing.update(dict.fromkeys(((rank, place.draws_from) for rank in place.ranks), number))
         if self._seed is not None or before != {None}:
             self.record(place.ranks, 0, places.swap(place, number, seeds, self._seed), None)
         if seeds:

@@ -171,9 +171,10 @@ class Place:
         """The hello of its node; of several, of the first one."""
         return self.session.nodes[self.ranks[0]].hello
 
-    def shares_generator(self, other: Place) -> bool:
-        """Returns whether a node that has both draws for both from one generator of torch's."""
-        return self.name == other.name or self.kernels == other.kernels == "cpu"
+    @property
+    def draws_from(self) -> str:
+        """The device whose generator of torch's its nodes draw from: simulated CUDA devices draw from the CPU's."""
+        return "cpu" if self.kernels == "cpu" else self.name
 
     def is_cuda(self) -> bool:
         return self.index >= 0
@@ -508,7 +509,7 @@ class Places:
         if begins and isinstance(place, MeshPlace):
             place.begun.add(number)
         for other in [*self._by_pair.values(), *self._places_of_meshes]:
-            if other.shares_generator(place) and not set(other.ranks).isdisjoint(place.ranks):
+            if other.draws_from == place.draws_from and not set(other.ranks).isdisjoint(place.ranks):
                 other.drawing = -1
         place.drawing = number
 

@@ -169,7 +169,7 @@ NODES: dict[str, Mistake] = {
         lambda: dt.run(where, nod=1),
     ),
     "Nodes=": (TypeError, r"no argument 'Nodes', .*mean nodes=\?", lambda: dt.run(lambda: 1, Nodes=[1])),
-    "nodes=1": (TypeError, r"list of nodes, such as \[0, 1\].*node=1$", lambda: dt.run(where, nodes=1)),
+    "nodes=1": (TypeError, r"list of nodes such as \[0, 1\].*node=1$", lambda: dt.run(where, nodes=1)),
     "nodes=text": (TypeError, "it is node='node:1'$", lambda: dt.run(where, nodes="node:1")),
     "no function": (TypeError, r"run takes a function .*\[1\] can't be called", lambda: dt.run(where())),
     "node text": (
