@@ -48,8 +48,6 @@ def _free(refs: list[int]) -> c.Free:
 class CommandQueue:
     """The queue of one place, whose commands go to all of ``members``."""
 
-    #: the queues of the single nodes that take the commands
-    members: Sequence[CommandQueue]
     #: the error that says why a node of them is gone, once one is
     lost: NodeLost | None
     # Of the class, as a queue of one node is used for each answer: more than 30 attributes would not be in line.
@@ -57,6 +55,7 @@ class CommandQueue:
     open: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
     #: commands of nodes that overlap others, packed but in no message yet; those of several nodes wait at each of them
     pieces: Sequence[object] = ()
+    waiting = 0  #: the number of these commands
     #: the most commands of a message
     most = MAX_BATCH
     #: says for a loss which part of the place is gone with a node
@@ -84,9 +83,15 @@ class CommandQueue:
         #: re-entrant: the collector may run a finalizer that uses tensors while it is held
         self._taking = threading.RLock()
         self.moved = 0  #: commands that were packed
+        self.looked = 0  #: those of them that were when a thread looked at the window, having opened the queue
         self.ready: Sequence[bytes] = ()  #: messages that wait to be sent
         self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
         self.blocking = blocking  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
+
+    @property
+    def members(self) -> Sequence[CommandQueue]:
+        """The queues of the single nodes that take the commands."""
+        raise NotImplementedError
 
     def add_route(self, by: int) -> None:
         """Counts one thread more (or, with -1, one less) that has a route."""

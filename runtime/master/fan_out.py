@@ -19,9 +19,13 @@ class FanOut(CommandQueue):
 
     def __init__(self, members: Sequence[Outbox]) -> None:
         super().__init__(tuple(member.rank for member in members), members[0].blocking)
-        self.members = self._outboxes = members
+        self._outboxes = members
         self.most = MAX_BATCH * min(WIDEST, 1 + len(members) // 4)
         self.lost: NodeLost | None = next((member.lost for member in members if member.lost is not None), None)
+
+    @property
+    def members(self) -> Sequence[Outbox]:
+        return self._outboxes
 
     def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
         pieces, self.unsendable = in_pieces(commands, sites, self.unsendable)

@@ -31,7 +31,7 @@ from ..protocol.arguments import Message
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
 from ..protocol.failure_ids import position
 from ..transport.base import Hub
-from .command_queue import CommandQueue
+from .command_queue import MAX_BATCH, CommandQueue
 from .failures import Failure, Failures, Site, line_of
 from .fan_out import FanOut, FanOuts
 from .node import Node
@@ -52,8 +52,10 @@ _HEARD = 1.0
 _LISTEN = 0.05
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
 REPEATED = 256
-#: The most pieces of a node's next message, where a program alternates between queues that overlap.
-SWITCHES = 64
+#: Where a program alternates between queues that overlap: the commands in a node's pieces at which these are sent, and
+#: those of a queue that are packed between two looks at its window.
+WAITING = 2 * MAX_BATCH
+LOOK = MAX_BATCH // 2
 #: Seconds between two looks for connections whose other end does not answer.
 DEAF = 1.0
 #: Seconds without a round of the flushing thread after which that is said.
@@ -152,11 +154,13 @@ class Link:
                         other.set_shut(not other.queue)
                     raise
                 queue.set_shut(False)
+                # who alternates comes to no flush, which would send and look at the window
                 for other in before:
                     for member in other.members:
-                        if len(member.pieces) >= SWITCHES:  # who alternates comes to no flush
+                        if member.waiting >= WAITING:
                             self._send_to(member)  # type: ignore[arg-type]
-                            queue.limit = 0  # the next append looks at the window
+                if queue.moved - queue.looked >= LOOK:
+                    queue.limit = 0  # the next append does, in ``tick``
 
     def extend(self, key: str, side_key: str = "") -> Node:
         """Lets in one more node, by its public keys of both connections; its rank is the next."""
@@ -173,8 +177,10 @@ class Link:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
         if outbox.shut:
             self.open(outbox)
-        if not outbox.limit and self.patient and outbox.full:
-            self.flush(outbox)
+        if not outbox.limit:
+            outbox.looked = outbox.moved
+            if self.patient and outbox.full:
+                self.flush(outbox)
         if len(outbox.queue) >= outbox.batch:
             self.flush(outbox)
         else:

@@ -33,7 +33,6 @@ class Outbox(CommandQueue):
     def __init__(self, rank: int, blocking: bool = False) -> None:
         super().__init__((rank,), blocking)
         self.rank = rank
-        self.members = (self,)
         self.lost = None
         #: outboxes that must be flushed together with this one: an unsent collective spans their nodes
         self.flush_with: set[Outbox] = set()
@@ -46,7 +45,11 @@ class Outbox(CommandQueue):
         self._flight_bytes = 0
         self._past: deque[_Record] = deque()  #: those before them, while they have some of the last KEPT commands
         self.pieces: deque[Piece] = deque()
-        self.waiting = 0  #: the number of commands in ``pieces``
+        self.waiting = 0
+
+    @property
+    def members(self) -> Sequence[Outbox]:
+        return (self,)
 
     def pack(self) -> None:
         if self.overlaps:

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -124,11 +124,17 @@ def test_ctrl_c_in_operations_on_a_mesh(script: Callable[..., subprocess.Complet
     assert (done.returncode, done.stdout) == (0, "30\n"), done.stderr
 
 
-#: What a script may issue without an end, on a mesh and on the last of its nodes; each with what it needs.
+#: What a script may issue without an end, on a mesh and on one of its nodes, mostly the last; each with what it needs.
 ENDLESS: dict[str, Callable[[dt.meshes.Mesh], Callable[[], object]]] = {
     "operations": lambda mesh: partial(torch.add, torch.ones(4, device=mesh.device), 0),
     "a mesh and a node": lambda mesh: partial(
         in_turns, torch.ones(4, device=mesh.device), torch.ones(4, device="node:2")
+    ),
+    "a mesh and another node": lambda mesh: partial(
+        in_turns, torch.ones(4, device=mesh.device), torch.ones(4, device="node:0"), 40
+    ),
+    "many commands in turns": lambda mesh: partial(
+        in_turns, torch.ones(4, device=mesh.device), torch.ones(4, device="node:2"), 40
     ),
     "draws": lambda mesh: lambda: (torch.rand(2, device=mesh.device), torch.rand(2, device="node:2")),
     "collectives": lambda mesh: partial(
@@ -138,8 +144,9 @@ ENDLESS: dict[str, Callable[[dt.meshes.Mesh], Callable[[], object]]] = {
 }
 
 
-def in_turns(x: torch.Tensor, y: torch.Tensor) -> None:
-    x + 0
+def in_turns(x: torch.Tensor, y: torch.Tensor, count: int = 1) -> None:
+    for _ in range(count):
+        x + 0
     y * 2
 
 
@@ -164,16 +171,22 @@ def many(issue: Callable[[], object]) -> None:
         issue()
 
 
-@pytest.mark.fault(29)
-@pytest.mark.parametrize("kind", ENDLESS)
-def test_one_slow_member_holds_the_script_at_its_window(kind: str) -> None:
-    """Also one that goes from the mesh to a node and back for every operation, or for what operations need."""
+@contextlib.contextmanager
+def small_window(kind: str) -> Iterator[tuple[dt.meshes.Mesh, Callable[[], object], int]]:
+    """A mesh of three with a small window, what is issued without an end, and the last node's process."""
     with dt.init_master_worker(nodes=3, threads=1), testing.limits(window=2000):
         mesh = dt.mesh(dp=3)
         issue = ENDLESS[kind](mesh)
         issue()
         dt.synchronize()
-        pid = int(dt.nodes()[2]["pid"])
+        yield mesh, issue, int(dt.nodes()[2]["pid"])
+
+
+@pytest.mark.fault(29)
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_one_slow_member_holds_the_script_at_its_window(kind: str) -> None:
+    """Also one that goes from the mesh to a node and back for every operation, or for what operations need."""
+    with small_window(kind) as (mesh, issue, pid):
         os.kill(pid, signal.SIGSTOP)
         held = threading.Event()
         with testing.at("window", held.set):
@@ -191,12 +204,7 @@ def test_one_slow_member_holds_the_script_at_its_window(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["draws", "replays"])
 def test_ctrl_c_at_a_full_window_leaves_replicas_equal(kind: str) -> None:
     """Nodes and the script agree on which generators are in use."""
-    with dt.init_master_worker(nodes=3, threads=1), testing.limits(window=2000):
-        mesh = dt.mesh(dp=3)
-        issue = ENDLESS[kind](mesh)
-        issue()
-        dt.synchronize()
-        pid = int(dt.nodes()[2]["pid"])
+    with small_window(kind) as (mesh, issue, pid):
         for _ in range(2):
             os.kill(pid, signal.SIGSTOP)
             with testing.at("window", partial(signal.raise_signal, signal.SIGINT)), pytest.raises(KeyboardInterrupt):
