@@ -78,7 +78,7 @@ class CollectiveCall:
             done = session.transfers.new_loose()
             ended.append((node, session.channel.irecv(torch.empty(0, dtype=torch.uint8), node, done), done))
         commands = []
-        hosts = _hosts(session, self.group)
+        hosts = numbered(self.group.parts or hosts_of(session, self.group.nodes))
         for i, (node, part) in enumerate(zip(self.group.nodes, self.parts, strict=True)):
             tensors = (*part.inputs, *part.outs)
             command = c.Collective(
@@ -230,10 +230,13 @@ def _ref(tensor: Any) -> int:
     return tensor._h.ref or materialise(tensor._h)
 
 
-def _hosts(session: Session, group: Group) -> tuple[int, ...]:
-    """Returns the host of each node (for a split, its part) as a small number; an empty tuple if that makes no
-    difference."""
-    names: Sequence[object] = group.parts or [session.nodes[node].hello.host for node in group.nodes]
+def hosts_of(session: Session, nodes: Sequence[int]) -> list[str]:
+    """Returns the host of each node."""
+    return [session.nodes[node].hello.host for node in nodes]
+
+
+def numbered(names: Sequence[object]) -> tuple[int, ...]:
+    """Returns hosts, or parts of a split, as small numbers; an empty tuple if they make no difference."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names) if 1 < len(numbers) < len(names) else ()
 

@@ -19,7 +19,7 @@ from ..dispatch.copies import sums_groups
 from ..dispatch.lazy_views import materialise
 from ..errors.argument_checks import spelled
 from ..futures.work import Work
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import DistributedTensor, where_is
 from ..runtime.channel.base import Transfer
 from ..runtime.collective import ReduceOp
 from ..runtime.master.route import Route, route, waits
@@ -27,7 +27,7 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session.current import session_of
 from ..session.places import MeshPlace
-from .issue import CollectiveWork, check_transport, op_of, read, written
+from .issue import CollectiveWork, check_transport, hosts_of, numbered, op_of, read, written
 
 #: A dim's name, or several: their ranks together are the groups.
 Over = str | Sequence[str]
@@ -57,10 +57,7 @@ def _dims(place: MeshPlace) -> str:
 
 def on_mesh(tensor: Any, what: str) -> MeshPlace:
     """Returns the place of a tensor on a mesh. Raises TypeError for anything else."""
-    inner = tensor
-    while isinstance(inner, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
-        inner = torch._C._functorch.get_unwrapped(inner)  # of a transform of torch.func
-    place = inner._place if isinstance(inner, DistributedTensor) else None
+    place = where_is(tensor)
     if not isinstance(place, MeshPlace):
         where = "a list" if isinstance(tensor, (list, tuple)) else "the script" if place is None else str(place)
         raise TypeError(f"{what} with over= takes a tensor on a mesh, and this is one on {where}")
@@ -119,7 +116,7 @@ class _Call:
             base=0,
             chunk=0,
             carry=-1 if self.transport is None else codec.dtype_id(self.transport),
-            hosts=_hosts(place, ranks[0]) if len(ranks) == 1 else (),
+            hosts=numbered(hosts_of(session, ranks[0])) if len(ranks) == 1 else (),
             done=done,
             groups=ranks if len(ranks) > 1 else (),
         )
@@ -150,12 +147,6 @@ class _Call:
                 route.reset(token)
 
         return CollectiveWork(session_of(place), self.ended, f"{what} on {place}", later, place.outbox.where)
-
-
-def _hosts(place: MeshPlace, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    names = [place.session.nodes[rank].hello.host for rank in ranks]
-    known = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    return tuple(known[name] for name in names) if 1 < len(known) < len(names) else ()
 
 
 def _empty(x: torch.Tensor, shape: Sequence[int]) -> DistributedTensor:

@@ -9,7 +9,7 @@ import torch
 
 from ..collectives import all_reduce_, broadcast
 from ..collectives.over_dims import Over
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
 
 W = TypeVar("W", bound=torch.nn.Module | torch.Tensor | Iterable[torch.Tensor])
@@ -38,7 +38,7 @@ def agree_(what: W, how: str = "first", over: Over | None = None) -> W:
     if how not in ("first", "avg"):
         raise ValueError(f"agree_: how is 'first' or 'avg', not {how!r}")
     tensors = _tensors(what)
-    there: list[Any] = [x for x in tensors if _is_there(x)]
+    there: list[Any] = [x for x in tensors if isinstance(where_is(x), MeshPlace)]
     if tensors and not there:
         raise TypeError(f"agree_ takes what is on a mesh, and this is on {tensors[0].device}; model.to(mesh.device)")
     with torch.no_grad():
@@ -49,10 +49,6 @@ def agree_(what: W, how: str = "first", over: Over | None = None) -> W:
             else:
                 x.copy_(broadcast(x, over=along))
     return what
-
-
-def _is_there(x: Any) -> bool:
-    return isinstance(x, DistributedTensor) and isinstance(x._place, MeshPlace)
 
 
 def _tensors(what: object) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from ..collectives import all_reduce
 from ..dispatch.first_call import layout_of, refuse_layout
-from ..proxy.proxy import DistributedTensor, operand_name
+from ..proxy.proxy import DistributedTensor, operand_name, where_is
 from ..session.places import MeshPlace
 from .mesh import Mesh, place_of
 from .shards import at_rank, together
@@ -94,8 +94,7 @@ def shard(tensor: torch.Tensor, mesh: Mesh, **dims: int) -> DistributedTensor:
 def _check(tensor: Any, what: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} has to be a tensor, not {type(tensor).__name__}")
-    there: Any = tensor
-    place = there._place if isinstance(there, DistributedTensor) else None
+    place = where_is(tensor)
     if isinstance(place, MeshPlace):
         raise TypeError(f"{what} is on {place} already; x.at(...) is a shard of it")
     if layout_of(tensor) is not torch.strided:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..meshes import Mesh, shard
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
 
 
@@ -65,10 +65,10 @@ class Cut:
 
     def shares(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns each rank's share of a dimension of a tensor that is local, on a node, or whole on the mesh."""
-        there: Any = whole
-        if isinstance(there, DistributedTensor) and isinstance(there._place, MeshPlace):
-            if there._place is not self.place:
-                raise TypeError(f"{self.what} is on {self.place}, and these values on {there._place}")
+        there = where_is(whole)
+        if isinstance(there, MeshPlace):
+            if there is not self.place:
+                raise TypeError(f"{self.what} is on {self.place}, and these values on {there}")
             return self.own(whole, dim)
         return shard(self.padded(whole, dim), self.mesh, **{self.over: dim})
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..meshes import Mesh, replicate
-from ..proxy.proxy import DistributedTensor
-from ..session.places import MeshPlace, Place
+from ..proxy.proxy import where_is
+from ..session.places import MeshPlace
 from .cut import Cut
 from .operators import gather
 
@@ -55,8 +55,7 @@ class Sharded(nn.Module):
         dim = self.cuts[name]
         if dim is not None:
             return self.cut.shares(whole.detach(), dim)
-        there: Any = whole
-        if isinstance(there, DistributedTensor) and isinstance(there._place, MeshPlace):
+        if isinstance(where_is(whole), MeshPlace):
             return whole.detach().clone()
         return replicate(whole.detach(), self.mesh)
 
@@ -119,7 +118,7 @@ class Sharded(nn.Module):
     def _check_input(self, x: Any) -> None:
         """Raises TypeError for an input that is not on the mesh, RuntimeError where the module itself is not."""
         what, place = self.cut.what, self.cut.place
-        moved = _where(self.weight)
+        moved = where_is(self.weight)
         if moved is not place:
             raise RuntimeError(
                 f"this {what} was made on {place}, and its weight is on {moved or 'the script'} now; module.to_plain() "
@@ -127,7 +126,7 @@ class Sharded(nn.Module):
             )
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{what} takes a tensor on {place}, not {type(x).__name__}")
-        there = _where(x)
+        there = where_is(x)
         if there is not place:
             raise TypeError(
                 f"{what} is on {place}, and its input {tuple(x.shape)} on {there or 'the script'}: x.to(mesh.device) "
@@ -140,10 +139,3 @@ class Sharded(nn.Module):
             raise ValueError(
                 f"{self.cut.what}: the last dimension of the input {tuple(x.shape)} has to be {wanted}, {why}"
             )
-
-
-def _where(x: Any) -> Place | None:
-    """Returns the place of a tensor, of one inside a transform of torch.func too; None for a local one."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x._place if isinstance(x, DistributedTensor) else None

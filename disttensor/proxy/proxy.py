@@ -222,4 +222,27 @@ def operand_name(tensor: Any) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"
 
 
-__all__ = ["OWN", "DistributedTensor", "alias", "method", "operand_name", "proxy", "set_geometry"]
+def innermost(x: Any) -> Any:
+    """Returns the tensor that transforms of torch.func have wrapped; anything else as it is."""
+    while isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def where_is(x: object) -> Place | None:
+    """Returns the place of a remote tensor, of one inside of a transform of torch.func too; None for anything else."""
+    tensor = innermost(x)
+    return tensor._place if isinstance(tensor, DistributedTensor) else None
+
+
+__all__ = [
+    "OWN",
+    "DistributedTensor",
+    "alias",
+    "innermost",
+    "method",
+    "operand_name",
+    "proxy",
+    "set_geometry",
+    "where_is",
+]

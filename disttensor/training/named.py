@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..collectives.over_dims import Over
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import where_is
 from ..runtime.process.spelling import did_you_mean
 from ..session.places import MeshPlace
 
@@ -17,7 +17,7 @@ Named = tuple[str, torch.Tensor]
 
 def place_of(tensor: Any) -> MeshPlace | None:
     """Returns the mesh that a tensor is on; None for one that is on none."""
-    place = tensor._place if isinstance(tensor, DistributedTensor) else None
+    place = where_is(tensor)
     return place if isinstance(place, MeshPlace) else None
 
 

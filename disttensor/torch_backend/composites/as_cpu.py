@@ -24,7 +24,7 @@ from ...dispatch import seen_at
 from ...dispatch.copies import upload
 from ...dispatch.first_call import place_of
 from ...dispatch.op_table import enter
-from ...proxy.proxy import DistributedTensor, operand_name
+from ...proxy.proxy import DistributedTensor, innermost, operand_name
 from ...session import kernel_choice
 from ...session.places import Place
 from .. import autocast
@@ -114,7 +114,7 @@ def runs_as_cpu(op: OpOverload) -> Callable[..., Any]:
     local = [i for i, a in enumerate(op._schema.arguments) if a.name == "batch_sizes"]
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        place = getattr(_innermost(args[0]), "_place", None)
+        place = getattr(innermost(args[0]), "_place", None)
         if place is None or not kernel_choice.shown_a_cpu(place.record) or place.device.type == "cpu":
             return op._op_dk(_COMPOSITE, *args, **kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
@@ -218,12 +218,6 @@ def _transformed(op: OpOverload, args: Any, kwargs: Any) -> Any:
         weights = [w for w in weights if w is not None]
         return aten.gru.input.decompose(x[None], h[None], weights, len(weights) == 4, 1, 0.0, False, False, False)[1][0]
     return op.decompose(*args, **kwargs)
-
-
-def _innermost(x: Any) -> Any:
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
 
 
 def _check(op: OpOverload, args: Any, kwargs: Any, place: Place) -> None:
