@@ -14,6 +14,23 @@ from .operators import enter, gather, leave, split
 from .sharded import Cuts, Sharded
 
 
+class _Linear(Sharded):
+    """A linear layer that is cut: the sizes of the plain one, and the way back to it."""
+
+    in_features: int
+    out_features: int
+
+    def _take(self, plain: nn.Linear, cut: Cut) -> None:
+        Sharded.__init__(self, plain, cut)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+
+    def _plain(self) -> nn.Linear:
+        made: nn.Linear = nn.utils.skip_init(
+            nn.Linear, self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype
+        )
+        return made
+
+
 def _linear(module: Any, what: str) -> nn.Linear:
     """Returns a module that is an nn.Linear. Raises TypeError for others, subclasses too: they may compute more."""
     if type(module) is not nn.Linear:
@@ -21,12 +38,7 @@ def _linear(module: Any, what: str) -> nn.Linear:
     return module
 
 
-def _empty(in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    made: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, dtype=dtype)
-    return made
-
-
-class ColumnParallelLinear(Sharded):
+class ColumnParallelLinear(_Linear):
     """A linear layer of which each rank along a dim of a mesh computes some of the outputs' features.
 
     It computes what ``nn.Linear`` does, with the same numbers for the same torch seed, and has its gradients where all
@@ -67,8 +79,7 @@ class ColumnParallelLinear(Sharded):
         self._build(nn.Linear(in_features, out_features, bias, device="cpu", dtype=dtype), cut, gather_output)
 
     def _build(self, plain: nn.Linear, cut: Cut, gather_output: bool) -> None:
-        Sharded.__init__(self, plain, cut)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self._take(plain, cut)
         self.out_features_per_rank = cut.share
         self.gather_output = gather_output
 
@@ -94,9 +105,6 @@ class ColumnParallelLinear(Sharded):
             return gather(y, self.cut)  # type: ignore[no-any-return]
         return self.cut.without_padding(y)
 
-    def _plain(self) -> nn.Linear:
-        return _empty(self.in_features, self.out_features, self.bias is not None, self.weight.dtype)
-
     def extra_repr(self) -> str:
         """Returns the sizes, for the module's repr."""
         return (
@@ -105,7 +113,7 @@ class ColumnParallelLinear(Sharded):
         )
 
 
-class RowParallelLinear(Sharded):
+class RowParallelLinear(_Linear):
     """A linear layer of which each rank along a dim of a mesh takes some of the inputs' features; all are added up.
 
     It computes what ``nn.Linear`` does, with the same numbers for the same torch seed, and has its gradients where all
@@ -147,8 +155,7 @@ class RowParallelLinear(Sharded):
         self._build(nn.Linear(in_features, out_features, bias, device="cpu", dtype=dtype), cut, input_is_parallel)
 
     def _build(self, plain: nn.Linear, cut: Cut, input_is_parallel: bool) -> None:
-        Sharded.__init__(self, plain, cut)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self._take(plain, cut)
         self.in_features_per_rank = cut.share
         self.input_is_parallel = input_is_parallel
 
@@ -178,9 +185,6 @@ class RowParallelLinear(Sharded):
         y = leave(F.linear(part, self.weight), self.cut)
         # once, and not once a rank; in the dtype of y, which is another one under autocast
         return y if self.bias is None else y + self.bias.to(y.dtype)  # type: ignore[no-any-return]
-
-    def _plain(self) -> nn.Linear:
-        return _empty(self.in_features, self.out_features, self.bias is not None, self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Returns the sizes, for the module's repr."""
