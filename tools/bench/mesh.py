@@ -23,10 +23,12 @@ import argparse
 import gc
 import os
 import statistics
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -103,23 +105,26 @@ def spread(times: list[float]) -> float:
     return max(times) - min(times)
 
 
-def by_pipes(count: int) -> Callable[[], float]:
-    """Processes that read from a pipe each: the time from the first to the last one when all are written to."""
-    code = "import os, struct, time\nwhile os.read(0, 64): os.write(1, struct.pack('d', time.monotonic()))"
-    children = [
-        subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(count)
-    ]
+class Pipes:
+    """Processes that read from a pipe each, and tell when."""
 
-    def call() -> float:
-        import struct
+    CODE = "import os, struct, time\nwhile os.read(0, 64): os.write(1, struct.pack('d', time.monotonic()))"
 
-        for child in children:
-            os.write(child.stdin.fileno(), b"x" * 64)  # type: ignore[union-attr]
-        return spread([struct.unpack("d", os.read(child.stdout.fileno(), 8))[0] for child in children])  # type: ignore[union-attr]
+    def __init__(self, count: int) -> None:
+        command = [sys.executable, "-S", "-c", self.CODE]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._children: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(count)]
 
-    call.end = lambda: [child.stdin.close() or child.wait() for child in children]  # type: ignore[attr-defined, union-attr, func-returns-value]
-    return call
+    def time(self) -> float:
+        """The time from the first to the last one when all are written to."""
+        for child in self._children:
+            os.write(child.stdin.fileno(), b"x" * 64)
+        return spread([struct.unpack("d", os.read(child.stdout.fileno(), 8))[0] for child in self._children])
+
+    def end(self) -> None:
+        for child in self._children:
+            child.stdin.close()
+            child.wait()
 
 
 def fan_out(mesh: dt.meshes.Mesh) -> None:
@@ -136,9 +141,9 @@ def fan_out(mesh: dt.meshes.Mesh) -> None:
         dt.synchronize()
         return spread(times())
 
-    pipes = by_pipes(nodes)
-    pairs = [(ours(), pipes()) for _ in range(options.rounds)]
-    pipes.end()  # type: ignore[attr-defined]
+    pipes = Pipes(nodes)
+    pairs = [(ours(), pipes.time()) for _ in range(options.rounds)]
+    pipes.end()
     one, other = (statistics.median(values) for values in zip(*pairs, strict=True))
     print(
         f"{nodes} nodes: fan-out      {one * 1e6:.0f} us from the first to the last, {other * 1e6:.0f} by pipes: "
