@@ -26,6 +26,7 @@ import pytest
 import torch
 import warm
 from _pytest.faulthandler import fault_handler_stderr_fd_key
+from aftermath import probe
 from checkout import ROOT, search_path
 from hypothesis.configuration import set_hypothesis_home_dir
 from limits import HANG
@@ -114,6 +115,14 @@ def nodes() -> Iterator[Any]:
     """Three in-process nodes, for the module."""
     with dt.init_master_worker(nodes=3, launcher="inproc", simulate_cuda=2) as session:
         yield session
+
+
+@pytest.fixture
+def settled() -> Iterator[None]:
+    """What the test has issued is done when it ends, without an error that nobody has seen, and node 0 computes."""
+    yield
+    dt.synchronize()
+    probe(0)
 
 
 @pytest.fixture(params=homes.HOMES)

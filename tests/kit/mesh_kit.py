@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import torch
 
 import disttensor as dt
+
+
+@contextlib.contextmanager
+def connected(nodes: int) -> Iterator[None]:
+    """A session of processes that compute with one thread, as this one does meanwhile, with all connections open."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with dt.init_master_worker(nodes=nodes, threads=1):
+            connect(nodes)
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def connect(nodes: int) -> None:

@@ -17,6 +17,8 @@ from disttensor import mesh
 from disttensor.errors import RanksDiffer
 from disttensor.meshes import Mesh, agree_, from_shards
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 NODES = 4
 
 
@@ -24,12 +26,6 @@ NODES = 4
 def session() -> Iterator[None]:
     with dt.init_master_worker(nodes=NODES, launcher="inproc"):
         yield
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
 
 
 def network() -> nn.Module:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from aftermath import probe
 from equal import bits
-from mesh_kit import connect
+from mesh_kit import connected
 from torch import nn
 from variants import variants
 
@@ -23,23 +22,17 @@ from disttensor import testing
 from disttensor.collectives import all_reduce_
 from disttensor.meshes import Mesh, from_shards
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 NODES = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with dt.init_master_worker(nodes=NODES, threads=1):
-        connect(NODES)
+    with connected(NODES):
         everything()
         part()
         yield
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
-    probe(0)
 
 
 def everything() -> Mesh:

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from aftermath import probe
 from equal import bits, same
 from limits import HANG
-from mesh_kit import connect
+from mesh_kit import connected
 from torch import nn
 
 import disttensor as dt
@@ -30,24 +29,15 @@ from disttensor.collectives import all_reduce_, permute_ranks
 from disttensor.errors import RanksDiffer
 from disttensor.meshes import Mesh, from_shards
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 NODES = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=NODES, threads=1):
-        connect(NODES)
+    with connected(NODES):
         yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
-    probe(0)
 
 
 def grid() -> Mesh:

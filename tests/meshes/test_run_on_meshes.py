@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from began import Began, tell
 from equal import same
+from mesh_kit import connected
 from telling import said
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,25 +24,16 @@ from disttensor import mesh, shard
 from disttensor.meshes import Mesh, from_shards
 from disttensor.tasks import Each, device_mesh
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 NODES = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=NODES, threads=1):
+    with connected(NODES):
         dt.run(place, nodes=grid())  # what is made at first use: have it before the tests look for leaks
-        for source, target in itertools.permutations(range(NODES), 2):
-            torch.ones(1, device=f"node:{source}").to(f"node:{target}").cpu()
         yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
 
 
 def grid() -> Mesh:

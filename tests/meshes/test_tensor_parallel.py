@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from aftermath import probe
 from equal import bits
-from mesh_kit import connect
+from mesh_kit import connected
 from torch import nn
 
 import disttensor as dt
 from disttensor.meshes import Mesh, from_shards, mesh, replicate, shard
 from disttensor.nn import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+
+pytestmark = pytest.mark.usefixtures("settled")
 
 NODES = 4
 DOUBLE = torch.float64
@@ -25,19 +26,8 @@ DOUBLE = torch.float64
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=NODES, threads=1):
-        connect(NODES)
+    with connected(NODES):
         yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
-    probe(0)
 
 
 def pair() -> Mesh:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from aftermath import probe
-from mesh_kit import connect
+from mesh_kit import connected
 from torch import nn
 
 import disttensor as dt
@@ -16,21 +15,15 @@ from disttensor import mesh, shard
 from disttensor.meshes import from_shards
 from disttensor.training import assert_replicas_equal, average_parameters, reduce_gradients
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 NODES = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with dt.init_master_worker(nodes=NODES, threads=1):
-        connect(NODES)
+    with connected(NODES):
         yield
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
-    probe(0)
 
 
 def net() -> nn.Module:

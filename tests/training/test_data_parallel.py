@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from aftermath import probe
 from equal import same
-from mesh_kit import connect
+from mesh_kit import connected
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,27 +22,18 @@ from disttensor.meshes import Mesh, from_shards
 from disttensor.tasks import device_mesh
 from disttensor.training import DataParallel, assert_replicas_equal
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 NODES = 4
 STEPS = 20
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with dt.init_master_worker(nodes=NODES, threads=1):
-        connect(NODES)
+    with connected(NODES):
         for n in (2, 3):
             dt.run(dist.barrier, nodes=ranks(n))  # what is made at first use: before the tests look for leaks
         yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over(session: None) -> Iterator[None]:
-    yield
-    dt.synchronize()
-    probe(0)
 
 
 def ranks(n: int) -> Mesh:

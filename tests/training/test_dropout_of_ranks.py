@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from equal import same
-from mesh_kit import connect
+from mesh_kit import connected
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,8 +22,7 @@ from disttensor.tasks import Each, device_mesh
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with dt.init_master_worker(nodes=2, threads=1):
-        connect(2)
+    with connected(2):
         dt.run(dist.barrier, nodes=mesh(dp=2))  # what is made at first use: before the test looks for leaks
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -74,14 +75,18 @@ class Script:
 
     def end(self) -> None:
         self.link.flush_all()
+        self.close()
+
+    def close(self) -> None:
         self.link.close()
+        self.link.interrupts.restore()  # as a session does: or each script would wrap the handlers of those before it
 
 
 @pytest.fixture
 def script() -> Iterator[Script]:
     made = Script()
     yield made
-    made.link.close()
+    made.close()
 
 
 def outs(commands: list[c.Command]) -> list[int]:
@@ -282,3 +287,11 @@ def test_an_answer_to_a_question_that_a_loss_has_ended_is_no_offence(script: Scr
     assert script.link.nodes[0].lost is not None  # once only
     for spoke in spokes:
         spoke.close()
+
+
+def test_a_script_leaves_the_handlers_of_signals_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    made = Script()
+    made.issue(made.queues[0], [])
+    made.end()
+    assert signal.getsignal(signal.SIGINT) is before
