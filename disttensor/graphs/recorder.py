@@ -227,7 +227,8 @@ class Recorder:
             if self.draws is None:
                 for place in [place for rank in self.logs for place in places.of_node(rank)]:
                     places.draw(place)
-            for draw in reversed(self.draws or ()):
+            draws = self.draws or []
+            for draw in reversed(draws):
                 token = varied.set(draw.along)
                 try:
                     places.use(draw.place)
@@ -236,7 +237,7 @@ class Recorder:
             put()
             if self._seed is not None:
                 places.seeded(self._seed)
-            for draw in self.draws or ():
+            for draw in draws[1:] if self._seed is None else draws:  # the first is in use already
                 places.in_use(draw.place, draw.number, draw.begins)
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
