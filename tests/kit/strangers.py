@@ -177,13 +177,25 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def descriptors(pids: Iterable[int]) -> int:
-    """The number of descriptors that these processes have open."""
-    count = 0
+def descriptors(pids: Iterable[int]) -> dict[tuple[int, str], str]:
+    """What each descriptor of these processes is, by the process and its number."""
+    found = {}
     for pid in pids:
         with suppress(OSError):
-            count += len(os.listdir(f"/proc/{pid}/fd"))
-    return count
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    found[pid, number] = os.readlink(f"/proc/{pid}/fd/{number}")
+    return found
+
+
+def _more(now: dict[tuple[int, str], str], before: dict[tuple[int, str], str]) -> str:
+    """The descriptors that are new, each with its process's name."""
+    new = []
+    for (pid, number), target in now.items():
+        if before.get((pid, number)) != target:
+            with suppress(OSError):
+                new.append(f"{Path(f'/proc/{pid}/comm').read_text().strip()} {pid}: {number} -> {target}")
+    return ", ".join(new)
 
 
 def resident(pids: Iterable[int]) -> int:
@@ -402,8 +414,9 @@ def besiege(job: Job, pids: Collection[int], marker: Path, spared: bool = False)
     grown = resident(pids) - memory
     assert grown < 50 * MEBI, f"strangers were given {grown} bytes of memory"
     deadline = time.monotonic() + HANG
-    while descriptors(pids) > opened:
-        assert time.monotonic() < deadline, f"{descriptors(pids)} descriptors are open, and {opened} were"
+    while len(now := descriptors(pids)) > len(opened):
+        more = f"{len(now)} descriptors are open, and {len(opened)} were; new are {_more(now, opened)}"
+        assert time.monotonic() < deadline, more
         time.sleep(0.1)
     if not spared:
         _everywhere(others, marker, _THEIRS)
