@@ -65,13 +65,8 @@ def probe(number):
     return [os.getpid(), *pids]
 
 print("ready", *probe(0), flush=True)
-number = 0
-while True:
-    with open(fifo) as file:
-        word = file.readline()
-    if word == "end\\n":
-        break
-    number += 1
+orders = open(fifo)  # once, so that what is open is the same whenever it is looked at
+for number, _ in enumerate(iter(orders.readline, "end\\n"), 1):
     probe(number)
     print("same", number, flush=True)
 dt.shutdown()
@@ -87,6 +82,7 @@ import torch.distributed as dist
 fifo = sys.argv[1]
 dist.init_process_group("gloo")
 rank, size, number = dist.get_rank(), dist.get_world_size(), 0
+orders = open(fifo) if rank == 0 else None
 while True:
     x = torch.full((200_000,), float(rank + number))
     dist.all_reduce(x)
@@ -96,8 +92,7 @@ while True:
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
         print(*(["same", number] if number else ["ready", *pids]), flush=True)
-        with open(fifo) as file:
-            word = [file.readline()]
+        word = [orders.readline()]
     else:
         word = [None]
     dist.broadcast_object_list(word, 0)
@@ -417,7 +412,7 @@ def besiege(job: Job, pids: Collection[int], marker: Path, spared: bool = False)
     while len(now := descriptors(pids)) > len(opened):
         more = f"{len(now)} descriptors are open, and {len(opened)} were; new are {_more(now, opened)}"
         assert time.monotonic() < deadline, more
-        time.sleep(0.1)
+        job.probe()  # a segment of shared memory that is new has its descriptor until the next transfer
     if not spared:
         _everywhere(others, marker, _THEIRS)
     assert not marker.exists(), "code of a stranger has run"
