@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..meshes import Mesh
-from .cut import Cut
+from ..meshes.cut import Cut
 from .operators import leave
 from .sharded import Cuts, Sharded
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..meshes import Mesh
-from .cut import Cut
+from ..meshes.cut import Cut
 from .operators import enter, gather, leave, split
 from .sharded import Cuts, Sharded
 

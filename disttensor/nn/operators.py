@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..collectives import all_gather, all_reduce
-from .cut import Cut
+from ..meshes.cut import Cut
 
 
 def enter(x: torch.Tensor, cut: Cut) -> Any:

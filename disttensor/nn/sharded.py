@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..meshes import Mesh, replicate
+from ..meshes.cut import Cut
 from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
-from .cut import Cut
 from .operators import gather
 
 #: The dimension in which each parameter is cut, by name; None where all ranks have all of it.

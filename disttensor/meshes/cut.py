@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
-from ..meshes import Mesh, shard
 from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
+from .making import shard
+from .mesh import Mesh
 
 
 class Cut:
