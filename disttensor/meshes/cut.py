@@ -1,12 +1,15 @@
-"""How a number of features, or a vocabulary, is cut along a dim of a mesh."""
+"""How a size is cut along a dim of a mesh, and of which whole tensors a module's parameters are parts."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
+from ..collectives import all_gather
 from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
 from .making import shard
@@ -32,11 +35,6 @@ class Cut:
         self.ranks = mesh.size(over)
         self.share = -(-size // self.ranks)
         self.place: MeshPlace = mesh._place
-        self.rank = mesh.coordinate(over)
-        #: which entries of a rank's share are padding; None where there is none on any rank
-        self.padding: Any = None
-        if self.share * self.ranks > size:
-            self.padding = shard(torch.arange(self.share * self.ranks, device="cpu") >= size, mesh, **{over: 0})
 
     def __repr__(self) -> str:
         return f"{self.size} over {self.over}={self.ranks}"
@@ -49,6 +47,19 @@ class Cut:
             f"a {self.what} is not pickled, since it belongs to a mesh: save its state_dict(), which is the plain "
             "module's, or to_plain()"
         )
+
+    @cached_property
+    def rank(self) -> torch.Tensor:
+        """The coordinate of each rank, on itself."""
+        return self.mesh.coordinate(self.over)
+
+    @cached_property
+    def padding(self) -> torch.Tensor | None:
+        """A mask of the entries of a rank's share that are padding; None where there is none on any rank."""
+        if self.share * self.ranks == self.size:
+            return None
+        behind = torch.arange(self.share * self.ranks, device="cpu") >= self.size
+        return shard(behind, self.mesh, **{self.over: 0})
 
     def padded(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns a tensor with zeros behind the entries of a dimension, so that the ranks divide it."""
@@ -78,3 +89,59 @@ class Cut:
         if self.padding is None:
             return x
         return x.masked_fill(self.padding, 0)
+
+    def whole(self, share: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns the ranks' shares joined in a dimension, without the padding, on each of them; without gradients."""
+        joined: Any = all_gather(share.detach(), over=self.over, dim=dim)
+        return joined if self.padding is None else joined.narrow(dim, 0, self.size)  # type: ignore[no-any-return]
+
+
+#: How a tensor is a part of a whole one: the dimensions in which that is cut, and how. The second of two cuts, along
+#: another dim of the mesh, cuts what the first has given each rank. Empty where all ranks have the whole.
+Cuts = tuple[tuple[Cut, int], ...]
+
+#: All parameters that are parts, by id.
+_parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+
+def cut_of(tensor: torch.Tensor) -> Cuts:
+    """Returns how a parameter of ``dt.nn``'s modules, or of ``dt.fully_shard``, is a part of a whole one.
+
+    The gradient, and an optimizer's states of the parameter's shape, are cut as the parameter is. Empty for a tensor of
+    which all ranks have the whole, and for a parameter that has left its mesh.
+    """
+    cuts: Cuts = getattr(tensor, "_cuts", ())
+    return cuts if cuts and (tensor.is_meta or where_is(tensor) is cuts[0][0].place) else ()
+
+
+def mark(parameter: torch.nn.Parameter, cuts: Cuts) -> None:
+    """Has ``cut_of`` return this of a parameter."""
+    parameter._cuts = cuts  # type: ignore[attr-defined]
+    _parts[id(parameter)] = parameter
+
+
+def cuts_of_gradients() -> dict[int, Cuts]:
+    """Returns how the gradients of all parameters that are parts are cut, by their ids."""
+    return {id(p.grad): cut_of(p) for p in list(_parts.values()) if p.grad is not None}
+
+
+def whole_of(part: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """Returns the whole tensor of which each rank has a part, on all of them; without gradients."""
+    for cut, dim in reversed(cuts):
+        part = cut.whole(part, dim)
+    return part
+
+
+def part_of(whole: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """Returns each rank's part of a tensor that is local, on a node, or whole on the mesh."""
+    for cut, dim in cuts:
+        whole = cut.shares(whole, dim)
+    return whole
+
+
+def whole_shape(part: torch.Tensor, cuts: Cuts) -> tuple[int, ...]:
+    """Returns the shape of the whole tensor."""
+    shape = list(part.shape)
+    for cut, dim in reversed(cuts):
+        shape[dim] = cut.size
+    return tuple(shape)

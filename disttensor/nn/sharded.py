@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..meshes import Mesh, replicate
-from ..meshes.cut import Cut
+from ..meshes.cut import Cut, mark
 from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
 from .operators import gather
@@ -38,6 +38,17 @@ class Sharded(nn.Module):
             whole = getattr(plain, name)
             made = None if whole is None else nn.Parameter(self._cut(name, whole), whole.requires_grad)
             self.register_parameter(name, made)
+        self._mark()
+
+    def __setstate__(self, state: Any) -> None:  # of a copy, whose parameters are new ones
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _mark(self) -> None:
+        for name, dim in self.cuts.items():
+            parameter = getattr(self, name)
+            if parameter is not None and dim is not None:
+                mark(parameter, ((self.cut, dim),))
 
     @property
     def mesh(self) -> Mesh:

@@ -66,7 +66,9 @@ class NodeStorage(torch.UntypedStorage):
         except RanksDiffer as e:
             raise RanksDiffer(
                 f"{e}. What is saved has one value: dt.meshes.agree_(x) has all ranks take the first one's, and "
-                "agree_(model) those of a module's buffers, such as BatchNorm's statistics"
+                "agree_(model) those of a module's buffers, such as BatchNorm's statistics. Not so where each rank has "
+                "a part of a whole, as of dt.nn's and dt.fully_shard's parameters and their optimizers' states: "
+                "model.state_dict() and dt.training.whole_state_dict(optimizer) put the parts together"
             ) from None
 
     def to(self, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:

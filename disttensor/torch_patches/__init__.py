@@ -165,6 +165,15 @@ PATCHES: tuple[Patch, ...] = (
         for name in names
     ),
     Patch(
+        "torch.nn.utils.clip_grad._get_total_norm", "meshes.gradients:of_whole_tensors", SESSION,
+        "clip_grad_norm_ of gradients that are cut along a dim of a mesh: the norm is that of the whole ones",
+        "asking the tensors for their norm as they are put together",
+    ),
+    Patch(
+        "torch.nn.utils.get_total_norm", "meshes.gradients:of_whole_tensors", SESSION,
+        "the same function by its other name", "asking the tensors for their norm as they are put together",
+    ),
+    Patch(
         "torch.optim.swa_utils._get_foreach_kernels_supported_devices", "torch_backend.composites.overrides:averaging",
         SESSION, "AveragedModel rounds as the node's own kind of device does; for CPUs torch's choice would wait, too",
         "asking the device module",

@@ -2,6 +2,15 @@
 
 from .averaging import average_parameters, reduce_gradients
 from .data_parallel import DataParallel
+from .parts import clip_grad_norm_, load_whole_state_dict, whole_state_dict
 from .replicas import assert_replicas_equal
 
-__all__ = ["DataParallel", "assert_replicas_equal", "average_parameters", "reduce_gradients"]
+__all__ = [
+    "DataParallel",
+    "assert_replicas_equal",
+    "average_parameters",
+    "clip_grad_norm_",
+    "load_whole_state_dict",
+    "reduce_gradients",
+    "whole_state_dict",
+]

@@ -465,6 +465,114 @@ def test_a_copy_is_a_module_of_its_own() -> None:
         torch.save(layer, io.BytesIO())
 
 
+# ---- tools of torch that look at all parameters ----------------------------------------------------------------------
+
+
+def backward(model: nn.Module, m: Mesh | None) -> None:
+    x, y = tokens()
+    parallel = m is not None and "dp" in m.names
+    if m is not None:
+        x, y = (shard(v, m, dp=0) if parallel else replicate(v, m) for v in (x, y))
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    for p in model.parameters() if parallel else ():
+        dt.collectives.all_reduce_(p.grad, "avg", over="dp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", MESHES)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, "inf"])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, dt.training.clip_grad_norm_])
+def test_clipping_counts_each_part_once_and_what_all_have_once(
+    place: Callable[[], Mesh], norm_type: Any, clip: Callable[..., torch.Tensor]
+) -> None:
+    m = place()
+    here, there = mlp(None), copy.deepcopy(mlp(m))
+    backward(here, None)
+    backward(there, m)
+    close(
+        torch.nn.utils.get_total_norm([p.grad for p in there.parameters()], norm_type),  # type: ignore[misc]
+        torch.nn.utils.get_total_norm([p.grad for p in here.parameters()], norm_type),
+    )  # type: ignore[misc]
+    close(clip(there.parameters(), 0.01, norm_type), clip(here.parameters(), 0.01, norm_type))
+    close(there[4].weight.grad, here[4].weight.grad)  # type: ignore[arg-type]
+    close(whole(m, there[3].weight.grad, 7, 1), here[3].weight.grad)  # type: ignore[arg-type]
+    close(torch.nn.utils.get_total_norm([there[4].weight.grad]), here[4].weight.grad.norm())  # type: ignore[list-item, union-attr]
+
+
+def test_a_norm_that_would_count_padding_is_refused() -> None:
+    m = three()
+    model = mlp(m)
+    backward(model, m)
+    with pytest.raises(ValueError, match=r"order -inf of gradients that are cut .* would count their padding"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("-inf"))
+    model[3].weight.grad.at(tp=2)[0, 0] = torch.inf
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert model[4].weight.grad.cpu().eq(0).all()  # alike on all ranks
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all() -> None:
+    m = three()
+    model = mlp(m).float()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("node", init_scale=4.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = (v.to(m.device) for v in tokens())
+    for at in (1, None):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x).flatten(0, 1), y.flatten())).backward()
+        if at is not None:
+            model[3].weight.grad.at(tp=at)[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        moved = [(p != b).any() for p, b in zip(model.parameters(), before, strict=True)]
+        for rank in range(3):
+            assert {bool(one.at(tp=rank).item()) for one in moved} == {at is None}  # type: ignore[attr-defined]
+    model[4].weight.detach().cpu()  # still alike on all ranks
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizers_states_are_put_together_and_taken_apart(optimizer: str) -> None:
+    """After three steps, saved; two more, here and on two meshes, from what was saved."""
+    first = mlp(grid())
+    made = OPTIMIZERS[optimizer](first.parameters())
+    steps(first, made, grid(), 3)
+    with pytest.raises(dt.errors.RanksDiffer, match=r"whole_state_dict\(optimizer\) put the parts together"):
+        torch.save(made.state_dict(), io.BytesIO())
+    saved = io.BytesIO()
+    torch.save((first.state_dict(), dt.training.whole_state_dict(made)), saved)
+    here = mlp(None)
+    plain = OPTIMIZERS[optimizer](here.parameters())
+    saved.seek(0)
+    weights, states = torch.load(saved)
+    here.load_state_dict(weights)
+    plain.load_state_dict(copy.deepcopy(states))  # an optimizer goes on with the tensors that it is given
+    assert [
+        {name: getattr(v, "shape", v) for name, v in state.items()} for state in plain.state_dict()["state"].values()
+    ] == [{name: getattr(v, "shape", v) for name, v in state.items()} for state in states["state"].values()]
+    steps(here, plain, None, 2)
+    for m in (three(), grid()):
+        there = mlp(m)
+        there.load_state_dict(weights)
+        again = OPTIMIZERS[optimizer](there.parameters())
+        dt.training.load_whole_state_dict(again, copy.deepcopy(states))
+        steps(there, again, m, 2)
+        for name, value in there.state_dict().items():
+            torch.testing.assert_close(value.cpu(), here.state_dict()[name], rtol=1e-10, atol=1e-10, msg=name)
+        whole(m, there[1].weight, 7, 0)
+    with pytest.raises(TypeError, match="whole states are those of an optimizer, not of Sequential"):
+        dt.training.whole_state_dict(first)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        dt.training.load_whole_state_dict(again, {"state": {}, "param_groups": []})
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, m: Mesh | None, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        backward(model, m)
+        optimizer.step()
+
+
 def test_weights_are_tied() -> None:
     """The table and the output layer are cut alike, so one parameter can be both."""
     m = three()
