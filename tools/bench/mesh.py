@@ -11,7 +11,9 @@ dropout      the same with dropout on the mesh and on a slice of it, whose gener
 step         a training step of MLP 4x64, batch 32, without collectives; the collectives of its gradients beside it
 replay       that step with its collectives from a graph, over the same of one node without them
 wire         commands and bytes of that step to each node
-fan-out      the time from the first node that has a command to the last, over that of bare pipes to as many processes
+fan-out      the time from the first node that has a command to the last, over that of a bare ZeroMQ socket with as many
+             pipes, encrypted, to processes that run the same operator; beside it over that of the system's pipes, to
+             processes that do nothing
 busy         the part of the time that nodes work, by their clocks, in steps of 20 commands of which one sleeps for 5
              ms: eagerly, replayed; and the part that they sleep
 start        the seconds until all nodes are there, over those of `import torch` in one process
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import zmq
 
 import disttensor as dt
 from disttensor import testing
@@ -105,8 +108,57 @@ def spread(times: list[float]) -> float:
     return max(times) - min(times)
 
 
+class Router:
+    """Forked processes with torch, a CURVE socket each, which run the operator for each message, and tell when."""
+
+    CODE = """
+import os, struct, sys
+import torch, zmq
+exec(sys.argv[1], {})
+torch.set_num_threads(1)
+x, now = torch.zeros((), dtype=torch.float64), torch.ops.bench.now
+for _ in range(int(sys.argv[4]) - 1):
+    if not os.fork():
+        break
+socket = zmq.Context().socket(zmq.DEALER)
+socket.curve_serverkey = sys.argv[3].encode()
+socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+socket.connect(sys.argv[2])
+socket.send(b"")
+poller = zmq.Poller()
+poller.register(socket, zmq.POLLIN)
+while True:
+    poller.poll()
+    if not socket.recv():
+        os._exit(0)
+    now(x)
+    socket.send(struct.pack("d", x.item()))
+"""
+
+    def __init__(self, count: int) -> None:
+        key, secret = zmq.curve_keypair()
+        self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.curve_secretkey, self._socket.curve_server = secret, True
+        at = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        arguments = [OPERATORS, at, key.decode(), str(count)]
+        self._process = subprocess.Popen([sys.executable, "-c", self.CODE, *arguments])
+        self._peers: list[bytes] = [self._socket.recv_multipart()[0] for _ in range(count)]
+
+    def time(self) -> float:
+        """The time from the first to the last one when all are sent to."""
+        for peer in self._peers:
+            self._socket.send_multipart([peer, b"x" * 64])
+        return spread([struct.unpack("d", self._socket.recv_multipart()[1])[0] for _ in self._peers])
+
+    def end(self) -> None:
+        for peer in self._peers:
+            self._socket.send_multipart([peer, b""])
+        self._process.wait()
+        self._socket.close()
+
+
 class Pipes:
-    """Processes that read from a pipe each, and tell when."""
+    """Processes that read from a pipe of the system's each, and tell when."""
 
     CODE = "import os, struct, time\nwhile os.read(0, 64): os.write(1, struct.pack('d', time.monotonic()))"
 
@@ -141,14 +193,15 @@ def fan_out(mesh: dt.meshes.Mesh) -> None:
         dt.synchronize()
         return spread(times())
 
-    pipes = Pipes(nodes)
-    pairs = [(ours(), pipes.time()) for _ in range(options.rounds)]
-    pipes.end()
-    one, other = (statistics.median(values) for values in zip(*pairs, strict=True))
-    print(
-        f"{nodes} nodes: fan-out      {one * 1e6:.0f} us from the first to the last, {other * 1e6:.0f} by pipes: "
-        f"{statistics.median(a / b for a, b in pairs):.2f}x"
-    )
+    for what, bare in (("ZeroMQ's", Router(nodes)), ("the system's", Pipes(nodes))):
+        bare.time()
+        pairs = [(ours(), bare.time()) for _ in range(options.rounds)]
+        bare.end()
+        one, other = (statistics.median(values) for values in zip(*pairs, strict=True))
+        print(
+            f"{nodes} nodes: fan-out      {one * 1e6:.0f} us from the first to the last, {other * 1e6:.0f} by {what} "
+            f"pipes: {statistics.median(a / b for a, b in pairs):.2f}x"
+        )
     x = torch.ones(16, 16, device=mesh.device)
 
     def step() -> None:
