@@ -72,6 +72,7 @@ class Failure:
     told: c.Failed
     site: Site | None
     observed: bool = False
+    noted: str = ""  #: what the script was at, where it has said so
 
     @property
     def seq(self) -> int:
@@ -89,6 +90,8 @@ class Failure:
             where = f"  recorded: {line_of(recorded[at])}\n  replayed: {line_of(self.site)}"
         else:
             where = f"  issued: {line_of(self.site)}"
+        if self.noted:
+            where += f"\n  in {self.noted}"
         return f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n{where}"
 
     def exception(self, others: Sequence[Failure] = (), loss: NodeLost | None = None) -> Exception:

@@ -19,7 +19,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -254,6 +254,12 @@ class Link:
             self._explain_losses()
 
     #: Invariant 5: a Send and its Recv leave in one flush, under the lock.
+    def note(self, ranks: Iterable[int], words: str) -> None:
+        """Has the failures of what is issued to nodes from now on say what the script was at, until the next note."""
+        with self._lock:
+            for rank in ranks:
+                self.nodes[rank].note(words)
+
     def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
         """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order.
 
@@ -434,7 +440,8 @@ class Link:
             if not -1 <= reply.lost < len(self.nodes) or reply.lost == rank:
                 raise ProtocolError(f"a failure by the loss of node {reply.lost}, and no such peer is there")
             if (rank, reply.seq) not in self.failures:
-                self.failures.keep(Failure(rank, hello.host, hello.pid, reply, node.outbox.site(seq)))
+                site, noted = node.outbox.site(seq), node.noted(seq)
+                self.failures.keep(Failure(rank, hello.host, hello.pid, reply, site, noted=noted))
                 return
             node.repeated += 1
             if node.repeated > REPEATED:

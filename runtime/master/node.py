@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
@@ -36,6 +37,8 @@ class Node(Home):
         self.addresses: dict[int, Addresses] = {}
         self.busy = 0.0  #: seconds for which it has worked until its last report, as it says
         self.answered = 0  #: the number of the last request that it has answered
+        #: what the script was at when it issued a command and those behind it, in words; by the command's number
+        self.notes: deque[tuple[int, str]] = deque(maxlen=KEPT)
 
     def __repr__(self) -> str:
         if self.said_hello is None:
@@ -71,6 +74,17 @@ class Node(Home):
         """The seconds that it has worked for one command, on average; 0 where that can't be known."""
         done, busy = self.outbox.done, self.busy
         return busy / done if done >= PACED and 0 < busy < math.inf else 0.0
+
+    def note(self, words: str) -> None:
+        """Has the failures of what is issued from now on say what the script was at, until the next note; "" says
+        nothing. The caller holds the link's lock."""
+        outbox = self.outbox
+        queued = sum(len(queue.queue) // 2 for queue in (outbox, *outbox.overlaps))
+        self.notes.append((outbox.sent + outbox.waiting + queued, words))
+
+    def noted(self, seq: int) -> str:
+        """Returns what the script was at when it issued a command, in the words of a note; "" where there is none."""
+        return next((words for first, words in reversed(self.notes) if first <= seq), "")
 
     def last_commands(self, most: int = KEPT) -> list[Sent]:
         """Returns the last commands that it was sent, ``most`` at most, the oldest first."""

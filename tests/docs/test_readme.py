@@ -79,6 +79,24 @@ def test_mesh_data_parallel() -> None:
     assert float(lines[5].removeprefix("accuracy ")) > 0.93
 
 
+def test_the_pipeline_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/PIPELINE.md").read_text()).groups()
+    (tmp_path / "pipeline.py").write_text(program)
+    assert python("pipeline.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
+def test_pipeline() -> None:
+    """The losses of one process; the program compares them, too."""
+    lines = python(str(ROOT / "examples/pipeline.py"), "--stages", "3", cwd=ROOT).splitlines()
+    shown = [re.fullmatch(r"epoch \d: loss ([\d.]+) on 3 nodes, ([\d.]+) in one process", line) for line in lines[:4]]
+    losses = [(float(found[1]), float(found[2])) for found in shown]
+    assert all(abs(there - here) < 2e-3 for there, here in losses)
+    assert losses[-1][1] < losses[0][1] / 2
+    assert float(lines[4].removeprefix("accuracy ")) > 0.93
+    assert lines[5].split() == ["stage", "node", "busy", "expected"]
+    assert [line.split()[::3] for line in lines[6:]] == [[str(k), "80%"] for k in range(3)]
+
+
 def test_the_tensor_parallel_page(tmp_path: Path) -> None:
     program, shown = SHOWN.search((ROOT / "docs/TENSOR_PARALLEL.md").read_text()).groups()
     (tmp_path / "tensor_parallel.py").write_text(program)

@@ -1,0 +1,206 @@
+"""Pipeline: stages of a module on places of their own, through which micro-batches go in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...collectives import all_reduce
+from ...collectives.over_dims import Over
+from ...errors.argument_checks import one_of
+from ...meshes import Mesh
+from ...session import current
+from ...session.places import MeshPlace, Place
+from ..averaging import reduce_gradients
+from ..named import dims
+from .busy import Shares, measured
+from .microbatches import Loss, checked, cut, joined
+from .passing import Pass, Stage
+from .schedules import SCHEDULES, expected_shares, forward_only, in_ticks
+
+
+class Pipeline(nn.Module):
+    """A module whose stages are on places of their own, and that trains on micro-batches in turns (GPipe, 1F1B).
+
+    While one stage works on a micro-batch, the others work on others. Activations and gradients go from place to place
+    directly. ``step`` computes what a backward pass of the unsplit module would; optimizers, schedulers and checkpoints
+    are those of the unsplit module, whose names the parameters have.
+
+        >>> pipeline = dt.training.Pipeline([first, second], ["node:0", "node:1"], microbatches=4)
+        >>> optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        >>> loss = pipeline.step(x, target, F.cross_entropy)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | nn.Sequential,
+        places: Sequence[Any],
+        *,
+        microbatches: int,
+        schedule: str = "1f1b",
+        over: Over = "dp",
+    ) -> None:
+        """Moves each stage to its place.
+
+        Args:
+            stages: modules that are called one after the other, as by nn.Sequential; or an nn.Sequential of them.
+            places: for each stage a node ("node:1", 1, a torch.device) or a mesh (``mesh.slice(pp=1)``, its device);
+                all nodes, or all meshes with the same dims. One that is named several times has several stages.
+            microbatches: in so many parts a batch is cut.
+            schedule: "1f1b", where stage k of n keeps n - k micro-batches at most until their backward passes, or
+                "gpipe", where each stage keeps all of them.
+            over: the dims of meshes along which ranks have rows of their own, as for DataParallel. Others have the same
+                rows.
+
+        Raises TypeError for a stage that is no module; ValueError for another number of places than stages, places that
+        differ, an unknown dim or schedule, or no positive number of micro-batches; NodeLost.
+        """
+        super().__init__()
+        named = _named(stages)
+        found = _places(places, dims(over), len(named))
+        self._microbatches = checked(microbatches)
+        one_of("schedule", schedule, tuple(SCHEDULES))
+        self._schedule = schedule
+        self._stages = [
+            Stage(k, module, place, dims(over) if isinstance(place, MeshPlace) else ())
+            for k, ((_, module), place) in enumerate(zip(named, found, strict=True))
+        ]
+        for stage in reversed(self._stages):  # what several have is where the first of them is
+            stage.module.to(stage.place.device)
+        for stage in self._stages:
+            stage.borrowed = _borrowed(stage)
+        for name, module in named:
+            self._adopt(name, module)
+        self._ticks = in_ticks(SCHEDULES[schedule](len(named), self._microbatches))
+        self._forward_ticks = in_ticks(forward_only(len(named), self._microbatches))
+
+    def forward(self, x: Any) -> Any:
+        """Returns the output for a batch, on the last stage's place, without gradients.
+
+        Micro-batches go through the stages in turns, and their outputs are concatenated in dimension 0. ``x`` is as for
+        ``step``. Returns at once. Raises ValueError for a batch that can't be cut, TypeError for outputs that can't be
+        put together, what a stage raises, NodeLost.
+        """
+        with torch.no_grad():
+            first = self._stages[0]
+            parts, _ = cut(x, "x", first.place, first.over, self._microbatches)
+            work = Pass(self._stages, parts)
+            work.run(self._forward_ticks)
+            return joined(work.outputs)
+
+    def step(self, x: Any, target: Any, loss_fn: Loss) -> torch.Tensor:
+        """Adds the gradients of a batch's mean loss to those of the parameters, and returns the loss.
+
+        Args:
+            x: what the first stage takes: a tensor, or tuples, lists and dicts of them, local or on its place. Tensors
+                are cut in dimension 0.
+            target: what ``loss_fn`` takes beside the output, cut in the same way; it goes to the last stage's place.
+            loss_fn: ``loss_fn(output, target)`` returns the mean loss of a micro-batch. Micro-batches with more rows
+                count more.
+
+        On meshes gradients and loss are means over the ranks, too, reduced once. The loss is on the last stage's place
+        and has no gradient. Returns at once. Raises ValueError for a batch that can't be cut, or a loss that is no
+        mean; what a stage or ``loss_fn`` raises, with the stage and the micro-batch in a note; NodeLost. After an error
+        some gradients have been added to: ``zero_grad``.
+        """
+        first, last = self._stages[0], self._stages[-1]
+        parts, rows = cut(x, "x", first.place, first.over, self._microbatches)
+        targets, others = cut(target, "target", last.place, last.over, self._microbatches)
+        if rows and others and rows != others:
+            raise ValueError(f"Pipeline: x has {sum(rows)} rows, and target {sum(others)}; each row has its own target")
+        rows = rows or others or [1] * self._microbatches
+        work = Pass(self._stages, parts, loss_fn, targets, [n / sum(rows) for n in rows])
+        work.run(self._ticks)
+        work.give_back()
+        total = work.total
+        assert total is not None
+        if last.over:
+            for stage in self._stages:
+                reduce_gradients(stage.module, stage.over, skip=[name for name, _ in stage.borrowed])
+            total = all_reduce(total, "avg", over=last.over)
+        return total
+
+    def measure(self) -> AbstractContextManager[Shares]:
+        """Measures for which part of the time each node works, inside of a ``with`` block; waits at both ends.
+
+            with pipeline.measure() as shares:
+                for x, y in batches:
+                    pipeline.step(x, y, F.cross_entropy)
+                    optimizer.step()
+            print(shares)
+
+        The times are those of the nodes' own clocks. Beside them stands what the schedule would give if a backward
+        pass took twice as long as a forward pass, all stages took the same time, and nothing else took any. Raises
+        NodeLost.
+        """
+        places = [stage.place for stage in self._stages]
+        return measured(places, expected_shares(self._ticks, places))
+
+    def extra_repr(self) -> str:
+        """Returns the places and the schedule, for ``print(pipeline)``."""
+        places = ", ".join(str(stage.place) for stage in self._stages)
+        return f"places=[{places}], microbatches={self._microbatches}, schedule={self._schedule!r}"
+
+    def _adopt(self, name: str, module: nn.Module) -> None:
+        """Makes a module a submodule of this one, under its name in the unsplit module."""
+        if hasattr(self, name):
+            raise ValueError(f"Pipeline: a module called {name!r} would hide Pipeline.{name}; call it otherwise")
+        self.add_module(name, module)
+
+
+def _named(stages: Any) -> list[tuple[str, nn.Module]]:
+    """Returns the stages with the names that they have in an nn.Sequential."""
+    if isinstance(stages, nn.Sequential):
+        return list(stages._modules.items())  # with one that stands twice
+    if isinstance(stages, nn.Module) or not isinstance(stages, Sequence):
+        raise TypeError(
+            f"Pipeline takes a list of modules, or an nn.Sequential, not {type(stages).__name__}; "
+            "dt.training.split cuts a module in stages"
+        )
+    for k, module in enumerate(stages):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Pipeline: stage {k} has to be a module, not {type(module).__name__}")
+    return [(str(k), module) for k, module in enumerate(stages)]
+
+
+def _places(places: Any, over: tuple[str, ...], stages: int) -> list[Place]:
+    """Returns the places of the stages."""
+    if isinstance(places, (str, torch.device, Mesh, Mapping)) or not isinstance(places, Sequence):
+        raise TypeError(f"Pipeline: places is a list with a place for each stage, not {places!r}")
+    if len(places) != stages or not stages:
+        raise ValueError(
+            f"Pipeline: {stages} stages and {len(places)} places; each stage has a place, and several may have the "
+            "same: places=['node:0', 'node:1'] * 2"
+        )
+    known = current.session().places
+    found = [place._place if isinstance(place, Mesh) else known.at(place) for place in places]
+    for k, place in enumerate(found):
+        ours, first = ((p.dims if isinstance(p, MeshPlace) else None) for p in (place, found[0]))
+        if ours != first:
+            raise ValueError(
+                f"Pipeline: stage 0 is on {found[0]} and stage {k} on {place}; all are on nodes, or all on meshes with "
+                "the same dims (mesh.slice(pp=k))"
+            )
+        if isinstance(place, MeshPlace):
+            for dim in over:
+                place.groups(dim, "Pipeline")
+    return found
+
+
+def _borrowed(stage: Stage) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters that a stage shares with an earlier one, at whose place they are.
+
+    Raises ValueError for a buffer of that kind: which stage's values it has, nobody has said.
+    """
+    for name, buffer in stage.module.named_buffers():
+        if buffer.device != stage.place.device:
+            raise ValueError(
+                f"Pipeline: stage {stage.index} shares a module with an earlier stage, and that has a buffer, "
+                f"{name!r}; give each stage a module of its own"
+            )
+    return [(name, p) for name, p in stage.module.named_parameters() if p.device != stage.place.device]
