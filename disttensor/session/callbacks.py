@@ -9,6 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from ..runtime.process.signals import uninterrupted
+from ..runtime.process.torch_threads import compute_as_told
 
 _log = logging.getLogger("disttensor")
 
@@ -52,6 +53,7 @@ class Callbacks:
         self._lock = threading.RLock()
 
     def _run(self) -> None:
+        compute_as_told()
         while (fn := self._queue.get()) is not None:
             _call(fn)
             del fn  # it keeps a tensor alive

@@ -29,6 +29,7 @@ from ..host import affinity, capabilities
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
 from ..process import page, role
 from ..process.page import COMMANDS
+from ..process.torch_threads import compute_as_told
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
@@ -110,6 +111,7 @@ class Worker:
 
     def serve(self) -> int:
         """Applies commands until Stop (returns 0), the master's end (75) or a broken protocol (70)."""
+        compute_as_told()
         torch.set_grad_enabled(False)
         self._receiver = threading.get_ident()
         ahead, mine = Ahead(self._spoke, self.executor), page.mine

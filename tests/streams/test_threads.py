@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -175,3 +176,42 @@ def test_the_current_node_is_each_tasks_own() -> None:
 
     assert asyncio.run(main()) == [(1, k % 2) for k in range(6)]
     assert dt.session.current_node() == 0
+
+
+COMPUTES = """
+import os, threading
+import torch
+import disttensor as dt
+
+def new(x, w):
+    \"\"\"The number of threads that a product of matrices has begun.\"\"\"
+    before = set(os.listdir("/proc/self/task"))
+    x.mm(w)
+    return len(set(os.listdir("/proc/self/task")) - before)
+
+where, found = os.environ["WHERE"], []
+torch.set_num_threads(1)
+with dt.init_master_worker(nodes=1, launcher="inproc" if where == "a node that is a thread" else "local", threads=1):
+    local = torch.ones(6, 1448), torch.ones(1448, 1448)
+    there = [t.to("node:0") for t in local]
+    dt.synchronize()
+    if where == "a stream":
+        with dt.stream(dt.Stream(0)):
+            found.append(dt.run(new, *there, node=0))
+    elif where == "a callback":
+        done = threading.Event()
+        dt.fetch(there[0]).add_done_callback(lambda work: (found.append(new(*local)), done.set()))
+        assert done.wait(60)
+    else:
+        found.append(dt.run(new, *there, node=0))
+print(*found)
+"""
+
+
+@pytest.mark.cold  # OMP_NUM_THREADS is read once
+@pytest.mark.parametrize("where", ["a node", "a stream", "a node that is a thread", "a callback"])
+def test_threads_compute_with_no_more_threads_than_were_asked_for(where: str, script: Callable[..., Any]) -> None:
+    """A new thread has torch's number of threads only when it has asked for it: BLAS took one for each core, and its
+    sums were others in the last bits."""
+    done = script(COMPUTES, WHERE=where, OMP_NUM_THREADS="4")
+    assert done.stdout == "0\n", done.stderr

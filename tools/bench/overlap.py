@@ -3,7 +3,8 @@
 The same transfer-heavy loop with overlap and without, in turns in one run, one compute thread per node. Round trip: a
 batch goes to a node, is computed with, and the result of its size comes back; node to node: node 0 makes it, node 1
 computes with it, the result comes back. Without: each batch waits for the one before, as a loop with `.cpu()` does.
-With: `dt.data.prefetch` and `dt.fetch`. The computation is made to take as long as the transfers.
+With: `dt.data.prefetch` and `dt.fetch`. Gradients: steps of `dt.DataParallel` on both nodes, whose buckets are reduced
+beside the backward pass, or not (`overlap=False`). The computation is made to take as long as the transfers.
 
 Once through shared memory, where a transfer is one copy, and once at the speed of a 10 Gbit/s network (see network.py),
 where it waits for the wire. (TCP over loopback copies twice and keeps two cores busy by itself, so that on a machine of
@@ -13,11 +14,13 @@ two cores nothing goes on beside it.)
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.nn as nn
 from network import Network
 
 import disttensor as dt
@@ -89,6 +92,49 @@ class Between(Loop):
         dt.synchronize()
 
 
+class Gradients:
+    """Steps of a model with ten linear layers, a bucket for each; of all the same gradients."""
+
+    name = "gradients of data parallel training"
+
+    def __init__(self, mib: int, batches: int) -> None:
+        mesh = dt.mesh(dp=2)
+        width = round((mib << 18) ** 0.5)
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(10)]).to(mesh.device)
+        self.bucket = mib / 2  # full with one layer
+        self.models = [
+            dt.DataParallel(copy.deepcopy(model), mesh, bucket_mb=self.bucket, overlap=overlap)
+            for overlap in (False, True)
+        ]
+        self.steps, self.turns = max(1, batches // 10), 0  #: turns: rows of a batch
+        self.rows = torch.randn(4096, width, device=mesh.device)
+
+    def step(self, model: dt.DataParallel) -> None:
+        model.zero_grad()
+        model(self.rows[: self.turns]).square().mean().backward()
+
+    def train(self, model: dt.DataParallel) -> list[torch.Tensor]:
+        for _ in range(self.steps):
+            self.step(model)
+        dt.synchronize()
+        return [p.grad for p in model.parameters()]
+
+    def serial(self) -> list[torch.Tensor]:
+        return self.train(self.models[0])
+
+    def overlapped(self) -> list[torch.Tensor]:
+        return self.train(self.models[1])
+
+    def transfers(self) -> None:
+        for _ in range(self.steps):
+            dt.training.reduce_gradients(self.models[0], bucket_mb=self.bucket)
+        dt.synchronize()
+
+    def computation(self) -> None:
+        with self.models[0].no_sync():
+            self.train(self.models[0])
+
+
 def collect(works: Iterable[dt.futures.Work]) -> list[torch.Tensor]:
     """Their results, while a few are under way."""
     out, under_way = [], deque[dt.futures.Work]()
@@ -115,13 +161,13 @@ def main() -> None:
     dt.channels.register_channel("network", Network)
     for channel in ("shm", "network"):
         with dt.init_master_worker(channel, nodes=2, threads=1):
-            for kind in (Loop, Between):
+            for kind in (Loop, Between, Gradients):
                 loop = kind(options.mib, options.batches)
-                print(f"{loop.name}, {options.batches} batches of {options.mib} MiB, channel {channel!r}:")
+                print(f"{loop.name}, {options.batches} times {options.mib} MiB, channel {channel!r}:")
                 compare(loop, options.repeats)
 
 
-def compare(loop: Loop, repeats: int) -> None:
+def compare(loop: Loop | Gradients, repeats: int) -> None:
     """Prints what the four ways take: the fastest run of each, since other programs can only slow them down."""
     timed(loop.transfers), timed(loop.serial)
     loop.turns = 20

@@ -19,6 +19,7 @@ import torch
 
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
+from ...process.torch_threads import compute_as_told
 from ...protocol.failure_ids import Poison
 from ..store import Entry, Other, Promise, Value
 
@@ -129,6 +130,7 @@ class Lane(Other):
             thread.join(timeout)
 
     def _work(self) -> None:
+        compute_as_told()
         torch.set_grad_enabled(False)
         while (task := self._next()) is not None:
             try:
