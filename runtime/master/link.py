@@ -253,13 +253,13 @@ class Link:
         if self._unexplained:
             self._explain_losses()
 
-    #: Invariant 5: a Send and its Recv leave in one flush, under the lock.
     def note(self, ranks: Iterable[int], words: str) -> None:
         """Has the failures of what is issued to nodes from now on say what the script was at, until the next note."""
         with self._lock:
             for rank in ranks:
                 self.nodes[rank].note(words)
 
+    #: Invariant 5: a Send and its Recv leave in one flush, under the lock.
     def pair(self, first: tuple[int, c.Command], second: tuple[int, c.Command], site: Any) -> None:
         """Queues a Send and its Recv and flushes both, so that every pair of nodes sees transfers in one order.
 
