@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..collectives import broadcast
 from ..collectives.issue import check_transport
 from ..collectives.over_dims import Over
 from ..errors.argument_checks import one_of
-from ..meshes import Mesh, agree_, shard, varying
+from ..meshes import Mesh, agree_, varying
 from ..proxy.proxy import DistributedTensor
+from .batches import shares_of
 from .buckets import Buckets
 from .named import Named, dims, limit_of, on_a_mesh, place_of, without
 
@@ -111,7 +111,7 @@ class DataParallel(torch.nn.Module):
         if torch.is_grad_enabled():
             self._buckets.held = self._holding
         self._spoilt = torch.is_grad_enabled() and not self._holding
-        args, kwargs = tree_map(self._placed, (args, kwargs))
+        args, kwargs = shares_of((args, kwargs), self.mesh, self.over, "DataParallel")
         with varying(*self.over):
             return self.module(*args, **kwargs)
 
@@ -156,26 +156,6 @@ class DataParallel(torch.nn.Module):
             f"DataParallel: {name!r} ({parameter.dtype}, requires_grad={parameter.requires_grad}) {what} when its "
             "buckets were made, so that its gradient is in none; make the DataParallel after such changes"
         )
-
-    def _placed(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return value
-        place = place_of(value)
-        if place is not None:
-            if value.device != self.mesh.device:
-                raise ValueError(f"DataParallel: an argument is on {place}, and the module on {self.mesh}")
-            return value
-        ranks = 1
-        for dim in self.over:
-            ranks *= self.mesh.size(dim)
-        if value.shape[0] % ranks:
-            where = ", ".join(f"{dim}={self.mesh.size(dim)}" for dim in self.over)
-            raise ValueError(
-                f"DataParallel: {value.shape[0]} rows of an argument of shape {tuple(value.shape)} do not divide among "
-                f"{where}, and all ranks have one shape; leave {value.shape[0] % ranks} rows out (drop_last=True), or "
-                "put the tensor on the mesh (dt.replicate, dt.meshes.from_shards)"
-            )
-        return shard(value, self.mesh, **dict.fromkeys(self.over, 0))
 
 
 def _check(module: object, mesh: object, over: tuple[str, ...]) -> None:
