@@ -37,6 +37,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "fetch",
+    "fully_shard",
     "graph",
     "graphed",
     "init",

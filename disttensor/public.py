@@ -40,4 +40,4 @@ from .startup.start import (
 from .streams import Event as Event, Stream as Stream, stream as stream, synchronize as synchronize
 from .tasks import run as run
 from .tasks.functions import nodes_info as nodes
-from .training import DataParallel as DataParallel
+from .training import DataParallel as DataParallel, fully_shard as fully_shard

@@ -345,6 +345,30 @@ def broadcast(x: DistributedTensor, over: str, src: int = 0, async_op: bool = Fa
     return call.result("broadcast", place, lambda: out)  # type: ignore[no-any-return]
 
 
+# ---- for those who gather and reduce many tensors as one -------------------------------------------------------------
+
+
+def gather_parts(x: Any, over: str, beside: bool) -> tuple[list[DistributedTensor], Work | None]:
+    """Returns the tensors of all ranks along a dim, at once and without gradients. What comes next on the nodes runs
+    ``beside`` the collective, unless it uses them; ``x`` must not be written then."""
+    place = on_mesh(x, "all_gather")
+    call = _Call(groups(place, over, "all_gather"), async_op=beside)
+    outs = [_empty(x, x.shape) for _ in range(call.size)]
+    call.issue("all_gather", [x], outs)
+    return outs, call.result("all_gather", place, lambda: outs) if beside else None
+
+
+def reduce_parts(pieces: Sequence[Any], op: str, over: str, beside: bool) -> tuple[DistributedTensor, Work | None]:
+    """Returns the reduction of what all ranks along a dim have for this one, ``pieces`` in their order; as
+    ``gather_parts``."""
+    x = pieces[0]
+    place = on_mesh(x, "reduce_scatter")
+    call = _Call(groups(place, over, "reduce_scatter"), op_of(op, x.dtype), async_op=beside)
+    out = _empty(x, x.shape)
+    call.issue("reduce_scatter", pieces, [out])
+    return out, call.result("reduce_scatter", place, lambda: out) if beside else None
+
+
 class _Gather(torch.autograd.Function):
     """A tensor to the tensors of all ranks."""
 

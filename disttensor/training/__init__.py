@@ -1,17 +1,24 @@
-"""Training on many nodes: ``dt.DataParallel``, ``Pipeline``, means over replicas. docs/DATA_PARALLEL.md, PIPELINE.md"""
+"""Training on many nodes: ``dt.DataParallel``, ``fully_shard``, ``Pipeline``. docs/DATA_PARALLEL, SHARDED, PIPELINE.md"""
 
 from .averaging import average_parameters, reduce_gradients
 from .data_parallel import DataParallel
+from .initializing import initialize
 from .parts import clip_grad_norm_, load_whole_state_dict, whole_state_dict
 from .pipeline import Pipeline
 from .replicas import assert_replicas_equal
+from .safetensors_files import load_safetensors
+from .sharding import FSDPModule, fully_shard
 
 __all__ = [
     "DataParallel",
+    "FSDPModule",
     "Pipeline",
     "assert_replicas_equal",
     "average_parameters",
     "clip_grad_norm_",
+    "fully_shard",
+    "initialize",
+    "load_safetensors",
     "load_whole_state_dict",
     "reduce_gradients",
     "whole_state_dict",
