@@ -97,6 +97,20 @@ def test_pipeline() -> None:
     assert [line.split()[::3] for line in lines[6:]] == [[str(k), "80%"] for k in range(3)]
 
 
+def test_the_sharded_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/SHARDED.md").read_text()).groups()
+    (tmp_path / "sharded.py").write_text(program)
+    assert python("sharded.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
+def test_sharded() -> None:
+    """The losses of one process; the program compares them, too."""
+    lines = python(str(ROOT / "examples/sharded.py"), cwd=ROOT).splitlines()
+    assert lines[0] == "each node has (63, 64) of (250, 64), 20661 numbers in all"
+    assert [line.startswith(f"epoch {i}: loss ") for i, line in enumerate(lines[1:6])] == [True] * 5
+    assert float(lines[6].removeprefix("accuracy ")) > 0.93
+
+
 def test_the_tensor_parallel_page(tmp_path: Path) -> None:
     program, shown = SHOWN.search((ROOT / "docs/TENSOR_PARALLEL.md").read_text()).groups()
     (tmp_path / "tensor_parallel.py").write_text(program)
