@@ -1,4 +1,4 @@
-"""Training on many nodes: ``dt.DataParallel``, ``fully_shard``, ``Pipeline``. docs/DATA_PARALLEL, SHARDED, PIPELINE.md"""
+"""Training on many nodes: ``DataParallel``, ``fully_shard``, ``Pipeline``. docs/DATA_PARALLEL, SHARDED, PIPELINE.md"""
 
 from .averaging import average_parameters, reduce_gradients
 from .data_parallel import DataParallel
