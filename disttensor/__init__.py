@@ -19,6 +19,7 @@ from . import moved
 from .torch_backend import at_import
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import factories as factories
     from . import nn as nn
     from . import testing as testing
@@ -77,7 +78,7 @@ _BESIDE = (
 )
 
 #: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
-_MODULES = ("factories", "nn", "testing", "training", "verify")
+_MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify")
 
 
 def __getattr__(name: str) -> Any:

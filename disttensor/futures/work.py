@@ -19,7 +19,7 @@ from ..dispatch.lazy_views import materialise
 from ..errors.argument_checks import seconds_of, spelled
 from ..proxy.meta import contiguous
 from ..proxy.proxy import DistributedTensor
-from ..runtime.channel.base import Arrival
+from ..runtime.channel.base import Arrival, Transfer
 from ..runtime.master.requests import Request
 from ..runtime.protocol.errors import ChannelError, DisttensorError, NodeLost
 from ..session.current import session_of
@@ -43,7 +43,7 @@ class Work:
         self._session = session
         self._node = source._place.node
         self._text = f"{tuple(source.shape)} {source.dtype} from node {self._node}"
-        self._transfer = transfer
+        self._transfer: Transfer = transfer
 
     def is_completed(self) -> bool:
         """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
@@ -55,13 +55,13 @@ class Work:
         Raises TimeoutError after ``timeout`` seconds (the work goes on), the error that made the tensor fail, NodeLost,
         DisttensorError if the session was shut down before the end.
         """
-        self._session.transfers.end(self._transfer, self._node, seconds_of(timeout))
+        self._end(seconds_of(timeout))
         return True
 
     def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
         """Waits, and returns the tensor: the same object each time. Raises as ``wait``."""
         self.wait(timeout)
-        return self._transfer.tensor
+        return self._value()
 
     def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
         """Waits, and returns the error that ``wait`` would raise, or None.
@@ -69,7 +69,7 @@ class Work:
         Raises TimeoutError after ``timeout`` seconds.
         """
         try:
-            self._session.transfers.wait(self._transfer, self._node, seconds_of(timeout))
+            self._await_end(seconds_of(timeout))
         except DisttensorError as e:  # the node, or the session, is gone
             return e
         try:
@@ -112,7 +112,18 @@ class Work:
             error = await asyncio.to_thread(self.exception)
             if error is not None:
                 raise error from None
-        return self._transfer.tensor
+        return self._value()
+
+    # ---- what works of other kinds do otherwise ---------------------------------------------------------------------
+
+    def _await_end(self, timeout: float | None) -> None:
+        self._session.transfers.wait(self._transfer, self._node, timeout)
+
+    def _end(self, timeout: float | None) -> None:
+        self._session.transfers.end(self._transfer, self._node, timeout)
+
+    def _value(self) -> torch.Tensor:
+        return self._transfer.tensor  # type: ignore[attr-defined, no-any-return]
 
     def __repr__(self) -> str:
         state = "done" if self.is_completed() else "under way"

@@ -159,7 +159,8 @@ class Session:
         """Returns the part that another folder of the front end keeps for this session; its first use makes it by
         ``make()``.
 
-        A part ends with the session. Its method ``forked``, if it has one, is called in a forked child.
+        A part ends with the session. Its method ``forked``, if it has one, is called in a forked child; ``finish`` at
+        the session's end, with the time until which it may wait for what is under way: it returns errors.
         """
         found = self._parts.get(make)
         if found is None:
@@ -216,6 +217,9 @@ class Session:
         deadline = None if timeout is None else time.monotonic() + timeout
         said = frozenset(link.reported_losses)  # losses that are raised below are reported to nobody
         errors: list[Exception] = []
+        for part in list(self._parts.values()):
+            if (finish := getattr(part, "finish", None)) is not None:
+                errors += finish(deadline)
 
         asked: dict[int, Request] = {}
 

@@ -24,7 +24,8 @@ from ..errors.missing import REMEDY, advised, culprit
 from ..meshes.mesh import Mesh
 from ..proxy.meta import Handle, meta_told, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
-from ..runtime.master.failures import in_short
+from ..runtime.master.failures import Site, in_short
+from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.node.user_functions import MAX_PICKLE, decode_result, key_of
 from ..runtime.process.signals import uninterrupted
@@ -198,49 +199,87 @@ def _run_on_all(
         if isinstance(each, Each) and len(each.values) != len(targets):
             raise ValueError(f"Each has {len(each.values)} values for the {len(targets)} nodes of {targets.given}")
     waits("a function")
-    link, calls, requests, results = session.link, [], [], []
-    failed: list[Exception] = []
     worlds = worlds_of(session)
     world: c.World | None = None
     kept = False  #: all nodes still have the world
     try:
-        for i, place in enumerate(targets.places):
-            mine = [x.values[i] if isinstance(x, Each) else x for x in args]
-            named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
-            calls.append(_Call(session, place, fn, mine, named, site))
-        with worlds.turn(session, targets, site) if as_ranks else contextlib.nullcontext() as world:
-            commands = []
-            for call in calls:
-                requests.append(link.request(call.place.node, c.Result))
-                commands.append((call.place.node, call.command(requests[-1].id, world), site))
-            link.together(commands)
-        stays = True
-        for call, request in zip(calls, requests, strict=True):
-            try:
-                reply: Any = link.wait(request)
-                if isinstance(reply, c.Poisoned):
-                    raise session.questions.failure(reply.rank, reply.seq)
-                results.append(call.result(reply))
-                stays = stays and reply.kept
-            except Exception as error:
-                failed.append(targets.located(advised(error, session.bundle), call.place.node))
-        kept = stays and not failed
+        with Calls(session, site) as calls:
+            for i, place in enumerate(targets.places):
+                mine = [x.values[i] if isinstance(x, Each) else x for x in args]
+                named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
+                calls.add(place, fn, *mine, **named)
+            with worlds.turn(session, targets, site) if as_ranks else contextlib.nullcontext() as world:
+                calls.begin(world)
+            results = calls.outcomes()
+        failed = [
+            targets.located(result, place.node)
+            for result, place in zip(results, targets.places, strict=True)
+            if isinstance(result, Exception)
+        ]
+        kept = calls.kept and not failed
     except NodeLost as error:  # before any of them has begun
         targets.located(error, error.rank)
         raise
     finally:
-        for call in calls:
-            call.end()
-        for request in requests:
-            link.drop(request)
         if world is not None and not kept:
             worlds.end(world)
     if failed:
-        raise _first_of(failed)
+        raise first_of(failed)
     return results
 
 
-def _first_of(failed: list[Exception]) -> Exception:
+class Calls:
+    """Functions that run on several nodes at once. They are begun without waiting; any thread may wait for them.
+
+    At the end of its ``with`` block the nodes and the script drop what they keep for them.
+    """
+
+    def __init__(self, session: Session, site: Site | None) -> None:
+        self._session, self._site = session, site
+        self._calls: list[_Call] = []
+        self._requests: list[Request] = []
+        self.kept = True  #: whether the process group in which they ran still exists on all nodes
+
+    def add(self, place: Place, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Sends a function and its arguments to a node. Raises as ``run`` does for what can't be sent."""
+        self._calls.append(_Call(self._session, place, fn, args, kwargs, self._site))
+
+    def begin(self, world: c.World | None = None, draws: bool = True) -> None:
+        """Has all of them begin, each in its turn on its node. Raises NodeLost where a node is gone, and none begins.
+
+        ``draws``: whether a function may draw random numbers, which no stream of a node in a mesh can.
+        """
+        link, commands = self._session.link, []
+        for call in self._calls:
+            self._requests.append(link.request(call.place.node, c.Result))
+            commands.append((call.place.node, call.command(self._requests[-1].id, world, draws), self._site))
+        link.together(commands)
+
+    def outcomes(self) -> list[Any]:
+        """Waits for all of them; returns what each has returned, or the exception that it has raised, or NodeLost."""
+        session, found = self._session, list[Any]()
+        for call, request in zip(self._calls, self._requests, strict=True):
+            try:
+                reply: Any = session.link.wait(request)
+                if isinstance(reply, c.Poisoned):
+                    raise session.questions.failure(reply.rank, reply.seq)
+                found.append(call.result(reply))
+                self.kept = self.kept and reply.kept
+            except Exception as error:
+                found.append(advised(error, session.bundle))
+        return found
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for call in self._calls:
+            call.end()
+        for request in self._requests:
+            self._session.link.drop(request)
+
+
+def first_of(failed: list[Exception]) -> Exception:
     """Returns the first error, with the others as notes. Nodes that broke off because a rank had failed come last, in
     one line."""
     first, *others = sorted(failed, key=lambda error: isinstance(error, PeerFailed))
@@ -277,10 +316,10 @@ class _Call:
         known = None if self._holds_tensors else self._sent
         _send(place, known, (self._function, function), (self._arguments, arguments), site)
 
-    def command(self, id: int, world: c.World | None = None) -> c.Command:
+    def command(self, id: int, world: c.World | None = None, draws: bool = True) -> c.Command:
         self._request = id
         places = session_of(self.place).places
-        for place in places.of_node(self.place.node):
+        for place in places.of_node(self.place.node) if draws else ():
             places.draw(place)  # the function may draw, and then from its node's own generators
         refs = tuple(t._h.ref for t in self._keep)
         return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, world)

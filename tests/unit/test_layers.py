@@ -45,6 +45,7 @@ FRONT_LAYERS = (
     ("meshes",),
     ("nn", "tasks", "data", "channels", "graphs"),
     ("training",),
+    ("checkpoint",),
     ("torch_backend",),
     ("verify",),
     ("startup",),

@@ -21,6 +21,7 @@ from disttensor import moved, public
 
 THEMES = (
     "channels",
+    "checkpoint",
     "collectives",
     "data",
     "errors",

@@ -1,0 +1,49 @@
+"""Where a tensor's parts are: which node has which part of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from ..meshes.cut import Cuts, whole_shape
+from ..proxy.proxy import where_is
+from ..session.places import MeshPlace, Place
+
+
+class Part(NamedTuple):
+    """What one node (None: the script) has of a whole tensor: ``sizes`` entries from ``offsets`` on."""
+
+    place: Place | None
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The part as torch's planners know it."""
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+
+
+def parts_of(tensor: torch.Tensor, cuts: Cuts) -> list[Part]:
+    """Returns the part of each rank of a tensor on a mesh, in the ranks' order; of any other tensor the only one.
+
+    A part of a tensor whose size the ranks do not divide may be less than the rank's shard: what is behind it is
+    padding. It may be nothing at all.
+    """
+    place = where_is(tensor)
+    if not isinstance(place, MeshPlace):
+        return [Part(place, (0,) * tensor.dim(), tuple(tensor.shape))]
+    shape = whole_shape(tensor, cuts)
+    at = place.along([cut.over for cut, _ in cuts])
+    return [_part(member, shape, cuts, mine) for member, mine in zip(place.members, at, strict=True)]
+
+
+def _part(place: Place, shape: Sequence[int], cuts: Cuts, at: Sequence[int]) -> Part:
+    starts, ends = [0] * len(shape), list(shape)
+    for (cut, dim), coordinate in zip(cuts, at, strict=True):
+        starts[dim] += coordinate * cut.share
+        ends[dim] = min(ends[dim], starts[dim] + cut.share)
+    starts = [min(start, size) for start, size in zip(starts, shape, strict=True)]
+    return Part(place, tuple(starts), tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))

@@ -1,0 +1,369 @@
+"""Saving: the script plans who writes what, the nodes write it, and the script has it be the checkpoint at the end."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..dispatch.call_site import here
+from ..errors.argument_checks import flag, spelled
+from ..futures import Work
+from ..meshes.cut import whole_shape
+from ..proxy.proxy import where_is
+from ..runtime.channel.ticket import Ticket
+from ..runtime.master.route import waits
+from ..runtime.node import checkpoint_files as files
+from ..runtime.node.checkpoint_files import Shard, Written
+from ..runtime.protocol.errors import RanksDiffer
+from ..session import current
+from ..session.places import MeshPlace, Place
+from ..session.session import Session
+from ..streams import Stream, default_stream, stream
+from ..tasks.functions import Calls, first_of
+from .folder import Folder
+from .parts import Part, parts_of
+from .state import Entry, State
+
+
+@spelled
+def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, check_replicas: bool = True) -> None:
+    """Saves a program's state as a checkpoint of torch.distributed.checkpoint, and waits until it is on the disk.
+
+        >>> dt.checkpoint.save({"model": model, "optim": optimizer, "step": 100}, "/shared/run1")
+
+    Args:
+        state_dict: a dict of modules, optimizers, other objects with ``state_dict()`` (a scheduler), tensors, values
+            that can be pickled, and dicts and lists of tensors and values. Tensors are on meshes, on nodes or local.
+        path: a folder on a file system that the script and all nodes share. A checkpoint that is there is replaced at
+            the end, at once.
+        check_replicas: False: ranks that should have the same values are not compared, and of any one of them these are
+            written.
+
+    Each node writes its parts of what is cut along a dim of a mesh, and a share of what all ranks have. No tensor on a
+    node passes through the script. Names are those that ``get_state_dict`` of torch.distributed.checkpoint.state_dict
+    gives: a job of another form, or one process, loads it, and ``load`` what these have written.
+
+    Raises TypeError or ValueError for what can't be saved; RanksDiffer where ranks have different values of what should
+    be one; OSError that names the file and the host; NodeLost; the error that made a tensor fail; and what an earlier
+    ``async_save`` has failed with, if nobody asked. What was at ``path`` is there unchanged then.
+    """
+    job = _Job(state_dict, path, check_replicas, "save")
+    job.begin(beside=False)
+    job.end()
+
+
+@spelled
+def async_save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, check_replicas: bool = True) -> Work:
+    """Saves as ``save`` does while the program goes on; returns a Work. Its ``wait()`` returns when all is on the disk.
+
+        >>> work = dt.checkpoint.async_save({"model": model, "optim": optimizer}, "/shared/run1")
+        >>> train()
+        >>> work.wait()
+        True
+
+    What is saved is the state at the time of this call: nodes copy what they are to write into their CPUs' memory, in
+    the order of their commands, and write it beside what comes next. This returns at once, but where an earlier
+    ``async_save`` is under way: it waits for that one's end, so that there is one copy at most.
+
+    Args and errors are those of ``save``; those of nodes and files are raised by the Work, or, if nobody asks it, by
+    the next save or at the session's end.
+    """
+    job = _Job(state_dict, path, check_replicas, "async_save")
+    job.begin(beside=True)
+    saving = _Saving(job)
+    job.session.part(Saves).add(saving)
+    saving.start()
+    return saving
+
+
+class Saves:
+    """The saves of one session that go on beside the script."""
+
+    def __init__(self) -> None:
+        self._last: _Saving | None = None
+
+    def add(self, saving: _Saving) -> None:
+        """Notes a save that has begun."""
+        self._last = saving
+
+    def wait(self, raises: bool = True) -> None:
+        """Waits for the save under way; raises its error, if nobody has asked for it and it ``raises``."""
+        if self._last is not None:
+            self._last.settle()
+            error, self._last = self._last.unasked(), None
+            if error is not None and raises:
+                error.add_note("  this is what an earlier async_save has failed with; its Work was not asked")
+                raise error
+
+    def finish(self, deadline: float | None) -> list[Exception]:
+        """Waits for the save under way until a time of time.monotonic; returns its error, if nobody has asked for it.
+
+        Called at the session's end.
+        """
+        if self._last is None:
+            return []
+        self._last.settle(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        error = self._last.unasked()
+        return [] if error is None else [error]
+
+
+class _Saving(Work):
+    """A save that goes on beside the script, in a thread of its own."""
+
+    def __init__(self, job: _Job) -> None:
+        self._session, self._transfer = job.session, Ticket()
+        self._node = min(job.nodes, default=0)
+        self._text = f"checkpoint {job.folder.path}"
+        self._job: _Job | None = job
+        self._error: BaseException | None = None
+        self._asked = False
+        self._thread = threading.Thread(target=self._run, name="disttensor-checkpoint", daemon=True)
+
+    def start(self) -> None:
+        """Has it go on."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        job, self._job = self._job, None  # a Work that is kept keeps no tensors
+        assert job is not None
+        try:
+            job.end()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del job
+            self._transfer.finish()
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Waits for its end, for ``timeout`` seconds at most, and raises nothing for it."""
+        self._thread.join(timeout)
+
+    def unasked(self) -> Exception | None:
+        """Returns its error, once: the second call, and one after somebody has asked for it, returns None."""
+        asked, self._asked = self._asked, True
+        return self._error if isinstance(self._error, Exception) and not asked else None
+
+    def _await_end(self, timeout: float | None) -> None:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the {self._text} was not written within {timeout:g} s; it is still under way")
+
+    def _end(self, timeout: float | None) -> None:
+        self._await_end(timeout)
+        self._value()
+
+    def _value(self) -> Any:
+        self._asked = True
+        if self._error is not None:
+            raise self._error
+
+
+class _Job:
+    """One save: what is written by whom, and the steps that lead to a checkpoint."""
+
+    def __init__(self, state_dict: Mapping[str, Any], path: Any, check_replicas: bool, what: str) -> None:
+        """Plans it; nothing is sent or written yet."""
+        flag("check_replicas", check_replicas)
+        waits(f"checkpoint.{what}")
+        self.session: Session = current.session()
+        self.session.part(Saves).wait()
+        self._site = here(3)
+        self.folder = Folder(path)
+        state = State(state_dict)
+        self._places: dict[int | None, Any] = {None: None}  #: those of nodes, by number; None is the script
+        self._values: dict[int | None, dict[str, Any]] = {None: {}}
+        self._items: dict[int | None, list[WriteItem]] = {None: []}
+        self._replicas: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = {}
+        #: for each shard that several ranks have: its name, and (node, index among the node's replicas, rank)
+        self._same: list[tuple[str, MeshPlace, list[tuple[int, int, int]]]] = []
+        self._plan(state, check_replicas)
+        plans = [
+            SavePlan(items, planner_data=state.paths if node is None else {}) for node, items in self._items.items()
+        ]
+        made, self._metadata = DefaultSavePlanner().create_global_plan(plans)
+        self._plans = dict(zip(self._items, made, strict=True))
+        self._calls: list[Calls] = []
+        self._streams: dict[int, Stream] = {}
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes that have a part in it."""
+        return [node for node in self._places if node is not None]
+
+    # ---- the plan ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, state: State, check_replicas: bool) -> None:
+        shards: list[tuple[int, str, Entry, list[tuple[int, Part]]]] = []
+        for name, entry in state.entries.items():
+            if not isinstance(entry.value, torch.Tensor):
+                buffer = io.BytesIO()
+                torch.save(entry.value, buffer)
+                self._values[None][name] = buffer
+                self._items[None].append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            by_offsets: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
+            parts = list(enumerate(parts_of(entry.value, entry.cuts)))
+            filled = [(rank, part) for rank, part in parts if math.prod(part.sizes)] or parts[:1]
+            for rank, part in filled:
+                by_offsets.setdefault(part.offsets, []).append((rank, part))
+            size = entry.value.element_size()
+            shards += [(math.prod(p[0][1].sizes) * size, name, entry, p) for p in by_offsets.values()]
+        load: dict[int, int] = {}
+        for nbytes, name, entry, ranks in sorted(shards, key=lambda shard: -shard[0]):
+            # of those that have it the one that has the least to write
+            part = min((part for _, part in ranks), key=lambda part: load.get(_node(part), 0))
+            load[_node(part)] = load.get(_node(part), 0) + nbytes
+            self._write(name, entry, part)
+            if check_replicas and len(ranks) > 1:
+                self._compare(name, entry, ranks)
+
+    def _write(self, name: str, entry: Entry, part: Part) -> None:
+        node = None if part.place is None else part.place.node
+        self._take_in(part.place)
+        tensor = entry.value
+        self._values[node][name] = tensor
+        data = TensorWriteData(
+            part.chunk, TensorProperties(dtype=tensor.dtype), torch.Size(whole_shape(tensor, entry.cuts))
+        )
+        kind = WriteItemType.SHARD if isinstance(where_is(tensor), MeshPlace) else WriteItemType.TENSOR
+        self._items[node].append(WriteItem(MetadataIndex(name, part.offsets), kind, tensor_data=data))
+
+    def _compare(self, name: str, entry: Entry, ranks: list[tuple[int, Part]]) -> None:
+        where = []
+        for rank, part in ranks:
+            node = self._take_in(part.place)
+            mine = self._replicas.setdefault(node, [])
+            where.append((node, len(mine), rank))
+            mine.append((entry.value, part.sizes))
+        place: Any = where_is(entry.value)
+        self._same.append((name, place, where))
+
+    def _take_in(self, place: Place | None) -> Any:
+        node = None if place is None else place.node
+        if node not in self._places:
+            self._places[node], self._values[node], self._items[node] = place, {}, []
+        return node
+
+    # ---- the steps ---------------------------------------------------------------------------------------------------
+
+    def begin(self, beside: bool) -> None:
+        """Has the nodes begin: with a copy, if they are to write ``beside`` what comes next."""
+        if beside:
+            self._keep_own()
+        self.folder.begin()
+        folder, claim, prefix = str(self.folder.path), self.folder.claim, self.folder.prefix
+        plans, values, copied = self._plans, self._values, False
+        try:
+            if self._replicas:
+                self._issue({node: (files.fingerprints, mine) for node, mine in self._replicas.items()})
+            if not beside:
+                self._issue({n: (files.write, folder, claim, prefix(n), plans[n], values[n]) for n in self.nodes})
+                return
+            self._issue({n: (files.copy, claim, prefix(n), plans[n], values[n]) for n in self.nodes})
+            copied = True
+            self._streams = {n: Stream(n, "cpu") for n in self.nodes}
+            with ExitStack() as streams:
+                for node, lane in self._streams.items():
+                    lane.wait_stream(default_stream(node))
+                    streams.enter_context(stream(lane))
+                self._issue({n: (files.write_copy, folder, claim, prefix(n), plans[n]) for n in self.nodes})
+        except BaseException:
+            if copied:
+                with suppress(Exception):  # a node is lost
+                    self._issue({n: (files.drop_copy, claim, prefix(n)) for n in self.nodes})
+            self._give_up()
+            raise
+
+    def _keep_own(self) -> None:
+        """Copies the script's own tensors."""
+        for name, value in self._values[None].items():
+            if isinstance(value, torch.Tensor):
+                self._values[None][name] = value.detach().to("cpu", copy=True)
+
+    def _issue(self, functions: dict[int, tuple[Any, ...]]) -> None:
+        """Has a function and its arguments run on each of these nodes, all at once."""
+        calls = Calls(self.session, self._site)
+        self._calls.append(calls)
+        for node, (fn, *args) in functions.items():
+            calls.add(self._places[node], fn, *args)
+        calls.begin(draws=False)
+
+    def end(self) -> None:
+        """Writes the script's own part, waits for the nodes, and has all be the checkpoint."""
+        try:
+            own = self._write_own()
+            outcomes = [calls.outcomes() for calls in self._calls]  # of all, even where one has failed
+            failed = [result for results in ([own], *outcomes) for result in results if isinstance(result, Exception)]
+            if failed:
+                raise first_of(failed)
+            if self._replicas:
+                self._same_everywhere(dict(zip(self._replicas, outcomes[0], strict=True)))
+            results: list[WriteResult] = []
+            shards: list[Shard] = []
+            for node, said in [(None, own), *zip(self.nodes, outcomes[-1], strict=True)]:
+                for item, one in zip(self._plans[node].items, said, strict=True):
+                    written = Written(*one)
+                    info = _StorageInfo(written.file, written.offset, written.length)
+                    results.append(WriteResult(item.index, written.length, info))
+                    shards.append(Shard(item.index, *written))
+            self.folder.commit(self._metadata, results, shards)
+        except BaseException as error:
+            self._give_up()
+            if isinstance(error, Exception):
+                error.add_note(f"  the checkpoint {self.folder.path} was not written; what was there before still is")
+            raise
+        finally:
+            self._drop()
+
+    def _write_own(self) -> Any:
+        """Returns what ``write`` returns for the script's own part, or its error: nodes are writing meanwhile."""
+        folder = self.folder
+        try:
+            return files.write(
+                str(folder.path), folder.claim, folder.prefix(None), self._plans[None], self._values[None]
+            )
+        except Exception as error:
+            return error
+
+    def _same_everywhere(self, said: dict[int, list[bytes]]) -> None:
+        """Raises RanksDiffer where ranks have different values of what should be one."""
+        for name, place, where in self._same:
+            found: dict[bytes, int] = {}
+            for node, index, rank in where:
+                found.setdefault(said[node][index], rank)
+            if len(found) > 1:
+                first, second, *_ = found.values()
+                raise RanksDiffer(
+                    f"{name!r} has {len(found)} different values on the ranks of {place}, such as those at "
+                    f"{place.where(first)} and {place.where(second)}, and a checkpoint has one: "
+                    "dt.meshes.agree_(model) has all ranks take the first one's buffers, "
+                    "dt.training.average_parameters(model) the mean of parameters, dt.meshes.agree_(x) makes one of "
+                    "any tensor. check_replicas=False saves any one rank's"
+                )
+
+    def _give_up(self) -> None:
+        """Removes what was written, and drops what nodes keep for it."""
+        self._drop()
+        self.folder.abort()
+
+    def _drop(self) -> None:
+        for calls in self._calls:
+            calls.__exit__()
+        self._calls, self._streams = [], {}
+
+
+def _node(part: Part) -> int:
+    return -1 if part.place is None else part.place.node

@@ -1,0 +1,291 @@
+"""Checkpoints' files, as a node (or the script, for its own tensors) writes and reads them: its part of them only.
+
+They are those of torch.distributed.checkpoint, written and read by torch's own FileSystemWriter and FileSystemReader.
+What is to be written or read is planned by the script, which knows all tensors and sends these functions to nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+
+#: What is written under a name: a tensor, or bytes.
+Values = dict[str, Any]
+
+#: Numbers in one row of a fingerprint, each of which has another factor.
+_ROW = 1 << 12
+
+
+class Written(NamedTuple):
+    """Where an item of a plan lies in its file, and the hash of its bytes there."""
+
+    file: str
+    offset: int
+    length: int
+    sha256: str
+
+
+class Shard(NamedTuple):
+    """Where a shard lies in which file, and the hash that its bytes should have; "" where none is known."""
+
+    index: MetadataIndex
+    file: str
+    offset: int
+    length: int
+    sha256: str
+
+
+def here() -> str:
+    """Returns this host's name."""
+    return socket.gethostname()
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(folder: str, claim: str, prefix: str, plan: SavePlan, values: Values) -> list[tuple[Any, ...]]:
+    """Writes the items of a plan into one file of a folder, whose bytes are on the disk then; returns a ``Written`` for
+    each item, in its order.
+
+    Raises OSError that names the file and this host: FileNotFoundError where the folder does not have ``claim``, by
+    which the script knows it, so that it is another one or not there.
+    """
+    if not os.path.isdir(os.path.join(folder, claim)):
+        raise FileNotFoundError(
+            f"host {here()} does not see the folder {folder} that the script has made: a checkpoint is written by the "
+            "nodes themselves, into a folder on a file system that they and the script share"
+        )
+    if not plan.items:
+        return []
+    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+    plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
+    file = os.path.join(folder, f"{prefix}0.distcp")
+    with _named(file, "written"):
+        results = writer.write_data(plan, _Given(values)).value()
+        infos = {result.index: result.storage_data for result in results}
+        found = [infos[item.index] for item in plan.items]
+        with open(file, "rb") as opened:
+            syncing = _Beside(lambda: os.fsync(opened.fileno()))  # the disk is busy while the hashes are computed
+            with _mapped(opened) as data:
+                hashes = [_sha256(data, info.offset, info.length) for info in found]
+            syncing.end()
+        sync_folder(folder)
+    return [tuple(Written(i.relative_path, i.offset, i.length, h)) for i, h in zip(found, hashes, strict=True)]
+
+
+class _Given(DefaultSavePlanner):
+    """A planner whose plan is made already; it only hands out what is to be written."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        value = self._values[write_item.index.fqn]
+        if isinstance(value, torch.Tensor):
+            assert write_item.tensor_data is not None
+            return own(value, write_item.tensor_data.chunk.sizes)
+        return value  # type: ignore[no-any-return]
+
+
+def own(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Returns the part of a shard that belongs to the whole tensor: all but the padding at its end."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    for dim, size in enumerate(sizes):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, size)
+    return tensor
+
+
+#: Copies that wait to be written, by the save's name and the node's prefix: nodes may be threads of one process.
+_copies: dict[tuple[str, str], Values] = {}
+
+
+def copy(claim: str, prefix: str, plan: SavePlan, values: Values) -> None:
+    """Copies what a plan writes, as it is now, into memory of the CPU, for ``write_copy``."""
+    copied: Values = {}
+    for item in plan.items:
+        assert item.tensor_data is not None
+        mine = own(values[item.index.fqn], item.tensor_data.chunk.sizes)
+        copied[item.index.fqn] = mine.to("cpu", copy=True).contiguous()
+    _copies[claim, prefix] = copied
+
+
+def write_copy(folder: str, claim: str, prefix: str, plan: SavePlan) -> list[tuple[Any, ...]]:
+    """Does as ``write`` with what ``copy`` has kept; where that has failed there is nothing to write."""
+    values = _copies.pop((claim, prefix), None)
+    return [] if values is None else write(folder, claim, prefix, plan, values)
+
+
+def drop_copy(claim: str, prefix: str) -> None:
+    """Drops what ``copy`` has kept, if it is still there."""
+    _copies.pop((claim, prefix), None)
+
+
+def fingerprints(values: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> list[bytes]:
+    """Returns for each (shard, its sizes without padding) a number that differs where values do.
+
+    It is made by sums, as fast as memory can be read. Any one change is found; what somebody has made to deceive is
+    not.
+    """
+    return [_fingerprint(own(tensor, sizes)) for tensor, sizes in values]
+
+
+def _fingerprint(tensor: torch.Tensor) -> bytes:
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    rest = data.numel() % 8
+    tail = bytes(data[data.numel() - rest :].tolist())
+    words = data[: data.numel() - rest].clone() if data.storage_offset() % 8 else data[: data.numel() - rest]
+    words = words.view(torch.int64)
+    rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+    last = words[rows.numel() :]
+    total = [_weighted(rows.sum(0)), _weighted(rows.sum(1)), _weighted(last)]
+    return b"".join(int(value).to_bytes(8, "big", signed=True) for value in total) + tail
+
+
+def _weighted(values: torch.Tensor) -> int:
+    """Returns the sum of int64 numbers times odd factors, modulo 2**64."""
+    return int((values * (torch.arange(values.numel(), device=values.device) * 2 + 1)).sum())
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def check(folder: str, shards: Sequence[Shard]) -> None:
+    """Compares shards with their hashes, those that have one.
+
+    Raises ValueError that names the shard, the file and this host where one is not what was written; OSError.
+    """
+    for file, mine in _by_file(folder, shards).items():
+        with _named(file, "read"), open(file, "rb") as opened, _mapped(opened) as data:
+            for shard in mine:
+                if shard.offset + shard.length > len(data):
+                    raise ValueError(
+                        f"{file} ends at byte {len(data)}, and {_named_shard(shard)} should lie in its bytes "
+                        f"{shard.offset} to {shard.offset + shard.length}, as host {here()} reads it; the checkpoint "
+                        "is damaged"
+                    )
+                if shard.sha256 and _sha256(data, shard.offset, shard.length) != shard.sha256:
+                    raise ValueError(
+                        f"{_named_shard(shard)} is damaged: bytes {shard.offset} to {shard.offset + shard.length} of "
+                        f"{file}, as host {here()} reads it, do not have the hash (sha256) that was written with "
+                        "them; nothing was loaded"
+                    )
+
+
+def read(folder: str, shards: Sequence[Shard], items: Sequence[ReadItem], targets: Values) -> None:
+    """Reads the parts of shards that ``items`` name, into ``targets``: a (tensor, sizes without padding) by name.
+
+    Raises OSError, and ValueError for a shard that can't be read, which name the file and this host.
+    """
+    places = {shard.index: _StorageInfo(shard.file, shard.offset, shard.length) for shard in shards}
+    for file, mine in _by_file(folder, shards).items():
+        named = {shard.index for shard in mine}
+        reader = FileSystemReader(folder)
+        reader.set_up_storage_reader(Metadata({}, storage_data=places), False)
+        plan = LoadPlan([item for item in items if item.storage_index in named])
+        with _named(file, "read"):
+            reader.read_data(plan, _Into(targets)).wait()
+
+
+class _Into(DefaultLoadPlanner):
+    """A planner whose plan is made already; it only hands out what is to be filled."""
+
+    def __init__(self, targets: Values) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return own(*self._targets[index.fqn])
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self._targets[read_item.dest_index.fqn] = value
+
+
+def _by_file(folder: str, shards: Sequence[Shard]) -> Mapping[str, list[Shard]]:
+    files: dict[str, list[Shard]] = {}
+    for shard in shards:
+        files.setdefault(os.path.join(folder, shard.file), []).append(shard)
+    return files
+
+
+def _named_shard(shard: Shard) -> str:
+    offset = shard.index.offset
+    return repr(shard.index.fqn) + (f" from {tuple(offset)} on" if offset is not None and any(offset) else "")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _named(file: str, done: str) -> Iterator[None]:
+    """Has what goes wrong with a file name it, and this host."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"host {here()} does not see {file}: a checkpoint lies on a file system that all nodes and the script share"
+        ) from None
+    except OSError as error:
+        raise type(error)(error.errno, f"{error.strerror}: {file} can't be {done} on host {here()}") from None
+
+
+@contextmanager
+def _mapped(file: io.BufferedReader) -> Iterator[memoryview]:
+    """Has a file's bytes as memory."""
+    if not os.fstat(file.fileno()).st_size:
+        yield memoryview(b"")
+        return
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+        yield data
+
+
+def _sha256(data: memoryview, offset: int, length: int) -> str:
+    with data[offset : offset + length] as part:  # the map can't end before its parts
+        return hashlib.sha256(part).hexdigest()
+
+
+def sync_folder(folder: str) -> None:
+    """Has a folder's names be on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Beside:
+    """A function in a thread of its own."""
+
+    def __init__(self, fn: Any) -> None:
+        self._fn = fn
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="disttensor-fsync", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._fn()
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> None:
+        """Waits for its end, and raises its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

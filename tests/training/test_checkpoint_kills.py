@@ -1,0 +1,214 @@
+"""A save that is killed, at whichever step, leaves the last complete checkpoint to be loaded: by torch itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from limits import HANG
+
+import disttensor as dt
+from disttensor import mesh
+from disttensor.checkpoint import async_save, load, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+#: What Python tells an audit hook before it changes a folder.
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
+
+
+class Moments:
+    """Copies of a folder as it was at each step of what is done to it: what a kill at that step would leave."""
+
+    def __init__(self, folder: Path, copies: Path) -> None:
+        self.folder, self.copies, self.steps = folder, copies, list[str]()
+        self.on = False
+        self._lock = threading.Lock()
+        sys.addaudithook(self._note)  # which can't be taken back
+
+    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.on and event in CHANGES and str(args[0]).startswith(str(self.folder)):
+            writes = event != "open" or (isinstance(args[1], str) and args[1][0] in "wax") or args[2] & 3
+            if writes:
+                self.copy(f"{event} {args[0]}")
+
+    def copy(self, step: str) -> None:
+        with self._lock:
+            self.on, on = False, self.on
+            shutil.copytree(self.folder, self.copies / str(len(self.steps)))
+            self.steps.append(step)
+            self.on = on
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """In this block, also just after each wait for the disk."""
+        fsync = os.fsync
+
+        def and_copy(descriptor: int) -> None:
+            fsync(descriptor)
+            if self.on:
+                self.copy("fsync")
+
+        os.fsync, self.on = and_copy, True
+        try:
+            yield
+        finally:
+            os.fsync, self.on = fsync, False
+
+
+def loaded(folder: Path) -> tuple[float, ...]:
+    """What torch finds in a checkpoint: of each tensor its only value, where it has only one."""
+    state = {"x": torch.zeros(100), "y": torch.zeros(3), "z": torch.zeros(2), "step": 0}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    tensors = [state[name] for name in "xyz"]
+    assert all((x == x[0]).all() for x in tensors), tensors
+    return (*(x[0].item() for x in tensors), state["step"])
+
+
+def program(value: float) -> dict[str, Any]:
+    """A state of tensors on a mesh, on a node and here."""
+    there = mesh(dp=3).device
+    return {
+        "x": torch.full((100,), value).to(there),
+        "y": torch.full((3,), value, device="node:1"),
+        "z": torch.full((2,), value),
+        "step": value,
+    }
+
+
+@pytest.mark.usefixtures("nodes")
+def test_at_every_step(tmp_path: Path) -> None:
+    """More than 100 steps of saves in place of others, the nodes' steps too: at each torch loads the former checkpoint,
+    whole, or the new one; and at the first save no checkpoint, or the new one."""
+    folder, copies = tmp_path / "c", tmp_path / "copies"
+    copies.mkdir()
+    save(program(1.0), folder)
+    moments = Moments(folder, copies)
+    turns = []
+    for value in (2.0, 3.0, 4.0, 5.0, 6.0):
+        with moments.watched():
+            if value % 2:
+                save(program(value), folder)
+            else:
+                async_save(program(value), folder).wait()
+        turns.append(len(moments.steps))
+    assert len(moments.steps) >= 100, moments.steps
+    assert {step.partition(" ")[0] for step in moments.steps} >= {"open", "os.mkdir", "os.rename", "os.remove", "fsync"}
+    value, seen = 1.0, set()
+    for at, step in enumerate(moments.steps):
+        if at == turns[0]:
+            turns.pop(0)
+            value += 1
+        found = loaded(copies / str(at))
+        assert found in ((value,) * 4, (value + 1,) * 4), step
+        seen.add(found[0])
+        state = {name: x if name == "step" else torch.zeros_like(x) for name, x in program(0.0).items()}
+        if at % 10 == 0:
+            load(state, copies / str(at))
+            assert (state["step"], state["y"].tolist(), state["x"].at(dp=1)[0].item()) == (found[3], [found[0]] * 3, found[0])
+    assert seen == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
+    # whatever a killed save has left, the next one removes
+    last = copies / str(max(at for at, step in enumerate(moments.steps) if "hashes_" in step))
+    left = set(os.listdir(last))
+    save(program(9.0), last)
+    assert loaded(last) == (9.0,) * 4
+    assert not left & set(os.listdir(last)) - {".metadata"}
+
+
+SCRIPT = """
+import os, sys
+import torch
+import disttensor as dt
+
+def hold(fifo):
+    import os
+    fsync = os.fsync
+    def held(descriptor):
+        with open(fifo) as opened:
+            opened.read()
+        fsync(descriptor)
+    os.fsync = held
+
+with dt.init_master_worker(nodes=2, threads=1):
+    folder, fifo = sys.argv[1:]
+    x = torch.full((100,), 1.0, device="node:1")
+    dt.checkpoint.save({"x": x}, folder)
+    dt.run(hold, fifo, node=1)
+    x += 1
+    work = dt.checkpoint.async_save({"x": x, "y": torch.ones(1, device="node:0")}, folder)
+    print(x[0].item(), *(node["pid"] for node in dt.nodes()), flush=True)     # goes on beside the save
+    sys.stdin.readline()
+    try:
+        work.wait()
+    except dt.NodeLost as error:
+        print("lost", error.rank, *(note for note in error.__notes__ if "checkpoint" in note), sep="|", flush=True)
+    found = {"x": torch.zeros(100)}
+    dt.checkpoint.load(found, folder)
+    print(found["x"][0].item(), sorted(os.listdir(folder)) == sys.stdin.readline().split(), flush=True)
+    dt.checkpoint.save({"x": torch.full((100,), 3.0, device="node:0")}, folder)
+    os._exit(0)
+"""
+
+
+@contextmanager
+def saving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int], list[str]]]:
+    """A program that is in the middle of a save: itself, the folder, its nodes' pids, and the files of the former
+    checkpoint."""
+    folder, fifo = tmp_path / "c", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(folder), str(fifo)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as running:  # type: ignore[call-overload]
+        try:
+            value, *pids = running.stdout.readline().split()
+            assert value == "2.0", running.stderr.read()
+            metadata = dcp.FileSystemReader(folder).read_metadata()
+            number = metadata.storage_meta.save_id.partition("-")[2]
+            before = sorted(name for name in os.listdir(folder) if number in name or name == ".metadata")
+            # what the save under way has written so far is there besides
+            assert len(os.listdir(folder)) > len(before)
+            yield running, folder, [int(pid) for pid in pids], before
+        finally:
+            running.kill()
+
+
+def x_of(folder: Path) -> float:
+    state = {"x": torch.zeros(100)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state["x"][0].item()
+
+
+def test_a_node_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """The Work says so; what was written is removed, and the former checkpoint loads, here and by torch."""
+    with saving(tmp_path) as (running, folder, pids, before):
+        os.kill(pids[1], signal.SIGKILL)
+        said_, err = running.communicate("\n" + " ".join(before) + "\n", timeout=HANG)
+        lines = said_.splitlines()
+        assert lines[0].startswith("lost|1|"), err
+        assert f"the checkpoint {folder} was not written" in lines[0]
+        assert lines[1] == "1.0 True"
+        assert x_of(folder) == 3.0
+
+
+def test_the_script_is_killed_while_nodes_write(tmp_path: Path) -> None:
+    with saving(tmp_path) as (running, folder, pids, before):
+        ends = [os.pidfd_open(pid) for pid in pids]
+        running.kill()
+        assert x_of(folder) == 1.0
+        assert set(before) < set(os.listdir(folder))
+        for end in ends:
+            os.close(end)
+
+
