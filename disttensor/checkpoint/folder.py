@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -127,7 +127,9 @@ def read_metadata(path: Path) -> tuple[Metadata, dict[tuple[str, int], tuple[int
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{file} is damaged, or no metadata of a checkpoint ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{file} is damaged, or no metadata of a checkpoint ({type(error).__name__}: {error})"
+        ) from None
     if not number.startswith(_OURS):
         return metadata, {}
     hashes = path / f"hashes_{number.removeprefix(_OURS)}.json"

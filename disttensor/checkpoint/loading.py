@@ -77,7 +77,7 @@ def load(
 
 
 class _Plan:
-    """What each node (None: the script) reads, and into what."""
+    """The plan of one load: for each node (None: the script) what it reads, and into which tensors."""
 
     def __init__(self, folder: Path, metadata: Metadata, hashes: dict[tuple[str, int], tuple[int, str]]) -> None:
         self._folder, self._metadata, self._hashes = folder, metadata, hashes

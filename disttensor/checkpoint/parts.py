@@ -1,4 +1,4 @@
-"""Where a tensor's parts are: which node has which part of the whole."""
+"""The parts of a tensor: which node has which part of the whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..session.places import MeshPlace, Place
 
 
 class Part(NamedTuple):
-    """What one node (None: the script) has of a whole tensor: ``sizes`` entries from ``offsets`` on."""
+    """The part of a whole tensor that one node (None: the script) has: ``sizes`` entries from ``offsets`` on."""
 
     place: Place | None
     offsets: tuple[int, ...]

@@ -124,7 +124,8 @@ class _Saving(Work):
     """A save that goes on beside the script, in a thread of its own."""
 
     def __init__(self, job: _Job) -> None:
-        self._session, self._transfer = job.session, Ticket()
+        self._session, self._ended = job.session, Ticket()
+        self._transfer = self._ended
         self._node = min(job.nodes, default=0)
         self._text = f"checkpoint {job.folder.path}"
         self._job: _Job | None = job
@@ -145,7 +146,7 @@ class _Saving(Work):
             self._error = error
         finally:
             del job
-            self._transfer.finish()
+            self._ended.finish()
 
     def settle(self, timeout: float | None = None) -> None:
         """Waits for its end, for ``timeout`` seconds at most, and raises nothing for it."""

@@ -1,4 +1,4 @@
-"""What a program saves, as named tensors and values: those of modules and optimizers by torch's own names.
+"""A program's state as named tensors and values: those of modules and optimizers by torch's own names.
 
 The names are those that ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives, so that a job of another form
 finds them: the states of an optimizer have the names of the parameters, and a wrapper around a module adds nothing.
@@ -19,7 +19,7 @@ from ..meshes.cut import Cuts, cut_of, whole_shape
 from ..training import DataParallel
 
 #: The keys of a state dict that lead to a value.
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
 
 _EXTRA = "_extra_state"
 
@@ -91,8 +91,8 @@ class State:
         for p in owned:
             if id(p) not in parameters:
                 raise ValueError(
-                    f"{key!r} is an optimizer of a parameter {tuple(p.shape)} that no module of the state dict has. Its "
-                    "states are saved by the names of the parameters: give the module too, as in "
+                    f"{key!r} is an optimizer of a parameter {tuple(p.shape)} that no module of the state dict has. "
+                    "Its states are saved by the names of the parameters: give the module too, as in "
                     "{'model': model, 'optim': optimizer}"
                 )
         names = self._names[key] = [parameters[id(p)][0] for p in owned]
@@ -136,7 +136,7 @@ class State:
     def _add_setting(self, name: str, path: Path) -> None:
         """Makes room for a setting of a group that the optimizer here does not have yet, such as a scheduler's."""
         key, _, i, what = path
-        groups = self.nested[key]["param_groups"]  # type: ignore[index]
+        groups = self.nested[key]["param_groups"]
         if int(i) >= len(groups):
             raise ValueError(
                 f"the optimizer {key!r} has {len(groups)} groups of parameters here, and more in the checkpoint: make "
@@ -170,7 +170,7 @@ class State:
             elif isinstance(given, Stateful):
                 given.load_state_dict(value)
             else:
-                self._given[key] = value  # type: ignore[index]
+                self._given[key] = value
 
 
 def _fresh(parameter: torch.Tensor, what: str, stored: object) -> Entry:
@@ -214,10 +214,8 @@ def named(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
     """Returns whether a module is only a wrapper around this child of it, so that names should not tell of it."""
-    return (
-        name in ("_orig_mod", "_checkpoint_wrapped_module")
-        or isinstance(module, (DataParallel, DistributedDataParallel))
-        and name == "module"
+    return name in ("_orig_mod", "_checkpoint_wrapped_module") or (
+        isinstance(module, (DataParallel, DistributedDataParallel)) and name == "module"
     )
 
 

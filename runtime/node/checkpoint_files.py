@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
@@ -32,7 +31,7 @@ _ROW = 1 << 12
 
 
 class Written(NamedTuple):
-    """Where an item of a plan lies in its file, and the hash of its bytes there."""
+    """The place of an item of a plan in its file, and the hash of its bytes there."""
 
     file: str
     offset: int
@@ -41,9 +40,9 @@ class Written(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Where a shard lies in which file, and the hash that its bytes should have; "" where none is known."""
+    """A shard's file and place in it, and the hash that its bytes should have; "" where none is known."""
 
-    index: MetadataIndex
+    item: MetadataIndex
     file: str
     offset: int
     length: int
@@ -193,9 +192,9 @@ def read(folder: str, shards: Sequence[Shard], items: Sequence[ReadItem], target
 
     Raises OSError, and ValueError for a shard that can't be read, which name the file and this host.
     """
-    places = {shard.index: _StorageInfo(shard.file, shard.offset, shard.length) for shard in shards}
+    places = {shard.item: _StorageInfo(shard.file, shard.offset, shard.length) for shard in shards}
     for file, mine in _by_file(folder, shards).items():
-        named = {shard.index for shard in mine}
+        named = {shard.item for shard in mine}
         reader = FileSystemReader(folder)
         reader.set_up_storage_reader(Metadata({}, storage_data=places), False)
         plan = LoadPlan([item for item in items if item.storage_index in named])
@@ -225,8 +224,8 @@ def _by_file(folder: str, shards: Sequence[Shard]) -> Mapping[str, list[Shard]]:
 
 
 def _named_shard(shard: Shard) -> str:
-    offset = shard.index.offset
-    return repr(shard.index.fqn) + (f" from {tuple(offset)} on" if offset is not None and any(offset) else "")
+    offset = shard.item.offset
+    return repr(shard.item.fqn) + (f" from {tuple(offset)} on" if offset is not None and any(offset) else "")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

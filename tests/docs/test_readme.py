@@ -72,6 +72,12 @@ def test_the_data_parallel_page(tmp_path: Path) -> None:
     assert python("data_parallel.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_checkpoints_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/CHECKPOINTS.md").read_text()).groups()
+    (tmp_path / "checkpoints.py").write_text(program)
+    assert python("checkpoints.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
 def test_mesh_data_parallel() -> None:
     """The losses of one process; the program compares them, too."""
     lines = python(str(ROOT / "examples/mesh_data_parallel.py"), "--nodes", "4", cwd=ROOT).splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from limits import HANG
 
-import disttensor as dt
 from disttensor import mesh
 from disttensor.checkpoint import async_save, load, save
 
@@ -113,10 +113,10 @@ def test_at_every_step(tmp_path: Path) -> None:
         found = loaded(copies / str(at))
         assert found in ((value,) * 4, (value + 1,) * 4), step
         seen.add(found[0])
-        state = {name: x if name == "step" else torch.zeros_like(x) for name, x in program(0.0).items()}
         if at % 10 == 0:
+            state = program(0.0)
             load(state, copies / str(at))
-            assert (state["step"], state["y"].tolist(), state["x"].at(dp=1)[0].item()) == (found[3], [found[0]] * 3, found[0])
+            assert (state["y"].tolist(), state["x"].at(dp=1).unique().tolist()) == ([found[0]] * 3, [found[0]])
     assert seen == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
     # whatever a killed save has left, the next one removes
     last = copies / str(max(at for at, step in enumerate(moments.steps) if "hashes_" in step))
@@ -206,9 +206,8 @@ def test_the_script_is_killed_while_nodes_write(tmp_path: Path) -> None:
     with saving(tmp_path) as (running, folder, pids, before):
         ends = [os.pidfd_open(pid) for pid in pids]
         running.kill()
+        for end in ends:
+            assert select.select([end], [], [], HANG)[0]  # no node stays behind
+            os.close(end)
         assert x_of(folder) == 1.0
         assert set(before) < set(os.listdir(folder))
-        for end in ends:
-            os.close(end)
-
-

@@ -28,6 +28,7 @@ PUBLIC = {
     "disttensor",
     "dtrun",
     *(f"disttensor.{name}" for name in dir(dt) if inspect.ismodule(getattr(dt, name))),
+    "disttensor.checkpoint",
     "disttensor.collectives.functional",
     "disttensor.factories",
     "disttensor.nn",
