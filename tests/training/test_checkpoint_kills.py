@@ -34,21 +34,27 @@ class Moments:
     def __init__(self, folder: Path, copies: Path) -> None:
         self.folder, self.copies, self.steps = folder, copies, list[str]()
         self.on = False
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # whoever comes to a step while the folder is copied waits
+        self._own = threading.local()
         sys.addaudithook(self._note)  # which can't be taken back
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.on and event in CHANGES and str(args[0]).startswith(str(self.folder)):
+        if (
+            self.on
+            and not hasattr(self._own, "copying")
+            and event in CHANGES
+            and str(args[0]).startswith(str(self.folder))
+        ):
             writes = event != "open" or (isinstance(args[1], str) and args[1][0] in "wax") or args[2] & 3
             if writes:
                 self.copy(f"{event} {args[0]}")
 
     def copy(self, step: str) -> None:
         with self._lock:
-            self.on, on = False, self.on
+            self._own.copying = True
             shutil.copytree(self.folder, self.copies / str(len(self.steps)))
             self.steps.append(step)
-            self.on = on
+            del self._own.copying
 
     @contextmanager
     def watched(self) -> Iterator[None]:

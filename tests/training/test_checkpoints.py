@@ -354,30 +354,34 @@ def test_what_a_job_of_ranks_loads(tmp_path: Path) -> None:
 
 
 def hold(fifo: str | None) -> None:
-    """Has this node stand still where it would have its file be on the disk; None: no more."""
-    os_fsync = getattr(os, "held_fsync", os.fsync)
-    os.held_fsync = os_fsync  # type: ignore[attr-defined]
+    """Has this process stand still in a save, where it has not written anything; None: no more."""
+    isdir = getattr(os, "held_isdir", os.path.isdir)
+    os.held_isdir = isdir  # type: ignore[attr-defined]
 
-    def fsync(descriptor: int) -> None:
-        assert fifo is not None
-        with open(fifo) as opened:
-            opened.read()
-        os_fsync(descriptor)
+    def held(path: str) -> bool:
+        if ".saving_" in str(path):
+            assert fifo is not None
+            with open(fifo) as opened:
+                opened.read()
+        return isdir(path)
 
-    os.fsync = os_fsync if fifo is None else fsync
+    os.path.isdir = isdir if fifo is None else held  # type: ignore[assignment]
 
 
 class Held:
-    """Node 1, which stands still in the next save until it may go on."""
+    """Node 1 and the script, which stand still in the next save until they may go on."""
 
     def __init__(self, folder: Path) -> None:
-        self._fifo = folder / "fifo"
-        os.mkfifo(self._fifo)
-        dt.run(hold, str(self._fifo), node=1)
+        self._fifos = [folder / "node", folder / "script"]
+        for fifo in self._fifos:
+            os.mkfifo(fifo)
+        dt.run(hold, str(self._fifos[0]), node=1)
+        hold(str(self._fifos[1]))
 
     def go_on(self) -> None:
-        with open(self._fifo, "w"):  # waits until the node stands still
+        with open(self._fifos[0], "w"), open(self._fifos[1], "w"):  # waits until both stand still
             dt.run(hold, None, node=1)
+            hold(None)
 
 
 def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
@@ -386,7 +390,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     where = mesh(dp=2, tp=2)
     model, optimizer = trained(parallel, where)
     before = whole({"model": model, "optim": optimizer}, tmp_path / "before")
-    on_node, local = torch.ones(3, device="node:3"), torch.ones(3)
+    on_node, local = torch.ones(3, device="node:1"), torch.ones(3)
     state = {"model": model, "optim": optimizer, "more": {"x": on_node, "y": local}}
     held = Held(tmp_path)
     work = async_save(state, tmp_path / "c")
