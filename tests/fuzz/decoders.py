@@ -766,6 +766,7 @@ _CHECKS = "the contract of launchers, whose processes are its own"
 
 #: Places that decode and are in no decoder's ``covers``.
 USES_WITHOUT: dict[str, str] = {
+    "disttensor/checkpoint/folder.py:read_metadata": "a checkpoint is trusted, for torch unpickles its .metadata",
     "disttensor/cli/main.py:main": _OWN,
     "disttensor/startup/notebook.py:_unread": _KERNEL,
     "runtime/channel/nccl/library.py:Communicator._check": _LIBRARY,
