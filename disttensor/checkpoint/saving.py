@@ -31,7 +31,7 @@ from ..runtime.protocol.errors import RanksDiffer
 from ..session import current
 from ..session.places import MeshPlace, Place
 from ..session.session import Session
-from ..streams import Stream, default_stream, stream
+from ..streams import Stream, current_stream, stream
 from ..tasks.functions import Calls, first_of
 from .folder import Folder
 from .parts import Part, parts_of
@@ -278,7 +278,7 @@ class _Job:
             self._streams = {n: Stream(n, "cpu") for n in self.nodes}
             with ExitStack() as streams:
                 for node, lane in self._streams.items():
-                    lane.wait_stream(default_stream(node))
+                    lane.wait_stream(current_stream(node))
                     streams.enter_context(stream(lane))
                 self._issue({n: (files.write_copy, folder, claim, prefix(n), plans[n]) for n in self.nodes})
         except BaseException:

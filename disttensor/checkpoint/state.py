@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ..meshes.cut import Cuts, cut_of, whole_shape
 from ..training import DataParallel
@@ -105,7 +107,7 @@ class State:
         state = optimizer.state_dict()
         states = {names[i]: values for i, values in state["state"].items()}
         for p, name in zip(owned, names, strict=True):
-            for value in states.get(name, {}).values():
+            for value in tree_leaves(states.get(name)):
                 if isinstance(value, torch.Tensor) and value.shape == p.shape and value.device == p.device:
                     self._part(value, cut_of(p))
         groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
@@ -123,26 +125,25 @@ class State:
         }
         for name, stored in metadata.state_dict_metadata.items():
             path = paths.get(name, (name,))
-            if name in self.entries or len(path) != 4 or path[0] not in parameters:
+            if name in self.entries or len(path) < 4 or path[0] not in parameters:
                 continue
-            key, part, of, what = path
-            if part == "param_groups":
+            if path[1] == "param_groups":
                 self._add_setting(name, path)
-            elif part == "state" and (parameter := parameters[key].get(str(of))) is not None:
-                made = _fresh(parameter, str(what), stored)
-                self.nested[key]["state"].setdefault(of, {})[what] = made.value
+            elif path[1] == "state" and (parameter := parameters[path[0]].get(str(path[2]))) is not None:
+                made = _fresh(parameter, str(path[-1]), stored)
+                set_element(self.nested, path, made.value)
                 self.paths[name], self.entries[name] = path, made
 
     def _add_setting(self, name: str, path: Path) -> None:
         """Makes room for a setting of a group that the optimizer here does not have yet, such as a scheduler's."""
-        key, _, i, what = path
+        key, _, i, *_ = path
         groups = self.nested[key]["param_groups"]
         if int(i) >= len(groups):
             raise ValueError(
                 f"the optimizer {key!r} has {len(groups)} groups of parameters here, and more in the checkpoint: make "
                 "its groups as they were when it was saved"
             )
-        groups[int(i)][what] = None
+        set_element(self.nested, path, None)
         self.paths[name], self.entries[name] = path, Entry(None)
 
     def put(self, name: str, value: Any) -> None:

@@ -22,6 +22,16 @@ def test_sizes():
 
 
 @pytest.mark.slow
+def test_checkpoints(tmp_path):
+    command = [sys.executable, str(BENCH / "checkpoint.py"), "--mib", "1", "--rounds", "1", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=BENCH.parent.parent)
+    assert done.returncode == 0, done.stderr
+    for what in ("dd  ", "save  ", "load  ", "async: pause", "save over dd: ", "of the save"):
+        assert what in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "arguments", "column", "measured"),

@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from limits import HANG
+from telling import said
 
+import disttensor as dt
 from disttensor import mesh
 from disttensor.checkpoint import async_save, load, save
 
@@ -93,12 +95,47 @@ def program(value: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("nodes")
+@contextmanager
+def threads() -> Iterator[None]:
+    """A session whose nodes are threads of this process, so that all steps are taken here."""
+    with dt.init_master_worker(nodes=3, launcher="inproc"):
+        yield
+
+
+def test_the_end_of_a_session_waits_for_the_save(tmp_path: Path) -> None:
+    ended = threading.Event()
+    with threads():
+        work = async_save(program(4.0), tmp_path / "c")
+        work.add_done_callback(lambda work: ended.set())
+    assert work.is_completed()
+    assert ended.wait(HANG)
+    assert loaded(tmp_path / "c") == (4.0,) * 4
+
+
+def test_the_end_of_a_session_raises_what_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left") as raised, threads():
+        async_save(program(4.0), tmp_path / "c")
+    assert f"the checkpoint {tmp_path / 'c'} was not written" in said(raised.value)
+    assert not (tmp_path / "c").exists()
+    with threads():
+        work = async_save(program(4.0), tmp_path / "c")
+        assert isinstance(work.exception(), OSError)  # it has been asked for: the end raises nothing
+
+
 def test_at_every_step(tmp_path: Path) -> None:
     """More than 100 steps of saves in place of others, the nodes' steps too: at each torch loads the former checkpoint,
     whole, or the new one; and at the first save no checkpoint, or the new one."""
     folder, copies = tmp_path / "c", tmp_path / "copies"
     copies.mkdir()
+    with threads():
+        every_step(folder, copies)
+
+
+def every_step(folder: Path, copies: Path) -> None:
     save(program(1.0), folder)
     moments = Moments(folder, copies)
     turns = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 import os
@@ -25,7 +26,7 @@ from torch.optim import SGD, AdamW
 import disttensor as dt
 from disttensor import shard
 from disttensor.checkpoint import async_save, load, save
-from disttensor.errors import RanksDiffer
+from disttensor.errors import GraphError, RanksDiffer
 from disttensor.meshes import Mesh, agree_, from_shards
 from disttensor.nn import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from disttensor.training import DataParallel
@@ -421,6 +422,53 @@ def files(folder: Path) -> set[str]:
     metadata = dcp.FileSystemReader(folder).read_metadata()
     number = metadata.storage_meta.save_id.partition("-")[2]
     return {info.relative_path for info in metadata.storage_data.values()} | {f"hashes_{number}.json"}
+
+
+def test_a_work_like_any_other(tmp_path: Path) -> None:
+    """It is awaited, and can be dropped; on a stream of the program's what this makes is saved."""
+    side = dt.Stream(node=1)
+    x = torch.zeros(3, device="node:1")
+    with dt.stream(side):
+        x += 5
+        async_save({"x": x}, tmp_path / "c")
+    found = {"x": torch.zeros(3)}
+    load(found, tmp_path / "c")
+    assert found["x"].tolist() == [5, 5, 5]
+    work = async_save({"x": x}, tmp_path / "c")
+
+    async def awaited() -> object:
+        return await work
+
+    assert asyncio.run(awaited()) is None
+    assert work.is_completed()
+    with pytest.raises(GraphError), dt.graph(dt.Graph()):
+        async_save({"x": x}, tmp_path / "c")
+
+
+def test_a_state_that_is_nested(tmp_path: Path) -> None:
+    """Of an optimizer with lists of tensors and dicts in its state, into a new one."""
+
+    class Nested(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {"past": [p.detach() * 2, p.detach() * 3], "more": {"a": {"b": p.detach() * 4}}, "n": 7}
+
+    def new() -> tuple[nn.Module, Nested]:
+        layer = ColumnParallelLinear.from_plain(nn.Linear(2, 3), mesh(tp=2))
+        return layer, Nested(layer.parameters(), lr=1.0)
+
+    layer, optimizer = new()
+    optimizer.step()
+    save({"m": layer, "o": optimizer}, tmp_path / "c")
+    other, fresh = new()
+    load({"m": other, "o": fresh}, tmp_path / "c")
+    state, first = fresh.state[other.weight], optimizer.state[layer.weight]
+    assert state["n"] == 7
+    for mine, its in [
+        *zip(state["past"], first["past"], strict=True),
+        (state["more"]["a"]["b"], first["more"]["a"]["b"]),
+    ]:
+        assert [x.tolist() for x in mine.shards()] == [x.tolist() for x in its.shards()]
 
 
 def test_one_copy_at_a_time(tmp_path: Path) -> None:
