@@ -117,6 +117,18 @@ def test_sharded() -> None:
     assert float(lines[6].removeprefix("accuracy ")) > 0.93
 
 
+def test_language_model() -> None:
+    """The losses and the text of one process; the program compares the losses, too."""
+    lines = python(str(ROOT / "examples/language_model.py"), "--nodes", "2", cwd=ROOT).splitlines()
+    shown = [re.fullmatch(r"step \d+: loss ([\d.]+) on 2 nodes, ([\d.]+) in one process", line) for line in lines[:5]]
+    assert [abs(float(found[1]) - float(found[2])) < 2e-3 for found in shown] == [True] * 5
+    assert float(shown[-1][1]) < 0.3
+    assert lines[5:] == [
+        "it writes: the quick brown fox jumps over the lazy dog. ",
+        "one process writes the same: True",
+    ]
+
+
 def test_the_tensor_parallel_page(tmp_path: Path) -> None:
     program, shown = SHOWN.search((ROOT / "docs/TENSOR_PARALLEL.md").read_text()).groups()
     (tmp_path / "tensor_parallel.py").write_text(program)

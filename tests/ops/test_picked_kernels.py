@@ -345,6 +345,7 @@ OVERRIDES: dict[str, str] = {
         ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta", "native_channel_shuffle"), SAME + "sent whole"
     ),
     "_embedding_bag_backward": SAME + "for sparse gradients its parts are torch's",
+    "_amp_foreach_non_finite_check_and_unscale_": SAME + "sent whole, and ranks of a mesh agree afterwards",
     **dict.fromkeys(("silu_backward", "mish_backward", "_local_scalar_dense"), SAME + "sent whole"),
 }
 #: Handlers that make, move or alias tensors: nothing is computed.
