@@ -232,13 +232,17 @@ def test_each_node_is_sent_the_order_of_torchs_schedule(schedule: str) -> None:
     with dt.testing.MessageLog() as log:
         pipeline.step(torch.randn(8, 3), torch.randn(8, 3), F.mse_loss)
     for k in range(4):
-        found = []
+        found, sends = [], []
         for name in log[k].commands:
             operator = name.removeprefix("Call aten::").partition(".")[0]
             mark = operator.removesuffix("_backward").removesuffix("_")
             if name.startswith("Call aten::") and mark in NAMES:
                 found.append(f"{k}{'B' if operator.endswith('_backward') else 'F'}{NAMES.index(mark)}")
+            elif name == "Send":
+                sends.append(found[-1])
         assert found == torchs_order(schedule, k, 4, 8)
+        # what a node has made leaves before it goes on: activations but the last's, gradients but the first's
+        assert sends == [each for each in found if (k < 3 if "F" in each else k > 0)]
 
 
 class Held(nn.Module):

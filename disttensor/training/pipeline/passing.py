@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...meshes import varying
 from ...session.places import MeshPlace, Place
@@ -34,15 +34,17 @@ class Stage:
     module: torch.nn.Module
     place: Place
     over: tuple[str, ...]  #: the dims of its mesh along which ranks have rows of their own
-    spread: bool = False  #: whether it takes a tuple as its arguments
     borrowed: list[tuple[str, torch.nn.Parameter]] = field(default_factory=list)  #: those that live at another stage
+    traced: bool = False  #: whether it takes and returns flat lists of values
+    output: TreeSpec | None = None  #: the tree that a traced last stage returns
+    #: those of a traced module, by name: which module has it, as what. It has them for both of its modes
+    buffers: list[tuple[str, torch.nn.Module, str]] = field(default_factory=list)
 
     def __call__(self, value: Any, lent: dict[str, torch.Tensor]) -> Any:
-        args = tuple(value) if self.spread else (value,)
+        args = tuple(value) if self.traced else (value,)
         with varying(*self.over) if isinstance(self.place, MeshPlace) and self.over else nullcontext():
-            if lent:
-                return torch.func.functional_call(self.module, lent, args)
-            return self.module(*args)
+            output = torch.func.functional_call(self.module, lent, args) if lent else self.module(*args)
+        return output if self.output is None else tree_unflatten(list(output), self.output)
 
 
 class _Cut(torch.autograd.Function):
@@ -209,15 +211,20 @@ class Pass:
                 torch.autograd.backward([edge for edge, _ in there], [grad for _, grad in there])
 
     def _lend(self, stage: Stage) -> dict[str, torch.Tensor]:
-        """Returns copies of the parameters that live at another stage, of this pass."""
-        lent = {}
-        for name, parameter in stage.borrowed:
-            key = (id(parameter), stage.place)
-            if key not in self._lent:
-                copy = parameter.detach().to(stage.place.device)
-                self._lent[key] = copy.requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
-            lent[name] = self._lent[key]
+        """Returns copies of the parameters that live at another stage, of this pass; and buffers of a traced module."""
+        lent = {name: self._copy(parameter, stage.place) for name, parameter in stage.borrowed}
+        for name, owner, key in stage.buffers:
+            buffer = owner._buffers[key]
+            if buffer is not None:
+                lent[name] = buffer if buffer.device == stage.place.device else self._copy(buffer, stage.place)
         return lent
+
+    def _copy(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
+        key = (id(tensor), place)
+        if key not in self._lent:
+            copy = tensor.detach().to(place.device)
+            self._lent[key] = copy.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+        return self._lent[key]
 
     @torch.no_grad()
     def give_back(self) -> None:
