@@ -510,6 +510,26 @@ def test_reduced_precision() -> None:
     same_bits(gradients(pipeline), gradients(local))
 
 
+def test_a_grad_scaler_scales_and_unscales() -> None:
+    x, y = batches(4, 8, torch.float32)
+
+    def train(model: nn.Module, scaler: Any, step: Any) -> list[Any]:
+        optimizer = sgd(model)
+        for batch, target in zip(x, y, strict=True):
+            optimizer.zero_grad()
+            step(batch, target, lambda out, y: scaler.scale(F.mse_loss(out, y)))
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return [torch.tensor(scaler.get_scale()), *[p.detach() for p in model.parameters()]]
+
+    local, model = seeded(blocks, torch.float32), seeded(blocks, torch.float32)
+    pipeline = Pipeline(model, nodes(4), microbatches=2)
+    options: dict[str, Any] = {"init_scale": 2.0**127, "growth_interval": 2}  # the first steps are left out
+    theirs = train(local, torch.amp.GradScaler("cpu", **options), lambda x, y, f: twin_step(local, x, y, f, 2))
+    same_bits(train(pipeline, torch.amp.GradScaler("node", **options), pipeline.step), theirs)
+
+
 def test_gradients_add_up_and_are_clipped_as_those_of_one_module() -> None:
     local, model = seeded(blocks, DOUBLE), seeded(blocks, DOUBLE)
     pipeline = Pipeline(model, nodes(4), microbatches=4)
