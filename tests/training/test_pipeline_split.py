@@ -13,6 +13,7 @@ from equal import bits
 from mesh_kit import connected
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
+from variants import variants
 
 import disttensor as dt
 from disttensor.training import Pipeline
@@ -106,7 +107,7 @@ SPLITS: dict[str, dict[str, SplitPoint]] = {
 STAGES = [3, 4, 2, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("split", "stages"), list(zip(SPLITS, STAGES, strict=True)))
+@pytest.mark.parametrize(("split", "stages"), variants(zip(SPLITS, STAGES, strict=True)))
 def test_a_traced_module_trains_as_the_module_in_one_piece(split: str, stages: int) -> None:
     local, model = seeded(Language), seeded(Language)
     x, y = letters(8)
