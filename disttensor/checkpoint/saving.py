@@ -81,11 +81,12 @@ def async_save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, c
     Args and errors are those of ``save``; those of nodes and files are raised by the Work, or, if nobody asks it, by
     the next save or at the session's end.
     """
-    job = _Job(state_dict, path, check_replicas, "async_save")
-    job.begin(beside=True)
-    saving = _Saving(job)
-    job.session.part(Saves).add(saving)
-    saving.start()
+    saves = current.session().part(Saves)
+    with saves.lock:
+        job = _Job(state_dict, path, check_replicas, "async_save")
+        job.begin(beside=True)
+        saving = saves.last = _Saving(job)
+        saving.start()
     return saving
 
 
@@ -93,18 +94,20 @@ class Saves:
     """The saves of one session that go on beside the script."""
 
     def __init__(self) -> None:
-        self._last: _Saving | None = None
+        self.last: _Saving | None = None
+        self.lock = threading.RLock()  #: held by a thread that begins one
 
-    def add(self, saving: _Saving) -> None:
-        """Notes a save that has begun."""
-        self._last = saving
+    def forked(self) -> None:
+        """Makes a new lock in a forked child: the thread that held the other one may not be there."""
+        self.last, self.lock = None, threading.RLock()
 
-    def wait(self, raises: bool = True) -> None:
-        """Waits for the save under way; raises its error, if nobody has asked for it and it ``raises``."""
-        if self._last is not None:
-            self._last.settle()
-            error, self._last = self._last.unasked(), None
-            if error is not None and raises:
+    def wait(self) -> None:
+        """Waits for the save under way; raises its error, if nobody has asked for it."""
+        last = self.last
+        if last is not None:
+            last.settle()
+            error = last.unasked()
+            if error is not None:
                 error.add_note("  this is what an earlier async_save has failed with; its Work was not asked")
                 raise error
 
@@ -113,10 +116,10 @@ class Saves:
 
         Called at the session's end.
         """
-        if self._last is None:
+        if self.last is None:
             return []
-        self._last.settle(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        error = self._last.unasked()
+        self.last.settle(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        error = self.last.unasked()
         return [] if error is None else [error]
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ..meshes.cut import Cuts, cut_of, whole_shape
-from ..training import DataParallel
+from ..training import DataParallel, FSDPModule
 
 #: The keys of a state dict that lead to a value.
 Path = tuple[Any, ...]
@@ -49,6 +49,8 @@ class State:
         self._names: dict[str, list[str]] = {}  #: of the optimizers' parameters, in their order
         self.nested: dict[str, Any] = {}
         modules = [value for value in given.values() if isinstance(value, torch.nn.Module)]
+        for module in modules:
+            _reshard(module)
         parameters = {
             id(value): (name, value) for module in reversed(modules) for name, value in reversed(list(named(module)))
         }
@@ -200,6 +202,15 @@ def _by_number(key: str, state: Mapping[str, Any], names: list[str], optimizer: 
     return {**state, "state": {number[name]: values for name, values in state["state"].items()}, "param_groups": groups}
 
 
+def _reshard(module: torch.nn.Module) -> None:
+    """Has all that ``dt.fully_shard`` has cut have its parts, as ``state_dict`` does: a pass may have left it whole."""
+    if isinstance(module, FSDPModule):
+        module.state_dict(keep_vars=True)  # for its hooks, and those of what is below
+    else:
+        for child in module.children():
+            _reshard(child)
+
+
 def named(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the parameters and persistent buffers of a module by name, those that are there twice twice; and the
     modules that have an extra state, by its name."""
@@ -233,6 +244,10 @@ def _check(name: str, value: Any) -> None:
         raise TypeError(
             f"{name!r} is a {type(value).__name__} within a dict or list: modules and optimizers stand in the state "
             "dict itself, as in {'model': model, 'optim': optimizer}"
+        )
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise TypeError(
+            f"{name!r} is on the meta device, without values: model.to_empty(device=mesh.device) makes room"
         )
     if isinstance(value, torch.Tensor) and (hasattr(value, "__create_write_items__") or value.layout != torch.strided):
         what = type(value).__name__ if value.layout == torch.strided else f"tensor of layout {value.layout}"

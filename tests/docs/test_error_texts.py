@@ -37,6 +37,7 @@ MISTAKES = [
     ("out of memory on the node", "torch.empty(1 << 50, device='node:1').sum().item()", "memory"),
     ("sparse tensor", "torch.eye(3).to_sparse_csr().to('node:1')", "to_dense()"),
     ("pinned memory", "torch.ones(3, device='node:1', pin_memory=True)", "local"),
+    ("checkpoint that is not there", "dt.checkpoint.load({'a': a}, '/nowhere')", "no complete checkpoint"),
     ("function that fails", "dt.run(lambda: 1 / 0, node=1)", "issued"),
     ("result that can't come back", "dt.run(object, node=1)", "plain data"),
     ("second session", "dt.init_master_worker()", "shutdown()"),

@@ -112,6 +112,7 @@ def test_the_end_of_a_session_waits_for_the_save(tmp_path: Path) -> None:
     assert loaded(tmp_path / "c") == (4.0,) * 4
 
 
+@pytest.mark.fault(47)
 def test_the_end_of_a_session_raises_what_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")
@@ -126,6 +127,7 @@ def test_the_end_of_a_session_raises_what_nobody_asked_for(tmp_path: Path, monke
         assert isinstance(work.exception(), OSError)  # it has been asked for: the end raises nothing
 
 
+@pytest.mark.fault(46)
 def test_at_every_step(tmp_path: Path) -> None:
     """More than 100 steps of saves in place of others, the nodes' steps too: at each torch loads the former checkpoint,
     whole, or the new one; and at the first save no checkpoint, or the new one."""
@@ -233,6 +235,7 @@ def x_of(folder: Path) -> float:
     return state["x"][0].item()
 
 
+@pytest.mark.fault(46)
 def test_a_node_is_killed_while_it_writes(tmp_path: Path) -> None:
     """The Work says so; what was written is removed, and the former checkpoint loads, here and by torch."""
     with saving(tmp_path) as (running, folder, pids, before):
@@ -245,6 +248,7 @@ def test_a_node_is_killed_while_it_writes(tmp_path: Path) -> None:
         assert x_of(folder) == 3.0
 
 
+@pytest.mark.fault(46)
 def test_the_script_is_killed_while_nodes_write(tmp_path: Path) -> None:
     with saving(tmp_path) as (running, folder, pids, before):
         ends = [os.pidfd_open(pid) for pid in pids]

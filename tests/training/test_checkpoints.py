@@ -6,6 +6,9 @@ import asyncio
 import ctypes
 import math
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from limits import HANG
 from mesh_kit import connected
 from telling import said
 from torch import nn
@@ -89,6 +93,14 @@ def wrapped(where: Mesh, seed: int = 0) -> nn.Module:
     return DataParallel(plain(seed).to(where.device), where)
 
 
+def sharded(where: Mesh, seed: int = 0) -> nn.Module:
+    """Cut along the dim "dp" by dt.fully_shard; along "r", if there is one, it is alike."""
+    model = plain(seed).to(where.device)
+    for layer in model:
+        dt.fully_shard(layer, where, replicas="r" if "r" in where.names else None)
+    return dt.fully_shard(model, where, replicas="r" if "r" in where.names else None)
+
+
 def on_a_node(where: Mesh, seed: int = 0) -> nn.Module:
     return plain(seed).to("node:2")
 
@@ -146,6 +158,8 @@ FORMS = {
     "tp=3": (parallel, {"tp": 3}),
     "dp=4": (replicated, {"dp": 4}),
     "wrapped": (wrapped, {"dp": 2}),
+    "sharded": (sharded, {"dp": 3}),
+    "hybrid": (sharded, {"r": 2, "dp": 2}),
     "one node": (on_a_node, {"dp": 2}),
 }
 
@@ -300,6 +314,39 @@ def test_padding_is_neither_written_nor_read(tmp_path: Path) -> None:
     assert not other.weight.detach().at(tp=3)[3:].any()
 
 
+def test_a_model_without_values(tmp_path: Path) -> None:
+    """It is cut on the meta device, gets memory for its parts, and the nodes read these; no node has the whole."""
+    source, optimizer = trained(parallel, mesh(dp=2, tp=2))
+    save({"model": source, "optim": optimizer}, tmp_path / "c")
+    where = mesh(dp=3)
+    with torch.device("meta"):
+        model = plain()
+    for layer in model:
+        dt.fully_shard(layer, where)
+    dt.fully_shard(model, where)
+    with pytest.raises(TypeError, match=r"'model.0.weight' is on the meta device.*to_empty"):
+        load({"model": model}, tmp_path / "c")
+    model.to_empty(device=where.device)
+    ours = adamw(model)
+    load({"model": model, "optim": ours}, tmp_path / "c")
+    all_equal(values(model), values(source))
+    all_equal(
+        whole({"model": model, "optim": ours}, tmp_path / "d"), whole({"model": source, "optim": optimizer}, tmp_path)
+    )
+
+
+def test_what_a_pass_has_left_whole(tmp_path: Path) -> None:
+    """A checkpoint has the parts of what is sharded, and loads them, whatever state a pass has left it in."""
+    model, other = sharded(mesh(dp=2)), sharded(mesh(dp=2), 1)
+    for each in (model, other):
+        each[2].unshard()
+    save({"model": model}, tmp_path / "c")
+    stored = dcp.FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata["model.2.weight"]
+    assert len(stored.chunks) == 2
+    load({"model": other}, tmp_path / "c")
+    all_equal(values(other), values(model))
+
+
 # ---- into a job of ranks, and back -----------------------------------------------------------------------------------
 
 
@@ -351,6 +398,47 @@ def test_what_a_job_of_ranks_loads(tmp_path: Path) -> None:
     all_equal({n: x.cpu() for n, x in theirs.items()}, whole({"model": model, "optim": optimizer}, tmp_path))
 
 
+SCRIPT = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import warnings
+import torch, torch.distributed as dist
+from test_checkpoints import job
+dist.init_process_group("gloo")
+found = job(sys.argv[3], int(sys.argv[4]), sys.argv[5] == "loads")
+if not dist.get_rank():
+    torch.save(found, sys.argv[6])
+dist.destroy_process_group()
+"""
+
+
+def torchrun(folder: Path, steps: int, does: str) -> dict[str, torch.Tensor]:
+    (folder / "script.py").write_text(SCRIPT)
+    here = Path(__file__).parent
+    arguments = [str(here), str(here.parent / "kit"), str(folder / "c"), str(steps), does, str(folder / "found.pt")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", str(folder / "script.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "found.pt")  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_a_job_of_torchrun_writes(tmp_path: Path) -> None:
+    theirs = torchrun(tmp_path, 2, "saves")
+    model = parallel(mesh(dp=2, tp=2), 1)
+    optimizer = adamw(model)
+    load({"model": model, "optim": optimizer}, tmp_path / "c")
+    all_equal(whole({"model": model, "optim": optimizer}, tmp_path), theirs)
+
+
+@pytest.mark.slow
+def test_a_job_of_torchrun_reads(tmp_path: Path) -> None:
+    model, optimizer = trained(sharded, mesh(dp=3))
+    save({"model": model, "optim": optimizer}, tmp_path / "c")
+    all_equal(torchrun(tmp_path, 0, "loads"), whole({"model": model, "optim": optimizer}, tmp_path))
+
+
 # ---- beside training -------------------------------------------------------------------------------------------------
 
 
@@ -370,19 +458,23 @@ def hold(fifo: str | None) -> None:
 
 
 class Held:
-    """Node 1 and the script, which stand still in the next save until they may go on."""
+    """Node 1, and the script if it shall, which stand still in the next save until they may go on."""
 
-    def __init__(self, folder: Path) -> None:
-        self._fifos = [folder / "node", folder / "script"]
-        for fifo in self._fifos:
-            os.mkfifo(fifo)
-        dt.run(hold, str(self._fifos[0]), node=1)
-        hold(str(self._fifos[1]))
+    def __init__(self, folder: Path, script: bool = True) -> None:
+        self.fifo, self._own = folder / "node", folder / "script"
+        self._script = script
+        os.mkfifo(self.fifo)
+        os.mkfifo(self._own)
+        dt.run(hold, str(self.fifo), node=1)
+        if script:
+            hold(str(self._own))
 
     def go_on(self) -> None:
-        with open(self._fifos[0], "w"), open(self._fifos[1], "w"):  # waits until both stand still
+        with open(self.fifo, "w"):  # waits until it stands still
             dt.run(hold, None, node=1)
-            hold(None)
+        if self._script:
+            with open(self._own, "w"):
+                hold(None)
 
 
 def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
@@ -518,6 +610,7 @@ def test_one_entry_on_one_rank_is_found(at: int, dtype: torch.dtype, tmp_path: P
         save({"x": x}, tmp_path / "c")
 
 
+@pytest.mark.fault(48)
 def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
     """In each file. Nothing is loaded then, on no node."""
     model = parallel(mesh(dp=2, tp=2))
@@ -560,6 +653,7 @@ def small_files() -> Iterator[None]:
     dt.run(limit, -1, node=1)
 
 
+@pytest.mark.fault(47)
 @pytest.mark.usefixtures("small_files")
 def test_a_file_that_can_not_be_written(tmp_path: Path) -> None:
     """It is told by save, by the Work, and by the next save if nobody asked; what was there stays, and no more."""
@@ -587,6 +681,27 @@ def test_a_file_that_can_not_be_written(tmp_path: Path) -> None:
     assert found["x"].tolist() == [0, 1]
 
 
+def test_ctrl_c(tmp_path: Path) -> None:
+    """It ends save, on the node too, and leaves nothing; the next one works."""
+    held, raised = Held(tmp_path, script=False), threading.Event()
+
+    def interrupt() -> None:
+        with open(held.fifo, "w"):  # the node stands still
+            os.kill(os.getpid(), signal.SIGINT)
+            assert raised.wait(HANG)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    x = torch.ones(3, device="node:1")
+    with pytest.raises(KeyboardInterrupt):
+        save({"x": x}, tmp_path / "c")
+    raised.set()
+    thread.join()
+    assert not (tmp_path / "c").exists()
+    dt.run(hold, None, node=1)
+    save({"x": x}, tmp_path / "c")
+
+
 def test_a_tensor_that_has_failed(tmp_path: Path) -> None:
     index = torch.tensor([7], device="node:1")
     for saves in (save, lambda state, path: async_save(state, path).wait()):
@@ -611,6 +726,7 @@ def unhide(folder: str) -> None:
         raise OSError(ctypes.get_errno(), "umount")
 
 
+@pytest.mark.fault(47)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
     x, shared = torch.ones(3, device="node:3"), tmp_path / "shared"
