@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -53,43 +54,51 @@ class prefetch(Generic[T]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        batches = iter(self.loader)
-        ahead: deque[_Sent | Exception] = deque()
-        try:
-            more = True
-            while more or ahead:
-                while more and len(ahead) <= self.depth:
-                    try:
-                        ahead.append(_Sent(next(batches), self.device))
-                    except StopIteration:
-                        more = False
-                    except Exception as e:  # raised when the consumer gets there
-                        ahead.append(e)
-                        more = False
-                if ahead:
-                    yield _due(ahead.popleft())  # no name here keeps the batch alive
-        finally:
-            ahead.clear()
-            if hasattr(batches, "close"):
-                batches.close()
+        return sent_ahead(iter(self.loader), partial(moved, device=self.device), self.depth)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Returns a batch with what has a ``to`` sent to a device."""
+    return tree_map(lambda x: x.to(device, non_blocking=True) if has_to(x) else x, batch, is_leaf=has_to)
+
+
+def has_to(x: Any) -> bool:
+    return callable(getattr(x, "to", None))
+
+
+def sent_ahead(batches: Iterator[Any], send: Callable[[Any], Any], depth: int) -> Iterator[Any]:
+    """Yields what ``send`` makes of each batch, which it does ``depth`` batches ahead: it begins transfers from the
+    batch's own memory, and waits for none. Closes ``batches`` at the end."""
+    ahead: deque[_Sent | Exception] = deque()
+    try:
+        more = True
+        while more or ahead:
+            while more and len(ahead) <= depth:
+                try:
+                    ahead.append(_Sent(next(batches), send))
+                except StopIteration:
+                    more = False
+                except Exception as e:  # raised when the consumer gets there
+                    ahead.append(e)
+                    more = False
+            if ahead:
+                yield _due(ahead.popleft())  # no name here keeps the batch alive
+    finally:
+        ahead.clear()
+        if hasattr(batches, "close"):
+            batches.close()
 
 
 class _Sent:
     """A batch on its way."""
 
-    def __init__(self, batch: Any, device: torch.device) -> None:
+    def __init__(self, batch: Any, send: Callable[[Any], Any]) -> None:
         self.transfers: list[tuple[int, Transfer]] = []
         token = lent.set(self.transfers)
         try:
-            self.batch = tree_map(
-                lambda x: x.to(device, non_blocking=True) if _has_to(x) else x, batch, is_leaf=_has_to
-            )
+            self.batch = send(batch)
         finally:
             lent.reset(token)
-
-
-def _has_to(x: Any) -> bool:
-    return callable(getattr(x, "to", None))
 
 
 def _due(sent: _Sent | Exception) -> Any:

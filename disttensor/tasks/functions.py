@@ -279,6 +279,74 @@ class Calls:
             self._session.link.drop(request)
 
 
+class Issued:
+    """A function of disttensor's own that was issued to several nodes, and for whose result nobody waits yet.
+
+    It draws no random numbers. The tensors that it returns get refs which the script has chosen, and the result is the
+    rest. One that is dropped is forgotten: that takes no lock, as it may happen anywhere.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        targets: Targets,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        outs: Sequence[tuple[int, ...]],
+        site: Any,
+    ) -> None:
+        """``outs``: the refs on each node. Raises NodeLost, GraphError while a graph is recorded."""
+        waits("a function")
+        self._session, self._targets = session, targets
+        self._requests: list[Request] = []
+        calls: list[_Call] = []
+        try:
+            commands = []
+            for i, place in enumerate(targets.places):
+                mine = [x.values[i] if isinstance(x, Each) else x for x in args]
+                calls.append(_Call(session, place, fn, mine, {}, site))
+            for call, refs in zip(calls, outs, strict=True):
+                self._requests.append(session.link.request(call.place.node, c.Result))
+                commands.append((call.place.node, call.into(self._requests[-1].id, refs), site))
+            session.link.together(commands)
+        except NodeLost as error:
+            targets.located(error, error.rank)
+            raise
+        finally:
+            for call in calls:
+                call.end()
+
+    def results(self) -> list[Any]:
+        """Waits for all nodes, and returns what the function has, without its tensors. Raises as ``run``; Ctrl-C ends
+        the function as well."""
+        link = self._session.link
+        results: list[Any] = []
+        failed: list[Exception] = []
+        for request in self._requests:
+            try:
+                reply: Any = link.wait(request)
+                if isinstance(reply, c.Poisoned):
+                    raise self._session.questions.failure(reply.rank, reply.seq)
+                results.append(decode_result(reply.data, [None] * len(reply.tensors)))
+            except Exception as error:
+                failed.append(self._targets.located(error, request.node))
+            except BaseException:
+                self.cancel()
+                raise
+        if failed:
+            raise first_of(failed)
+        return results
+
+    def cancel(self) -> None:
+        """Interrupts the function where it runs, and has it not begin elsewhere. Does not wait."""
+        for request in self._requests:
+            self._session.link.cancel(request.node, request.id)
+
+    def __del__(self) -> None:
+        for request in self._requests:
+            self._session.link.drop(request)
+
+
 def first_of(failed: list[Exception]) -> Exception:
     """Returns the first error, with the others as notes. Nodes that broke off because a rank had failed come last, in
     one line."""
@@ -321,8 +389,16 @@ class _Call:
         places = session_of(self.place).places
         for place in places.of_node(self.place.node) if draws else ():
             places.draw(place)  # the function may draw, and then from its node's own generators
+        return self._run(id, world=world)
+
+    def into(self, id: int, outs: tuple[int, ...]) -> c.Command:
+        """Returns the command of a function that draws no random numbers, and whose tensors get these refs."""
+        self._request, self._adopted = id, True
+        return self._run(id, outs=outs)
+
+    def _run(self, id: int, **more: Any) -> c.Run:
         refs = tuple(t._h.ref for t in self._keep)
-        return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, world)
+        return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, **more)
 
     def result(self, reply: c.Result) -> Any:
         """Returns the function's result, with tensors as proxies."""

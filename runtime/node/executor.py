@@ -264,7 +264,7 @@ class Executor(NodeState):
         job = self.functions.claim(command)
         with page.mine.function(self.number):
             done = job(self.tensor)
-        self.finish_run(command, *done)
+        self.store.entries.update(zip(command.outs, self.finish_run(command, *done), strict=True))
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 

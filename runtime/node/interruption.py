@@ -93,8 +93,9 @@ class Interruption:
                     self._await(request)
         except BaseException as e:
             struck = self._struck.pop(request, None) is not None or not began
-            told = e.__cause__ if type(e) is DisttensorError else e  # as user_functions.py tells it
-            if struck and issubclass(type(told), KeyboardInterrupt):
+            # as user_functions.py tells it; no name for the error, which has this frame, and the function's tensors
+            kind = type(e.__cause__ if type(e) is DisttensorError else e)
+            if struck and issubclass(kind, KeyboardInterrupt):
                 raise CancelledError(f"{what} was cancelled{'' if began else ' before it began'}") from e
             raise
         finally:

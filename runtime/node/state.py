@@ -147,12 +147,15 @@ class NodeState:
             raise
         return Pending(arrival, channel, peer, math.prod(shape) * dtype.itemsize, str(device))
 
-    def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> None:
-        """Answers a Run with its function's result."""
+    def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Answers a Run with its function's result. Returns the tensors for which the command has refs."""
+        if command.outs and len(tensors) != len(command.outs):
+            raise ProtocolError(f"{command.what} returned {len(tensors)} tensors, and not {len(command.outs)}")
         geometries = tuple(map(self.geometry, tensors))
-        if tensors:
+        if tensors and not command.outs:
             self.results[command.request] = tensors
         self.emit(c.Result(command.request, data, geometries, self.functions.kept(command)))
+        return tensors if command.outs else []
 
     def synchronized(self, command: c.Sync) -> None:
         """Answers a Sync once CUDA devices are done, too; everything else is."""

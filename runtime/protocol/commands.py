@@ -125,6 +125,7 @@ class Run(Message, frozen=True, tag=18):
     what: str  #: the function in words, for errors
     refs: tuple[int, ...] = ()  #: refs of the tensors that the function and its arguments name
     world: World | None = None  #: the process group of which it is run as a rank
+    outs: tuple[int, ...] = ()  #: refs of the tensors that it returns, where those are known: no Adopt gives them any
 
 
 class Adopt(Message, frozen=True, tag=19):

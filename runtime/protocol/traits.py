@@ -89,7 +89,9 @@ TRAITS: dict[type[c.Command], Traits] = {
     ),
     c.Recv: Traits(on_stream=True, routed=True, recordable=True, renumbered=True, makes=lambda recv, _: (recv.out,)),
     c.Piece: Traits(overtaken=True),
-    c.Run: Traits(on_stream=True, routed=True, overtaken=True, reads=lambda run, _: run.refs),
+    c.Run: Traits(
+        on_stream=True, routed=True, overtaken=True, reads=lambda run, _: run.refs, makes=lambda run, _: run.outs
+    ),
     c.Adopt: Traits(overtaken=True),
     c.Seed: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),
     c.Swap: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),

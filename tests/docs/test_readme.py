@@ -66,6 +66,12 @@ def test_the_meshes_page(tmp_path: Path) -> None:
     assert python("meshes.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_data_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/DATA.md").read_text()).groups()
+    (tmp_path / "data.py").write_text(program)
+    assert python("data.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
 def test_the_data_parallel_page(tmp_path: Path) -> None:
     program, shown = SHOWN.search((ROOT / "docs/DATA_PARALLEL.md").read_text()).groups()
     (tmp_path / "data_parallel.py").write_text(program)

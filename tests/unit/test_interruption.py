@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +18,7 @@ from limits import HANG
 
 from disttensor.runtime.node import interruption
 from disttensor.runtime.node.interruption import AHEAD, Interruption
+from disttensor.runtime.process.gc_pause import no_collection
 from disttensor.runtime.protocol.errors import CancelledError
 
 
@@ -255,3 +258,21 @@ def test_interrupts_at_any_moment_hit_the_function_or_nothing(
 
     place(body)
     assert nothing_left(functions)
+
+
+def test_a_function_that_raises_keeps_nothing_alive() -> None:
+    """Its error is in no cycle with frames, which would keep a function's tensors until a collection."""
+
+    class Held:
+        pass
+
+    held = Held()
+    alive = weakref.ref(held)
+
+    def function(held: Held) -> None:
+        raise OSError
+
+    with contextlib.suppress(OSError), no_collection():
+        Interruption().run(1, "function", partial(function, held))
+    del held
+    assert alive() is None

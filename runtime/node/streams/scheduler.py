@@ -224,8 +224,7 @@ class Scheduler(Lanes):
         def run(values: Values) -> Results:
             for entry, transfer in sends:
                 self.settle(entry, transfer, list(values.values()))  # the function may write their memory
-            node.finish_run(command, *job(values.__getitem__))
-            return None
+            return node.finish_run(command, *job(values.__getitem__))
 
         answer = self._answers(command.request)
 
@@ -233,7 +232,7 @@ class Scheduler(Lanes):
             node.functions.skip(command)
             answer(poison)
 
-        self._task(lane, name_of(command), run, command.refs, spoil=spoil)
+        self._task(lane, name_of(command), run, command.refs, command.outs, spoil=spoil)
 
     def _effect(self, lane: Lane, command: Any) -> None:
         """Queues a command that needs nothing but its operands."""

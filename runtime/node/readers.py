@@ -1,0 +1,178 @@
+"""Readers: loops over datasets that live on a node. The script runs the functions of this file there (``dt.run``).
+
+What a node keeps for the script has a tensor there that stands for it, the *token*. It lives as long as the token does:
+when the script drops its proxy the node frees the tensor, as ever, and what it stood for ends with it, worker processes
+of a loader among it. So a loop that is left, and a script that forgets a loader, leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from ..protocol.batches import describe
+from .samples import Plan, loader
+
+_numbers = count(1)
+_kept: dict[int, Any] = {}  #: by number; nodes that are threads share it
+
+
+def _token(value: Any) -> torch.Tensor:
+    """Returns a tensor that keeps a value alive, which ``_behind`` finds."""
+    memory = np.array([next(_numbers)])
+    _kept[int(memory[0])] = value
+    weakref.finalize(memory, _drop, int(memory[0])).atexit = False
+    return torch.from_numpy(memory)
+
+
+def _behind(token: torch.Tensor) -> Any:
+    return _kept[int(token)]
+
+
+def _drop(number: int) -> None:
+    value = _kept.pop(number)
+    if isinstance(value, Reader):
+        value.end()
+
+
+class Reader:
+    """A loop over a dataset, on the node of one rank. A thread takes batches from the worker processes, ``depth`` ahead
+    of what the script has; so they are described, and on their device, when they are asked for."""
+
+    def __init__(
+        self, dataset: Any, options: dict[str, Any], plan: Plan, rank: int, skip: int, depth: int, device: str
+    ) -> None:
+        more = {**options, "num_workers": max(1, options.get("num_workers") or 1)}
+        more["multiprocessing_context"] = multiprocessing.get_context("fork")  # the dataset came by value
+        batches, self._workers = _begun(loader(dataset, plan, rank, more))
+        self._skip, self._depth, self._device = skip, depth, device
+        self._changed = threading.Condition()
+        self._found: deque[tuple[Any, list[torch.Tensor]]] = deque()  #: what was read, and the script does not know
+        self._held: deque[list[torch.Tensor]] = deque()  #: tensors of batches that it knows, and has not
+        self._over = False
+        self.error: BaseException | None = None
+        threading.Thread(target=self._read, args=([batches],), name="disttensor-reader", daemon=True).start()
+
+    def _read(self, batches: list[Iterator[Any]]) -> None:
+        told: Any = True
+        while told and not self._over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or len(self._found) + len(self._held) < self._depth)
+            tensors: list[torch.Tensor] = []
+            try:
+                while self._skip and next(batches[0], None) is not None:
+                    self._skip -= 1
+                told = next(batches[0], None) if not self._over else None
+                if told is not None:
+                    (rows,), (real,), batch = told
+                    described, found = describe(batch)
+                    tensors = [_as_ever(tensor.to(self._device)) for tensor in found]
+                    told = rows, real, described
+                    del batch, found
+            except BaseException as error:
+                # the traceback of a worker's error is in its text; this one's frames have the loader
+                self.error = error.with_traceback(None)
+                self.error.__context__ = self.error.__cause__ = None
+                told = False
+            with self._changed:
+                self._found.append((told, tensors))
+                self._changed.notify_all()
+            del tensors
+        batches.clear()  # which ends the workers, and waits for them
+
+    def news(self, wait: bool) -> list[Any]:
+        """Returns what was read since this was asked last: for each batch (its rows, how many of these are no repeats,
+        the batch in words), None for the end, False for an error. Waits for one, if it is to."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._found)
+            told = [told for told, _ in self._found]
+            self._held += [tensors for told, tensors in self._found if told]
+            self._found.clear()
+            return told
+
+    def give(self) -> list[torch.Tensor]:
+        """Gives the tensors of the oldest batch that the script knows."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._held.popleft()
+
+    def end(self) -> None:
+        """Ends the loop, and its workers, which may be in the middle of a sample."""
+        for worker in self._workers:
+            worker.terminate()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+
+#: Held while workers are made, so that it is known whose they are, where nodes are threads.
+_making = threading.Lock()
+
+
+def _begun(made: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
+    """Returns a loader's iterator, and its workers, which it has started."""
+    before = signal.getsignal(signal.SIGCHLD)
+    with _making, warnings.catch_warnings():
+        # Python 3.12 on: a process with threads is forked, as by each loader with workers
+        warnings.simplefilter("ignore", DeprecationWarning)
+        others = multiprocessing.active_children()
+        try:
+            batches = iter(made)
+        finally:
+            # torch's handler raises where a worker was killed, whatever this thread is at; the iterator sees it as well
+            if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) != before:
+                signal.signal(signal.SIGCHLD, before)
+        return batches, [child for child in multiprocessing.active_children() if child not in others]
+
+
+def _as_ever(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as the script takes it to be: contiguous, and the only one in its memory."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    whole = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
+    return plain if plain.is_contiguous() and whole else plain.clone(memory_format=torch.contiguous_format)
+
+
+# ---- what the script runs --------------------------------------------------------------------------------------------
+
+
+def keep_dataset(dataset: Any, options: dict[str, Any]) -> torch.Tensor:
+    """Keeps a dataset, and the options of its loaders. Returns its token."""
+    return _token((dataset, options))
+
+
+def begin_loop(kept: torch.Tensor, plan: Plan, rank: int, skip: int, depth: int, device: str) -> torch.Tensor:
+    """Begins a loop over a dataset that is kept, of whose batches the first ``skip`` are read and dropped. Returns its
+    token."""
+    dataset, options = _behind(kept)
+    return _token(Reader(dataset, options, plan, rank, skip, depth, device))
+
+
+def take_batch(token: torch.Tensor, give: bool, wait: bool) -> tuple[list[Any], list[torch.Tensor]]:
+    """Gives the tensors of the oldest batch that the script knows, if it is to, and tells of those that it does not
+    know."""
+    reader: Reader = _behind(token)
+    given = reader.give() if give else []
+    return reader.news(wait), given
+
+
+def read_batch(token: torch.Tensor) -> None:
+    """Raises the error that the loop has met, if it has: named as what has failed."""
+    reader: Reader = _behind(token)
+    error, reader.error = reader.error, None  # what holds it would hold these frames, which have the token
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
