@@ -109,12 +109,17 @@ class Reader:
             return self._held.popleft()
 
     def end(self) -> None:
-        """Ends the loop, and its workers, which may be in the middle of a sample."""
-        for worker in self._workers:
-            worker.terminate()
+        """Ends the loop, and its workers, which may be in the middle of a sample. Does not wait."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
+        threading.Thread(target=self._end_workers, name="disttensor-reader-end", daemon=True).start()
+
+    def _end_workers(self) -> None:
+        for worker in self._workers:
+            worker.terminate()
+        for worker in self._workers:
+            worker.join()
 
 
 #: Held while workers are made, so that it is known whose they are, where nodes are threads.
