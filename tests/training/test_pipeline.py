@@ -665,6 +665,23 @@ def test_with_tensor_parallel_stages() -> None:
         torch.testing.assert_close(value.cpu(), wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_with_stages_that_are_sharded() -> None:
+    """``fully_shard`` has the mean of the gradients of its parts, which are another part on each rank."""
+    x, y = batches(4, 16, DOUBLE)
+    local, model = seeded(two, DOUBLE), seeded(two, DOUBLE)
+    for stage, place in zip(model, slices(dt.mesh(pp=2, dp=2)), strict=True):
+        stage.to(place.device)
+        for layer in stage:  # type: ignore[attr-defined]
+            if list(layer.parameters()):
+                dt.fully_shard(layer, place)
+        dt.fully_shard(stage, place)
+    pipeline = Pipeline(model, slices(dt.mesh(pp=2, dp=2)), microbatches=4)
+    ours = fit(pipeline, adamw, lambda x, y: pipeline.step(x, y, F.mse_loss), x, y)
+    theirs = fit(local, adamw, lambda x, y: twin_step(local, x, y, F.mse_loss, 1), x, y)
+    for value, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(value.cpu(), wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_tied_weights_on_slices_of_a_mesh() -> None:
     make = lambda: nn.Sequential(*(lambda m: (m[:2], m[2:]))(tied()))  # noqa: E731
     local, model = seeded(make, DOUBLE), seeded(make, DOUBLE)

@@ -14,6 +14,7 @@ from ...collectives import all_reduce
 from ...collectives.over_dims import Over
 from ...errors.argument_checks import one_of
 from ...meshes import Mesh
+from ...meshes.cut import cut_of
 from ...session import current
 from ...session.places import MeshPlace, Place
 from ..averaging import reduce_gradients
@@ -139,7 +140,7 @@ class Pipeline(nn.Module):
         assert total is not None
         if last.over:
             for stage in stages:
-                reduce_gradients(stage.module, stage.over, skip=[name for name, _ in stage.borrowed])
+                reduce_gradients(stage.module, stage.over, skip=_reduced_elsewhere(stage))
             total = all_reduce(total, "avg", over=last.over)
         return total
 
@@ -269,6 +270,17 @@ def _places(places: Any, over: tuple[str, ...], stages: int) -> list[Place]:
             for dim in over:
                 place.groups(dim, "Pipeline")
     return found
+
+
+def _reduced_elsewhere(stage: Stage) -> list[str]:
+    """Returns the parameters whose gradients another stage reduces, or ``fully_shard`` has, along whose dim they are
+    cut."""
+    cut = [
+        name
+        for name, parameter in stage.module.named_parameters()
+        if any(each.over in stage.over for each, _ in cut_of(parameter))
+    ]
+    return [*(name for name, _ in stage.borrowed), *cut]
 
 
 def _borrowed(stage: Stage) -> list[tuple[str, nn.Parameter]]:
