@@ -11,6 +11,7 @@ from ..collectives import all_reduce_, broadcast
 from ..collectives.over_dims import Over
 from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
+from .cut import cut_of
 
 W = TypeVar("W", bound=torch.nn.Module | torch.Tensor | Iterable[torch.Tensor])
 
@@ -33,7 +34,7 @@ def agree_(what: W, how: str = "first", over: Over | None = None) -> W:
         over: the name of a dim, or several, along which ranks agree. Default: all of the mesh.
 
     Returns at once; gradients know nothing of it. Raises TypeError for what is no tensor, or where none is on a mesh;
-    ValueError for another ``how``, or an unknown dim; NodeLost.
+    ValueError for another ``how``, an unknown dim, or a parameter that is cut along one of the dims; NodeLost.
     """
     if how not in ("first", "avg"):
         raise ValueError(f"agree_: how is 'first' or 'avg', not {how!r}")
@@ -44,6 +45,12 @@ def agree_(what: W, how: str = "first", over: Over | None = None) -> W:
     with torch.no_grad():
         for x in there:
             along = over or tuple(x._place.dims)
+            for cut, _ in cut_of(x):
+                if cut.over in ((along,) if isinstance(along, str) else along):
+                    raise ValueError(
+                        f"agree_: a tensor of shape {tuple(x.shape)} is cut along {cut.over!r} ({cut.what}): each rank "
+                        "has another part of it; over= names the dims along which ranks agree"
+                    )
             if how == "avg" and (x.is_floating_point() or x.is_complex()):
                 all_reduce_(x, "avg", over=along)
             else:

@@ -9,7 +9,7 @@ import torch
 from ..collectives import all_reduce_
 from ..collectives.over_dims import Over
 from ..meshes import agree_
-from .named import Named, limit_of, on_a_mesh, packs, place_of, without
+from .named import Named, limit_of, not_parts, on_a_mesh, packs, place_of, without
 
 
 def reduce_gradients(
@@ -33,13 +33,14 @@ def reduce_gradients(
         skip: names of parameters or submodules whose gradients stay as they are.
 
     Raises TypeError for a parameter that is on no mesh, a gradient that is not strided, a dtype that ``op`` does not
-    take; ValueError for an unknown dim or name; NodeLost.
+    take; ValueError for an unknown dim or name, or a parameter that is cut along one of the dims; NodeLost.
     """
     left_out = without(module, skip, "reduce_gradients")
     grads: list[Named] = []
     for name, parameter in on_a_mesh(module.named_parameters(), "reduce_gradients"):
         if parameter.grad is None or name in left_out:
             continue
+        not_parts([(name, parameter)], over, "reduce_gradients")
         if parameter.grad.layout is not torch.strided:
             raise TypeError(
                 f"reduce_gradients: the gradient of {name!r} is {parameter.grad.layout}, and has to be strided; "
@@ -53,9 +54,10 @@ def average_parameters(module: torch.nn.Module, over: Over = "dp", buffers: bool
     """Has all ranks along a dim have the mean of their parameters, and of their buffers, in place. Returns at once.
 
     Of integers and bools, such as a count of batches, all take the first rank's. Raises TypeError for a parameter that
-    is on no mesh, ValueError for an unknown dim, NodeLost.
+    is on no mesh, ValueError for an unknown dim, or a parameter that is cut along it; NodeLost.
     """
     named: list[Named] = on_a_mesh(module.named_parameters(), "average_parameters")
+    not_parts(named, over, "average_parameters")
     fractions = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
     _reduce(fractions, limit_of(25.0, "average_parameters"), over, "avg", None)
     if buffers:

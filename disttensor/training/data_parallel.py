@@ -16,7 +16,7 @@ from ..meshes import Mesh, agree_, varying
 from ..proxy.proxy import DistributedTensor
 from .batches import shares_of
 from .buckets import Buckets
-from .named import Named, dims, limit_of, on_a_mesh, place_of, without
+from .named import Named, dims, limit_of, not_parts, on_a_mesh, place_of, without
 
 
 class DataParallel(torch.nn.Module):
@@ -81,6 +81,7 @@ class DataParallel(torch.nn.Module):
         self._how = buffers
         self._skipped = without(module, skip, "DataParallel")
         kept = [(name, p) for name, p in module.named_parameters() if name not in self._skipped]
+        not_parts(kept, self.over, "DataParallel")
         trained = [(name, p) for name, p in kept if p.requires_grad]
         if not trained:
             raise ValueError("DataParallel: no parameter of the module requires a gradient; there is nothing to reduce")

@@ -133,7 +133,7 @@ class Group:
     def reshard(self) -> None:
         """Has the modules have the parts, and frees the whole parameters."""
         self._coming = None
-        if self.values is not None:
+        if self.values is not None or self.is_whole:
             self.values = None
             self._give([part.parameter for part in self.parts])
 

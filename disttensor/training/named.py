@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..collectives.over_dims import Over
+from ..meshes.cut import cut_of
 from ..proxy.proxy import where_is
 from ..runtime.process.spelling import did_you_mean
 from ..session.places import MeshPlace
@@ -33,6 +34,17 @@ def on_a_mesh(named: Iterable[Named], what: str) -> list[Named]:
         if place_of(tensor) is None:
             raise TypeError(f"{what}: {name!r} is on {tensor.device}, and on no mesh; module.to(mesh.device) first")
     return found
+
+
+def not_parts(named: Iterable[Named], over: Over, what: str) -> None:
+    """Raises ValueError for a parameter that is cut along a dim in ``over``: ranks there have no replicas of it."""
+    for name, tensor in named:
+        for cut, _ in cut_of(tensor):
+            if cut.over in dims(over):
+                raise ValueError(
+                    f"{what}: {name!r} is cut along {cut.over!r} ({cut.what}): each rank has another part of it, and "
+                    "no replica; over= is for the dims along which ranks have the same"
+                )
 
 
 def without(module: torch.nn.Module, skip: Sequence[str], what: str) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 
 from ..collectives import broadcast
 from ..collectives.over_dims import Over, groups
-from .named import Named, on_a_mesh
+from .named import Named, not_parts, on_a_mesh
 
 #: An integer of as many bytes, whose equality is that of bits.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,10 +29,12 @@ def assert_replicas_equal(x: object, over: Over = "dp", *, rtol: float = 1e-7, b
         rtol: the difference that is allowed, over the first rank's value. NaNs in one place are equal.
         bitwise: compare bits: 0.0 and -0.0 differ, and a NaN equals one with the same bits.
 
-    Raises TypeError for what is on no mesh; ValueError for an unknown dim; NodeLost.
+    Raises TypeError for what is on no mesh; ValueError for an unknown dim, or a parameter that is cut along it;
+    NodeLost.
     """
     with torch.no_grad():
         named = on_a_mesh(_named(x), "assert_replicas_equal")
+        not_parts(named, over, "assert_replicas_equal")
         wrong = [_differ(tensor, over, rtol, bitwise) for _, tensor in named]
         counts = [found.sum() for found in wrong]
         found = []

@@ -66,6 +66,7 @@ class Schedule:
         """Has a group's modules have the whole parameters; begins to gather those of the next one."""
         if not group.parts:
             return
+        group.schedule = self
         group.ready()
         self._seen.append(group)
         at = self.order.index(group) + 1 if group in self.order else len(self.order)

@@ -273,6 +273,29 @@ def test_a_group_that_is_used_twice_and_one_in_another_order() -> None:
     same_gradients(m, model, local)
 
 
+def test_a_sharded_module_within_the_pass_of_another() -> None:
+    """It is no submodule, but what the other one calls."""
+    m = ranks(2)
+
+    class Calls(nn.Module):
+        def __init__(self, other: Any) -> None:
+            super().__init__()
+            self.first, self.last, self.other = nn.Linear(6, 6), nn.Linear(3, 3), [other]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.last(self.other[0](self.first(x)))
+
+    torch.manual_seed(0)
+    inner, outer = plain().double(), Calls(None).double()
+    inner_there, outer_there = sharded(copy.deepcopy(inner), m), sharded(copy.deepcopy(outer), m)
+    outer.other, outer_there.other = [inner], [inner_there]
+    for _ in range(2):
+        for net in (outer, outer_there):
+            loss(net, batch()).backward()
+    same_gradients(m, inner_there, inner)
+    same_gradients(m, outer_there, outer)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpoints(inside: bool) -> None:
     """Around layers that are sharded, and within one; dropout draws the same again."""
@@ -517,6 +540,13 @@ def test_a_state_dict_is_the_plain_ones(make: Callable[[], nn.Module]) -> None:
         there.load_state_dict(state)
         for got, wanted in zip(there.parameters(), other.parameters(), strict=True):
             assert torch.equal(whole(m, got, len(wanted)), wanted)
+    there.load_state_dict(other.state_dict(), assign=True)
+    there.to(m.device)  # buffers, which are now those of the other one
+    x = shard(batch(), m, dp=0)
+    there.train()(x).sum().backward()
+    for got, wanted in zip(there.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(m, got, len(wanted)), wanted)
+        assert got.grad is not None
     sharded_state = model.state_dict(keep_vars=True)
     assert [id(sharded_state[name]) for name, _ in model.named_parameters()] == [id(p) for p in model.parameters()]
     there.load_state_dict(sharded_state)
@@ -811,6 +841,24 @@ def test_mistakes_of_the_call() -> None:
         model.load_state_dict({**plain().state_dict(), "0.weight": torch.ones(8, 6)})
     with pytest.raises(dt.errors.RanksDiffer):
         model[0].weight.detach().cpu()
+
+
+def test_parts_are_no_replicas() -> None:
+    m = mesh(dp=2, tp=2)
+    _, model = made(m)
+    model(torch.ones(4, 6, dtype=DOUBLE)).sum().backward()
+    for attempt in (
+        lambda over: DataParallel(model, m, over),
+        lambda over: dt.training.average_parameters(model, over),
+        lambda over: dt.training.reduce_gradients(model, over),
+        lambda over: dt.training.assert_replicas_equal(model, over),
+    ):
+        with pytest.raises(ValueError, match=r"'0\.weight' is cut along 'dp' \(.*\): each rank has another part of it"):
+            attempt("dp")
+        attempt("tp")
+    with pytest.raises(ValueError, match=r"shape \(5, 6\) is cut along 'dp' .*each rank has another part"):
+        dt.meshes.agree_(model.parameters())
+    dt.meshes.agree_(model.parameters(), over="tp")
 
 
 def test_mistakes_of_a_pass() -> None:
