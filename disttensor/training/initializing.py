@@ -11,7 +11,7 @@ from torch import nn
 
 from ..meshes.cut import part_of, whole_of
 from .groups import Part
-from .sharding import FSDPModule
+from .sharding import FSDPModule, reshard
 
 
 def initialize(module: nn.Module, init: Callable[[nn.Module], object] | None = None) -> None:
@@ -41,10 +41,8 @@ def initialize(module: nn.Module, init: Callable[[nn.Module], object] | None = N
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise RuntimeError(f"initialize: {name!r} has no memory yet; module.to_empty(device=mesh.device) first")
+    reshard(module)
     groups = [m._sharding.group for m in module.modules() if isinstance(m, FSDPModule)]
-    for group in groups:
-        group.held = False
-        group.reshard()
     parts = [part for group in groups for part in group.parts]
     for name, submodule, nearest in list(_innermost_first(module, "", None)):
         run: Any = init

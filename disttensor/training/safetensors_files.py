@@ -15,7 +15,7 @@ from ..meshes.cut import Cuts, cut_of, whole_shape
 from ..session.places import MeshPlace
 from ..tasks import Each, run
 from .named import place_of
-from .sharding import FSDPModule
+from .sharding import reshard
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -38,9 +38,7 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"load_safetensors takes a module, not {type(module).__name__}")
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            one.reshard()
+    reshard(module)
     tensors = _tensors(module)
     mesh = _mesh_of(tensors)
     paths = [os.fspath(files)] if isinstance(files, (str, os.PathLike)) else [os.fspath(path) for path in files]

@@ -70,9 +70,7 @@ def fully_shard(
     that is sharded already; NodeLost.
     """
     also = _check(module, mesh, over, replicas, mp_policy)
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
+    reshard(module)
     flag("reshard_after_forward", reshard_after_forward)
     group = Group(_cut(module, mesh, over, also), mesh, over, also, mp_policy)
     group.after_forward = bool(reshard_after_forward)
@@ -165,6 +163,15 @@ class FSDPModule:
             f"a module that fully_shard has cut is not pickled: save its state_dict(), which is that of the plain "
             f"{_plain_name(self)}"
         )
+
+
+def reshard(module: nn.Module) -> None:
+    """Has a module, and all below it, have their parts: those are the parameters that optimizers and checkpoints
+    know."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
+            one._sharding.group.adopt()
 
 
 def _plain_name(module: object) -> str:

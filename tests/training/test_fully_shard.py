@@ -579,6 +579,30 @@ def test_an_optimizers_states_are_the_plain_ones() -> None:
         torch.testing.assert_close(whole(m, got, len(value)), value.detach(), rtol=1e-10, atol=1e-12)
 
 
+def test_a_sharded_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Written by four nodes, while the first layer is whole, and read by three into a model from the meta device."""
+    local, model = made(ranks(4))
+    optimizers = [adamw(net) for net in (local, model)]
+    for net, optimizer in zip((local, model), optimizers, strict=True):
+        loss(net, batch()).backward()
+        optimizer.step()
+    model[0].unshard()
+    dt.checkpoint.save({"model": model, "optim": optimizers[1]}, tmp_path / "saved")
+    m = ranks(3)
+    with torch.device("meta"):
+        there = sharded(plain().double(), m)
+    there.to_empty(device=m.device)
+    optimizer = adamw(there)
+    there[2].unshard()
+    dt.checkpoint.load({"model": there, "optim": optimizer}, tmp_path / "saved")
+    for net, one in ((local, optimizers[0]), (there, optimizer)):
+        one.zero_grad()
+        loss(net, batch()).backward()
+        one.step()
+    for got, value in zip(there.parameters(), local.parameters(), strict=True):
+        torch.testing.assert_close(whole(m, got, len(value)), value.detach(), rtol=1e-10, atol=1e-12)
+
+
 def test_what_is_on_the_mesh_begins_with_the_first_ranks_values() -> None:
     m = ranks(3)
     values = [torch.full((7, 2), float(i)) for i in range(3)]
