@@ -44,6 +44,12 @@ class Part:
         """The shape of the whole parameter."""
         return (self.cut.size, *self.parameter.shape[1:])
 
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Has zeros where a part that was only made has whatever was there, and no checkpoint will write."""
+        if self.cut.padding is not None and where_is(self.parameter) is self.cut.place:
+            self.parameter.masked_fill_(self.cut.padding.view(-1, *(1 for _ in self.parameter.shape[1:])), 0)
+
 
 class Group:
     """Parameters that are gathered together, and freed together."""

@@ -146,10 +146,14 @@ class FSDPModule:
         return [module._sharding.group for module in modules if isinstance(module, FSDPModule)]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._sharding.group.held = False
-        self._sharding.group.reshard()  # what goes elsewhere, or to another dtype, are the parts
+        group = self._sharding.group
+        group.held = False
+        group.reshard()  # what goes elsewhere, or to another dtype, are the parts
+        empty = [part for part in group.parts if part.parameter.is_meta]
         moved = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        self._sharding.group.adopt()
+        group.adopt()
+        for part in empty:
+            part.clear_padding()
         return moved
 
     def __deepcopy__(self, memo: object) -> NoReturn:
