@@ -425,6 +425,20 @@ def test_stages_of_all_kinds(program: str) -> None:
     torch.testing.assert_close(pipeline(xs[0]).cpu(), whole, rtol=1e-12, atol=1e-12)
 
 
+def test_a_stage_may_write_what_the_one_before_has_kept_on_the_same_node() -> None:
+    """Tanh keeps its output for its backward pass: the next stage writes a copy of it."""
+    pipeline = Pipeline(
+        [nn.Linear(6, 6), nn.Tanh(), nn.Hardtanh(-0.3, 0.3, inplace=True)], ["node:1"] * 3, microbatches=2
+    )
+    (layer, *_) = pipeline.children()
+    x, y = batches(1, 4, torch.float32)
+    pipeline.step(x[0], y[0], lambda out, y: F.mse_loss(out[:, :3], y))
+    weight = layer.weight.detach().cpu().requires_grad_()  # type: ignore[union-attr, operator]
+    out = F.hardtanh(torch.tanh(F.linear(x[0], weight, layer.bias.detach().cpu())), -0.3, 0.3)  # type: ignore[union-attr, operator]
+    F.mse_loss(out[:, :3], y[0]).backward()
+    torch.testing.assert_close(layer.weight.grad.cpu(), weight.grad)  # type: ignore[union-attr, operator]
+
+
 @pytest.mark.parametrize("make", [tied, tied_modules])
 def test_tied_weights_stay_tied(make: Any) -> None:
     """The owner's gradient is the sum of both stages', whose order differs from the twin's."""
