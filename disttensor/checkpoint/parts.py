@@ -35,6 +35,9 @@ def parts_of(tensor: torch.Tensor, cuts: Cuts) -> list[Part]:
     place = where_is(tensor)
     if not isinstance(place, MeshPlace):
         return [Part(place, (0,) * tensor.dim(), tuple(tensor.shape))]
+    if not cuts:
+        zeros, shape = (0,) * tensor.dim(), tuple(tensor.shape)
+        return [Part(member, zeros, shape) for member in place.members]
     shape = whole_shape(tensor, cuts)
     at = place.along([cut.over for cut, _ in cuts])
     return [_part(member, shape, cuts, mine) for member, mine in zip(place.members, at, strict=True)]

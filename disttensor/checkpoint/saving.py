@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -26,7 +27,8 @@ from ..proxy.proxy import where_is
 from ..runtime.channel.ticket import Ticket
 from ..runtime.master.route import waits
 from ..runtime.node import checkpoint_files as files
-from ..runtime.node.checkpoint_files import Shard, Written
+from ..runtime.node.checkpoint_files import Item, Shard, Written
+from ..runtime.process.gc_pause import no_collection
 from ..runtime.protocol.errors import RanksDiffer
 from ..session import current
 from ..session.places import MeshPlace, Place
@@ -179,7 +181,7 @@ class _Job:
     """One save: what is written by whom, and the steps that lead to a checkpoint."""
 
     def __init__(self, state_dict: Mapping[str, Any], path: Any, check_replicas: bool, what: str) -> None:
-        """Plans it; nothing is sent or written yet."""
+        """Decides who writes what; nothing is sent or written yet."""
         flag("check_replicas", check_replicas)
         waits(f"checkpoint.{what}")
         self.session: Session = current.session()
@@ -188,19 +190,17 @@ class _Job:
         self.folder = Folder(path)
         state = State(state_dict)
         self._places: dict[int | None, Any] = {None: None}  #: those of nodes, by number; None is the script
-        self._values: dict[int | None, dict[str, Any]] = {None: {}}
-        self._items: dict[int | None, list[WriteItem]] = {None: []}
-        self._replicas: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = {}
+        self._items: dict[int | None, list[Item]] = {None: []}
+        self._values: dict[int | None, list[Any]] = {None: []}  #: the tensors, or bytes, of the items
+        self._wholes: dict[str, TensorWriteData] = {}  #: what is said of tensors as a whole
+        self._paths = state.paths
+        self._replicas: dict[int, tuple[list[torch.Tensor], list[tuple[int, ...] | None]]] = {}
         #: for each shard that several ranks have: its name, and (node, index among the node's replicas, rank)
         self._same: list[tuple[str, MeshPlace, list[tuple[int, int, int]]]] = []
-        self._plan(state, check_replicas)
-        plans = [
-            SavePlan(items, planner_data=state.paths if node is None else {}) for node, items in self._items.items()
-        ]
-        made, self._metadata = DefaultSavePlanner().create_global_plan(plans)
-        self._plans = dict(zip(self._items, made, strict=True))
+        with no_collection():  # all that it makes is kept, and a collection in the middle takes as long as the rest
+            self._plan(state, check_replicas)
         self._calls: list[Calls] = []
-        self._streams: dict[int, Stream] = {}
+        self._lanes: dict[int, Stream] = {}  #: where nodes write beside what comes next
 
     @property
     def nodes(self) -> list[int]:
@@ -215,9 +215,12 @@ class _Job:
             if not isinstance(entry.value, torch.Tensor):
                 buffer = io.BytesIO()
                 torch.save(entry.value, buffer)
-                self._values[None][name] = buffer
-                self._items[None].append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                self._values[None].append(buffer)
+                self._items[None].append(Item(name, None, None))
                 continue
+            shape = torch.Size(whole_shape(entry.value, entry.cuts))
+            chunk = ChunkStorageMetadata(shape, shape)  # of each part another one
+            self._wholes[name] = TensorWriteData(chunk, TensorProperties(dtype=entry.value.dtype), shape)
             by_offsets: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
             parts = list(enumerate(parts_of(entry.value, entry.cuts)))
             filled = [(rank, part) for rank, part in parts if math.prod(part.sizes)] or parts[:1]
@@ -235,67 +238,77 @@ class _Job:
                 self._compare(name, entry, ranks)
 
     def _write(self, name: str, entry: Entry, part: Part) -> None:
-        node = None if part.place is None else part.place.node
-        self._take_in(part.place)
-        tensor = entry.value
-        self._values[node][name] = tensor
-        data = TensorWriteData(
-            part.chunk, TensorProperties(dtype=tensor.dtype), torch.Size(whole_shape(tensor, entry.cuts))
-        )
-        kind = WriteItemType.SHARD if isinstance(where_is(tensor), MeshPlace) else WriteItemType.TENSOR
-        self._items[node].append(WriteItem(MetadataIndex(name, part.offsets), kind, tensor_data=data))
+        node = self._take_in(part.place)
+        self._values[node].append(entry.value)
+        self._items[node].append(Item(name, part.offsets, part.sizes))
 
     def _compare(self, name: str, entry: Entry, ranks: list[tuple[int, Part]]) -> None:
         where = []
         for rank, part in ranks:
             node = self._take_in(part.place)
-            mine = self._replicas.setdefault(node, [])
-            where.append((node, len(mine), rank))
-            mine.append((entry.value, part.sizes))
+            values, sizes = self._replicas.setdefault(node, ([], []))
+            where.append((node, len(values), rank))
+            values.append(entry.value)
+            sizes.append(_padded(entry.value, part.sizes))
         place: Any = where_is(entry.value)
         self._same.append((name, place, where))
 
     def _take_in(self, place: Place | None) -> Any:
         node = None if place is None else place.node
         if node not in self._places:
-            self._places[node], self._values[node], self._items[node] = place, {}, []
+            self._places[node], self._values[node], self._items[node] = place, [], []
         return node
+
+    def _torchs(self) -> tuple[Metadata, dict[int | None, SavePlan]]:
+        """Returns torch's metadata of the checkpoint, and its plans."""
+        plans: list[SavePlan] = []
+        for items in self._items.values():
+            made = []
+            for item in items:
+                data = self._wholes.get(item.name)
+                if data is not None:
+                    chunk = ChunkStorageMetadata(torch.Size(item.offsets or ()), torch.Size(item.sizes or ()))
+                    data = replace(data, chunk=chunk)
+                kind = WriteItemType.BYTE_IO if data is None else WriteItemType.SHARD
+                made.append(WriteItem(item.key, kind, tensor_data=data))
+            plans.append(SavePlan(made, planner_data={} if plans else self._paths))
+        finished, metadata = DefaultSavePlanner().create_global_plan(plans)
+        return metadata, dict(zip(self._items, finished, strict=True))
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def begin(self, beside: bool) -> None:
         """Has the nodes begin: with a copy, if they are to write ``beside`` what comes next."""
-        if beside:
-            self._keep_own()
         self.folder.begin()
         folder, claim, prefix = str(self.folder.path), self.folder.claim, self.folder.prefix
-        plans, values, copied = self._plans, self._values, False
         try:
             if self._replicas:
-                self._issue({node: (files.fingerprints, mine) for node, mine in self._replicas.items()})
+                self._issue({node: (files.fingerprints, *mine) for node, mine in self._replicas.items()})
             if not beside:
-                self._issue({n: (files.write, folder, claim, prefix(n), plans[n], values[n]) for n in self.nodes})
+                items = self._items
+                self._issue({n: (files.write, folder, claim, prefix(n), items[n], self._values[n]) for n in self.nodes})
                 return
-            self._issue({n: (files.copy, claim, prefix(n), plans[n], values[n]) for n in self.nodes})
-            copied = True
-            self._streams = {n: Stream(n, "cpu") for n in self.nodes}
-            with ExitStack() as streams:
-                for node, lane in self._streams.items():
-                    lane.wait_stream(current_stream(node))
-                    streams.enter_context(stream(lane))
-                self._issue({n: (files.write_copy, folder, claim, prefix(n), plans[n]) for n in self.nodes})
+            own = [x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x for x in self._values[None]]
+            self._values[None] = own
+            self._issue({n: (files.copy, claim, prefix(n), *self._unpadded(n)) for n in self.nodes})
+            for node in self.nodes:
+                lane = self._lanes[node] = Stream(node, "cpu")
+                lane.wait_stream(current_stream(node))
         except BaseException:
-            if copied:
-                with suppress(Exception):  # a node is lost
-                    self._issue({n: (files.drop_copy, claim, prefix(n)) for n in self.nodes})
-            self._give_up()
+            self._give_up(beside)
             raise
 
-    def _keep_own(self) -> None:
-        """Copies the script's own tensors."""
-        for name, value in self._values[None].items():
-            if isinstance(value, torch.Tensor):
-                self._values[None][name] = value.detach().to("cpu", copy=True)
+    def _unpadded(self, node: int) -> tuple[list[torch.Tensor], list[tuple[int, ...] | None]]:
+        values = self._values[node]
+        return values, [_padded(x, item.sizes or ()) for x, item in zip(values, self._items[node], strict=True)]
+
+    def _write_copies(self) -> None:
+        """Has the nodes write their copies, each on a stream of its own."""
+        folder, claim, prefix = str(self.folder.path), self.folder.claim, self.folder.prefix
+        with ExitStack() as streams:
+            for lane in self._lanes.values():
+                streams.enter_context(stream(lane))
+            self._issue({n: (files.write_copy, folder, claim, prefix(n), self._items[n]) for n in self.nodes})
 
     def _issue(self, functions: dict[int, tuple[Any, ...]]) -> None:
         """Has a function and its arguments run on each of these nodes, all at once."""
@@ -307,7 +320,10 @@ class _Job:
 
     def end(self) -> None:
         """Writes the script's own part, waits for the nodes, and has all be the checkpoint."""
+        beside = bool(self._lanes)
         try:
+            if beside:
+                self._write_copies()
             own = self._write_own()
             outcomes = [calls.outcomes() for calls in self._calls]  # of all, even where one has failed
             failed = [result for results in ([own], *outcomes) for result in results if isinstance(result, Exception)]
@@ -317,15 +333,16 @@ class _Job:
                 self._same_everywhere(dict(zip(self._replicas, outcomes[0], strict=True)))
             results: list[WriteResult] = []
             shards: list[Shard] = []
+            metadata, plans = self._torchs()
             for node, said in [(None, own), *zip(self.nodes, outcomes[-1], strict=True)]:
-                for item, one in zip(self._plans[node].items, said, strict=True):
+                for item, one in zip(plans[node].items, said, strict=True):
                     written = Written(*one)
                     info = _StorageInfo(written.file, written.offset, written.length)
                     results.append(WriteResult(item.index, written.length, info))
                     shards.append(Shard(item.index, *written))
-            self.folder.commit(self._metadata, results, shards)
+            self.folder.commit(metadata, results, shards)
         except BaseException as error:
-            self._give_up()
+            self._give_up(beside)
             if isinstance(error, Exception):
                 error.add_note(f"  the checkpoint {self.folder.path} was not written; what was there before still is")
             raise
@@ -337,7 +354,7 @@ class _Job:
         folder = self.folder
         try:
             return files.write(
-                str(folder.path), folder.claim, folder.prefix(None), self._plans[None], self._values[None]
+                str(folder.path), folder.claim, folder.prefix(None), self._items[None], self._values[None]
             )
         except Exception as error:
             return error
@@ -358,15 +375,23 @@ class _Job:
                     "any tensor. check_replicas=False saves any one rank's"
                 )
 
-    def _give_up(self) -> None:
-        """Removes what was written, and drops what nodes keep for it."""
+    def _give_up(self, copied: bool) -> None:
+        """Removes what was written, and drops what nodes keep for it: copies, too, if there are any."""
+        for node in self.nodes if copied else ():
+            with suppress(Exception):  # it is lost; the others go on
+                self._issue({node: (files.drop_copy, self.folder.claim, self.folder.prefix(node))})
         self._drop()
         self.folder.abort()
 
     def _drop(self) -> None:
         for calls in self._calls:
             calls.__exit__()
-        self._calls, self._streams = [], {}
+        self._calls, self._lanes = [], {}
+
+
+def _padded(tensor: torch.Tensor, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the sizes of a part, if the shard has padding behind it."""
+    return None if sizes == tuple(tensor.shape) else sizes
 
 
 def _node(part: Part) -> int:

@@ -6,7 +6,6 @@ What is to be written or read is planned by the script, which knows all tensors 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import mmap
@@ -20,14 +19,31 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
-
-#: What is written under a name: a tensor, or bytes.
-Values = dict[str, Any]
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 #: Numbers in one row of a fingerprint, each of which has another factor.
 _ROW = 1 << 12
+
+
+class Item(NamedTuple):
+    """What is to be written: of a tensor ``sizes`` entries from ``offsets`` of the whole one on; None for bytes."""
+
+    name: str
+    offsets: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None
+
+    @property
+    def key(self) -> MetadataIndex:
+        """Its name among torch's planners."""
+        return MetadataIndex(self.name, self.offsets)
 
 
 class Written(NamedTuple):
@@ -57,9 +73,11 @@ def here() -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(folder: str, claim: str, prefix: str, plan: SavePlan, values: Values) -> list[tuple[Any, ...]]:
-    """Writes the items of a plan into one file of a folder, whose bytes are on the disk then; returns a ``Written`` for
-    each item, in its order.
+def write(
+    folder: str, claim: str, prefix: str, items: Sequence[tuple[Any, ...]], values: Sequence[Any]
+) -> list[tuple[Any, ...]]:
+    """Writes items (those of ``Item``), whose tensors or bytes are ``values``, into one file of a folder, and waits
+    until they are on the disk; returns what ``Written`` is made of for each.
 
     Raises OSError that names the file and this host: FileNotFoundError where the folder does not have ``claim``, by
     which the script knows it, so that it is another one or not there.
@@ -69,15 +87,16 @@ def write(folder: str, claim: str, prefix: str, plan: SavePlan, values: Values) 
             f"host {here()} does not see the folder {folder} that the script has made: a checkpoint is written by the "
             "nodes themselves, into a folder on a file system that they and the script share"
         )
-    if not plan.items:
+    if not items:
         return []
+    given = [Item(*item) for item in items]
+    plan = SavePlan([_write_item(item) for item in given], storage_data=_StoragePrefix(prefix))
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
     file = os.path.join(folder, f"{prefix}0.distcp")
     with _named(file, "written"):
-        results = writer.write_data(plan, _Given(values)).value()
+        results = writer.write_data(plan, _Given(given, values)).value()
         infos = {result.index: result.storage_data for result in results}
-        found = [infos[item.index] for item in plan.items]
+        found = [infos[item.key] for item in given]
         with open(file, "rb") as opened:
             syncing = _Beside(lambda: os.fsync(opened.fileno()))  # the disk is busy while the hashes are computed
             with _mapped(opened) as data:
@@ -87,48 +106,41 @@ def write(folder: str, claim: str, prefix: str, plan: SavePlan, values: Values) 
     return [tuple(Written(i.relative_path, i.offset, i.length, h)) for i, h in zip(found, hashes, strict=True)]
 
 
+def _write_item(item: Item) -> WriteItem:
+    if item.sizes is None:
+        return WriteItem(item.key, WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(item.offsets or ()), torch.Size(item.sizes))
+    # what is said of the whole tensor is the script's to write, into .metadata
+    data = TensorWriteData(chunk, TensorProperties(), chunk.sizes)
+    return WriteItem(item.key, WriteItemType.SHARD, tensor_data=data)
+
+
 class _Given(DefaultSavePlanner):
     """A planner whose plan is made already; it only hands out what is to be written."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, items: Sequence[Item], values: Sequence[Any]) -> None:
         super().__init__()
-        self._values = values
+        self._values = {item.key: own(v, item.sizes) for item, v in zip(items, values, strict=True)}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._values[write_item.index.fqn]
-        if isinstance(value, torch.Tensor):
-            assert write_item.tensor_data is not None
-            return own(value, write_item.tensor_data.chunk.sizes)
-        return value  # type: ignore[no-any-return]
-
-
-def own(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Returns the part of a shard that belongs to the whole tensor: all but the padding at its end."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    for dim, size in enumerate(sizes):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, 0, size)
-    return tensor
+        return self._values[write_item.index]  # type: ignore[no-any-return]
 
 
 #: Copies that wait to be written, by the save's name and the node's prefix: nodes may be threads of one process.
-_copies: dict[tuple[str, str], Values] = {}
+_copies: dict[tuple[str, str], list[torch.Tensor]] = {}
 
 
-def copy(claim: str, prefix: str, plan: SavePlan, values: Values) -> None:
-    """Copies what a plan writes, as it is now, into memory of the CPU, for ``write_copy``."""
-    copied: Values = {}
-    for item in plan.items:
-        assert item.tensor_data is not None
-        mine = own(values[item.index.fqn], item.tensor_data.chunk.sizes)
-        copied[item.index.fqn] = mine.to("cpu", copy=True).contiguous()
-    _copies[claim, prefix] = copied
+def copy(claim: str, prefix: str, values: Sequence[torch.Tensor], sizes: Sequence[Sequence[int] | None]) -> None:
+    """Copies tensors as they are now, without padding, into memory of the CPU, for ``write_copy``."""
+    _copies[claim, prefix] = [
+        own(value, its).to("cpu", copy=True).contiguous() for value, its in zip(values, sizes, strict=True)
+    ]
 
 
-def write_copy(folder: str, claim: str, prefix: str, plan: SavePlan) -> list[tuple[Any, ...]]:
+def write_copy(folder: str, claim: str, prefix: str, items: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Does as ``write`` with what ``copy`` has kept; where that has failed there is nothing to write."""
     values = _copies.pop((claim, prefix), None)
-    return [] if values is None else write(folder, claim, prefix, plan, values)
+    return [] if values is None else write(folder, claim, prefix, items, values)
 
 
 def drop_copy(claim: str, prefix: str) -> None:
@@ -136,13 +148,24 @@ def drop_copy(claim: str, prefix: str) -> None:
     _copies.pop((claim, prefix), None)
 
 
-def fingerprints(values: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> list[bytes]:
-    """Returns for each (shard, its sizes without padding) a number that differs where values do.
+def own(value: Any, sizes: Sequence[int] | None) -> Any:
+    """Returns the part of a shard that belongs to the whole tensor: all but the padding at its end. None: all of it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    tensor = value.detach().resolve_conj().resolve_neg()
+    for dim, size in enumerate(sizes or ()):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, size)
+    return tensor
+
+
+def fingerprints(values: Sequence[torch.Tensor], sizes: Sequence[Sequence[int] | None]) -> list[bytes]:
+    """Returns for each shard, without its padding, a number that differs where values do.
 
     It is made by sums, as fast as memory can be read. Any one change is found; what somebody has made to deceive is
     not.
     """
-    return [_fingerprint(own(tensor, sizes)) for tensor, sizes in values]
+    return [_fingerprint(own(value, its)) for value, its in zip(values, sizes, strict=True)]
 
 
 def _fingerprint(tensor: torch.Tensor) -> bytes:
@@ -187,7 +210,7 @@ def check(folder: str, shards: Sequence[Shard]) -> None:
                     )
 
 
-def read(folder: str, shards: Sequence[Shard], items: Sequence[ReadItem], targets: Values) -> None:
+def read(folder: str, shards: Sequence[Shard], items: Sequence[ReadItem], targets: dict[str, Any]) -> None:
     """Reads the parts of shards that ``items`` name, into ``targets``: a (tensor, sizes without padding) by name.
 
     Raises OSError, and ValueError for a shard that can't be read, which name the file and this host.
@@ -205,12 +228,12 @@ def read(folder: str, shards: Sequence[Shard], items: Sequence[ReadItem], target
 class _Into(DefaultLoadPlanner):
     """A planner whose plan is made already; it only hands out what is to be filled."""
 
-    def __init__(self, targets: Values) -> None:
+    def __init__(self, targets: dict[str, Any]) -> None:
         super().__init__()
         self._targets = targets
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return own(*self._targets[index.fqn])
+        return own(*self._targets[index.fqn])  # type: ignore[no-any-return]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self._targets[read_item.dest_index.fqn] = value
