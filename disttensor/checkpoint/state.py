@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ..meshes.cut import Cuts, cut_of, whole_shape
-from ..training import DataParallel, FSDPModule
+from ..training import DataParallel
+from ..training.sharding import reshard
 
 #: The keys of a state dict that lead to a value.
 Path = tuple[Any, ...]
@@ -50,7 +51,7 @@ class State:
         self.nested: dict[str, Any] = {}
         modules = [value for value in given.values() if isinstance(value, torch.nn.Module)]
         for module in modules:
-            _reshard(module)
+            reshard(module)  # a pass may have left it whole
         parameters = {
             id(value): (name, value) for module in reversed(modules) for name, value in reversed(list(named(module)))
         }
@@ -200,15 +201,6 @@ def _by_number(key: str, state: Mapping[str, Any], names: list[str], optimizer: 
             )
     groups = [{**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
     return {**state, "state": {number[name]: values for name, values in state["state"].items()}, "param_groups": groups}
-
-
-def _reshard(module: torch.nn.Module) -> None:
-    """Has all that ``dt.fully_shard`` has cut have its parts, as ``state_dict`` does: a pass may have left it whole."""
-    if isinstance(module, FSDPModule):
-        module.state_dict(keep_vars=True)  # for its hooks, and those of what is below
-    else:
-        for child in module.children():
-            _reshard(child)
 
 
 def named(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -34,7 +34,7 @@ _ROW = 1 << 12
 
 
 class Item(NamedTuple):
-    """What is to be written: of a tensor ``sizes`` entries from ``offsets`` of the whole one on; None for bytes."""
+    """A thing to be written: of a tensor ``sizes`` entries from ``offsets`` of the whole one on; None for bytes."""
 
     name: str
     offsets: tuple[int, ...] | None
