@@ -8,6 +8,7 @@ from types import CodeType
 
 import torch
 
+from ..proxy.meta import sites_by
 from ..runtime.master.failures import Site
 
 _HERE = os.path.abspath(sys.modules["disttensor"].__path__[0]) + os.sep
@@ -41,3 +42,6 @@ def here(depth: int = 2) -> Site | None:
             return (frame.f_code, frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+sites_by(here)

@@ -313,6 +313,7 @@ def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out
     make_room(place)
     template = place.define(entry.name, *specs, len(refs), site)
     call = [*call, *(out - r for r in refs[1:])]
+    place.outbox.free_dead()  # what is asked for may be large
     try:
         reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
     except BaseException as e:

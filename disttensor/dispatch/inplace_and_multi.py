@@ -87,6 +87,8 @@ def rare(
             result = type(shapes)([one(meta) for meta in shapes])  # most are flat, and tree_map is slow
         else:
             result = tree_map(one, shapes)
+        if plan.heavy:
+            box.free_dead()
         commands = box.commands
         commands += (make(plan.template, out, tuple(call)), site)
     else:

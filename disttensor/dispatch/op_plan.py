@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
-from ..proxy.meta import Meta
+from ..proxy.meta import Meta, large
 from ..runtime.master.failures import Site
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
@@ -197,7 +198,7 @@ class Entry:
 class Plan:
     """The plan of one signature on one node: the template that a call sends, and the metadata of its results."""
 
-    __slots__ = ("generation", "kind", "meta", "new", "place", "shapes", "specs", "template", "values")
+    __slots__ = ("generation", "heavy", "kind", "meta", "new", "place", "shapes", "specs", "template", "values")
 
     def __init__(
         self, kind: int, place: Place, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
@@ -212,6 +213,8 @@ class Plan:
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
         self.shapes = shapes
         self.meta: Meta | None = shapes if isinstance(shapes, Meta) else None
+        #: for MANY: all its tensors together are as much as a large one
+        self.heavy = kind == MANY and _bytes(shapes) >= large(place.outbox)
         self.generation = place.home.generation
         self.template = self.define(site)
 
@@ -220,6 +223,10 @@ class Plan:
         generation is the plan's."""
         name, args, kwargs, outs = self.specs
         return self.place.define(name, args, kwargs, outs, site)
+
+
+def _bytes(metas: Any) -> int:
+    return sum([meta.nbytes for meta in tree_leaves(metas) if isinstance(meta, Meta)])
 
 
 ONE = 0  #: one new tensor

@@ -3,19 +3,23 @@ own remote tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import count
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 import torch
 
+from ..runtime.master.command_queue import CommandQueue
+from ..runtime.master.failures import Site
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
-from ..session import caches
+from ..session import caches, holdings
 from ..session.places import Place
 
 #: Mints refs, which are never reused, in no session.
@@ -28,12 +32,19 @@ caches.places(_metas.clear)
 _PLAIN = (False, False)
 _proxies: list[type] = []
 
+#: The bytes that tensors which the script has dropped may hold on a node, beyond what the same program takes with local
+#: torch. A tensor of so much of it that a message of commands could exceed it is *large*: before the command that makes
+#: one, the node is told of all that was dropped.
+HELD = 64 << 20
+_sites: list[Callable[[], Site | None]] = []
+_ages = count()
+
 
 #: Invariant 6: shape, dtype, strides and device of a proxy are known without a round trip.
 class Meta:
     """The metadata of a remote tensor, immutable and interned: plans are cached by the identity of operands' metas."""
 
-    __slots__ = ("bits", "dead", "device", "dtype", "make", "offset", "place", "shape", "stand_in", "stride")
+    __slots__ = ("bits", "dead", "device", "dtype", "make", "nbytes", "offset", "place", "shape", "stand_in", "stride")
 
     def __init__(
         self,
@@ -70,6 +81,9 @@ class Meta:
             bare = self.make
             self.make = lambda: set_bits(bare(), bits)
             set_bits(self.stand_in, bits)
+        self.nbytes = prod(shape) * dtype.itemsize
+        if self.nbytes >= large(place.outbox):
+            self.make = partial(_make_large, self.make, place.outbox)
 
     @property
     def numel(self) -> int:
@@ -82,6 +96,37 @@ class Meta:
 def make_proxies_of(cls: type) -> None:
     """Declares the class of the proxies that a Meta makes."""
     _proxies[:] = [cls]
+
+
+def sites_by(here: Callable[[], Site | None]) -> None:
+    """Declares the function that returns the user's line, by which large tensors are remembered."""
+    _sites[:] = [here]
+
+
+def large(queue: CommandQueue) -> int:
+    """Returns the bytes from which on a tensor of the place with this queue is large."""
+    return HELD // queue.most
+
+
+def _make_large(make: Callable[[], Any], queue: CommandQueue) -> Any:
+    """Makes the proxy of a large tensor, which knows its line. What was dropped before is freed before it is made."""
+    queue.free_dead()
+    tensor = make()
+    tensor._made = next(_ages), _sites[0]()
+    return tensor
+
+
+def lines_of(refs: Collection[int]) -> dict[int, Site]:
+    """Returns the lines that made those of these remote tensors which are large, and of which there are proxies."""
+    found: dict[int, tuple[int, Site]] = {}
+    for tensor in [each for each in gc.get_objects() if type(each) is _proxies[0]]:
+        attributes = tensor.__dict__
+        handle, made = attributes.get("_h"), attributes.get("_made")
+        while isinstance(handle, Shared) or (isinstance(handle, Lazy) and not handle.ref):
+            handle = handle.owner if isinstance(handle, Shared) else handle.base
+        if handle is not None and handle.ref in refs and made is not None and made[1] is not None:
+            found[handle.ref] = min(made, found.get(handle.ref, made), key=itemgetter(0))
+    return {ref: site for ref, (_, site) in found.items()}
 
 
 def _described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[Any, Any]:
@@ -185,3 +230,6 @@ class Shared(Handle, gc=False, eq=False):
 
     def __del__(self) -> None:
         pass
+
+
+holdings.lines_by(lines_of)

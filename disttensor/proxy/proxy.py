@@ -1,8 +1,9 @@
 """DistributedTensor, the proxy: a torch tensor with the metadata of a remote one and no memory of its own.
 
-A proxy's one attribute beyond torch's is its handle. Torch edits tensors behind a subclass's back (``p.data = q``,
-``swap_tensors``, deepcopy); the code here that does so keeps handle and tensor in step, or refuses. The files of
-storage/ add the methods that concern a tensor's memory and identity.
+A proxy's one attribute beyond torch's is its handle; that of a large tensor has its line as well (``_made``). Torch
+edits tensors behind a subclass's back (``p.data = q``, ``swap_tensors``, deepcopy); the code here that does so keeps
+handle and tensor in step, or refuses. The files of storage/ add the methods that concern a tensor's memory and its
+identity.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .printing import text
 T = TypeVar("T")
 
 #: The attributes that belong to a proxy as a tensor, and not to its Python object.
-OWN = ("_h", "_is_param")
+OWN = ("_h", "_is_param", "_made")
 
 
 class DistributedTensor(torch.Tensor):

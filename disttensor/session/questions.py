@@ -11,6 +11,7 @@ from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
+from . import holdings
 from .agreement import agreed
 from .places import MeshPlace, Place, R
 
@@ -103,7 +104,9 @@ class Questions:
         it waits, ``timeout`` seconds at most, until it is known whether that node is lost."""
         link, lost = self._link, failure.told.lost
         if lost < 0:
-            return failure.exception(others)
+            told = failure.told.holdings
+            held = "" if told is None else holdings.note(told, failure.rank, failure.makers)
+            return failure.exception(others, held=held)
         with suppress(DisttensorError, TimeoutError):
             self.sync(lost, timeout)  # a peer may see the end of its connection before this process does
         return failure.exception(others, link.nodes[lost].lost)

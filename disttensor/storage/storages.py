@@ -207,7 +207,7 @@ def _deepcopy(tensor: DistributedTensor, memo: dict[int, Any]) -> torch.Tensor:
     memo[id(tensor)] = copied = twin(tensor, memo).requires_grad_(tensor.requires_grad)
     if tensor.grad is not None:
         copied.grad = copy.deepcopy(tensor.grad, memo)
-    copied.__dict__.update(copy.deepcopy({k: v for k, v in tensor.__dict__.items() if k != "_h"}, memo))
+    copied.__dict__.update(copy.deepcopy({k: v for k, v in tensor.__dict__.items() if k not in ("_h", "_made")}, memo))
     return copied
 
 

@@ -137,6 +137,7 @@ _LIMITS = {
     "tick": ("runtime.master.link", "TICK"),
     "slow": ("runtime.master.link", "SLOW"),
     "staged": ("session.transfers", "STAGE"),
+    "leaving": ("runtime.node.store", "LEAVING"),
     "room": ("runtime.channel.shm.sharing", "AHEAD"),
     "part": ("graphs.recorder", "_PART"),
     "error": ("runtime.node.failures", "MAX_TEXT"),
@@ -156,6 +157,7 @@ def limit(name: str) -> float:
     "tick"    seconds after which a waiting thread looks at the nodes by itself
     "slow"    seconds of waiting at a full window, after which the wait is logged
     "staged"  bytes of copies of uploads under way, from which on an upload waits
+    "leaving" bytes of copies from a node that are under way, from which on it waits before it begins another
     "room"    bytes that a shared-memory channel keeps for tensors that leave before their receiver asks for them
     "part"    bytes of recorded commands in one message, about
     "error"   characters of an error's message, and of its traceback, that a node sends

@@ -6,8 +6,6 @@ RuntimeError for a node or device that does not exist, and DisttensorError witho
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
 from ..dispatch import rng_states
@@ -20,7 +18,19 @@ from ..session.node_context import node as node_context
 from ..session.node_context import use as use_node
 from ..session.places import Place, signed
 from ..streams.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
-from ..tasks import functions
+from .memory import (
+    empty_cache,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    memory_stats_as_nested_dict,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
 
 #: What ``torch.node`` has of torch.cuda's. (What begins with an underscore torch itself asks for.)
 __all__ = [
@@ -39,8 +49,16 @@ __all__ = [
     "is_initialized",
     "manual_seed",
     "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
     "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
     "memory_stats_as_nested_dict",
+    "memory_summary",
+    "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats",
     "set_device",
     "set_rng_state",
     "set_stream",
@@ -127,22 +145,8 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     session.synchronize(None if device is None else _place(device).node)
 
 
-def empty_cache() -> None:
-    """Has the current node's torch give unused CUDA memory back, and waits for it. For a CPU it does nothing."""
-    place = _place("node")
-    if place.kernels != "cpu":
-        functions.run(torch.cuda.empty_cache, node=place.node)
-
-
 def _empty_host_cache() -> None:
     """Does nothing, as no memory is pinned for nodes."""
-
-
-def memory_stats_as_nested_dict(device: torch.device | str | int = "node") -> NoReturn:
-    """Raises NotImplementedError, for ``torch.accelerator.memory_stats`` and its like (peaks, reserved)."""
-    raise NotImplementedError(
-        "a node keeps no statistics of its memory: torch.node.memory_allocated(device) says what its tensors hold"
-    )
 
 
 def manual_seed_all(seed: int) -> None:
@@ -203,14 +207,6 @@ def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int | Pl
     data = new_state.cpu().numpy().tobytes()
     with place.session.places.turn(place):
         place.session.ask(place, c.Done, lambda id: c.Random(id, place.name, data), here())
-
-
-def memory_allocated(device: torch.device | str | int = "node") -> int:
-    """Returns the bytes that the tensors of a node hold, on all its devices together, whichever ``device`` names.
-
-    Memory that tensors share is counted once. Waits for one round trip, after all that was issued. Raises NodeLost.
-    """
-    return usage(_place(device))[1]
 
 
 def usage(place: Place) -> tuple[int, int]:

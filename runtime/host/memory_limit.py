@@ -1,11 +1,13 @@
-"""The memory that this process and its children may take, and how many processes were killed for want of it.
+"""The memory that this process and its children may take, how much of it is left, and how many processes were killed
+for want of it.
 
-Both are told by the control group (cgroup) that the process is in, v2 or v1: its limit, and a count of kills.
+All are told by the control group (cgroup) that the process is in, v2 or v1: its limit, what it takes, a count of kills.
 """
 
 from __future__ import annotations
 
 import contextlib
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +34,27 @@ class MemoryGroup:
 
     def limits(self) -> list[int]:
         """Returns the limits (bytes) that it is under, its own and those of the groups around it."""
+        return [limit for limit, _ in self.levels()]
+
+    def levels(self) -> list[tuple[int, int]]:
+        """Returns each of these limits with the bytes that are left below it: files' pages that the kernel can drop at
+        once count as left."""
         found, folder = [], self.folder
         while True:
             with contextlib.suppress(OSError, ValueError):  # "max" is none
-                found.append(int((folder / ("memory.max" if self.v2 else "memory.limit_in_bytes")).read_text()))
+                limit = int((folder / ("memory.max" if self.v2 else "memory.limit_in_bytes")).read_text())
+                found.append((limit, max(0, limit - self._taken(folder))))
             if folder == self.top or folder == folder.parent:
                 return found
             folder = folder.parent
+
+    def _taken(self, folder: Path) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            taken = int((folder / ("memory.current" if self.v2 else "memory.usage_in_bytes")).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            name = "inactive_file" if self.v2 else "total_inactive_file"
+            return taken - next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+        return 0
 
 
 def memory_group(proc: Path = Path("/proc")) -> MemoryGroup | None:
@@ -93,10 +109,51 @@ class MemoryKills:
 
     def _limit(self) -> int | None:
         limits = [] if self._group is None else self._group.limits()
-        with contextlib.suppress(OSError, ValueError, StopIteration):
-            lines = (self._proc / "meminfo").read_text().splitlines()
-            limits.append(next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:")))
+        if (total := _meminfo("MemTotal", self._proc)) is not None:
+            limits.append(total)
         return min(limits, default=None)
+
+
+def memory_left(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Returns the memory that this process could still take and all that it may take (bytes): of the host, its control
+    group, or its own limit, whichever is least. (0, 0) where nothing tells."""
+    total, free = _meminfo("MemTotal", proc), _meminfo("MemAvailable", proc)
+    group = memory_group(proc)
+    levels = [] if group is None else group.levels()
+    if total is not None:
+        levels.append((total, total if free is None else free))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        levels.append((limit, max(0, limit - _status(proc).get("VmSize", 0))))
+    return min((left for _, left in levels), default=0), min((limit for limit, _ in levels), default=0)
+
+
+def resident(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Returns the bytes that this process has in memory, now and at their peak since ``begin_peak``, or since its
+    start."""
+    status = _status(proc)
+    now = status.get("VmRSS", 0)
+    return now, max(now, status.get("VmHWM", 0))  # which the kernel brings up to date only now and then
+
+
+def _status(proc: Path) -> dict[str, int]:
+    with contextlib.suppress(OSError, ValueError):
+        lines = [line.split() for line in (proc / "self/status").read_text().splitlines()]
+        return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}
+    return {}
+
+
+def begin_peak(proc: Path = Path("/proc")) -> None:
+    """Has the peak of ``resident`` begin anew, where the kernel allows it."""
+    with contextlib.suppress(OSError):
+        (proc / "self/clear_refs").write_text("5")
+
+
+def _meminfo(name: str, proc: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (proc / "meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+    return None
 
 
 def _gb(size: int) -> str:

@@ -53,6 +53,8 @@ class CommandQueue:
     # Of the class, as a queue of one node is used for each answer: more than 30 attributes would not be in line.
     #: opens a shut queue: the link's
     open: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
+    #: queues the frees of what is dead in a queue and in all that overlap it: the link's
+    free_all: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
     #: commands of nodes that overlap others, packed but in no message yet; those of several nodes wait at each of them
     pieces: Sequence[object] = ()
     waiting = 0  #: the number of these commands
@@ -221,6 +223,17 @@ class CommandQueue:
         self.limit = min(self.batch, len(self.queue) + 2 * SWEEP)
         if self.shut:  # as below
             self.limit = 0
+
+    @uninterrupted
+    def free_dead(self) -> None:
+        """Queues the frees of all that is dead before the next command, which is to allocate much memory: the node has
+        given up by then what the script has."""
+        overlaps = self.overlaps
+        if not overlaps:
+            if self.dead:
+                self._queue_frees(self._take_dead())
+        elif self.dead or any([other.dead for other in overlaps]):
+            self.free_all(self)
 
     def set_flush_threshold(self, batch: int) -> None:
         """Sets the ``len(commands)`` at which the next message leaves."""

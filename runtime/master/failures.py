@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 
 import torch
@@ -73,6 +73,8 @@ class Failure:
     site: Site | None
     observed: bool = False
     noted: str = ""  #: what the script was at, where it has said so
+    #: the lines of tensors that the node held, where it has told of them
+    makers: Mapping[int, Site] = field(default_factory=dict)
 
     @property
     def seq(self) -> int:
@@ -94,16 +96,18 @@ class Failure:
             where += f"\n  in {self.noted}"
         return f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n{where}"
 
-    def exception(self, others: Sequence[Failure] = (), loss: NodeLost | None = None) -> Exception:
+    def exception(self, others: Sequence[Failure] = (), loss: NodeLost | None = None, held: str = "") -> Exception:
         """Makes the exception: of the original type where that is known, else a RemoteError that names it; NodeLost
         where the command failed by the ``loss`` of another node.
 
-        The exception has the original's arguments and text; its notes are the place, the node's traceback and
-        ``others``, later failures. Marks the failure as observed.
+        The exception has the original's arguments and text; its notes are the place, what the node ``held``, the node's
+        traceback and ``others``, later failures. Marks the failure as observed.
         """
         self.observed = True
         error = self._original() if loss is None else loss.again()
         error.add_note(self.where() if loss is None else f"{self.where()}\n  as: {self.told.message}")
+        if held:
+            error.add_note(held)
         if self.told.traceback:
             error.add_note(f"--- traceback on node {self.rank} ---\n{self.told.traceback.rstrip()}")
         for i, other in enumerate(others[:MAX_ATTACHED]):
@@ -156,4 +160,7 @@ def _cut(told: c.Failed, most: int) -> c.Failed:
     flat = [x for arg in told.args for x in (arg if isinstance(arg, tuple) else (arg,))]
     short = len(flat) <= MAX_ARGS and sum(len(x) for x in flat if isinstance(x, str)) <= most
     args = told.args if short else ()
-    return c.Failed(told.seq, told.op[:MAX_NAME], told.kind[:MAX_NAME], message, told.traceback[:most], args, told.lost)
+    return c.Failed(
+        told.seq, told.op[:MAX_NAME], told.kind[:MAX_NAME], message, told.traceback[:most], args, told.lost,
+        told.holdings if most else None,
+    )  # fmt: skip

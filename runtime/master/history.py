@@ -81,6 +81,21 @@ def asks(command: c.Command) -> int:
     return -1 if isinstance(asking, c.Adopt) else getattr(asking, "request", -1)
 
 
+def made_by(command: c.Command) -> list[int]:
+    """Returns the refs that a command may make, its own first. Without its template, further outputs of a Call are not
+    told from numbers below zero."""
+    match command:
+        case c.Call(out=out, args=args) | c.Ask(call=c.Call(out=out, args=args)):
+            return [out, *(out - arg for arg in args if type(arg) is int and arg < 0)]
+        case c.Recv(out=out):
+            return [out]
+        case c.Adopt(refs=refs):
+            return list(refs)
+        case c.Collective(outs=outs):
+            return list(outs)
+    return []
+
+
 def to_keep(first: int, message: bytes, commands: Sequence[c.Command]) -> bytes:
     """Returns the message to keep of a batch that was encoded as ``message``: itself, or a short one."""
     if len(message) <= BYTES + BYTES_PER_COMMAND * len(commands):

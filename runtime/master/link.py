@@ -126,9 +126,10 @@ class Link:
             if made is None:
                 made = FanOut([self.nodes[rank].outbox for rank in ranks])
                 overlaps = [queue for queue in self.queues if not set(ranks).isdisjoint(queue.ranks)]
-                made.open = self.open
-                for queue in overlaps:
+                for queue in (made, *overlaps):
                     queue.open = self.open
+                    queue.free_all = self.free_all
+                for queue in overlaps:
                     queue.overlaps = (*queue.overlaps, made)
                 made.overlaps = tuple(overlaps)
                 made.set_shut(True)  # the first command opens it
@@ -154,13 +155,28 @@ class Link:
                         other.set_shut(not other.queue)
                     raise
                 queue.set_shut(False)
-                # who alternates comes to no flush, which would send and look at the window
-                for other in before:
-                    for member in other.members:
-                        if member.waiting >= WAITING:
-                            self._send_to(member)  # type: ignore[arg-type]
-                if queue.moved - queue.looked >= LOOK:
-                    queue.limit = 0  # the next append does, in ``tick``
+                self._keep_moving(queue, before)
+
+    @uninterrupted
+    def free_all(self, queue: CommandQueue) -> None:
+        """Packs a queue and those that overlap it, with the frees of all that is dead in any of them."""
+        with self._lock:
+            if self.closed:
+                return
+            packed = [each for each in (queue, *queue.overlaps) if each.dead and each.there]
+            for each in packed:
+                each.pack()
+            self._keep_moving(queue, packed)
+
+    def _keep_moving(self, queue: CommandQueue, packed: Sequence[CommandQueue]) -> None:
+        """Sends what has been packed if it is much, and has the next append to ``queue`` look at the window. For what
+        packs without a flush, which would do both: who only ever does that comes to none."""
+        for each in packed:
+            for member in each.members:
+                if member.waiting >= WAITING:
+                    self._send_to(member)  # type: ignore[arg-type]
+        if queue.moved - queue.looked >= LOOK:
+            queue.limit = 0  # the next append does, in ``tick``
 
     def extend(self, key: str, side_key: str = "") -> Node:
         """Lets in one more node, by its public keys of both connections; its rank is the next."""
@@ -441,7 +457,10 @@ class Link:
                 raise ProtocolError(f"a failure by the loss of node {reply.lost}, and no such peer is there")
             if (rank, reply.seq) not in self.failures:
                 site, noted = node.outbox.site(seq), node.noted(seq)
-                self.failures.keep(Failure(rank, hello.host, hello.pid, reply, site, noted=noted))
+                failure = Failure(rank, hello.host, hello.pid, reply, site, noted=noted)
+                if reply.holdings is not None:  # now, as the history forgets
+                    failure.makers = node.makers({held.ref for held in reply.holdings.largest})
+                self.failures.keep(failure)
                 return
             node.repeated += 1
             if node.repeated > REPEATED:

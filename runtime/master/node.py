@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import count
 
 from ..host.launcher import Sight
 from ..protocol import commands as c
 from ..protocol.arguments import Addresses
 from ..protocol.errors import DisttensorError, NodeLost
-from .history import KEPT, SHOWN, Sent, asks, doing
+from .failures import Site
+from .history import KEPT, SHOWN, Sent, asks, doing, made_by
 from .home import Home
 from .outbox import Outbox
 
@@ -94,6 +95,16 @@ class Node(Home):
                 break
             found[:0] = sent
         return found[-most:] if most else []
+
+    def makers(self, refs: Collection[int]) -> dict[int, Site]:
+        """Returns the lines of those of its last commands that made these tensors."""
+        found: dict[int, Site] = {}
+        for _, commands in self.outbox.last_messages():
+            for command, site in commands:
+                inner = command.command if isinstance(command, c.On) else command
+                if site is not None:
+                    found.update((ref, site) for ref in made_by(inner) if ref in refs and ref not in found)
+        return found
 
     def last_words(self, running: int = -1) -> tuple[str, tuple[str, ...]]:
         """Returns what it was doing, in words that follow the cause of its end, and its last commands.

@@ -184,6 +184,8 @@ class Executor(NodeState):
                 self.synchronized(command)
             case c.Memory():
                 self.memory(command)
+            case c.MemoryStats():
+                self.memory_stats(command)
             case c.Collective(done=0):
                 page.mine.begin(self.seq, COLLECTIVE)
                 collectives.take_part(self, command)
@@ -244,6 +246,8 @@ class Executor(NodeState):
         if isinstance(entry, Poison):
             channel.refuse(command.peer, command.transfer, entry.rank, entry.seq)
             return
+        if self.store.sending:
+            self.store.make_way(entry.nbytes)
         try:
             transfer = channel.isend(entry, command.peer, command.transfer)
         except Exception:  # a layout or dtype that the channel doesn't carry, or no memory: nobody must wait for it

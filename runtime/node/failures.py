@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import os
 import sys
 import traceback
 
+import torch
+
 from ..protocol import commands as c
-from ..protocol.errors import BrokenError
+from ..protocol.errors import NO_MEMORY, BrokenError
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, attempt
 
 #: Python's own exception types, whose arguments are reported.
@@ -24,8 +27,24 @@ def name_of(command: c.Command) -> str:
     return (command.what if isinstance(command, c.Run) else "") or type(command).__name__
 
 
-def told(number: int, op: str, error: Exception) -> c.Failed:
-    """Returns the report of command ``number``'s failure."""
+def is_shortage(error: BaseException | None) -> bool:
+    """Returns whether there was too little memory for what has failed, or for what made it fail."""
+    seen = 0
+    while error is not None and seen < 10:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        # torch's allocator for CPUs has no type of its own
+        words = {RuntimeError: "DefaultCPUAllocator", BrokenError: NO_MEMORY}.get(type(error))
+        if words is not None and words in str(error):
+            return True
+        error, seen = error.__cause__, seen + 1
+    return False
+
+
+def told(number: int, op: str, error: Exception, holdings: c.Holdings | None = None) -> c.Failed:
+    """Returns the report of command ``number``'s failure. ``holdings``: what the node holds, for want of memory."""
     kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
     text = attempt(lambda: str(error), f"the text of this {kind}")
     # TracebackException parses source, and CPython 3.11 can fail in that (gh-106905)
@@ -38,7 +57,7 @@ def told(number: int, op: str, error: Exception) -> c.Failed:
     args = () if args == (text,) else args
     # our own only: a hostile class may do anything when it is asked for an attribute
     lost = error.rank if type(error) is BrokenError and error.rank is not None else -1
-    return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost)
+    return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost, holdings)
 
 
 def _clean(text: str) -> str:

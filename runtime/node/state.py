@@ -7,7 +7,9 @@ of these knows another.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from ..channel.base import Arrival
 from ..channel.opened import Channels
 from ..collective.shared_pages import SharedPagesOfGroups
+from ..host.memory_limit import begin_peak, memory_left, resident
 from ..process import role
 from ..protocol import codec
 from ..protocol import commands as c
@@ -24,11 +27,17 @@ from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, replayed
 from ..protocol.traits import TRAITS
 from . import geometry
-from .failures import told
+from .failures import is_shortage, told
+from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
-from .store import Later, NotReplayed, Pending, Store, Unmade, memory
+from .store import Later, NotReplayed, Pending, Store, Unmade, memory, trim
 from .template import Template
 from .user_functions import Functions
+
+#: The most tensors that the report of a failure for want of memory names.
+SHOWN = 64
+#: So many failures in a row for want of memory say what the node holds; a row ends with so many seconds without one.
+TOLD, STREAK = 16, 0.1
 
 
 class PoisonRead(Exception):
@@ -76,6 +85,8 @@ class NodeState:
         #: the number of the command that is next, or being applied
         self.seq = 0
         self.at = -1  #: in a replay: the index of the graph's command that is being applied
+        self.shortages = 0  #: commands that failed for want of memory
+        self._short_at, self._streak = 0.0, 0  #: when the last of them was, and how many there were in a row
 
     def __repr__(self) -> str:
         held = len(self.store.entries)
@@ -145,7 +156,7 @@ class NodeState:
             # the bytes come all the same: they go into a tensor that they don't fit, so that they are dropped
             channel.irecv(torch.empty(0, dtype=torch.uint8), peer, transfer)
             raise
-        return Pending(arrival, channel, peer, math.prod(shape) * dtype.itemsize, str(device))
+        return Pending(arrival, channel, peer, math.prod(shape) * dtype.itemsize, str(device), (dtype, shape))
 
     def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Answers a Run with its function's result. Returns the tensors for which the command has refs."""
@@ -167,6 +178,46 @@ class NodeState:
         """Answers a Memory."""
         count, held = self.store.usage(command.device or None)
         self.emit(c.MemoryUsage(command.request, count, held))
+
+    def memory_stats(self, command: c.MemoryStats) -> None:
+        """Answers a MemoryStats."""
+        device, store = self.device(command.device), self.store
+        counted = device.type == "cuda" or store.tally is not None
+        figures = _cuda_figures(device, command.first) if device.type == "cuda" else self._cpu_figures(command.first)
+        holdings = self.holdings(device, min(command.largest, codec.MAX_HELD))
+        self.emit(c.MemoryFigures(command.request, tuple(sorted(figures.items())), holdings, counted))
+
+    def _cpu_figures(self, first: str) -> dict[str, int]:
+        """Does what a MemoryStats names ``first``, and returns the CPU's figures. What is reserved is what the process
+        has in memory, tensors and all else; its peak the kernel's own."""
+        store = self.store
+        if first == "trim":
+            trim(0)
+        if first == "reset":
+            begin_peak()
+        if first in ("count", "reset", "accumulated") and store.tally is None:
+            store.tally = MemoryTally(store)
+        tally = store.tally
+        if isinstance(tally, MemoryTally):
+            if first == "reset":
+                tally.look()
+                tally.reset_peaks()
+            elif first == "accumulated":
+                tally.reset_sums()
+            figures = tally.figures()
+        else:
+            figures = MemoryTally(store).figures()
+            figures = {name: figure for name, figure in figures.items() if name.endswith("current")}
+        now, peak = resident()
+        process = {"reserved_bytes.all.current": now, "reserved_bytes.all.peak": peak, "num_ooms": self.shortages}
+        return {**figures, **process}
+
+    def holdings(self, device: torch.device, largest: int) -> c.Holdings:
+        """Returns what the node holds on a device, with the ``largest`` tensors, and what is left of its memory."""
+        name = str(device)
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else memory_left()
+        held = tuple(c.Held(ref, size, _described(tensor)) for ref, size, tensor in self.store.largest(largest, name))
+        return c.Holdings(*self.store.usage(name), free, total, held)
 
     def effect(self, command: c.Command, tensor: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
         """Applies a command that needs nothing but its operands, which ``tensor`` gives, in any thread.
@@ -286,8 +337,40 @@ class NodeState:
     def tell(self, op: str, error: Exception, number: int | None = None) -> Poison:
         """Tells the master that a command failed: the one of this number, or the current one. Returns its poison."""
         number = self.number if number is None else number
-        self.emit(told(number, op, error))
+        self.emit(told(number, op, error, self._short(error)))
         return Poison(self.rank, number)
+
+    def _short(self, error: Exception) -> c.Holdings | None:
+        """Returns what the node holds, if a command failed for want of memory: of many in a row, for the first ones."""
+        if not is_shortage(error):
+            return None
+        self.shortages += 1
+        now = time.monotonic()
+        self._streak = self._streak + 1 if now - self._short_at < STREAK else 1
+        self._short_at = now
+        if self._streak > TOLD:
+            return None
+        device = torch.device("cpu")
+        with suppress(Exception):  # there may be too little even for that
+            if self.cuda and isinstance(error, torch.OutOfMemoryError):
+                device = torch.device("cuda", torch.cuda.current_device())
+            return self.holdings(device, SHOWN)
+        return None
+
+
+def _cuda_figures(device: torch.device, first: str) -> dict[str, int]:
+    """Does what a MemoryStats names ``first``, and returns what torch's allocator counts of a CUDA device."""
+    if first == "trim":
+        torch.cuda.empty_cache()
+    elif first == "reset":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif first == "accumulated":
+        torch.cuda.reset_accumulated_memory_stats(device)
+    return {name: n for name, n in torch.cuda.memory_stats(device).items() if type(n) is int and n >= 0}
+
+
+def _described(tensor: torch.Tensor | Pending) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"[: codec.MAX_WHAT]
 
 
 def _generator(device: torch.device) -> torch.Tensor:

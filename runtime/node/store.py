@@ -10,8 +10,10 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from heapq import nlargest
 from itertools import accumulate
-from typing import Any
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 
@@ -23,12 +25,16 @@ from ..protocol.failure_ids import Poison
 #: When the store has shrunk by so many tensors, the memory that malloc kept of them goes back to the system.
 _MANY = 50_000
 
+#: The most bytes of tensors that a node is sending: it keeps them until they have left, though the script has dropped
+#: them. Of larger ones there is one.
+LEAVING = 256 << 20
+
 
 def _nothing(pad: int) -> int:
     return 0
 
 
-_trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", _nothing)
+trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", _nothing)
 
 
 Value = torch.Tensor | Poison
@@ -38,12 +44,21 @@ Tell = Callable[[Exception], Poison]  #: reports a failure to the master
 class Pending:
     """A placeholder for a tensor that a transfer is filling."""
 
-    def __init__(self, transfer: Arrival, channel: DataChannel, peer: int, nbytes: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        transfer: Arrival,
+        channel: DataChannel,
+        peer: int,
+        nbytes: int,
+        device: str = "cpu",
+        form: tuple[torch.dtype, tuple[int, ...]] = (torch.uint8, ()),
+    ) -> None:
         self.transfer = transfer
         self.channel = channel
         self.peer = peer
         self.nbytes = nbytes
         self.device = device
+        self.dtype, self.shape = form
         self._value: Value | None = None
         self._lock = threading.Lock()
 
@@ -110,6 +125,14 @@ Later = (Pending, Promise)
 Entry = torch.Tensor | Poison | Pending | Promise | Unmade | Other
 
 
+class Tally(Protocol):
+    """Counts the memory of a store's tensors (memory_tally.py)."""
+
+    def look(self) -> None: ...
+
+    def drop(self, refs: Iterable[int]) -> None: ...
+
+
 class Store:
     """The entries of a node, by ref."""
 
@@ -122,6 +145,7 @@ class Store:
         self.sending: list[tuple[Entry, Transfer]] = []
         #: ref of a graph's output -> the dict that keeps it if it is freed while others see its memory
         self.watched: dict[int, dict[int, torch.Tensor]] = {}
+        self.tally: Tally | None = None  #: counts memory, once somebody has asked for its peak
         self._peak = 0  #: the most entries since memory was last given back
 
     def __repr__(self) -> str:
@@ -132,6 +156,9 @@ class Store:
         entries, ref = self.entries, first
         if self.watched:
             self._watch((first, *accumulate(distances, initial=first)))
+        if self.tally is not None:
+            self.tally.look()
+            self.tally.drop(accumulate(distances, initial=first))
         self._peak = max(self._peak, len(entries))
         entries.pop(ref, None)
         for distance in distances:
@@ -139,7 +166,7 @@ class Store:
             entries.pop(ref, None)
         if self._peak - len(entries) > _MANY and len(entries) < self._peak // 2:
             self._peak = len(entries)
-            _trim(0)
+            trim(0)
         if self.pending:
             self.pending = {r: p for r, p in self.pending.items() if r in entries}
 
@@ -174,16 +201,48 @@ class Store:
         """Returns the number of live tensors, and the bytes of their distinct storages (of sparse ones: 0)."""
         storages: dict[int, int] = {}
         count = 0
-        for entry in list(self.entries.values()):  # copied at once: the calling thread may not be the one that writes
-            tensor = made(entry)
-            if isinstance(entry, Pending) and tensor is None and device in (None, entry.device):
-                count += 1
-                storages[id(entry)] = entry.nbytes
-            if tensor is None or (device is not None and str(tensor.device) != device):
-                continue
+        for _, entry in self._on(device):
             count += 1
-            storages[memory(tensor)] = tensor.untyped_storage().nbytes() if torch._C._has_storage(tensor) else 0
+            key, size = size_of(entry)
+            storages[key] = size
         return count, sum(storages.values())
+
+    def _on(self, device: str | None) -> Iterable[tuple[int, torch.Tensor | Pending]]:
+        """Yields what is on a device, or anywhere: tensors, and receives under way; with their refs."""
+        for ref, entry in list(self.entries.items()):  # at once: the calling thread may not be the one that writes
+            tensor = made(entry)
+            if tensor is not None and device in (None, str(tensor.device)):
+                yield ref, tensor
+            elif tensor is None and isinstance(entry, Pending) and device in (None, entry.device):
+                yield ref, entry
+
+    def make_way(self, nbytes: int) -> None:
+        """Waits until there is room for a send of so many bytes beside those under way, the oldest first.
+
+        Each transfer is issued at both ends at once, so a send waits for none that is behind it, at whichever node.
+        """
+        under_way = [(made(entry), transfer) for entry, transfer in self.sending if not transfer.is_completed()]
+        left = sum(tensor.nbytes for tensor, _ in under_way if tensor is not None)
+        for tensor, transfer in under_way:
+            if left + nbytes <= LEAVING:
+                return
+            wait_quietly(transfer)
+            left -= 0 if tensor is None else tensor.nbytes
+
+    def leaving(self) -> dict[int, int]:
+        """Returns the bytes of what is being sent and lies on the CPU, by ``memory``: that stays until it has left,
+        whether it was freed or not."""
+        tensors = (made(entry) for entry, transfer in list(self.sending) if not transfer.is_completed())
+        return dict(size_of(tensor) for tensor in tensors if tensor is not None and tensor.device.type == "cpu")
+
+    def largest(self, most: int, device: str | None = None) -> list[tuple[int, int, torch.Tensor | Pending]]:
+        """Returns (ref, bytes, tensor) of the largest storages, ``most`` at most: of each the tensor that came
+        first."""
+        found: dict[int, tuple[int, int, torch.Tensor | Pending]] = {}
+        for ref, entry in self._on(device):
+            key, size = size_of(entry)
+            found.setdefault(key, (ref, size, entry))
+        return nlargest(most, found.values(), key=itemgetter(1))
 
     def clear(self) -> None:
         self.entries.clear()
@@ -195,6 +254,13 @@ def made(entry: Entry) -> torch.Tensor | None:
     """Returns the tensor that an entry is, or stands for, if that exists already."""
     tensor = entry.tensor if isinstance(entry, Pending) else entry.value if isinstance(entry, Promise) else entry
     return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def size_of(entry: torch.Tensor | Pending) -> tuple[int, int]:
+    """Returns the key of what a tensor lies in (``memory``), and its bytes: of a sparse one 0."""
+    if isinstance(entry, Pending):
+        return id(entry), entry.nbytes
+    return memory(entry), entry.untyped_storage().nbytes() if torch._C._has_storage(entry) else 0
 
 
 def memory(tensor: torch.Tensor) -> int:

@@ -80,6 +80,25 @@ class Expected(Message, frozen=True, tag=9):
     bits: int
 
 
+class Held(Message, frozen=True):
+    """A tensor that a node holds, and the bytes of its storage."""
+
+    ref: int
+    bytes: int
+    what: str  #: dtype and shape, as "float32 (2, 3)"
+
+
+class Holdings(Message, frozen=True):
+    """The tensors that a node holds on a device, and the memory that the device has. ``largest``: one tensor for each
+    of the largest storages."""
+
+    tensors: int
+    bytes: int
+    free: int
+    total: int
+    largest: tuple[Held, ...] = ()
+
+
 class Addresses(Message, frozen=True):
     """A peer's addresses in one data channel: of its DataChannel for transfers, and of the one for collectives."""
 
@@ -94,6 +113,8 @@ __all__ = [
     "Device",
     "Expected",
     "Geometry",
+    "Held",
+    "Holdings",
     "Hole",
     "Items",
     "Layout",

@@ -30,6 +30,9 @@ MAX_DIMS = 64
 DIGEST = 16
 #: The most characters of a reason why something can't be used.
 MAX_REASON = 4096
+#: The most figures of a device's memory, and characters of the name of one; the most tensors that a node names as its
+#: largest, and characters of a tensor's dtype and shape.
+MAX_FIGURES, MAX_FIGURE, MAX_HELD, MAX_WHAT = 1000, 100, 1000, 200
 
 #: The number of elements or bytes that torch can count with room to spare. (An expanded tensor has no such memory.)
 _COUNTABLE = 1 << 62
@@ -238,6 +241,25 @@ def _check_geometry(g: c.Geometry) -> None:
         raise ProtocolError(f"{g.device[:100]!r} is no device")
 
 
+def _check_figures(told: c.MemoryFigures) -> None:
+    if len(told.figures) > MAX_FIGURES:
+        raise ProtocolError(f"{len(told.figures)} figures of memory are over the limit of {MAX_FIGURES}")
+    for name, figure in told.figures:
+        _check_text("the name of a figure", name, MAX_FIGURE)
+        _check_sizes(figure)
+    _check_holdings(told.holdings)
+
+
+def _check_holdings(told: c.Holdings | None) -> None:
+    if told is None:
+        return
+    _check_sizes(told.tensors, told.bytes, told.free, told.total, *(held.bytes for held in told.largest))
+    if len(told.largest) > MAX_HELD:
+        raise ProtocolError(f"{len(told.largest)} tensors are over the limit of {MAX_HELD}")
+    for held in told.largest:
+        _check_text("a tensor's dtype and shape", held.what, MAX_WHAT)
+
+
 def _check_digest(digested: c.Digested) -> None:
     if len(digested.digest) != DIGEST:
         raise ProtocolError(f"a hash has {DIGEST} bytes, not {len(digested.digest)}")
@@ -255,6 +277,8 @@ _CHECKS: dict[type[c.Reply], Callable[[Any], None]] = {
     c.Shapes: lambda reply: _check_geometries(reply.outs),
     c.Result: lambda reply: _check_geometries(reply.tensors),
     c.MemoryUsage: lambda reply: _check_sizes(reply.tensors, reply.bytes),
+    c.MemoryFigures: _check_figures,
+    c.Failed: lambda reply: _check_holdings(reply.holdings),
     c.StorageInfo: lambda reply: _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride),
     c.Unusable: lambda reply: _check_reasons(reply.reasons),
     c.GraphEngines: lambda reply: _check_reasons(text for program in reply.programs for text in program),

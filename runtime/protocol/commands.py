@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from .arguments import *  # noqa: F403 - modules that use commands use these
-from .arguments import Addresses, Expected, Geometry, Message, Plain, Spec, Value
+from .arguments import Addresses, Expected, Geometry, Holdings, Message, Plain, Spec, Value
 
 # ---- commands: master -> node --------------------------------------------------------------------------------------
 
@@ -182,6 +182,19 @@ class Memory(Message, frozen=True, tag=23):
 
     request: int
     device: str
+
+
+class MemoryStats(Message, frozen=True, tag=68):
+    """Asks for the statistics of a device's memory, as torch.cuda names them; the node answers MemoryFigures.
+
+    ``first``: what it does before: "" for nothing, "count" begins to count peaks if it does not yet, "reset" has them
+    begin anew, "accumulated" the sums, "trim" gives memory back that is not used.
+    """
+
+    request: int
+    device: str
+    first: str = ""
+    largest: int = 0  #: the most tensors that it is to name
 
 
 class Storage(Message, frozen=True, tag=28):
@@ -418,6 +431,7 @@ Command: TypeAlias = (
     | Keep
     | Sync
     | Memory
+    | MemoryStats
     | Storage
     | Digest
     | Count
@@ -502,6 +516,15 @@ class MemoryUsage(Message, frozen=True, tag=48):
     bytes: int
 
 
+class MemoryFigures(Message, frozen=True, tag=69):
+    """The statistics of a device's memory. ``counted``: it has counted peaks since before it was asked."""
+
+    request: int
+    figures: tuple[tuple[str, int], ...]
+    holdings: Holdings
+    counted: bool
+
+
 class StorageInfo(Message, frozen=True, tag=49):
     """The storage that a tensor is in, and how the tensor lies in it, which a kernel may have chosen."""
 
@@ -578,6 +601,7 @@ class Failed(Message, frozen=True, tag=44):
     #: the exception's arguments, which are of types of Python's own, if they are more than its message
     args: tuple[Plain | tuple[Plain, ...], ...] = ()
     lost: int = -1  #: the peer by whose loss it failed, if that is known; else -1
+    holdings: Holdings | None = None  #: what the node held, where it failed for want of memory
 
 
 class Poisoned(Message, frozen=True, tag=45):
@@ -612,6 +636,7 @@ Reply: TypeAlias = (
     Hello
     | Answer
     | MemoryUsage
+    | MemoryFigures
     | StorageInfo
     | Digested
     | RngState

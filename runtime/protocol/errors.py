@@ -114,6 +114,10 @@ class ChannelError(DisttensorError):
     """A data channel's transfer failed."""
 
 
+#: The words of a transfer's error whose receiver had too little memory.
+NO_MEMORY = "has no memory for it"
+
+
 class PeerFailed(DisttensorError):
     """Another rank of a process group has failed, or is gone, and this one could not go on without it."""
 

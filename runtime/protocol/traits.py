@@ -106,6 +106,7 @@ TRAITS: dict[type[c.Command], Traits] = {
     ),
     c.Sync: Traits(overtaken=True),
     c.Memory: Traits(overtaken=True),
+    c.MemoryStats: Traits(overtaken=True),
     c.Storage: Traits(
         on_stream=True, routed=True, overtaken=True, anywhere=True, reads=lambda storage, _: (storage.ref,)
     ),

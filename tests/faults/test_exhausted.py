@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import resource
 import socket
 import subprocess
@@ -76,6 +77,79 @@ def test_a_node_without_memory(what: str) -> None:
         assert torch.equal((x + 1).cpu(), torch.arange(1000.0) + 1)
         caught.value.__traceback__ = None
         dt.synchronize()
+
+
+def kept_by_the_user(device: torch.device | str) -> list[torch.Tensor]:
+    return [torch.ones(8 << 20, device=device) for _ in range(4)]
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def joined(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x] * 8)
+
+
+def line_of(function: Callable[..., object]) -> str:
+    return f"{__file__}:{function.__code__.co_firstlineno + 1} in {function.__name__}"
+
+
+def held(note: str) -> list[str]:
+    """What a note says of the largest tensors, a line for each line of the program."""
+    return [line for line in note.splitlines() if f"{__file__}:" in line]
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("where", ["node:1", "mesh"])
+def test_a_node_without_memory_names_the_lines_that_have_it(where: str) -> None:
+    """Also those of tensors that the script has dropped by the time that it learns of it."""
+    device = dt.mesh(dp=2).device if where == "mesh" else torch.device(where)
+    has = int(Path(f"/proc/{pid_of(1)}/statm").read_text().split()[0]) * resource.getpagesize()
+    with aftermath(0, 1), limited(resource.RLIMIT_AS, has + (256 << 20), pid_of(1)):
+        kept = kept_by_the_user(device)
+        soon_dropped = doubled(kept[0])
+        too_much = joined(soon_dropped)
+        del soon_dropped
+        with pytest.raises(RuntimeError, match="tried to allocate 268435456 bytes") as caught:
+            too_much.sum().item()
+        notes = caught.value.__notes__
+        assert "aten::cat" in notes[0]
+        assert line_of(joined) in notes[0]
+        assert re.search(r"^node 1 held 160\.00 MiB in 5 tensors; [\d.]+ MiB of [\d.]+ GiB are left$", notes[1], re.M)
+        first, second = held(notes[1])
+        assert f"128.00 MiB  {line_of(kept_by_the_user)}" in first
+        assert first.endswith(": 4 tensors, the largest float32 (8388608,)")
+        assert second.endswith(f"32.00 MiB  {line_of(doubled)}: float32 (8388608,)")
+        if where == "mesh":
+            assert notes[-1] == "  on node 1 (dp=1): 1 of 2 ranks"
+        del caught, too_much
+        assert on_node_1(kept[1][0] + 1) == 2
+        kept.clear()
+        again = torch.ones(40 << 20, device=device)  # more than was left
+        assert on_node_1(again[0]) == 1
+        del again
+        dt.synchronize()
+        assert torch.node.memory_stats(1)["num_ooms"] == 1  # type: ignore[attr-defined]
+
+
+def on_node_1(x: torch.Tensor) -> float:
+    return (x if x.device == torch.device("node:1") else x.at(dp=1)).item()  # type: ignore[attr-defined]
+
+
+def test_a_peak_that_nobody_has_counted_is_said_to_begin() -> None:
+    node = torch.node  # type: ignore[attr-defined]
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        x = torch.ones(1 << 18, device="node:0")
+        assert "not counted" in node.memory_summary()
+        with pytest.warns(UserWarning, match="counts the peak of its memory from now on") as told:
+            peak = node.max_memory_allocated()
+        assert peak == 1 << 20
+        assert [each.filename for each in told] == [__file__]
+        x = torch.ones(1 << 19, device="node:0")
+        assert node.max_memory_allocated() == 3 << 20  # and says it once
+        del x
 
 
 @pytest.mark.fault(44)

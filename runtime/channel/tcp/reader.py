@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from ...protocol.errors import BrokenError, ChannelError, ProtocolError
+from ...protocol.errors import NO_MEMORY, BrokenError, ChannelError, ProtocolError
 from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier, Parcel
 from ..payload import byte_view, describe, scratch, store
@@ -320,7 +320,7 @@ class Reader:
     def _fail_for_room(self, entry: Receive, what: str, error: BaseException) -> None:
         """Fails a transfer for which there is no memory. The connection is in order."""
         self._peer.unclaim()
-        entry.ticket.fail(BrokenError, f"{what}: rank {self._peer.me} has no memory for it: {error}")
+        entry.ticket.fail(BrokenError, f"{what}: rank {self._peer.me} {NO_MEMORY}: {error}")
 
     def _carrier(self) -> Carrier:
         """Returns the peer's carrier. Raises ProtocolError if there is none."""

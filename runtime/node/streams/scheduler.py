@@ -116,6 +116,8 @@ class Scheduler(Lanes):
                 self.when_done(lambda: node.synchronized(command))
             case c.Memory():
                 self.when_done(lambda: node.memory(command))
+            case c.MemoryStats():
+                self.when_done(lambda: node.memory_stats(command))
             case c.Signal():
                 self._signal(command)
             case c.Join():

@@ -1,0 +1,62 @@
+"""Words for what a node holds: how much, and the largest tensors by the lines of the user's program that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from ..runtime.master.failures import Site, line_of
+from ..runtime.protocol import commands as c
+
+#: The most lines that are named.
+LINES = 10
+
+#: Returns the lines that made the tensors of these refs, where they are known: set by proxy/, above.
+_lines: list[Callable[[Collection[int]], dict[int, Site]]] = []
+
+
+def lines_by(find: Callable[[Collection[int]], dict[int, Site]]) -> None:
+    """Declares the function that finds the lines which made tensors that there are proxies of."""
+    _lines[:] = [find]
+
+
+def size(n: int) -> str:
+    """Returns a number of bytes in words, as torch says it: "512 bytes", "1.50 GiB"."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if n >= 1 << shift:
+            return f"{n / (1 << shift):.2f} {unit}"
+    return f"{n} bytes"
+
+
+def held(holdings: c.Holdings) -> str:
+    """Returns how much a node holds, and how much is left."""
+    return (
+        f"{size(holdings.bytes)} in {holdings.tensors} tensor{'' if holdings.tensors == 1 else 's'}; "
+        f"{size(holdings.free)} of {size(holdings.total)} are left"
+    )
+
+
+def by_line(holdings: c.Holdings, makers: Mapping[int, Site]) -> list[str]:
+    """Returns the largest of the tensors that a node holds, by the lines that made them: a text for each line.
+
+    The line of a large tensor is known that the script still has, and that of one which it has made lately
+    (``makers``).
+    """
+    refs = {each.ref for each in holdings.largest}
+    known = {**makers, **_lines[0](refs)}
+    groups: dict[str, list[c.Held]] = {}
+    for each in holdings.largest:
+        site = known.get(each.ref)
+        groups.setdefault("a line that is not known any more" if site is None else line_of(site), []).append(each)
+    largest = sorted(groups.items(), key=lambda group: -sum(each.bytes for each in group[1]))[:LINES]
+    found = []
+    for line, tensors in largest:
+        total, most = sum(each.bytes for each in tensors), max(tensors, key=lambda each: each.bytes)
+        many = f"{len(tensors)} tensors, the largest {most.what}" if len(tensors) > 1 else most.what
+        found.append(f"  {size(total):>11}  {line}: {many}")
+    return found
+
+
+def note(holdings: c.Holdings, rank: int, makers: Mapping[int, Site]) -> str:
+    """Returns what to add to the error of a command that failed for want of memory."""
+    lines = "\n".join(["  its largest tensors, by the lines that made them:", *by_line(holdings, makers)])
+    return f"node {rank} held {held(holdings)}\n{lines if holdings.largest else ''}".rstrip()
