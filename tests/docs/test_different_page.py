@@ -127,8 +127,7 @@ def test_whole_models() -> None:
 def test_accelerators() -> None:
     if not torch.cuda.is_available():
         assert torch.accelerator.current_accelerator() == torch.device("node")
-        with pytest.raises(NotImplementedError, match=r"torch\.node\.memory_allocated"):
-            torch.accelerator.memory_allocated()
+        assert torch.accelerator.memory_allocated(1) == torch.node.memory_allocated("node:1")
         assert isinstance(torch.Event(), torch.node.Event)
         assert isinstance(torch.Stream(), torch.node.Stream)
     assert not isinstance(torch._C.Event("node:1"), torch.node.Event)  # as one that was imported by name before

@@ -88,7 +88,7 @@ for number, (title, code, _) in enumerate(MISTAKES):
         exec(compile(code, name, "exec"))
         said = "nothing"
     except Exception as e:
-        where = [note for note in getattr(e, "__notes__", ()) if note.startswith("  ")]
+        where = [note for note in getattr(e, "__notes__", ()) if note.startswith(("  ", "node "))]
         text = "\\n".join([str(e), *where])
         trace = "".join(traceback.format_tb(e.__traceback__)) + text
         said = f"{type(e).__name__}: {text}"
@@ -107,6 +107,7 @@ VARYING = [
     (r'[^ "\n]*/([\w.-]+\.py)', r"\1"),
     (r"\(at .*?\.cpp:\d+\)|\.cpp:\d+", ".cpp"),
     (r"0x[0-9a-f]+", "0x..."),
+    (r"held .* tensors?; .* of .* are left", "held BYTES in NUMBER tensors; FREE of TOTAL are left"),
 ]
 
 

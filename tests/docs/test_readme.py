@@ -54,6 +54,15 @@ def test_the_transfers_page(tmp_path: Path) -> None:
     assert python("transfers.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_memory_page(tmp_path: Path) -> None:
+    """But for what is this machine's, and this process's in memory."""
+    program, shown = SHOWN.search((ROOT / "docs/MEMORY.md").read_text()).groups()
+    (tmp_path / "memory.py").write_text(program)
+    varying = r"host \S+, pid \d+|reserved  .*|[\d.]+ .iB of [\d.]+ .iB are left"
+    printed = python("memory.py", cwd=tmp_path).replace(f"{tmp_path}/", "")
+    assert re.sub(varying, "...", printed) == re.sub(varying, "...", textwrap.dedent(shown))
+
+
 def test_the_graphs_page(tmp_path: Path) -> None:
     program, shown = SHOWN.search((ROOT / "docs/GRAPHS.md").read_text()).groups()
     (tmp_path / "graphs.py").write_text(program)

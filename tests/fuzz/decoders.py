@@ -134,12 +134,15 @@ _HELLO = c.Hello(
 _RESULT = MSGPACK.encode(
     [1, "\u00e9", MSGPACK.Ext(1, b""), MSGPACK.Ext(2, MSGPACK.encode([1])), {"x": MSGPACK.Ext(4, b"\x90")}]
 )
+_HOLDINGS = c.Holdings(1, 24, 100, 200, (c.Held(7, 24, "float32 (2, 3)"),))
 _REPORTS = [
     c.Report(5, (reply,))
     for reply in (
         c.Answer(1, "\u00e9"), c.Shapes(2, (_G, None)), c.Result(3, _RESULT, (_G,)), c.Done(9), c.Poisoned(4, 0, 1),
         c.Failed(1, "aten::add", "builtins.RuntimeError", "no", "tb", ("no", (1, 2.5))), _HELLO,
         c.Counts(1, (("tcp", "data", 0, (1, 2, 0.5), (1, 2, 0.5)),)), c.RngState(1, b"x"), c.MemoryUsage(1, 2, 3),
+        c.MemoryFigures(1, (("allocated_bytes.all.peak", 5),), _HOLDINGS, True),
+        c.Failed(1, "aten::add", "builtins.MemoryError", "no", "", (), -1, _HOLDINGS),
         c.StorageInfo(1, 2, 3, 4, 5, (1,)), c.GraphEngines(1, (("interpreter", ""),)), c.Unusable(1, ("no",)),
         c.Opened(1, c.Addresses("127.0.0.1:5", "127.0.0.1:6")),
     )
@@ -152,6 +155,7 @@ _BATCHES = [
         (c.Define(1, "aten::zeros", (c.Items((4, 4)),), (("dtype", c.DType(0)),), 1), c.Call(1, 1, ())),
         (c.Ask(1, c.Call(1, 3, (1, 2.5, "x"))), c.Free(1, (1,)), c.On(7, c.Send(1, 1, -1))),
         (c.Recv(2, 5, -1, (2, 2), 0, "cpu"), c.Sync(4), c.Memory(2, "cpu"), c.Lost(1, "\u00e9")),
+        (c.MemoryStats(3, "cpu", "reset", 10), c.MemoryStats(4, "cuda:0")),
         (c.Part(1, (c.Call(0, 1, ()),), ((0, 0, 0),)), c.Graph(1, (), (1,), (), "x"), c.Replay(1, 5, (), (), ())),
         (c.Collective("all_reduce", 1, (0,), (1,), (1,), (4, 4), 0, 0, 0, "ring", 0, 0, -1, (), 0),),
         (c.Run(1, b"k", b"a", True, "what", (1,), c.World(1, (0, 1), 0, "gloo", _MESH)), c.Open(1, 1, "tcp")),

@@ -191,6 +191,9 @@ ANY: dict[type, st.SearchStrategy[Any]] = {
         st.builds(c.Piece, PICKLE.map(key_of), PICKLE, st.booleans()),
     ),
     c.Adopt: st.builds(c.Adopt, INTS, st.lists(REFS, max_size=2).map(tuple)),
+    c.MemoryStats: st.builds(
+        c.MemoryStats, st.just(0), DEVICES, st.sampled_from(["", "count", "reset", "accumulated", "trim", "no"]),
+        st.integers(-2, 3)),
     c.Sync: st.just(c.Sync(0)), c.Memory: st.builds(c.Memory, st.just(0), DEVICES), c.Count: st.just(c.Count(0)),
     c.Open: st.builds(c.Open, st.just(0), st.sampled_from([0, 1, -1]), TEXT),
     c.Usable: st.builds(c.Usable, st.just(0), st.lists(TEXT, max_size=2).map(tuple), st.booleans()),

@@ -115,9 +115,13 @@ def test_the_accelerator_is_the_nodes() -> None:
                 acc.empty_host_cache()
             with pytest.raises(ValueError, match="5"):
                 acc.set_device_index(5)
-            for ask in acc.memory_stats, acc.max_memory_allocated, acc.get_memory_info, acc.reset_peak_memory_stats:
-                with pytest.raises(NotImplementedError):
-                    ask()
+            acc.reset_peak_memory_stats(1)
+            x = torch.ones(100, device="node:1")
+            assert acc.memory_allocated(1) == acc.max_memory_allocated(1) == torch.node.max_memory_allocated(1) >= 400
+            assert acc.memory_stats(1).keys() == torch.node.memory_stats(1).keys()
+            assert acc.get_memory_info(1)[1] == torch.node.mem_get_info(1)[1]
+            acc.reset_accumulated_memory_stats(1)
+            del x
     assert acc.current_accelerator() == before
     if before is None:
         with pytest.raises(RuntimeError, match="none is available"):

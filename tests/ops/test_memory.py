@@ -222,18 +222,6 @@ def test_memory_of_the_process_and_of_the_host() -> None:
     assert node.memory_stats(1)["num_ooms"] == 0
 
 
-def test_the_accelerator_is_nodes() -> None:
-    acc = torch.accelerator
-    if acc.current_accelerator() != torch.device("node"):
-        pytest.skip("this machine has an accelerator of its own")
-    assert acc.memory_allocated(1) == node.memory_allocated(1)
-    assert acc.max_memory_allocated(1) == node.max_memory_allocated(1)
-    assert acc.memory_stats(1).keys() == node.memory_stats(1).keys()
-    acc.reset_peak_memory_stats(1)
-    acc.reset_accumulated_memory_stats(1)
-    assert acc.get_memory_info(1)[1] == node.mem_get_info(1)[1]
-
-
 def test_a_mesh_has_no_number() -> None:
     mesh = dt.mesh(dp=2)
     numbers = (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from aftermath import within
 from hostile_workers import BOMB
+from msgspec.structs import replace
 
 import disttensor as dt
 from disttensor.runtime.master.failures import MAX_FAILURES, MAX_TRACES, Failure, Failures
@@ -32,6 +33,7 @@ def hello(*devices: str) -> c.Hello:
 
 HELLO = hello("cpu", "cuda:0")
 FAILED = c.Failed(0, "aten::add", "builtins.RuntimeError", "no", "")
+HOLDINGS = c.Holdings(1, 24, 100, 200, (c.Held(7, 24, "float32 (2, 3)"),))
 
 
 @dataclass
@@ -102,6 +104,21 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
     "device": (c.Shapes, c.Shapes(1, (geometry(device="cuda:zz"),))),
     "long device": (c.Shapes, c.Shapes(1, (geometry(device="x" * 100_000),))),
     "negative memory": (c.MemoryUsage, c.MemoryUsage(1, 2, -8)),
+    "a negative peak": (c.MemoryFigures, c.MemoryFigures(1, (("peak", -1),), HOLDINGS, True)),
+    "a figure whose name is no text for a terminal": (
+        c.MemoryFigures,
+        c.MemoryFigures(1, (("\033[2J", 1),), HOLDINGS, True),
+    ),
+    "more figures than there are": (c.MemoryFigures, c.MemoryFigures(1, (("peak", 1),) * 2000, HOLDINGS, True)),
+    "less than no memory left": (c.MemoryFigures, c.MemoryFigures(1, (), replace(HOLDINGS, free=-1), True)),
+    "tensors without end": (
+        c.MemoryFigures,
+        c.MemoryFigures(1, (), replace(HOLDINGS, largest=(c.Held(1, 1, ""),) * 2000), True),
+    ),
+    "a shape that is no text for a terminal": (
+        c.Answer,
+        replace(FAILED, holdings=replace(HOLDINGS, largest=(c.Held(1, 1, "\n"),))),
+    ),
     "negative address": (c.StorageInfo, c.StorageInfo(1, 5, -4096, 8, 0, (1,))),
     "negative stride in a storage": (c.StorageInfo, c.StorageInfo(1, 5, 4096, 8, 0, (2, -1))),
     "empty state": (c.RngState, c.RngState(1, b"")),

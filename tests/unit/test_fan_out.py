@@ -96,8 +96,8 @@ def outs(commands: list[c.Command]) -> list[int]:
 # ---- one thread ------------------------------------------------------------------------------------------------------
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["issue", "issue", "issue", "drop", "flush", "flush_all", "add"]), st.integers(0, 50),
-              st.integers(0, 50), st.integers(0, 50)),
+    st.tuples(st.sampled_from(["issue", "issue", "issue", "large", "drop", "flush", "flush_all", "add"]),
+              st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)),
     min_size=1, max_size=120,
 )  # fmt: skip
 
@@ -108,10 +108,13 @@ def run(steps: list[tuple[str, int, int, int]]) -> None:
     alive: list[tuple[int, CommandQueue]] = []
     for kind, a, b, d in steps:
         queue = script.queues[a % len(script.queues)]
-        if kind in ("issue", "add"):
+        if kind == "large":  # as before a command that allocates much
+            queue.free_dead()
+            assert not any(other.dead for other in (queue, *queue.overlaps))
+        if kind in ("issue", "add", "large"):
             there = [ref for ref, owner in alive if set(queue.ranks) <= set(owner.ranks)]
             uses = sorted({there[n % len(there)] for n in (b, d)}) if there else []
-            if kind == "issue":
+            if kind != "add":
                 ref = script.issue(queue, uses)
             else:
                 ref = next(script.refs)
@@ -240,6 +243,37 @@ def test_a_free_waits_for_a_use_whose_thread_is_about_to_open_its_queue(script: 
     script.link.flush(mesh)
     script.link.flush_all()
     assert out in outs(script.commands(1))
+    script.check_frees()
+
+
+@pytest.mark.parametrize("dies", [0, 1, 2])
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_what_is_dead_is_freed_before_much_is_made(dies: int, made: int, script: Script) -> None:
+    """Whichever of the queues that overlap has the one and the other."""
+    queues = [script.queues[1], script.link.fan_out((0, 1)), script.link.fan_out((1, 2, 3))]
+    ref = script.issue(queues[dies], [])
+    used = script.issue(script.queues[1], [ref])
+    queues[dies].dead.append(ref)
+    queues[made].free_dead()
+    out = script.issue(queues[made], [])
+    script.link.flush_all()
+    got = script.commands(1)
+    assert outs(got) == [ref, used, out]
+    (at,) = (at for at, command in enumerate(got) if command == c.Free(ref, ()))
+    assert outs(got[:at]) == [ref, used]
+    assert outs(got[at:]) == [out]
+    script.check_frees()
+
+
+def test_much_that_is_made_in_turns_is_sent(script: Script) -> None:
+    """Each packs what is dead, so that no queue ever is long enough to be flushed."""
+    node, mesh = script.queues[1], script.link.fan_out((0, 1, 2, 3))
+    for _ in range(400):
+        for queue in (node, mesh):
+            queue.dead.append(script.issue(queue, []))
+            queue.free_dead()
+    assert len(script.commands(1)) > 400
+    script.link.flush_all()
     script.check_frees()
 
 

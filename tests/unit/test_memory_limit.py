@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from disttensor.runtime.host.memory_limit import MemoryGroup, MemoryKills, memory_group
+from disttensor.runtime.host.memory_limit import (
+    MemoryGroup,
+    MemoryKills,
+    begin_peak,
+    memory_group,
+    memory_left,
+    resident,
+)
 
 GB = 10**9
 
@@ -107,6 +115,43 @@ def test_the_folder_of_a_group_in_a_container(tmp_path: Path, mount_root: str, p
 def test_where_there_is_no_proc(tmp_path: Path) -> None:
     assert memory_group(tmp_path) is None
     assert MemoryKills(tmp_path).words(10**12) == ""
+
+
+@pytest.mark.parametrize("kind", ["v2", "v1"])
+def test_what_is_left_is_that_of_the_narrowest_limit(tmp_path: Path, kind: str) -> None:
+    system = System(tmp_path, kind)
+    with (system.proc / "meminfo").open("a") as file:
+        file.write(f"MemAvailable:   {9 * GB // 1024} kB\n")
+    assert [round(n / GB, 3) for n in memory_left(system.proc)] == [9, 16]
+    for folder, limit, taken, dropped in ((system.own, 12, 7, 2), (system.own.parent, 8, 3, 1)):
+        system.limit(folder, limit * GB)
+        (folder / ("memory.current" if kind == "v2" else "memory.usage_in_bytes")).write_text(f"{taken * GB}\n")
+        name = "inactive_file" if kind == "v2" else "total_inactive_file"
+        (folder / "memory.stat").write_text(f"anon 5\n{name} {dropped * GB}\n")
+    assert memory_left(system.proc) == (6 * GB, 8 * GB)
+    (system.own / "memory.stat").write_text("no such line\n")
+    assert memory_left(system.proc) == (5 * GB, 8 * GB)
+
+
+def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 60, 1 << 60))
+    free, total = memory_left()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20, 1 << 60))
+    assert memory_left() == (0, 1 << 20)
+    assert free < total < 1 << 60
+
+
+def test_the_peak_of_what_is_resident(tmp_path: Path) -> None:
+    now, peak = resident()
+    assert 0 < now <= peak
+    block = bytearray(64 << 20)
+    block[::4096] = bytes(len(block[::4096]))
+    assert resident()[1] >= now + (60 << 20)
+    del block
+    begin_peak()
+    assert resident()[1] < peak + (60 << 20)
+    assert resident(tmp_path) == (0, 0)
+    assert memory_left(tmp_path / "none")[0] >= 0
 
 
 def test_this_system_can_be_read() -> None:

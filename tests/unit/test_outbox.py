@@ -52,6 +52,20 @@ def test_order_and_numbers() -> None:
     assert codec.decode_batch(message).first == 5
 
 
+def test_what_is_dead_is_freed_before_the_next_command() -> None:
+    """If that is to allocate much; what is held by a recording stays."""
+    box = Outbox(0)
+    box.add(call(1))
+    box.hold(4)
+    box.dead.extend([7, 3, 4])
+    box.free_dead()
+    box.free_dead()
+    box.add(call(2))
+    assert sent(take(box)) == [call(1), c.Free(3, (4,)), call(2)]
+    box.release([4])
+    assert sent(take(box)) == [c.Free(4, ())]
+
+
 def test_frees_come_last_and_sorted() -> None:
     box = Outbox(0)
     box.dead.extend([7, 3, 5])
