@@ -185,7 +185,7 @@ class Executor(NodeState):
             case c.Memory():
                 self.memory(command)
             case c.MemoryStats():
-                self.memory_stats(command)
+                self.memory_stats(command, self.number)
             case c.Collective(done=0):
                 page.mine.begin(self.seq, COLLECTIVE)
                 collectives.take_part(self, command)

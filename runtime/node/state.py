@@ -179,13 +179,20 @@ class NodeState:
         count, held = self.store.usage(command.device or None)
         self.emit(c.MemoryUsage(command.request, count, held))
 
-    def memory_stats(self, command: c.MemoryStats) -> None:
-        """Answers a MemoryStats."""
+    def memory_stats(self, command: c.MemoryStats, number: int) -> None:
+        """Answers a MemoryStats, which is the command of this number; with poison if that fails."""
+        try:
+            self.emit(self._memory_stats(command))
+        except Exception as e:
+            poison = self.tell(type(command).__name__, e, number)
+            self.emit(c.Poisoned(command.request, poison.rank, poison.seq))
+
+    def _memory_stats(self, command: c.MemoryStats) -> c.MemoryFigures:
         device, store = self.device(command.device), self.store
         counted = device.type == "cuda" or store.tally is not None
         figures = _cuda_figures(device, command.first) if device.type == "cuda" else self._cpu_figures(command.first)
         holdings = self.holdings(device, min(command.largest, codec.MAX_HELD))
-        self.emit(c.MemoryFigures(command.request, tuple(sorted(figures.items())), holdings, counted))
+        return c.MemoryFigures(command.request, tuple(sorted(figures.items())), holdings, counted)
 
     def _cpu_figures(self, first: str) -> dict[str, int]:
         """Does what a MemoryStats names ``first``, and returns the CPU's figures. What is reserved is what the process

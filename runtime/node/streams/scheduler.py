@@ -117,7 +117,8 @@ class Scheduler(Lanes):
             case c.Memory():
                 self.when_done(lambda: node.memory(command))
             case c.MemoryStats():
-                self.when_done(lambda: node.memory_stats(command))
+                number = node.number
+                self.when_done(lambda: node.memory_stats(command, number))
             case c.Signal():
                 self._signal(command)
             case c.Join():
