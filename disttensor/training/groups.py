@@ -239,16 +239,18 @@ class Group:
         """Reduces the gradients that wait: each rank gets its part of the mean."""
         beside = beside and not self.also and _may_be_beside()
         packs: dict[torch.dtype, list[int]] = {}
-        for i, grad in enumerate(self._waiting):
-            if grad is not None:
-                wanted = self.policy.reduce_dtype if self.policy is not None and grad.is_floating_point() else None
-                packs.setdefault(wanted or grad.dtype, []).append(i)
+        for i, waiting in enumerate(self._waiting):
+            if waiting is not None:
+                wanted = self.policy.reduce_dtype if self.policy is not None and waiting.is_floating_point() else None
+                packs.setdefault(wanted or waiting.dtype, []).append(i)
+            del waiting  # each is freed as soon as it is packed
         made, works = [], []
         for dtype, pack in packs.items():
             rows = []
             for i in pack:
-                grad, self._waiting[i] = self._waiting[i], None
-                rows.append(self.parts[i].cut.padded(grad, 0).reshape(self.ranks, -1).to(dtype))  # type: ignore[arg-type]
+                grad: Any = self._waiting[i]
+                self._waiting[i], one = None, self.parts[i]
+                rows.append(one.cut.padded(grad, 0).reshape(self.ranks, one.parameter.numel()).to(dtype))
                 del grad
             flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
             del rows

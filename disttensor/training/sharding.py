@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..collectives import broadcast
-from ..errors.argument_checks import flag
+from ..errors.argument_checks import flag, spelled
 from ..futures.work import Work
 from ..meshes import Mesh, varying
 from ..meshes.cut import Cut, cut_of, mark, part_of, whole_of
@@ -23,6 +23,7 @@ from .schedule import Saving, Schedule, in_backward, running
 M = TypeVar("M", bound=nn.Module)
 
 
+@spelled
 def fully_shard(
     module: M,
     mesh: Mesh,

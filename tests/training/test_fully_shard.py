@@ -359,6 +359,52 @@ def test_recurrent_layers_and_attention() -> None:
     torch.testing.assert_close(model.eval()(batch().to(m.device)).cpu(), local.eval()(batch()), rtol=1e-12, atol=1e-12)
 
 
+def test_parameters_of_any_kind() -> None:
+    """One that is empty, complex ones, integers, a kernel of a convolution in another memory format."""
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none = nn.Parameter(torch.ones(0, 6))
+            self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+            self.wave = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+            self.conv = nn.Conv2d(1, 5, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.one = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = (torch.cat([x, x @ self.none.t()], 1) * self.wave).real * self.table[:6]
+            return self.conv(x.view(-1, 1, 2, 3)).flatten(1) * self.one  # type: ignore[no-any-return]
+
+    m = ranks(3)
+    local, model = made(m, Kinds)
+    for net in (local, model):
+        loss(net, batch()).backward()
+    same_gradients(m, model, local)
+    assert model.table.dtype is torch.int64
+    assert torch.equal(model.state_dict()["table"].cpu(), local.table)
+
+
+def test_autocast_is_that_of_data_parallel() -> None:
+    m = ranks(2)
+    x, y = torch.randn(STEPS, 12, 6), torch.randn(STEPS, 12, 3)
+    xs, ys = shard(x, m, dp=1), shard(y, m, dp=1)
+
+    def fit(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        for i in range(len(x)):
+            optimizer.zero_grad()
+            with torch.autocast("node", dtype=torch.bfloat16):
+                out = model(x[i])
+                assert out.dtype is torch.bfloat16
+                value = F.mse_loss(out.float(), y[i])
+            value.backward()
+            optimizer.step()
+
+    ours = train(plain, lambda model: sharded(model, m), sgd, fit, xs, ys)
+    theirs = train(plain, lambda model: DataParallel(model.to(m.device), m), sgd, fit, xs, ys)
+    for value, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(value.cpu(), wanted.cpu())
+
+
 def test_evaluation() -> None:
     """Without gradients, and in inference mode; what has been trained since is seen."""
     m = ranks(3)
@@ -838,6 +884,10 @@ def test_mistakes_of_the_call() -> None:
         TypeError, match=r"mp_policy is a torch\.distributed.*MixedPrecisionPolicy, not torch\.bfloat16"
     ):
         fully_shard(plain(), m, mp_policy=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'mp_polcy'.*mp_policy="):
+        fully_shard(plain(), m, mp_polcy=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="reshard_after_forward is True or False, not 2"):
+        fully_shard(plain(), m, reshard_after_forward=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="this Sequential is sharded already"):
         fully_shard(fully_shard(plain(), m), m)
     with pytest.raises(ValueError, match="a ModuleList has no forward pass"):
