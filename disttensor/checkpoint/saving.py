@@ -163,8 +163,9 @@ class _Saving(Work):
         return self._error if isinstance(self._error, Exception) and not asked else None
 
     def _await_end(self, timeout: float | None) -> None:
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ended.is_completed():  # else this may be its own thread, in a callback
+            self._thread.join(timeout)
+        if not self._ended.is_completed():
             raise TimeoutError(f"the {self._text} was not written within {timeout:g} s; it is still under way")
 
     def _end(self, timeout: float | None) -> None:
