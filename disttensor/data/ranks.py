@@ -37,9 +37,7 @@ class Ranks:
             for name in names:
                 where.size(name)
             self.places = self.mesh.members
-            at = self.mesh.along(names)
-            numbers = {coordinates: rank for rank, coordinates in enumerate(sorted(set(at)))}
-            self.of = [numbers[coordinates] for coordinates in at]
+            self.of = self.mesh.numbered(names)
         else:
             self.many = not isinstance(where, (int, str, torch.device))
             if self.many and not isinstance(where, Iterable):

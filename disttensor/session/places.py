@@ -315,6 +315,12 @@ class MeshPlace(Place):
                     found[rank].append(at)
         return list(map(tuple, found))
 
+    def numbered(self, names: Sequence[str]) -> list[int]:
+        """Returns the number of each member among those that differ in some dims: the first of these counts most."""
+        at = self.along(names)
+        numbers = {coordinates: number for number, coordinates in enumerate(sorted(set(at)))}
+        return [numbers[coordinates] for coordinates in at]
+
     def where(self, index: int) -> str:
         """Returns the coordinates of a member, as in "dp=3, tp=0"."""
         return where(self.dims, index)

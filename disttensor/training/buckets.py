@@ -17,7 +17,7 @@ import torch
 
 from ..collectives import all_reduce_
 from ..collectives.over_dims import Over
-from ..futures.work import Work
+from ..futures.work import Work, fetch
 from ..runtime.master.route import route
 from .named import Named, packs
 
@@ -91,15 +91,28 @@ class Buckets:
         self._reduce: Callable[..., Any] = partial(all_reduce_, op=op, over=over, transport=transport)
         self._overlap, self._accumulate = overlap, accumulate
         self._share = 1 / accumulate if op == "avg" else 1.0
+        #: a number for each rank, by which its gradients count in their sum; None: all count the same
+        self._weights: torch.Tensor | None = None
         self.held = False  #: backward passes reduce nothing
         self._task = -1  #: autograd's number of the last backward pass; later ones have higher numbers
         self._open = self._reduces = False
         self._passes = 0  #: those since the last one that reduced
+        self.added = False  #: a pass has added to gradients, and none has reduced them since
         self._left = 0  #: buckets that this pass has not reduced yet
         self._under_way: list[Work] = []
         for bucket in self._buckets:
             for at, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(_hook(self._came, bucket, at))
+
+    def weigh(self, weights: torch.Tensor | None) -> None:
+        """Has each rank's gradients count by a number of its own from now on, and their sum be what is reduced."""
+        self._weights = None if weights is None else weights * self._share
+
+    def wait(self) -> None:
+        """Waits until all that was issued for the gradients has been done. Raises the error that they have."""
+        works = [fetch(shard) for bucket in self._buckets for shard in bucket.flat[:1].shards()]  # type: ignore[attr-defined]
+        for work in works:
+            work.result()
 
     def settle(self) -> None:
         """Ends a backward pass that failed: what it has begun to reduce has been when this returns."""
@@ -127,6 +140,7 @@ class Buckets:
         if not self.held:
             self._passes += 1
         self._reduces = not self.held and self._passes == self._accumulate
+        self.added = not self._reduces
         if self._reduces:
             self._passes = 0
             self._under_way = []
@@ -147,14 +161,18 @@ class Buckets:
     def _issue(self, bucket: Bucket) -> None:
         for at in range(len(bucket.parameters)):  # those from passes that reduced nothing, of what this has not used
             bucket.take(at)
-        if self._share != 1:
+        how = {}
+        if self._weights is not None:
+            bucket.flat.mul_(self._weights)
+            how["op"] = "sum"
+        elif self._share != 1:
             bucket.flat.mul_(self._share)
         bucket.issued = True
         self._left -= 1
         if self._overlap and self._left and route.get().recorder is None:
-            self._under_way.append(self._reduce(bucket.flat, async_op=True))
+            self._under_way.append(self._reduce(bucket.flat, async_op=True, **how))
         else:
-            self._reduce(bucket.flat)
+            self._reduce(bucket.flat, **how)
 
 
 def _hook(came: Callable[[Bucket, int], None], bucket: Bucket, at: int) -> Callable[[Any], None]:

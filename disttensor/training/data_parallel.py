@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from ..collectives import broadcast
 from ..collectives.issue import check_transport
 from ..collectives.over_dims import Over
 from ..errors.argument_checks import one_of
-from ..meshes import Mesh, agree_, varying
+from ..meshes import Mesh, agree_, from_shards, varying
+from ..meshes.mesh import place_of as mesh_place
 from ..proxy.proxy import DistributedTensor
 from .batches import shares_of
 from .buckets import Buckets
@@ -43,6 +45,7 @@ class DataParallel(torch.nn.Module):
         bucket_mb: float = 25.0,
         overlap: bool = True,
         accumulate: int = 1,
+        shares: Sequence[float] | None = None,
         transport: torch.dtype | None = None,
         buffers: str | None = "first",
         skip: Sequence[str] = (),
@@ -59,6 +62,7 @@ class DataParallel(torch.nn.Module):
             accumulate: only each such number of backward passes reduces; the others add to the gradients. With "avg"
                 the gradient is the mean over these passes, too, so that k of them are one with a batch k times as
                 large. Clear gradients after each such number only.
+            shares: the number of samples of each rank along ``over``, where they differ; see the attribute.
             transport: torch.bfloat16 or torch.float16, as which gradients of more bits travel. They lose precision.
             buffers: what happens to buffers (BatchNorm's statistics) before a forward pass that follows one that
                 reduces: "first", all take the first rank's; "avg", their mean; None, each keeps its own.
@@ -91,6 +95,9 @@ class DataParallel(torch.nn.Module):
         self._buckets = Buckets(
             trained, limit_of(bucket_mb, "DataParallel"), self.over, op, overlap, accumulate, transport
         )
+        self._shares: tuple[float, ...] | None = None
+        self._op = op
+        self.shares = shares
         self._holding = False
         self._spoilt = False  #: buffers may differ, since a pass that reduces went before
 
@@ -128,6 +135,41 @@ class DataParallel(torch.nn.Module):
         finally:
             self._holding = before
 
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """The numbers of samples of the ranks along ``over``, in their order. None: all have as many.
+
+        A rank's gradients count by its share: with losses that are each the mean over a rank's own samples the gradient
+        is that of the mean over all of them. May be set before any pass: ``model.shares = loader.counts``. A rank with
+        share 0 has no effect, as long as its gradients are numbers.
+
+        Setting it raises TypeError and ValueError for what are no such numbers, ValueError with op="sum", RuntimeError
+        between passes that add up (``accumulate``, ``no_sync``).
+        """
+        return self._shares
+
+    @shares.setter
+    def shares(self, shares: Sequence[float] | None) -> None:
+        found = None if shares is None else _checked_shares(shares, self._op, self.mesh, self.over)
+        if found == self._shares:
+            return
+        if self._buckets.added:
+            raise RuntimeError(
+                "DataParallel: shares change, and gradients of a backward pass with the others have not been reduced "
+                "yet; reduce them first, or weigh the losses of an accumulation by yourself"
+            )
+        weights = None
+        if found is not None and len(set(found)) > 1:
+            at, whole = mesh_place(self.mesh, "DataParallel").numbered(self.over), math.fsum(found)
+            weights = from_shards(self.mesh, [torch.tensor(found[i] / whole, dtype=torch.float64) for i in at])
+        self._buckets.weigh(weights)
+        self._shares = found
+
+    def wait(self) -> None:
+        """Waits until the nodes have reduced all gradients, and raises what has failed there meanwhile: the error of a
+        rank's backward pass, NodeLost. Nothing else needs it: what comes next on the nodes waits by itself."""
+        self._buckets.wait()
+
     def _spread(self, named: Sequence[Named]) -> None:
         with torch.no_grad():
             for _, tensor in named:
@@ -157,6 +199,23 @@ class DataParallel(torch.nn.Module):
             f"DataParallel: {name!r} ({parameter.dtype}, requires_grad={parameter.requires_grad}) {what} when its "
             "buckets were made, so that its gradient is in none; make the DataParallel after such changes"
         )
+
+
+def _checked_shares(shares: Sequence[float], op: str, mesh: Mesh, over: tuple[str, ...]) -> tuple[float, ...]:
+    if op != "avg":
+        raise ValueError(
+            f"DataParallel: shares weigh a mean, and op is {op!r}, in which all gradients count as they are"
+        )
+    numbers = tuple(shares)
+    if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
+        raise TypeError(f"DataParallel: shares are numbers of samples, not {shares!r}")
+    ranks = math.prod(mesh.size(dim) for dim in over)
+    if len(numbers) != ranks or not all(0 <= n < math.inf for n in numbers) or not any(numbers):
+        raise ValueError(
+            f"DataParallel: shares are {ranks} numbers of samples, one for each rank along {', '.join(over)} of "
+            f"{mesh}, none of them below 0 and not all 0, not {numbers}"
+        )
+    return numbers
 
 
 def _check(module: object, mesh: object, over: tuple[str, ...]) -> None:

@@ -293,6 +293,110 @@ def test_a_graph_replays_it() -> None:
         assert torch.equal(got, wanted)
 
 
+# ---- ranks with different numbers of samples -------------------------------------------------------------------------
+
+
+def rows(m: Mesh, parts: list[torch.Tensor], most: int) -> tuple[Any, Any]:
+    """Parts of different lengths as one tensor on a mesh, filled up, and which of its rows are real."""
+    filled = [
+        torch.cat([part, torch.full((most - len(part), *part.shape[1:]), 7.0, dtype=part.dtype)]) for part in parts
+    ]
+    return from_shards(m, filled), from_shards(m, [torch.arange(most) < len(part) for part in parts])
+
+
+def mean_of_real(model: nn.Module, x: Any, real: Any) -> torch.Tensor:
+    return (model(x).square().mean(1) * real).sum() / real.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])
+def test_uneven_parts_are_weighted(bucket_mb: float) -> None:
+    """The gradient is that of one batch with the samples of all ranks."""
+    m = ranks(3)
+    local, model = made(m, bucket_mb=bucket_mb, shares=(4, 4, 4))
+    for counts in ((5, 3, 1), (1, 0, 4), (2, 2, 2)):
+        x = torch.randn(sum(counts), 6, dtype=torch.float64)
+        model.zero_grad()
+        local.zero_grad()
+        model.shares = counts
+        mean_of_real(model, *rows(m, list(x.split(counts)), 5)).backward()
+        loss(local, x).backward()
+        for got, wanted in zip(gradients(model), gradients(local), strict=True):
+            torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-14)
+    assert model.shares == (2, 2, 2)
+
+
+def test_uneven_parts_of_several_passes_and_dims() -> None:
+    m = mesh(dp=2, tp=2)
+    torch.manual_seed(0)
+    local = plain().double()
+    torch.manual_seed(0)
+    counts = (1, 2, 3, 2)  # of the ranks in the order of the dims that are named
+    model = DataParallel(plain().double().to(m.device), m, ("tp", "dp"), shares=counts, accumulate=2)
+    for _ in range(2):
+        x = torch.randn(8, 6, dtype=torch.float64)
+        parts = x.split(counts)
+        at = [parts[0], parts[2], parts[1], parts[3]]  # dp=0 tp=0, dp=0 tp=1, dp=1 tp=0, dp=1 tp=1
+        mean_of_real(model, *rows(m, at, 3)).backward()
+        (loss(local, x) / 2).backward()
+    for got, wanted in zip(gradients(model), gradients(local), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_an_epoch_whose_last_batch_is_filled_up() -> None:
+    """The loader's counts are the shares: the parameters of one process that has the batches in one piece."""
+    m = ranks(3)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 6, dtype=torch.float64))
+    local, model = made(m)
+    here = torch.optim.SGD(local.parameters(), lr=0.1)
+    there = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dt.data.distribute(data, m, batch_size=6, uneven="pad")
+    for (x,), (y,) in zip(loader, torch.utils.data.DataLoader(data, 6), strict=True):
+        model.shares = loader.counts
+        real = from_shards(m, [torch.arange(len(x)) < n for n in loader.counts])
+        there.zero_grad()
+        mean_of_real(model, x, real).backward()
+        there.step()
+        here.zero_grad()
+        loss(local, y).backward()
+        here.step()
+    assert loader.state_dict()["epoch"] == 1
+    for got, wanted in zip(model.parameters(), local.parameters(), strict=True):
+        torch.testing.assert_close(got.detach().cpu(), wanted.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_shares_that_cannot_be() -> None:
+    m = ranks(2)
+    _, model = made(m)
+    with pytest.raises(TypeError, match="shares are"):
+        model.shares = ["a", "b"]
+    for shares in ([1], [0, 0], [1, -1], [1, float("inf")]):
+        with pytest.raises(ValueError, match=r"shares are 2 numbers of samples.*along dp of Mesh\(dp=2"):
+            model.shares = shares
+    with pytest.raises(ValueError, match="shares weigh a mean, and op is 'sum'"):
+        made(m, op="sum", shares=(1, 2))
+    with model.no_sync():
+        loss(model, torch.randn(4, 6, dtype=torch.float64)).backward()
+    with pytest.raises(RuntimeError, match="have not been reduced yet"):
+        model.shares = (1, 2)
+    loss(model, torch.randn(4, 6, dtype=torch.float64)).backward()
+    model.shares = (1, 2)
+
+
+def test_a_wait_for_the_gradients() -> None:
+    m = ranks(2)
+    _, model = made(m)
+    model.wait()  # nothing is under way
+    loss(model, torch.randn(4, 6, dtype=torch.float64)).backward()
+    model.wait()
+    x = torch.ones(4, 6, dtype=torch.float64)
+    for other in (0, 9):  # the first time has signatures asked, which would raise it
+        model.zero_grad()
+        at = from_shards(m, [torch.tensor([0]), torch.tensor([other])])
+        (loss(model, x) * x.to(m.device).index_select(0, at).mean()).backward()
+    with pytest.raises((IndexError, RuntimeError), match=r"out of range|out of bounds"):
+        model.wait()
+
+
 # ---- buffers, and what stays each rank's own -------------------------------------------------------------------------
 
 
