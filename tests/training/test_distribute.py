@@ -391,7 +391,7 @@ def test_the_script_gets_and_sends_no_bytes_of_what_nodes_read() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Counts the bytes that operations of this thread put into new memory."""
+    """Counts the bytes that operations of this thread write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,10 +400,10 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {x.untyped_storage().data_ptr() for x in args if type(x) is torch.Tensor}
         out = op(*args, **(kwargs or {}))
-        if op is torch.ops.aten.set_.source_Storage_storage_offset:
-            return out  # a worker's batch, seen where it is
-        if type(out) is torch.Tensor and out.device.type == "cpu" and out.untyped_storage().data_ptr() not in before:
-            self.bytes += out.untyped_storage().nbytes()
+        seen = op is torch.ops.aten.set_.source_Storage_storage_offset  # a worker's batch, where it is
+        if type(out) is torch.Tensor and out.device.type == "cpu" and not seen:
+            written = op is torch.ops.aten.copy_.default or out.untyped_storage().data_ptr() not in before
+            self.bytes += out.nbytes if written else 0
         return out
 
 
