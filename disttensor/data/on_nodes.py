@@ -12,17 +12,18 @@ wait for a batch only once they have done what came before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..dispatch.call_site import here
 from ..proxy.proxy import proxy
+from ..runtime.master.route import waits
 from ..runtime.node import readers
 from ..runtime.node.samples import Plan
 from ..runtime.protocol.batches import Geometry, rebuild
-from ..runtime.protocol.errors import ProtocolError
-from ..tasks import Each, run
-from ..tasks.functions import Issued
+from ..runtime.protocol.errors import NodeLost, ProtocolError
+from ..tasks import Each
+from ..tasks.functions import Calls, Issued, first_of
 from ..tasks.targets import Targets
 from .positions import Positions
 from .ranks import Ranks
@@ -42,10 +43,10 @@ class DatasetThere(Positions):
         plan, skip = self.planned(state)
         ranks = self.ranks
         if not self._kept:  # with the first loop
-            self._kept = run(readers.keep_dataset, self.dataset, self.options, node=ranks.targets)
+            self._kept = _run(ranks, readers.keep_dataset, self.dataset, self.options)
         devices = ["cpu" if place.hello.simulated else place.name for place in ranks.places]
         arguments = (Each(self._kept), plan, Each(ranks.of), skip, self.depth, Each(devices))
-        loop = _Loop(ranks, run(readers.begin_loop, *arguments, node=ranks.targets))
+        loop = _Loop(ranks, _run(ranks, readers.begin_loop, *arguments))
         position = state["position"]
         try:
             while any(told := loop.told()):
@@ -125,6 +126,26 @@ class DatasetThere(Positions):
         return rebuild([one[2] for one in told], tensor, plain), tuple(refs)
 
 
+def _run(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Does what ``run`` does for a function that draws no random numbers: also on a stream of a node in a mesh."""
+    waits("a loader of nodes")
+    targets = Targets(ranks.session, ranks.targets)
+    try:
+        with Calls(ranks.session, here(3)) as calls:
+            for i, place in enumerate(targets.places):
+                calls.add(place, fn, *(x.values[i] if isinstance(x, Each) else x for x in args))
+            calls.begin(draws=False)
+            found = calls.outcomes()
+    except NodeLost as error:  # before any of them has begun
+        raise targets.located(error, error.rank) from None
+    failed = [
+        targets.located(x, p.node) for x, p in zip(found, targets.places, strict=True) if isinstance(x, Exception)
+    ]
+    if failed:
+        raise first_of(failed)
+    return found
+
+
 class _Loop:
     """A loop on each node, as the script sees them."""
 
@@ -154,7 +175,7 @@ class _Loop:
 
     def _error(self) -> Exception:
         try:
-            run(readers.read_batch, Each(self._tokens), node=self._ranks.targets)
+            _run(self._ranks, readers.read_batch, Each(self._tokens))
         except Exception as error:
             return error.with_traceback(None)  # whose frames have tokens: the loops would last as long as the error
         return ProtocolError("a node has said that it could not read a batch, and has no error")

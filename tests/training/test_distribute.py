@@ -506,6 +506,14 @@ def test_a_node_reads_while_it_computes(gates: Gates) -> None:
     assert [*found, *(x.item() for x in batches)] == [0, 1, 2, 3, 4, 5]
 
 
+def test_on_streams_and_in_graphs() -> None:
+    stream = dt.Stream(node=1)
+    with dt.stream(stream):
+        assert [x.tolist() for (x,) in distribute(numbers(4), 1, batch_size=2, at="node")] == [[0, 1], [2, 3]]
+    with pytest.raises(dt.errors.GraphError, match="a loader of nodes has to wait"), dt.graph(dt.Graph()):
+        list(distribute(numbers(4), 1, batch_size=2, at="node"))
+
+
 # ---- random numbers of others ----------------------------------------------------------------------------------------
 
 
