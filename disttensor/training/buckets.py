@@ -90,7 +90,8 @@ class Buckets:
         self._buckets = [Bucket(pack) for pack in packs(reversed(named), limit)]
         self._reduce: Callable[..., Any] = partial(all_reduce_, op=op, over=over, transport=transport)
         self._overlap, self._accumulate = overlap, accumulate
-        self._share = 1 / accumulate if op == "avg" else 1.0
+        self._op = op
+        self._share = 1 / accumulate if op == "avg" and accumulate > 1 else None
         #: a number for each rank, by which its gradients count in their sum; None: all count the same
         self._weights: torch.Tensor | None = None
         self.held = False  #: backward passes reduce nothing
@@ -106,7 +107,8 @@ class Buckets:
 
     def weigh(self, weights: torch.Tensor | None) -> None:
         """Has each rank's gradients count by a number of its own from now on, and their sum be what is reduced."""
-        self._weights = None if weights is None else weights * self._share
+        self._weights = None if weights is None else weights * (self._share or 1)
+        self._reduce = partial(self._reduce, op=self._op if weights is None else "sum")
 
     def wait(self) -> None:
         """Waits until all that was issued for the gradients has been done. Raises the error that they have."""
@@ -161,18 +163,15 @@ class Buckets:
     def _issue(self, bucket: Bucket) -> None:
         for at in range(len(bucket.parameters)):  # those from passes that reduced nothing, of what this has not used
             bucket.take(at)
-        how = {}
-        if self._weights is not None:
-            bucket.flat.mul_(self._weights)
-            how["op"] = "sum"
-        elif self._share != 1:
-            bucket.flat.mul_(self._share)
+        share = self._share if self._weights is None else self._weights
+        if share is not None:
+            bucket.flat.mul_(share)
         bucket.issued = True
         self._left -= 1
         if self._overlap and self._left and route.get().recorder is None:
-            self._under_way.append(self._reduce(bucket.flat, async_op=True, **how))
+            self._under_way.append(self._reduce(bucket.flat, async_op=True))
         else:
-            self._reduce(bucket.flat, **how)
+            self._reduce(bucket.flat)
 
 
 def _hook(came: Callable[[Bucket, int], None], bucket: Bucket, at: int) -> Callable[[Any], None]:
