@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,80 @@ def test_checkpoints(inside: bool) -> None:
         found.append([whole(m, p.grad, rows) for p, rows in zip(model.parameters(), [10, 10, 6, 6] * 3, strict=True)])
     for got, wanted in zip(*found, strict=True):
         assert torch.equal(got, wanted)
+
+
+class Block(nn.Module):
+    """A residual block, with a checkpoint within or around it."""
+
+    def __init__(self, width: int, saves: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width + 1),
+            nn.Linear(2 * width + 1, width),
+        )
+        self.saves = saves
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.saves == "within" else self.inner(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int, saves: list[str]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, kind) for kind in saves)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if block.saves == "around" else block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_groups_of_any_model_in_any_order_train_as_the_plain_model(seed: int) -> None:
+    m, choose = ranks(3), random.Random(seed)
+    torch.manual_seed(seed)
+    width = choose.choice([4, 5, 7])
+    local = Stack(width, choose.choices(["", "within", "around"], k=choose.randint(1, 4))).double()
+    there: Any = copy.deepcopy(local)
+    for block in there.blocks:
+        for module, often in ((block.up, 0.3), (block, 0.7)):
+            if choose.random() < often:
+                fully_shard(module, m, reshard_after_forward=choose.random() < 0.6)
+    fully_shard(there, m, reshard_after_forward=choose.random() < 0.6)
+    for p, q in zip(there.parameters(), local.parameters(), strict=True):
+        trained = choose.random() > 0.15
+        p.requires_grad_(trained)
+        q.requires_grad_(trained)
+    optimizers = [adamw(net) for net in (local, there)]
+    for _ in range(5):
+        x, how = torch.randn(6, width, dtype=DOUBLE), choose.choice(["once", "twice", "together", "held", "evaluated"])
+        for net, optimizer in zip((local, there), optimizers, strict=True):
+            optimizer.zero_grad()
+            own = x.clone() if net is local else shard(x, m, dp=0)
+            own.requires_grad_()
+            if how == "evaluated":
+                with torch.no_grad():
+                    net(own)
+            if net is there:
+                net.set_requires_gradient_sync(how != "held")
+            first = loss(net, own)
+            if how != "together":
+                first.backward()
+            if net is there:
+                net.set_requires_gradient_sync(True)
+            if how in ("twice", "held"):
+                loss(net, own * 2).backward()
+            elif how == "together":
+                (first + loss(net, own / 2)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+    for (name, got), wanted in zip(there.state_dict().items(), local.state_dict().values(), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-9, atol=1e-10, msg=name)
 
 
 def test_recurrent_layers_and_attention() -> None:
