@@ -18,6 +18,7 @@ from ..session.node_context import node as node_context
 from ..session.node_context import use as use_node
 from ..session.places import Place, signed
 from ..streams.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
+from .cuda_names import MISSING
 from .memory import (
     empty_cache,
     max_memory_allocated,
@@ -89,7 +90,8 @@ def _lazy_init() -> None:
 def __getattr__(name: str) -> bool:
     if name == "_initialized":  # how torch.utils.checkpoint asks whether there are generators to save
         return is_initialized()
-    raise AttributeError(f"module 'torch.node' has no attribute {name!r}")
+    why_not = f": {MISSING[name]}" if name in MISSING else ""
+    raise AttributeError(f"module 'torch.node' has no attribute {name!r}{why_not}")
 
 
 def device_count() -> int:
