@@ -120,7 +120,7 @@ class _Given(DefaultSavePlanner):
 
     def __init__(self, items: Sequence[Item], values: Sequence[Any]) -> None:
         super().__init__()
-        self._values = {item.key: own(v, item.sizes) for item, v in zip(items, values, strict=True)}
+        self._values = {item.key: _plain(v, item.sizes) for item, v in zip(items, values, strict=True)}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._values[write_item.index]  # type: ignore[no-any-return]
@@ -133,7 +133,7 @@ _copies: dict[tuple[str, str], list[torch.Tensor]] = {}
 def copy(claim: str, prefix: str, values: Sequence[torch.Tensor], sizes: Sequence[Sequence[int] | None]) -> None:
     """Copies tensors as they are now, without padding, into memory of the CPU, for ``write_copy``."""
     _copies[claim, prefix] = [
-        own(value, its).to("cpu", copy=True).contiguous() for value, its in zip(values, sizes, strict=True)
+        _plain(value, its).to("cpu", copy=True).contiguous() for value, its in zip(values, sizes, strict=True)
     ]
 
 
@@ -148,11 +148,14 @@ def drop_copy(claim: str, prefix: str) -> None:
     _copies.pop((claim, prefix), None)
 
 
-def own(value: Any, sizes: Sequence[int] | None) -> Any:
+def _plain(value: Any, sizes: Sequence[int] | None) -> Any:
+    """Returns the values that are to be written; bytes as they are."""
+    return _own(value, sizes).resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+
+
+def _own(tensor: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
     """Returns the part of a shard that belongs to the whole tensor: all but the padding at its end. None: all of it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    tensor = value.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
     for dim, size in enumerate(sizes or ()):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, 0, size)
@@ -165,7 +168,7 @@ def fingerprints(values: Sequence[torch.Tensor], sizes: Sequence[Sequence[int] |
     It is made by sums, as fast as memory can be read. Any one change is found; what somebody has made to deceive is
     not.
     """
-    return [_fingerprint(own(value, its)) for value, its in zip(values, sizes, strict=True)]
+    return [_fingerprint(_plain(value, its)) for value, its in zip(values, sizes, strict=True)]
 
 
 def _fingerprint(tensor: torch.Tensor) -> bytes:
@@ -233,7 +236,7 @@ class _Into(DefaultLoadPlanner):
         self._targets = targets
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return own(*self._targets[index.fqn])  # type: ignore[no-any-return]
+        return _own(*self._targets[index.fqn])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self._targets[read_item.dest_index.fqn] = value

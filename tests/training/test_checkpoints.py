@@ -791,6 +791,28 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["c", "empty", "file", "groups"]
 
 
+def test_views(tmp_path: Path) -> None:
+    """Transposed, a column, conjugated, of another dtype: what is written is what it has; what is read is its base's."""
+    bases = [torch.arange(6.0).view(2, 3).to(device) for device in ("node:1", "cpu")]
+    complex_ = torch.tensor([1 + 2j, 3 - 4j]).to("node:1")
+    state = {"t": bases[0].t(), "column": bases[1][:, 1], "conj": complex_.conj()}
+    save(state, tmp_path / "c")
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
+    found = torch.load(tmp_path / "c.pt")
+    assert found["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert found["column"].tolist() == [1, 4]
+    assert found["conj"].tolist() == [1 - 2j, 3 + 4j]
+    for x in (*bases, complex_):
+        x.zero_()
+    load(state, tmp_path / "c")
+    assert bases[0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert bases[1].tolist() == [[0, 1, 0], [0, 4, 0]]
+    assert complex_.tolist() == [1 + 2j, 3 - 4j]
+    double = {"t": torch.zeros(3, 2, dtype=torch.float64, device="node:0")}
+    load(double, tmp_path / "c")
+    assert double["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_not_strict(tmp_path: Path) -> None:
     save({"a": torch.ones(2)}, tmp_path / "c")
     state = {"a": torch.zeros(2), "b": torch.full((2,), 5.0), "n": 3}
