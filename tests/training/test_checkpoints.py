@@ -792,7 +792,7 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
 
 
 def test_views(tmp_path: Path) -> None:
-    """Transposed, a column, conjugated, of another dtype: what is written is what it has; what is read is its base's."""
+    """Transposed, a column, conjugated, of another dtype: what it has is written; what is read is its base's."""
     bases = [torch.arange(6.0).view(2, 3).to(device) for device in ("node:1", "cpu")]
     complex_ = torch.tensor([1 + 2j, 3 - 4j]).to("node:1")
     state = {"t": bases[0].t(), "column": bases[1][:, 1], "conj": complex_.conj()}
