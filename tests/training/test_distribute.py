@@ -464,7 +464,7 @@ class Gates:
 
 @pytest.fixture
 def gates(tmp_path: Path) -> Iterator[Gates]:
-    made = Gates(tmp_path, "begun", "go", "read", "has read")
+    made = Gates(tmp_path, "begun", "go", "reads", "may", "has read")
     yield made
     made.close()
 
@@ -486,7 +486,8 @@ class Gated(Dataset[torch.Tensor]):
 
     def __getitem__(self, i: int) -> torch.Tensor:
         if i == 5:
-            passes(self.paths["has read"], self.paths["read"])
+            passes(self.paths["reads"], self.paths["may"])
+            Path(self.paths["has read"]).write_bytes(b".")
         return torch.tensor(i)
 
 
@@ -495,11 +496,12 @@ def test_a_node_reads_while_it_computes(gates: Gates) -> None:
     loader = distribute(Gated(gates.paths), 0, batch_size=1, at="node")
     batches = iter(loader)
     found = [next(batches).item() for _ in range(3)]
-    gates.wait("has read")
+    gates.wait("reads")
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(dt.run, passes, gates.paths["begun"], gates.paths["go"], node=0)
         gates.wait("begun")
-        gates.open("read")
+        gates.open("may")
+        gates.wait("has read")
         assert not work.done()
         gates.open("go")
         work.result()
