@@ -1,8 +1,9 @@
-"""Ends that meet a busy stream: of a session, of a node, of a wait. Nothing hangs, and nothing is left behind."""
+"""Ends that meet a busy stream: of a session, a node, a wait, of tensors. Nothing hangs, and nothing is left behind."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -162,3 +163,21 @@ with dt.init_master_worker(nodes=1, threads=1):
     )
     assert done.stdout == "interrupted\n[2.0, 2.0]\n", done.stdout + done.stderr
     assert done.returncode == 0
+
+
+def test_what_is_dropped_before_it_is_made_goes_as_soon_as_it_is_used() -> None:
+    """Not with the next command, of which there may be none for a while: a training step's tensors stayed till then."""
+    size = 54321
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        s = dt.Stream(0)
+        with busy(s) as let_go:
+            with dt.stream(s):
+                y = torch.ones(size, device="node:0")
+                for _ in range(5):
+                    y = y + 1
+                work = dt.fetch(y.sum())
+                del y
+            let_go()  # the last command; the drops come with it
+            assert work.result().item() == 6 * size
+            kept = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.numel() == size and not x.is_meta]
+            assert not kept

@@ -174,13 +174,19 @@ class Lanes:
         if poison is None:
             for (ref, promise), value in zip(task.outs, results, strict=True):
                 promise.keep(value)
-                self._arrived.append((ref, promise))
+                self._arrive(ref, promise)
             for ref, promise in task.writes:
                 promise.keep(values[ref])
-                self._arrived.append((ref, promise))
+                self._arrive(ref, promise)
         else:
             self._spoil(task, values, poison)
         values.clear()
+
+    def _arrive(self, ref: int, later: Pending | Promise) -> None:
+        """Has the store take a value, unless that was freed meanwhile: then it goes as soon as no task needs it. (What
+        waits here is taken when the next command comes, and a node may have none for a while.)"""
+        if self.entries.get(ref) is later:
+            self._arrived.append((ref, later))
 
     def _run(self, lane: Lane, task: Task, values: Values) -> Sequence[Value | None]:
         if not self.cuda:
@@ -198,7 +204,7 @@ class Lanes:
             if isinstance(entry, Later):
                 value = entry.result(tell)
                 if isinstance(entry, Pending):
-                    self._arrived.append((ref, entry))
+                    self._arrive(ref, entry)
             elif isinstance(entry, Unmade):
                 raise NotReplayed
             if isinstance(value, Poison):
@@ -232,7 +238,7 @@ class Lanes:
                 self._spoiled.append((target, poison))
         for ref, promise in (*task.outs, *task.writes):
             promise.keep(poison)
-            self._arrived.append((ref, promise))
+            self._arrive(ref, promise)
         if task.spoil is not None:
             try:
                 task.spoil(poison)
