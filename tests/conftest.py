@@ -60,6 +60,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--flaked", action="store_true", help="only what tests/flaked.txt names")
 
 
+def pytest_configure() -> None:
+    """Has tqdm, with which torch.compile shows its progress where it is installed, begin no thread with its first bar,
+    and make its semaphore now: both would stay, and be found as what a test has left."""
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0
+        tqdm.get_lock()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--flaked"):
         named = flaked.names()

@@ -27,19 +27,24 @@ def name_of(command: c.Command) -> str:
     return (command.what if isinstance(command, c.Run) else "") or type(command).__name__
 
 
+#: Attributes as BaseException and OSError have them: a hostile class may do anything when it is asked for one.
+_cause, _errno = vars(BaseException)["__cause__"].__get__, vars(OSError)["errno"].__get__
+
+
 def is_shortage(error: BaseException | None) -> bool:
     """Returns whether there was too little memory for what has failed, or for what made it fail."""
     seen = 0
     while error is not None and seen < 10:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        kind = type(error)
+        if issubclass(kind, (MemoryError, torch.OutOfMemoryError)):
             return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        if issubclass(kind, OSError) and _errno(error) == errno.ENOMEM:
             return True
         # torch's allocator for CPUs has no type of its own
-        words = {RuntimeError: "DefaultCPUAllocator", BrokenError: NO_MEMORY}.get(type(error))
+        words = {RuntimeError: "DefaultCPUAllocator", BrokenError: NO_MEMORY}.get(kind)
         if words is not None and words in str(error):
             return True
-        error, seen = error.__cause__, seen + 1
+        error, seen = _cause(error), seen + 1
     return False
 
 

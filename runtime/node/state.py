@@ -359,7 +359,7 @@ class NodeState:
             return None
         device = torch.device("cpu")
         with suppress(Exception):  # there may be too little even for that
-            if self.cuda and isinstance(error, torch.OutOfMemoryError):
+            if self.cuda and issubclass(type(error), torch.OutOfMemoryError):
                 device = torch.device("cuda", torch.cuda.current_device())
             return self.holdings(device, SHOWN)
         return None

@@ -796,6 +796,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/graphs/engines/builder.py:Build.load": f"{_OWN}; it is renamed when it is complete",
     "runtime/node/graphs/engines/child.py:main": _OWN,
     "runtime/node/graphs/engines/listing.py:parse": _OWN,
+    "runtime/node/samples.py:_seed": "a hash of numbers",
     "runtime/process/page.py:Page.began": _PAGE,
     "runtime/process/page.py:Page.read": _PAGE,
     "runtime/process/page.py:Page.running": _PAGE,

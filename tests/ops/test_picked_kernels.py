@@ -379,7 +379,6 @@ def _takes_a_record(f: object) -> bool:
 #: Where else the front end asks which kernels a place has, and for what but a kernel.
 ASKED = {
     "torch_backend/composites/sdpa.py": "the name of the kernel that was chosen",
-    "torch_backend/device_module.py": "whether there is a cache to empty",
     "dispatch/rng_states.py": "the size of a generator's state",
     "collectives/issue.py": "which channels take the operands of a collective",
     "session/places.py": "where it is told",

@@ -113,8 +113,7 @@ def _trace(module: nn.Module, args: tuple[Any, ...]) -> Trace:
             f"Pipeline: torch.export can't trace {type(module).__name__} ({type(e).__name__}: "
             f"{str(e).strip().splitlines()[0]}); a list of modules needs no trace"
         ) from e
-    whole = program.module(check_guards=False)
-    assert isinstance(whole, fx.GraphModule)
+    whole: Any = program.module(check_guards=False)
     return Trace(_parts(whole), program.call_spec.out_spec, sizes_of(tree_flatten(args)[0]))
 
 
@@ -170,7 +169,8 @@ def _part(
 
     def value(node: fx.Node) -> fx.Node:
         if node not in here:
-            assert node.op == "get_attr", node
+            if node.op != "get_attr":
+                raise RuntimeError(f"Pipeline: torch.export's program uses {node.name} in a stage that does not get it")
             here[node] = graph.node_copy(node)
         return here[node]
 
