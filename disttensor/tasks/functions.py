@@ -297,7 +297,7 @@ class Issued:
     ) -> None:
         """``outs``: the refs on each node. Raises NodeLost, GraphError while a graph is recorded."""
         waits("a function")
-        self._session, self._targets = session, targets
+        self._session, self._targets, self._gives = session, targets, any(outs)
         self._requests: list[Request] = []
         calls: list[_Call] = []
         try:
@@ -338,8 +338,9 @@ class Issued:
         return results
 
     def cancel(self) -> None:
-        """Interrupts the function where it runs, and has it not begin elsewhere. Does not wait."""
-        for request in self._requests:
+        """Interrupts the function where it runs, and has it not begin elsewhere; not one that makes tensors, which the
+        script has and may use. Does not wait."""
+        for request in () if self._gives else self._requests:
             self._session.link.cancel(request.node, request.id)
 
     def __del__(self) -> None:
