@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -26,16 +27,24 @@ def shares_of(values: Any, mesh: Mesh, over: tuple[str, ...], what: str) -> Any:
             if value.device != mesh.device:
                 raise ValueError(f"{what}: an argument is on {place}, and the module on {mesh}")
             return value
-        ranks = 1
-        for dim in over:
-            ranks *= mesh.size(dim)
-        if value.shape[0] % ranks:
-            where = ", ".join(f"{dim}={mesh.size(dim)}" for dim in over)
-            raise ValueError(
-                f"{what}: {value.shape[0]} rows of an argument of shape {tuple(value.shape)} do not divide among "
-                f"{where}, and all ranks have one shape; leave {value.shape[0] % ranks} rows out (drop_last=True), or "
-                "put the tensor on the mesh (dt.replicate, dt.meshes.from_shards)"
-            )
-        return shard(value, mesh, **dict.fromkeys(over, 0))
+        return share_of(
+            value, mesh, over, f"{what}: {value.shape[0]} rows of an argument of shape {tuple(value.shape)}"
+        )
 
     return tree_map(placed, values)
+
+
+def share_of(batch: torch.Tensor, mesh: Mesh, over: tuple[str, ...], what: str) -> torch.Tensor:
+    """Returns a tensor that is local, or on one node, cut in dimension 0 for the ranks along ``over``.
+
+    Raises ValueError where it does not divide; ``what`` begins its text.
+    """
+    ranks = prod(mesh.size(dim) for dim in over)
+    left = batch.shape[0] % ranks
+    if left:
+        along = ", ".join(f"{dim}={mesh.size(dim)}" for dim in over)
+        raise ValueError(
+            f"{what} do not divide among {along}, and all ranks have one shape; leave {left} rows out "
+            "(drop_last=True), or put the tensor on the mesh (dt.replicate, dt.meshes.from_shards)"
+        )
+    return shard(batch, mesh, **dict.fromkeys(over, 0))

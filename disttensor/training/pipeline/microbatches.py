@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ...meshes import Mesh, shard
+from ...meshes import Mesh
 from ...proxy.proxy import where_is
 from ...session.places import MeshPlace, Place
+from ..batches import share_of
 
 
 def to_place(tree: Any, place: Place) -> Any:
@@ -69,17 +70,7 @@ def _on_mesh(leaf: Any, name: str, place: MeshPlace, over: tuple[str, ...]) -> A
         return leaf
     if not leaf.dim():
         return leaf.to(place.device)
-    mesh = Mesh(place, place.dims)
-    ranks = 1
-    for dim in over:
-        ranks *= mesh.size(dim)
-    if leaf.shape[0] % ranks:
-        along = ", ".join(f"{dim}={mesh.size(dim)}" for dim in over)
-        raise ValueError(
-            f"Pipeline: {leaf.shape[0]} rows of {name} do not divide among {along}, and all ranks have one shape; "
-            f"leave {leaf.shape[0] % ranks} rows out (drop_last=True), or put the tensor on the mesh"
-        )
-    return shard(leaf, mesh, **dict.fromkeys(over, 0))
+    return share_of(leaf, Mesh(place, place.dims), over, f"Pipeline: {leaf.shape[0]} rows of {name}")
 
 
 def joined(parts: Sequence[Any]) -> Any:
