@@ -6,15 +6,6 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-import torch
-from stream_kit import held, hold, release, run_on, thread
-
-import disttensor as dt
-from disttensor.proxy.meta import new_ref
-from disttensor.session import current
-from disttensor.streams import default_stream
-from disttensor.tasks.functions import Issued
-from disttensor.tasks.targets import Targets
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -86,24 +77,3 @@ def test_a_node_that_is_lost(script: Script, at: str) -> None:
     """The loop says which ranks are gone; the other nodes read for another loop."""
     done = script(LOST.replace("AT)", f"{at!r})"))
     assert done.stdout.splitlines() == ["True True True", "12"], done.stderr
-
-
-def given() -> tuple[list[str], list[torch.Tensor]]:
-    return ["told"], [torch.ones(2)]
-
-
-def test_a_batch_that_the_script_has_is_not_cancelled_with_its_loop() -> None:
-    """It was, where a node had not begun to give it. What only tells of batches is cancelled."""
-    with dt.init_master_worker(nodes=1, threads=1):
-        session = current.session()
-        beside = dt.Stream(0)  # so that the node hears of more while its default stream is held up
-        holder = thread(run_on, default_stream(0), hold, "giving")
-        assert run_on(beside, held, "giving")
-        gives, tells = (Issued(session, Targets(session, [0]), given, (), [outs], None) for outs in ((new_ref(),), ()))
-        tells.cancel()
-        gives.cancel()
-        assert run_on(beside, release, "giving")
-        holder.join()
-        assert gives.results()[0][0] == ["told"]
-        with pytest.raises(dt.errors.CancelledError):
-            tells.results()
