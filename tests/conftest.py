@@ -30,6 +30,7 @@ from aftermath import probe
 from checkout import ROOT, search_path
 from hypothesis.configuration import set_hypothesis_home_dir
 from limits import HANG
+from side_channels import await_side_channels
 
 import disttensor as dt
 
@@ -202,6 +203,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails when a test leaves any of those behind but memory; what its module's fixtures hold was there before."""
     if "nodes" in request.fixturenames:
         request.getfixturevalue("nodes")
+    await_side_channels()
     before = leaks.Held.now(memory=False)
     yield
     leaks.check(before, request.node.name)
