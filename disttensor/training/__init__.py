@@ -1,5 +1,6 @@
 """Training on many nodes: ``DataParallel``, ``fully_shard``, ``Pipeline``. docs/DATA_PARALLEL, SHARDED, PIPELINE.md"""
 
+from .asynchronous import ParameterServer
 from .averaging import average_parameters, reduce_gradients
 from .data_parallel import DataParallel
 from .initializing import initialize
@@ -12,6 +13,7 @@ from .sharding import FSDPModule, fully_shard
 __all__ = [
     "DataParallel",
     "FSDPModule",
+    "ParameterServer",
     "Pipeline",
     "assert_replicas_equal",
     "average_parameters",

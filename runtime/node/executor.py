@@ -161,7 +161,10 @@ class Executor(NodeState):
             case c.Ask():
                 self._ask(command)
             case c.Send():
-                self._send(command)
+                if self._lanes is None and self.at < 0 and self._arrives(command.ref):
+                    self._begin_lanes(command)  # one of them sends it when it is there; the node goes on
+                else:
+                    self._send(command)
             case c.Recv():
                 self._recv(command)
             case c.Piece():
@@ -191,9 +194,7 @@ class Executor(NodeState):
                 collectives.take_part(self, command)
                 page.mine.begin(self.seq, COMMANDS)
             case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
-                self._lanes = Scheduler(self, self.other, self.failed, self.events, self.graphs)
-                self._beside = True
-                self._lanes.do(command)
+                self._begin_lanes(command)
             case c.Record() | c.Query() | c.Elapsed():
                 self.events.do(command)
             case c.Replay():
@@ -224,6 +225,16 @@ class Executor(NodeState):
                 raise ProtocolError(f"stream {command.stream} is unknown")  # while there is one, lanes take it
             case _:
                 raise ProtocolError(f"{type(command).__name__} is not for the executor")
+
+    def _begin_lanes(self, command: c.Command) -> None:
+        """Has lanes do this command and those that come, until there is nothing for them to do (``_schedule``)."""
+        self._lanes = Scheduler(self, self.other, self.failed, self.events, self.graphs)
+        self._beside = True
+        self._lanes.do(command)
+
+    def _arrives(self, ref: int) -> bool:
+        entry = self.store.entries.get(ref)
+        return isinstance(entry, Later) and not entry.is_completed()
 
     def _ask(self, command: c.Ask) -> None:
         call = command.call

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from functools import partial
+from typing import get_args
 
 import msgspec
 import torch
@@ -193,8 +194,9 @@ class Worker:
         self._spoke.send(message)
 
 
-#: Replies that somebody waits for: they leave at once, not at the end of the batch.
-_AWAITED = frozenset({c.Answer, c.Shapes, c.Result, c.Poisoned, c.Done, c.Counts})
+#: Replies that somebody waits for: they leave at once, not at the end of the batch. With streams a batch may have ended
+#: long before the answer is there, and nobody would send it.
+_AWAITED = frozenset(kind for kind in get_args(c.Reply) if hasattr(kind, "request"))
 
 
 def main(lifeline: int) -> int:

@@ -115,10 +115,10 @@ class Scheduler(Lanes):
             case c.Sync():
                 self.when_done(lambda: node.synchronized(command))
             case c.Memory():
-                self.when_done(lambda: node.memory(command))
+                when_all(map(self.mark, self.busy()), lambda: node.memory(command))
             case c.MemoryStats():
                 number = node.number
-                self.when_done(lambda: node.memory_stats(command, number))
+                when_all(map(self.mark, self.busy()), lambda: node.memory_stats(command, number))
             case c.Signal():
                 self._signal(command)
             case c.Join():
