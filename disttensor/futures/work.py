@@ -163,23 +163,42 @@ def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None
     """
     seconds = seconds_of(timeout)
     deadline = None if seconds is None else time.monotonic() + seconds
-    left, ended = dict.fromkeys(works), deque[Work]()
-    waiting: list[Request] = []
+    under_way = UnderWay()
+    for work in dict.fromkeys(works):
+        under_way.add(work)
+    while under_way:
+        yield under_way.next(deadline)
 
-    def end(work: Work) -> None:  # called in any thread
-        ended.append(work)
-        for request in waiting:
+
+class UnderWay:
+    """Works of which the next one to end is waited for; more may come at any time. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._left: dict[Work, None] = {}
+        self._ended = deque[Work]()
+        self._waiting: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def add(self, work: Work) -> None:
+        self._left[work] = None
+        when_done(work._transfer, partial(self._end, work))
+
+    def next(self, deadline: float | None = None) -> Work:
+        """Waits for the next work to end, well or not, and returns it. Raises TimeoutError at ``deadline``."""
+        while True:
+            if not self._ended:
+                _wait_for_any(self._left, self._ended, self._waiting, deadline)
+            work = self._ended.popleft()
+            if work in self._left:
+                del self._left[work]
+                return work
+
+    def _end(self, work: Work) -> None:  # called in any thread
+        self._ended.append(work)
+        for request in self._waiting:
             request.resolve()
-
-    for work in left:
-        when_done(work._transfer, partial(end, work))
-    while left:
-        if not ended:
-            _wait_for_any(left, ended, waiting, deadline)
-        work = ended.popleft()
-        if work in left:
-            del left[work]
-            yield work
 
 
 def _wait_for_any(works: Iterable[Work], ended: deque[Work], waiting: list[Request], deadline: float | None) -> None:

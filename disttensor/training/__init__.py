@@ -1,6 +1,6 @@
 """Training on many nodes: ``DataParallel``, ``fully_shard``, ``Pipeline``. docs/DATA_PARALLEL, SHARDED, PIPELINE.md"""
 
-from .asynchronous import ParameterServer
+from .asynchronous import EASGD, Downpour, Event, History, LocalSGD, ParameterServer, Schedule, Strategy, Worker, drive
 from .averaging import average_parameters, reduce_gradients
 from .data_parallel import DataParallel
 from .initializing import initialize
@@ -11,13 +11,22 @@ from .safetensors_files import load_safetensors
 from .sharding import FSDPModule, fully_shard
 
 __all__ = [
+    "EASGD",
     "DataParallel",
+    "Downpour",
+    "Event",
     "FSDPModule",
+    "History",
+    "LocalSGD",
     "ParameterServer",
     "Pipeline",
+    "Schedule",
+    "Strategy",
+    "Worker",
     "assert_replicas_equal",
     "average_parameters",
     "clip_grad_norm_",
+    "drive",
     "fully_shard",
     "initialize",
     "load_safetensors",

@@ -1,5 +1,21 @@
 """Asynchronous training: a parameter server, and strategies that drive workers which do not wait for each other."""
 
+from .driving import drive
+from .history import Event, History
+from .schedule import Schedule
 from .server import ParameterServer
+from .strategies import EASGD, Downpour, LocalSGD, Strategy
+from .workers import Worker
 
-__all__ = ["ParameterServer"]
+__all__ = [
+    "EASGD",
+    "Downpour",
+    "Event",
+    "History",
+    "LocalSGD",
+    "ParameterServer",
+    "Schedule",
+    "Strategy",
+    "Worker",
+    "drive",
+]

@@ -1,0 +1,353 @@
+"""Strategies: what workers take from each other, or from a server, and when.
+
+A strategy is asked before and after each step of each worker. It issues operations, and yields what the worker has to
+wait for: a list of Works and tasks, or MEET.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .arriving import made
+from .history import Event
+from .loop import MEET, Loop, Steps, Task
+from .schedule import EVERY_TEN, Schedule
+from .server import ParameterServer, put
+from .values import Form
+from .workers import Local, Update, Worker, local_of, of_first, ordered_sum
+
+
+class Strategy:
+    """Workers that have nothing to do with each other: what other strategies begin from.
+
+    ``start``, ``before`` and ``after`` are generators, which yield lists of Works to wait for, ``self.meet`` to wait
+    for the other workers, after which ``together`` is called once for all, or nothing. ``self.log`` records an event.
+    """
+
+    meet = MEET
+
+    def __init__(self, schedule: Schedule, local: Local) -> None:
+        what = type(self).__name__
+        self.schedule, self._local = Schedule(*schedule).checked(what), local_of(local, what)
+        self._updates: dict[int, Update] = {}
+
+    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+        """Called once, before the first step."""
+        self._loop, self._log, self._count = loop, log, len(workers)
+        self._updates = {worker.index: Update(worker, self._local) for worker in workers}
+
+    def log(self, kind: str, worker: Worker | None, version: int = 0, workers: Sequence[Worker] = ()) -> None:
+        """Records an event of a worker at its current step."""
+        index, step = (-1, 0) if worker is None else (worker.index, worker.step)
+        self._log(Event(kind, index, step, version, tuple(each.index for each in workers)))
+
+    def start(self, worker: Worker) -> Steps:
+        """Gives a worker its first values."""
+        yield []
+
+    def before(self, worker: Worker) -> Steps:
+        """Called before a worker's step."""
+        yield []
+
+    def after(self, worker: Worker) -> Steps:
+        """Called when a worker's step has been issued: its gradients are there."""
+        self._updates[worker.index]()
+        yield []
+
+    def together(self, workers: Sequence[Worker]) -> Steps:
+        """Called for workers that have met."""
+        yield []
+
+
+class _Served(Strategy):
+    """A strategy with a server."""
+
+    def __init__(self, server: ParameterServer, schedule: Schedule, local: Local) -> None:
+        super().__init__(schedule, local)
+        if not isinstance(server, ParameterServer):
+            raise TypeError(f"{type(self).__name__}: server is a ParameterServer, not {type(server).__name__}")
+        self.server = server
+
+    def start(self, worker: Worker) -> Steps:
+        self._form = self.server._form
+        self._form.check(worker.values(), f"worker {worker.index}")
+        yield from self._pull(worker)
+        self._take(worker)
+
+    def _take(self, worker: Worker) -> None:
+        put(worker.values(), self._taken(worker), None)
+
+    def _pull(self, worker: Worker) -> Steps:
+        """Asks for the server's values, which have all that this worker has pushed."""
+        if worker.pushing is not None:
+            yield [worker.pushing]
+        worker.pulled = self.server._begin_pull(worker.device)
+        self.log("pull", worker, worker.pulled.version)
+
+    def _taken(self, worker: Worker) -> list[torch.Tensor]:
+        pulled, worker.pulled = worker.pulled, None
+        self.log("take", worker)
+        return self.server._arrived(pulled)
+
+    def _push(self, worker: Worker, values: Sequence[torch.Tensor], scale: float) -> None:
+        """Pushes values in a task beside the worker, after its earlier ones."""
+        flat = self.server._flat(of_first(values))
+        self.log("send", worker)
+        worker.pushing = self._loop.spawn(self._pushed(worker, worker.pushing, flat, scale), worker)
+
+    def _pushed(self, worker: Worker, last: Task | None, flat: list[torch.Tensor], scale: float) -> Steps:
+        yield made(flat)
+        sent = self.server._send(flat)
+        yield sent.tokens()
+        if last is not None:
+            yield [last]
+        self.log("push", worker, self.server._apply(sent, "add", scale))
+
+
+class Downpour(_Served):
+    """Downpour SGD (Dean et al. 2012): workers push what they have gathered, and take the server's values now and then.
+
+    Args:
+        server: begins with the values of all.
+        schedule: at which steps a worker takes the server's values, before it computes.
+        send_every: after how many steps a worker pushes.
+        local: a learning rate: the worker pushes the sum of its gradients, by which the server goes ``-local`` times,
+            as the worker does itself meanwhile. Or what makes an optimizer of parameters (Nesterov's momentum, for
+            example), or None where ``step`` has one: the worker pushes the change of its values, and what it has not
+            pushed yet when it takes the server's is put on top of these.
+
+    With one worker, ``every=1`` and ``send_every=1`` it is SGD, to the bit.
+    """
+
+    def __init__(
+        self, server: ParameterServer, schedule: Schedule = EVERY_TEN, *, send_every: int = 1, local: Local
+    ) -> None:
+        super().__init__(server, schedule, local)
+        if isinstance(send_every, bool) or not isinstance(send_every, int) or send_every < 1:
+            raise ValueError(f"Downpour: send_every is a number of steps from 1 on, not {send_every!r}")
+        self.send_every = send_every
+        self._sums: dict[int, list[torch.Tensor]] = {}
+        self._from: dict[int, list[torch.Tensor]] = {}
+
+    def start(self, worker: Worker) -> Steps:
+        yield from super().start(worker)
+        self._mark(worker)
+
+    def before(self, worker: Worker) -> Steps:
+        if self.schedule.asks(worker.step):
+            yield from self._pull(worker)
+        if self.schedule.takes(worker.step):
+            if worker.pulled is None:  # a schedule whose first prefetch lies before the first step
+                yield from self._pull(worker)
+            changed: list[torch.Tensor] = []
+            if self._rate is None:
+                changed = [x - old for x, old in zip(worker.values(), self._from[worker.index], strict=True)]
+            self._take(worker)
+            self._mark(worker)
+            for x, change in zip(worker.values(), changed, strict=False):
+                x.add_(change)
+
+    def after(self, worker: Worker) -> Steps:
+        rate, index = self._rate, worker.index
+        if rate is not None:
+            gradients = worker.gradients()
+            if index not in self._sums:
+                self._sums[index] = [g.clone() for g in gradients]
+            else:
+                for total, gradient in zip(self._sums[index], gradients, strict=True):
+                    total.add_(gradient)
+        self._updates[index]()
+        self.log("step", worker)
+        if worker.step % self.send_every == 0:
+            if rate is not None:
+                self._push(worker, self._sums.pop(index), -rate)
+            else:
+                self._push(worker, [x - old for x, old in zip(worker.values(), self._from[index], strict=True)], 1.0)
+                self._mark(worker)
+        yield []
+
+    @property
+    def _rate(self) -> float | None:
+        return float(self._local) if isinstance(self._local, (int, float)) else None
+
+    def _mark(self, worker: Worker) -> None:
+        """Remembers the values from which a change counts."""
+        if self._rate is None:
+            self._from[worker.index] = [x.clone() for x in worker.values()]
+
+
+class EASGD(_Served):
+    """Elastic averaging SGD (Zhang, Choromanska, LeCun 2015): workers and a centre pull at each other.
+
+    At the steps of ``schedule`` a worker x and the centre c come nearer to each other, x by alpha * (c - x), c by
+    alpha * (x - c), and the gradient is that at the x before. With ``alpha=None`` it is ``beta`` over the number of
+    workers.
+
+    Args:
+        server: has the centre. None: each worker has a copy of it, and all meet at these steps (an all_reduce).
+        schedule: the paper's period is ``every``.
+        local: a learning rate, what makes an optimizer of parameters, or None where ``step`` has one.
+        momentum: Nesterov's, of the paper's EAMSGD; ``local`` is a learning rate then.
+    """
+
+    def __init__(
+        self,
+        server: ParameterServer | None,
+        schedule: Schedule = EVERY_TEN,
+        *,
+        beta: float = 0.9,
+        alpha: float | None = None,
+        momentum: float = 0.0,
+        local: Local = None,
+    ) -> None:
+        if server is None:
+            Strategy.__init__(self, schedule, local)
+            if self.schedule.prefetch:
+                raise ValueError("EASGD: prefetch is for a server, and there is none")
+        else:
+            super().__init__(server, schedule, local)
+        if momentum and not isinstance(local, (int, float)):
+            raise ValueError(f"EASGD: with momentum={momentum} local is a learning rate, not {local!r}")
+        self._server, self.beta, self._alpha, self.momentum = server, beta, alpha, momentum
+        self.centres: dict[int, list[torch.Tensor]] = {}  #: without a server: each worker's copy of the centre
+        self._pull_by: dict[int, list[torch.Tensor]] = {}
+        self._speed: dict[int, list[torch.Tensor]] = {}
+        self._plain: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def alpha(self) -> float:
+        """The share of the difference by which both move."""
+        return self.beta / self._count if self._alpha is None else self._alpha
+
+    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+        super().begin(loop, workers, log)
+        if self._server is None:
+            _begin_alike(workers)
+            self.centres = {worker.index: [x.clone() for x in worker.values()] for worker in workers}
+
+    def start(self, worker: Worker) -> Steps:
+        if self._server is not None:
+            yield from super().start(worker)
+
+    def before(self, worker: Worker) -> Steps:
+        schedule, index = self.schedule, worker.index
+        if self._server is not None and schedule.asks(worker.step):
+            yield from self._pull(worker)
+        if schedule.takes(worker.step):
+            if self._server is None:
+                yield self.meet
+            else:
+                if worker.pulled is None:
+                    yield from self._pull(worker)
+                self._pull_by[index] = self._apart(worker, self._taken(worker))
+                self._push(worker, self._pull_by[index], 1.0)
+        if self.momentum:
+            values = worker.values()
+            self._plain[index] = [x.clone() for x in values]
+            speed = self._speed.setdefault(index, [torch.zeros_like(x) for x in values])
+            for x, v in zip(values, speed, strict=True):
+                x.add_(v, alpha=self.momentum)
+
+    def after(self, worker: Worker) -> Steps:
+        index, values = worker.index, worker.values()
+        if self.momentum:
+            for x, plain in zip(values, self._plain.pop(index), strict=True):
+                x.copy_(plain)
+        for x, apart in zip(values, self._pull_by.pop(index, ()), strict=False):
+            x.sub_(apart)
+        if self.momentum:
+            for x, v, gradient in zip(values, self._speed[index], worker.gradients(), strict=True):
+                v.mul_(self.momentum).add_(gradient, alpha=-float(self._local))
+                x.add_(v)
+        else:
+            self._updates[index]()
+        self.log("step", worker)
+        yield []
+
+    def _apart(self, worker: Worker, centre: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [(x - c) * self.alpha for x, c in zip(worker.values(), centre, strict=True)]
+
+    def together(self, workers: Sequence[Worker]) -> Steps:
+        apart = [self._apart(worker, self.centres[worker.index]) for worker in workers]
+        totals = yield from _summed(workers, apart)
+        for worker, mine, total in zip(workers, apart, totals, strict=True):
+            self._pull_by[worker.index] = mine
+            for c, change in zip(self.centres[worker.index], total, strict=True):
+                c.add_(change)
+        self.log("meet", None, workers=workers)
+
+
+class LocalSGD(Strategy):
+    """Local SGD (Stich 2018): workers meet at the steps of ``schedule``, after these, and take the mean of their
+    values.
+
+    Args:
+        schedule: ``every`` is the number of local steps.
+        local: a learning rate, what makes an optimizer of parameters, or None where ``step`` has one.
+        outer: what makes an optimizer of parameters. Then it is DiLoCo (Douillard et al. 2023): the values before less
+            the mean are the gradient of a step of that optimizer, which each worker has, in the same state.
+    """
+
+    def __init__(self, schedule: Schedule = EVERY_TEN, *, local: Local = None, outer: Local = None) -> None:
+        super().__init__(schedule, local)
+        if self.schedule.prefetch:
+            raise ValueError("LocalSGD: prefetch is for a server, and there is none")
+        self._outer = local_of(outer, "LocalSGD: outer, as")
+        self._shared: dict[int, list[torch.nn.Parameter]] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+
+    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+        super().begin(loop, workers, log)
+        _begin_alike(workers)
+        if self._outer is not None:
+            for worker in workers:
+                shared = [torch.nn.Parameter(x.clone()) for x in worker.values()]
+                make = self._outer if callable(self._outer) else _sgd(self._outer)
+                self._shared[worker.index], self._optimizers[worker.index] = shared, make(shared)
+
+    def after(self, worker: Worker) -> Steps:
+        self._updates[worker.index]()
+        self.log("step", worker)
+        if self.schedule.takes(worker.step):
+            yield self.meet
+
+    def together(self, workers: Sequence[Worker]) -> Steps:
+        totals = yield from _summed(workers, [worker.values() for worker in workers])
+        for worker, total in zip(workers, totals, strict=True):
+            means = [t / len(workers) for t in total]
+            if self._outer is not None:
+                shared = self._shared[worker.index]
+                for p, mean in zip(shared, means, strict=True):
+                    p.grad = p.detach() - mean
+                self._optimizers[worker.index].step()
+                means = [p.detach() for p in shared]
+            put(worker.values(), means, None)
+        self.log("meet", None, workers=workers)
+
+
+def _sgd(rate: float) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
+
+
+def _begin_alike(workers: Sequence[Worker]) -> None:
+    """Gives all workers the values of the first."""
+    first = of_first(workers[0].values())
+    form = Form(first, "drive")
+    for worker in workers[1:]:
+        form.check(worker.values(), f"drive: worker {worker.index}")
+        put(worker.values(), first, None)
+
+
+def _summed(workers: Sequence[Worker], values: Sequence[Sequence[torch.Tensor]]) -> Any:
+    """Returns for each worker the sums of the workers' tensors, in their order; once they are there."""
+    form = Form(of_first(values[0]), "drive")
+    flats = [form.flat(of_first(each)) for each in values]
+    sums = [ordered_sum(vectors) for vectors in zip(*flats, strict=True)]
+    yield [work for total in sums for work in made(total)]
+    totals = []
+    for i, worker in enumerate(workers):
+        totals.append([x.to(worker.device) for x in form.unflat([total[i] for total in sums])])
+    return totals

@@ -1,0 +1,168 @@
+"""Asynchronous training whose workers are groups of nodes of several sizes, and workers that are lost: real nodes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import async_twins
+import pytest
+import torch
+import torch.nn.functional as F
+from equal import bits
+from limits import HANG
+from mesh_kit import connected
+from torch import nn
+
+import disttensor as dt
+from disttensor.training import (
+    EASGD,
+    DataParallel,
+    Downpour,
+    LocalSGD,
+    ParameterServer,
+    Schedule,
+    assert_replicas_equal,
+    drive,
+)
+
+RATE = 0.1
+GROUPS = [[0, 1, 2], [3, 4], [5]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with connected(6):
+        yield
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(i: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for worker i, of which each rank of its group has the same ones: their mean has no rounding of its own."""
+    generator = torch.Generator().manual_seed(1000 * i + t)
+    return torch.randn(4, 5, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+
+
+def groups(count: int = 3) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for nodes in GROUPS[:count]:
+        mesh = dt.mesh(dp=len(nodes), nodes=nodes)
+        found.append(DataParallel(copy.deepcopy(net()).to(mesh.device), mesh))
+    return found
+
+
+def step(worker: Any, t: int) -> torch.Tensor:
+    x, y = batch(worker.index, t)
+    loss = F.cross_entropy(worker.module(x.to(worker.device)), y.to(worker.device))
+    loss.backward()
+    return loss
+
+
+def gradient(i: int, t: int, x: list[torch.Tensor]) -> list[torch.Tensor]:
+    here = net()
+    with torch.no_grad():
+        for p, value in zip(here.parameters(), x, strict=True):
+            p.copy_(value)
+    features, y = batch(i, t)
+    F.cross_entropy(here(features), y).backward()
+    return [_mean(p.grad, len(GROUPS[i])) for p in here.parameters()]
+
+
+def _mean(g: Any, size: int) -> torch.Tensor:
+    total = g
+    for _ in range(size - 1):
+        total = total + g
+    return total / size
+
+
+def same_bits(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return [bits(x) for x in found] == [bits(x) for x in wanted]
+
+
+@pytest.mark.row("T48", "T56")
+@pytest.mark.parametrize("form", ["downpour", "easgd", "together", "local"])
+def test_groups_of_several_sizes(form: str) -> None:
+    server = ParameterServer(net(), nodes=[1, 3, 5]) if form in ("downpour", "easgd") else None
+    first = [p.detach().clone() for p in net().parameters()]
+    strategy: Any
+    if form == "downpour":
+        strategy = Downpour(server, Schedule(every=3, prefetch=1), send_every=2, local=RATE)  # type: ignore[arg-type]
+        twin = lambda e: async_twins.downpour(e, first, gradient, RATE)  # noqa: E731
+    elif form == "easgd":
+        strategy = EASGD(server, Schedule(every=2), local=RATE)
+        twin = lambda e: async_twins.easgd(e, first, gradient, RATE, 0.9 / 3)  # noqa: E731
+    elif form == "together":
+        strategy = EASGD(None, Schedule(every=2), local=RATE)
+        twin = lambda e: async_twins.easgd_together(e, first, gradient, RATE, 0.9 / 3)  # noqa: E731
+    else:
+        strategy = LocalSGD(Schedule(every=2), local=RATE)
+        twin = lambda e: async_twins.local_sgd(e, first, gradient, RATE)  # noqa: E731
+    workers = groups()
+    inside: list[int] = []
+
+    def checked(worker: Any, t: int) -> torch.Tensor:
+        for p in worker.parameters if t % 3 == 0 else ():
+            assert_replicas_equal(p.detach(), bitwise=True)
+            inside.append(worker.index)
+        return step(worker, t)
+
+    history = drive(workers, checked, strategy, steps=8)
+    assert set(inside) == {0, 1, 2}
+    centre, x = twin(history.events)
+    for i, worker in enumerate(workers):
+        assert_replicas_equal(worker, bitwise=True)
+        assert same_bits([p.detach().cpu() for p in worker.parameters()], x[i]), f"worker {i}"
+    if server is not None:
+        assert same_bits(list(server.pull().values()), centre)
+        server.close()
+
+
+@pytest.mark.row("T48")
+def test_lost_workers_are_told_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    first = [p.detach().clone() for p in net().parameters()]
+    victims = {"node": 5, "group": 4}
+
+    def losing(victim: int, index: int) -> Any:
+        def lose(worker: Any, t: int) -> torch.Tensor:
+            loss = step(worker, t)
+            if worker.index == index and t == 4:
+                dt.kill(victim)
+            return loss
+
+        return lose
+
+    for kind, index, form in (("node", 2, "served"), ("group", 1, "together")):
+        workers = groups(index + 1)
+        server = ParameterServer(net(), nodes=[0, 1, 2]) if form == "served" else None
+        strategy: Any = (
+            Downpour(server, Schedule(every=2), local=RATE)
+            if server is not None
+            else LocalSGD(Schedule(every=3), local=RATE)
+        )
+        with caplog.at_level(logging.WARNING, "disttensor"):
+            history = drive(workers, losing(victims[kind], index), strategy, steps=9)
+        assert list(history.lost) == [index]
+        assert isinstance(history.lost[index], dt.NodeLost)
+        assert f"worker {index} is lost in step" in caplog.text
+        left = [i for i in range(len(workers)) if i != index]
+        assert all(history.steps[i] == 9 for i in left)
+        assert 3 <= history.steps[index] <= 4
+        twin = (
+            async_twins.downpour(history.events, first, gradient, RATE)
+            if server is not None
+            else async_twins.local_sgd(history.events, first, gradient, RATE)
+        )
+        for i in left:
+            assert same_bits([p.detach().cpu() for p in workers[i].parameters()], twin[1][i]), f"worker {i}"
+        if server is not None:
+            assert same_bits(list(server.pull().values()), twin[0])
+            there = [p.detach().at(dp=0) for p in workers[index].parameters()]
+            with pytest.raises(dt.NodeLost):
+                server.push(there, async_op=True).wait(HANG)
+            assert same_bits(list(server.pull().values()), twin[0])
