@@ -1,4 +1,4 @@
-"""What happened in asynchronous training, in the order in which it took effect."""
+"""The history of asynchronous training: what happened, in the order in which it took effect."""
 
 from __future__ import annotations
 

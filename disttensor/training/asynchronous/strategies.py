@@ -72,6 +72,7 @@ class _Served(Strategy):
         self.server = server
 
     def start(self, worker: Worker) -> Steps:
+        """Gives a worker its first values."""
         self._form = self.server._form
         self._form.check(worker.values(), f"worker {worker.index}")
         yield from self._pull(worker)
@@ -133,10 +134,12 @@ class Downpour(_Served):
         self._from: dict[int, list[torch.Tensor]] = {}
 
     def start(self, worker: Worker) -> Steps:
+        """Gives a worker its first values."""
         yield from super().start(worker)
         self._mark(worker)
 
     def before(self, worker: Worker) -> Steps:
+        """Does what comes before a worker's step."""
         if self.schedule.asks(worker.step):
             yield from self._pull(worker)
         if self.schedule.takes(worker.step):
@@ -151,6 +154,7 @@ class Downpour(_Served):
                 x.add_(change)
 
     def after(self, worker: Worker) -> Steps:
+        """Does what comes after a worker's step."""
         rate, index = self._rate, worker.index
         if rate is not None:
             gradients = worker.gradients()
@@ -223,16 +227,19 @@ class EASGD(_Served):
         return self.beta / self._count if self._alpha is None else self._alpha
 
     def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+        """Gives all workers the same first values."""
         super().begin(loop, workers, log)
         if self._server is None:
             _begin_alike(workers)
             self.centres = {worker.index: [x.clone() for x in worker.values()] for worker in workers}
 
     def start(self, worker: Worker) -> Steps:
+        """Gives a worker its first values."""
         if self._server is not None:
             yield from super().start(worker)
 
     def before(self, worker: Worker) -> Steps:
+        """Does what comes before a worker's step."""
         schedule, index = self.schedule, worker.index
         if self._server is not None and schedule.asks(worker.step):
             yield from self._pull(worker)
@@ -252,6 +259,7 @@ class EASGD(_Served):
                 x.add_(v, alpha=self.momentum)
 
     def after(self, worker: Worker) -> Steps:
+        """Does what comes after a worker's step."""
         index, values = worker.index, worker.values()
         if self.momentum:
             for x, plain in zip(values, self._plain.pop(index), strict=True):
@@ -271,6 +279,7 @@ class EASGD(_Served):
         return [(x - c) * self.alpha for x, c in zip(worker.values(), centre, strict=True)]
 
     def together(self, workers: Sequence[Worker]) -> Steps:
+        """Exchanges between workers that have met."""
         apart = [self._apart(worker, self.centres[worker.index]) for worker in workers]
         totals = yield from _summed(workers, apart)
         for worker, mine, total in zip(workers, apart, totals, strict=True):
@@ -300,6 +309,7 @@ class LocalSGD(Strategy):
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
 
     def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+        """Gives all workers the same first values."""
         super().begin(loop, workers, log)
         _begin_alike(workers)
         if self._outer is not None:
@@ -309,12 +319,14 @@ class LocalSGD(Strategy):
                 self._shared[worker.index], self._optimizers[worker.index] = shared, make(shared)
 
     def after(self, worker: Worker) -> Steps:
+        """Does what comes after a worker's step."""
         self._updates[worker.index]()
         self.log("step", worker)
         if self.schedule.takes(worker.step):
             yield self.meet
 
     def together(self, workers: Sequence[Worker]) -> Steps:
+        """Exchanges between workers that have met."""
         totals = yield from _summed(workers, [worker.values() for worker in workers])
         for worker, total in zip(workers, totals, strict=True):
             means = [t / len(workers) for t in total]

@@ -71,7 +71,7 @@ def of_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Update:
-    """What a worker does with its gradients."""
+    """The step that a worker takes by its gradients."""
 
     def __init__(self, worker: Worker, local: Local) -> None:
         self._worker = worker
