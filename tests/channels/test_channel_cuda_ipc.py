@@ -92,6 +92,7 @@ def pair(stand_in):
         channel.close()
 
 
+@pytest.mark.row("T24")
 def test_a_tensor_goes_by_a_buffer_which_is_free_then(pair, stand_in, monkeypatch):
     monkeypatch.setattr("disttensor.runtime.channel.shm.segments.Segment.fill", None)  # nothing by the CPU's memory
     for k in range(5):
@@ -104,6 +105,7 @@ def test_a_tensor_goes_by_a_buffer_which_is_free_then(pair, stand_in, monkeypatc
     assert all(buffer.page.state == FREE for buffer in pair[0]._peers[0].carrier._buffers)
 
 
+@pytest.mark.row("T30")
 def test_who_cannot_map_it_gets_it_by_the_cpu(stand_in, monkeypatch):
     def imported(name):
         raise ValueError("a device that is not visible here")

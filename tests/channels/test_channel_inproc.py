@@ -34,6 +34,7 @@ def test_the_last_one_that_closes_leaves_nothing():
     assert not _rooms
 
 
+@pytest.mark.row("M25")
 def test_the_suite_finds_what_is_wrong(monkeypatch):
     """Each of these mistakes, the first of its kind that comes to mind, is caught by some check."""
 

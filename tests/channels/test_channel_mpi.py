@@ -93,6 +93,7 @@ COLLECTIVES = """
 """
 
 
+@pytest.mark.row("T18")
 def test_collectives(mpi: Mpi) -> None:
     text = """
     for nodes in ([0, 1, 2], [2, 0]):

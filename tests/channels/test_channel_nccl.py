@@ -148,6 +148,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.row("G1")
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])
 @pytest.mark.parametrize("kind", FORMS)
 def test_every_collective(channels, kind, op):

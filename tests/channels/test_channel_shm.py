@@ -118,6 +118,7 @@ def segments(channel: ShmChannel, peer: int) -> list:
     return [s for same in channel._peers[peer].carrier._segments._by_size.values() for s in same]
 
 
+@pytest.mark.row("T24")
 def test_a_large_tensor_is_used_where_it_arrived_and_its_memory_used_again(pair):
     first = move(pair, torch.arange(LARGE))
     used = len(segments(pair[0], 0))
@@ -233,6 +234,7 @@ def test_what_a_child_writes_is_not_the_scripts():
         channel.close()
 
 
+@pytest.mark.row("T24")
 def test_idle_memory_is_bounded(pair, monkeypatch):
     monkeypatch.setattr("disttensor.runtime.channel.shm.segments.MOST_IDLE", 1 << 20)
     for n in range(1, 12):

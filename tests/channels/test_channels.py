@@ -100,6 +100,7 @@ def test_copies_go_by_what_was_selected() -> None:
     assert settled() == []
 
 
+@pytest.mark.row("T19")
 def test_by_size_and_device() -> None:
     dt.channels.select("send", "watched", min_bytes=32, max_bytes=64)
     for n in (7, 8, 15, 16):
@@ -112,6 +113,7 @@ def test_by_size_and_device() -> None:
     assert settled() == [(0, 1, 6), (0, 1, 9), (0, 1, 9)]
 
 
+@pytest.mark.row("T19")
 def test_what_is_selected_later_counts_more() -> None:
     dt.channels.select("*", "watched")
     dt.channels.select("send", "inproc")
@@ -119,6 +121,7 @@ def test_what_is_selected_later_counts_more() -> None:
     assert settled() == [(-1, 0, 3), (1, -1, 3)]
 
 
+@pytest.mark.row("T18", "T22")
 def test_collectives_and_their_algorithms() -> None:
     xs = [torch.full((1000,), float(k), device=f"node:{k}") for k in range(N)]
     dt.channels.select("all_reduce", "watched", min_bytes=1000)
@@ -261,6 +264,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     current.session().router._unusable.pop("mympi")
 
 
+@pytest.mark.row("T21", "G1")
 def test_available() -> None:
     table = dt.channels.available()
     assert table["send", "cpu", "inproc"] == ("native", "")
@@ -273,6 +277,7 @@ def test_available() -> None:
     assert "master-only, cpu: node 0: nodes have no luck" in text
 
 
+@pytest.mark.row("T20")
 def test_selected_prints_as_a_table() -> None:
     dt.channels.select("send", "watched", device="cuda", min_bytes=1024)
     dt.channels.select("all_reduce", algorithm=dt.collectives.Way("tree", base=4), max_bytes=4096)

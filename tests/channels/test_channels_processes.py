@@ -15,6 +15,7 @@ from variants import variants
 import disttensor as dt
 
 
+@pytest.mark.row("T18")
 @pytest.mark.parametrize("backend", variants(["auto", "tcp"]))
 def test_channels_side_by_side(backend):
     with dt.init_master_worker(nodes=programs.N, backend=backend, threads=1):

@@ -37,6 +37,7 @@ def test_no_channel_is_left_out():
     assert set(_BUILTIN) - APART == set(CHANNELS) - APART, "every channel stands in channel_kit"
 
 
+@pytest.mark.row("M25", "I8", "G1")
 @pytest.mark.parametrize("name", [*CHANNELS, "auto"])
 def test_conformance(name):
     check_data_channel(lambda n: ranked(name, range(-1, n - 1)), PEERS)
@@ -89,6 +90,7 @@ def test_the_ancestors_sums_of_all_sizes(name, n):
     ranks.close()
 
 
+@pytest.mark.row("I11")
 @pytest.mark.parametrize("name", CHANNELS)
 def test_the_trees_of_torch_ipc(name):
     """8 nodes, numbered from 1: their sum is 36, and ten elements of it 360, whatever the tree."""

@@ -90,6 +90,7 @@ def test_it_is_found_and_does_what_a_channel_has_to(installed: None, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.row("M21")
 def test_it_carries_a_training_script(script: Callable[..., Any], tmp_path: Path) -> None:
     """With the losses of local PyTorch, and the same parameters after it, to the bit."""
     path = os.pathsep.join(filter(None, [str(OUTSIDE), os.environ.get("PYTHONPATH")]))

@@ -148,6 +148,7 @@ def flows(use="transfers"):
     return sent
 
 
+@pytest.mark.row("I9")
 def test_every_transfer_is_counted_at_both_ends(fresh):
     x = torch.ones(1000).to("node:0")
     y = x.to("node:1")
@@ -178,6 +179,7 @@ def test_counting_starts_anew(fresh):
     assert flows() == {("node:0", "master"): (1, 20)}
 
 
+@pytest.mark.row("I19")
 @pytest.mark.parametrize(("algorithm", "times"), [("ring", 4 / 3), ("all", 2)])
 def test_collectives_are_counted_apart(fresh, algorithm, times):
     """And each byte travels as often as the algorithm says."""
@@ -190,6 +192,7 @@ def test_collectives_are_counted_apart(fresh, algorithm, times):
         assert mine == times * (12 << 10)
 
 
+@pytest.mark.row("I9")
 def test_the_table(fresh):
     torch.ones(1 << 18).to("node:2")
     dt.synchronize()

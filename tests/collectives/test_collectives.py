@@ -39,6 +39,7 @@ def floats(n, numel):
     return [contribution(rank, numel, torch.float32) for rank in range(n)]
 
 
+@pytest.mark.row("T11", "T16", "T29", "I10", "I12")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.algorithm}{way.base if way.algorithm == 'tree' else ''}")
 def test_all_reduce_in_and_out_of_place(ranks, way):
     for numel in SIZES:
@@ -57,6 +58,7 @@ def test_all_reduce_in_and_out_of_place(ranks, way):
             assert torch.equal(mean, reduced(inputs, ReduceOp.SUM) / ranks.size)
 
 
+@pytest.mark.row("T11")
 def test_all_reduce_up_to_2_to_20(ranks):
     for numel in (2**8, 2**12, 2**16, 2**20):
         expected = ranks.size * (ranks.size - 1) / 2
@@ -121,6 +123,7 @@ FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 COMPLEX = {torch.complex64, torch.complex128}
 
 
+@pytest.mark.row("G12")
 def test_what_each_op_takes():
     for op in ReduceOp:
         takes = set(allowed(op)) & (REDUCIBLE | FLOATS | COMPLEX | {torch.bool})  # others where torch can do it
@@ -137,6 +140,7 @@ def test_what_each_op_takes():
         C.check(ReduceOp.SUM, torch.float8_e5m2)
 
 
+@pytest.mark.row("T8", "T17")
 @pytest.mark.parametrize("op", list(ReduceOp), ids=lambda op: op.name)
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_op_with_every_dtype(op, n):
@@ -163,6 +167,7 @@ def test_every_op_with_every_dtype(op, n):
     ranks.close()
 
 
+@pytest.mark.row("T9", "T10", "I10", "I17")
 @pytest.mark.parametrize("root", [0, 1])
 def test_reduce_and_broadcast_with_any_root(ranks, root):
     for numel in SIZES:
@@ -186,6 +191,7 @@ def test_reduce_and_broadcast_with_any_root(ranks, root):
                 assert torch.equal(told, total)
 
 
+@pytest.mark.row("T13", "G10")
 @pytest.mark.parametrize("way", [Way("ring", chunk=CHUNK), Way("direct", chunk=CHUNK)], ids=lambda way: way.algorithm)
 def test_gathers_of_different_lengths(ranks, way):
     lengths = [(0, 1, 10_001, 7, 3, 20_000, 2, 1)[rank] for rank in range(ranks.size)]
@@ -227,6 +233,7 @@ def test_reduce_scatter(ranks, way):
             assert torch.equal(least, reduced(column, ReduceOp.MIN))
 
 
+@pytest.mark.row("T12")
 def test_all_to_all_and_shifts(ranks):
     n = ranks.size
     inputs = [[contribution(10 * a + b, (a * b * 4001) % 9000, torch.int32) for b in range(n)] for a in range(n)]
@@ -260,6 +267,7 @@ def test_a_barrier_waits_for_all(ranks):
     ranks.results(call)
 
 
+@pytest.mark.row("T17")
 def test_strides_scalars_and_views():
     """What is not plain memory is staged, and nothing beside it is written."""
     ranks = Ranks("inproc", 3)
@@ -293,6 +301,7 @@ def layouts():
     yield [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.row("T29")
 @pytest.mark.parametrize("hosts", list(layouts()), ids=lambda h: "".join(map(str, h)))
 @pytest.mark.parametrize("name", CHANNELS)
 def test_hierarchical(name, hosts):

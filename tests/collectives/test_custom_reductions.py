@@ -36,6 +36,7 @@ def trees():
 # ---- what torch-ipc's tests print --------------------------------------------------------------------------------
 
 
+@pytest.mark.row("I16")
 @pytest.mark.parametrize("way", trees())
 def test_numbers(way):
     sums, contributors = dt.all_reduce(list(range(1, 9)), lambda a, b: a + b, algorithm=way)
@@ -45,6 +46,7 @@ def test_numbers(way):
     assert sums == [[10, 20]] * 4
 
 
+@pytest.mark.row("I16")
 @pytest.mark.parametrize("way", trees())
 def test_tensors(way):
     for add in (torch.add, lambda a, b: a.add_(b)):
@@ -64,6 +66,7 @@ def test_several_tensors():
     assert [[x.sum().item() for x in s] for s in sums] == [[360, 280]] * N
 
 
+@pytest.mark.row("I16")
 def test_uneven_numbers_of_steps():
     """Node k, from 1, has k steps. Those that are done take part with nothing, and see what the others do."""
     steps = [[k] * k for k in range(1, 5)]

@@ -17,6 +17,7 @@ from variants import variants
 import disttensor as dt
 
 
+@pytest.mark.row("I11")
 @pytest.mark.parametrize("backend", BETWEEN_PROCESSES)
 def test_between_processes_and_when_one_dies(backend):
     dt.init_master_worker(nodes=3, backend=backend, threads=1)

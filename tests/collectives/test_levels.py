@@ -16,6 +16,7 @@ def eight():
         yield session
 
 
+@pytest.mark.row("T26", "T27")
 @pytest.mark.parametrize("n", range(1, 38))
 def test_as_in_torchmpi_for_every_number_of_nodes(n):
     """Three levels: all, by remainder, by halves of these; the first of each talk for it at the level above."""
@@ -42,6 +43,7 @@ def test_as_in_torchmpi_for_every_number_of_nodes(n):
     assert [len(group) for group in across.values()] == [len(range(i, min(i + 3, n))) for i in range(0, n, 3)]
 
 
+@pytest.mark.row("T7", "T26")
 def test_names(eight):
     levels = dt.collectives.new_group(name="world").levels(rack=lambda k: "ab"[k // 4], pair=lambda k: k // 2)
     assert levels["rack"]["b"].name == "world/rack b"
@@ -75,6 +77,7 @@ def between(split):
     return {(a, b) for a, b in pairs if colour[a] != colour[b]}
 
 
+@pytest.mark.row("T27")
 @pytest.mark.parametrize("key", [lambda k: k // 4, lambda k: k // 3, lambda k: k % 2, lambda k: k > 0, lambda k: k])
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
 def test_a_split_as_the_group_of_a_collective(eight, key, op):

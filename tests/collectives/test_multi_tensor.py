@@ -47,6 +47,7 @@ def end(work, async_op):
         assert work.wait()
 
 
+@pytest.mark.row("G13")
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_as_if_there_were_one_node_for_each(layout, async_op):
@@ -81,6 +82,7 @@ def test_as_if_there_were_one_node_for_each(layout, async_op):
     assert [x.device for x in xs] == places
 
 
+@pytest.mark.row("G13")
 def test_sixteen_devices_as_in_torch_distributeds_tutorial():
     layout = [(node, device) for node in range(N) for device in (-1, 0, 1, -1)]
     _, xs = at(layout, lambda k: torch.ones(2))
@@ -182,6 +184,7 @@ def test_mistakes_raise_here():
 # ---- into one tensor per node ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T13")
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("device", [-1, 1])
 def test_outs_grow(device, async_op):

@@ -89,6 +89,7 @@ def everything(shape, dtype, **own):
 OURS = {"all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "broadcast": "tree", "all_gather": "ring"}
 
 
+@pytest.mark.row("T18")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.uint8], ids=str)
 @pytest.mark.parametrize("shape", [(0, 2), (5, 7), (300, 300)], ids=str)
 def test_it_gives_what_ours_give(shape, dtype, three, monkeypatch):

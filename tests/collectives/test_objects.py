@@ -39,6 +39,7 @@ def on_nodes() -> list[Any]:
     return [dt.run(thing, k, node=k) for k in range(N)]
 
 
+@pytest.mark.row("I8")
 def test_broadcast() -> None:
     for obj in (thing(2), on_nodes()[2]):
         copies = dt.collectives.broadcast_object(obj)

@@ -38,6 +38,7 @@ def random(k, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(k))
 
 
+@pytest.mark.row("T3", "T12", "T14", "T16", "G8", "G9", "G10", "G11")
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_every_collective(device, async_op):
@@ -93,6 +94,7 @@ def test_every_collective(device, async_op):
     end(dt.collectives.barrier(async_op=async_op))
 
 
+@pytest.mark.row("T8", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9")
 def test_what_the_ancestors_print():
     """distributed-training-patterns, and the sums of the others' tests."""
     _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
@@ -157,6 +159,7 @@ def test_what_was_made_before_sees_it_and_autograd_knows():
         loss.backward()
 
 
+@pytest.mark.row("T22")
 def test_options():
     local, xs = on_nodes(lambda k: random(k, 1001))
     for algorithm in (
@@ -181,6 +184,7 @@ def test_options():
         dt.all_reduce(xs, algorithm="rings")
 
 
+@pytest.mark.row("G12")
 def test_torch_distributeds_reductions_mean_the_same():
     _, xs = on_nodes(lambda k: torch.tensor(k + 1))
     dt.all_reduce(xs, torch.distributed.ReduceOp.PRODUCT)
@@ -232,6 +236,7 @@ def test_what_is_no_group_is_named(name: str, group) -> None:
 # ---- groups --------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T4", "T25", "T28", "T30", "G7")
 def test_groups():
     everybody = dt.collectives.new_group(name="world")
     assert everybody.nodes == (0, 1, 2, 3)
@@ -258,6 +263,7 @@ def test_groups():
         everybody.split([1, 2, 3])
 
 
+@pytest.mark.row("G7")
 def test_groups_at_once():
     """Halves, pairs across them, and the leaders, each in the order of issue, without a word between."""
     _, xs = on_nodes(lambda k: torch.full((50_000,), float(k)))
@@ -271,6 +277,7 @@ def test_groups_at_once():
     assert [x[-1].item() for x in xs] == [6] * N
 
 
+@pytest.mark.row("I14")
 def test_a_group_of_one():
     x, list_of_one = torch.ones(3, device="node:2"), [[torch.zeros(3, device="node:2")]]
     group = dt.collectives.new_group([2])
@@ -282,6 +289,7 @@ def test_a_group_of_one():
     assert x.tolist() == list_of_one[0][0].tolist() == [1, 1, 1]
 
 
+@pytest.mark.row("T25")
 def test_new_groups_by_key_add_up_as_in_torchmpi():
     _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
     split = dt.collectives.new_group().split(lambda node: node // 2)
@@ -296,6 +304,7 @@ def test_new_groups_by_key_add_up_as_in_torchmpi():
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("I8")
 def test_mistakes_raise_here():
     _, xs = on_nodes(lambda k: torch.ones(3))
     other = [torch.ones(2, device="node:0"), *xs[1:]]
@@ -367,6 +376,7 @@ def test_poison_that_is_overwritten_harms_nobody_else():
 # ---- asynchronous --------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T14", "T15", "G11")
 def test_works():
     _, xs = on_nodes(lambda k: torch.ones(200_000))
     work = dt.all_reduce(xs, async_op=True)
@@ -385,6 +395,7 @@ def test_works():
     assert xs[1][7].item() == 4**4
 
 
+@pytest.mark.row("T23")
 def test_beside_streams():
     """With streams all is done by lanes: a collective waits for the stream that it is issued to, and that for it."""
     _, xs = on_nodes(lambda k: torch.ones(1000))

@@ -33,6 +33,7 @@ def test_checkpoints(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.row("M26")
 @pytest.mark.parametrize(
     ("name", "arguments", "column", "measured"),
     [

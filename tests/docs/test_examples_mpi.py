@@ -19,6 +19,7 @@ def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> Mpi:
     return Mpi(request.param, tmp_path)
 
 
+@pytest.mark.row("G1")
 def test_data_parallel(mpi: Mpi) -> None:
     text = (ROOT / "examples" / "data_parallel.py").read_text()
     done = mpi.run(text, "--backend", "mpi", n=5)

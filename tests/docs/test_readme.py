@@ -150,6 +150,7 @@ def test_the_tensor_parallel_page(tmp_path: Path) -> None:
     assert python("tensor_parallel.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+@pytest.mark.row("T52")
 def test_tensor_parallel() -> None:
     """The losses and the weights of one process; the program compares them, too."""
     lines = python(str(ROOT / "examples/tensor_parallel.py"), cwd=ROOT).splitlines()
@@ -197,6 +198,7 @@ def test_one_line_change(tmp_path: Path) -> None:
     assert lines[-1] == "all 30 losses identical: True"
 
 
+@pytest.mark.row("M16")
 def test_quickstart(tmp_path: Path) -> None:
     lines = python(str(ROOT / "examples/quickstart.py"), cwd=tmp_path).splitlines()
     assert [line.split() for line in lines[:5]] == [

@@ -1,26 +1,29 @@
-"""docs/ROWS.md names tests and examples that exist, and every row once; tests of rows that no other file shows."""
+"""docs/dev/ROWS.md is what marks, mutants and its table say; tests of rows that no other file shows."""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
+import rows
 import torch
-from checkout import ROOT
 from equal import same
+from marks import Proof, marked, unseen
 from processes import alive_after
 from variants import variants
 
 import disttensor as dt
 
-ROWS = (ROOT / "docs" / "ROWS.md").read_text()
-#: How many rows each ancestor has.
-COUNTS = {"M": 26, "T": 58, "I": 39, "P": 11, "G": 17}
+#: Rows that are claimed, and of which no mutant says that their tests would notice.
+WITHOUT_MUTANT = """
+M1 M2 M3 M4 M5 M6 M8 M9 M10 M11 M12 M13 M14 M15 M16 M17 M18 M19 M20 M21 M22 M23 M24 M25 M26 T2 T3 T4 T7 T8 T9 T10 T11
+T12 T13 T14 T15 T16 T17 T18 T19 T20 T21 T22 T23 T24 T25 T26 T27 T28 T29 T31 T32 T33 T34 T35 T36 T38 T39 T40 T41 T42
+T43 T44 T52 T57 T58 I8 I9 I10 I11 I13 I14 I15 I16 I17 I18 I19 I28 I29 I30 I32 P1 P2 P3 P4 P5 P6 P7 P8 P9 P11 G2 G3 G4
+G5 G6 G7 G8 G9 G10 G11 G12 G13 G14 G15 G16 G17
+"""
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,44 +31,77 @@ Script = Callable[..., subprocess.CompletedProcess[str]]
 # ---- the document ----------------------------------------------------------------------------------------------------
 
 
-@cache
-def names_of(file: str) -> frozenset[str]:
-    """The test functions of a file, those of classes as Class::test."""
-    names = set()
-    for node in ast.parse((ROOT / file).read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}::{f.name}" for f in node.body if isinstance(f, ast.FunctionDef)}
-    return frozenset(names)
-
-
-def test_everything_named_exists() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", ROWS)
-    assert len(named) > 40
-    missing = [f"{file}::{name}" for file, name in named if not (ROOT / file).exists() or name not in names_of(file)]
-    assert missing == []
-    programs = re.findall(r"`((?:examples|tools)/[\w/]+\.py)`", ROWS)
-    assert programs
-    assert [p for p in programs if not (ROOT / p).exists()] == []
-
-
-def test_every_row_of_the_tables_shows_something() -> None:
-    for line in re.findall(r"^\| [MTIPG]\d.*$", ROWS, re.MULTILINE):
-        assert re.search(r"`(tests|examples|tools)/", line), line
+def test_the_page_is_that_of_the_marks() -> None:
+    assert rows.PAGE.read_text() == rows.current(), "PYTHONPATH=tests/kit python tests/kit/rows.py"
 
 
 def test_every_row_is_there_once() -> None:
-    found = re.findall(r"^\| ([MTIPG]\d+) \|", ROWS, re.MULTILINE)
-    listed = ROWS.split("## Not yet")[1]
-    for letter, first, last in re.findall(r"\b([MTIPG])(\d+)(?:-[MTIPG](\d+))?\b", listed):
-        found += [f"{letter}{i}" for i in range(int(first), int(last or first) + 1)]
-    assert sorted(found) == sorted(f"{k}{i}" for k, n in COUNTS.items() for i in range(1, n + 1))
+    assert [row.id for row in rows.table()] == rows.EVERY
+    assert all(row.what for row in rows.table())
+
+
+def test_each_mark_is_of_a_row_and_is_seen() -> None:
+    assert [str(proof) for proof in marked("row") if not set(proof.rows) <= set(rows.EVERY)] == []
+    assert unseen("row", Path(__file__)) == []
+
+
+def test_a_rows_mutant_turns_a_test_of_this_row_red() -> None:
+    """And names rows that there are."""
+    proofs = marked("row")
+    shown = {row: {proof.name for proof in proofs if row in proof.rows} for row in rows.EVERY}
+    vain = [(mutant.name, row) for mutant in rows.mutants() for row in mutant.rows if not mutant.red & shown[row]]
+    assert vain == []
+
+
+def test_every_working_row_has_a_mutant() -> None:
+    """But for those that the page lists. The list gets shorter: a row that is new on it is not claimed yet."""
+    assert rows.unbroken(rows.table(), marked("row"), rows.mutants()) == WITHOUT_MUTANT.split()
+
+
+def test_what_the_page_says_of_a_row() -> None:
+    table = [
+        rows.Row("T1", "starts"),
+        rows.Row("T2", "stops", "on Sundays"),
+        rows.Row("T3", "waits"),
+        rows.Row("T4", "is"),
+    ]
+    proofs = [Proof("a.py::test_a", ("T1", "T2"), frozenset()), Proof("a.py::test_b", ("T4",), frozenset({"ssh"}))]
+    text = rows.page(table, proofs, [rows.Mutant("no-start", ("T1",), frozenset())])
+    assert text.removeprefix(rows.HEAD) == SAMPLE
+    assert rows.page(table[:1], proofs, [rows.Mutant("x", ("T1",), frozenset())]).count("##") == 1
+
+
+SAMPLE = """
+## Working
+
+| row | what | shown by | broken by |
+|---|---|---|---|
+| T1 | starts | `a.py::test_a` | no-start |
+| T4 | is | `a.py::test_b` (ssh) |  |
+
+## Partly
+
+| row | what works | shown by | what is missing |
+|---|---|---|---|
+| T2 | stops | `a.py::test_a` | on Sundays |
+
+## Not yet
+
+| row | what |
+|---|---|
+| T3 | waits |
+
+## No mutant yet
+
+Nothing shows that the tests of these rows notice when it does nothing:
+T4
+"""
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T2")
 def test_start_and_stop() -> None:
     for n in (1, 3, 2):
         with dt.init_master_worker(nodes=n, launcher="inproc"):
@@ -78,6 +114,7 @@ def test_start_and_stop() -> None:
         dt.factories.zeros(1)
 
 
+@pytest.mark.row("M7")
 def test_elements_and_storages() -> None:
     local = torch.arange(12.0).view(3, 4)
     with dt.init_master_worker(nodes=2, launcher="inproc"):
@@ -95,6 +132,7 @@ def test_elements_and_storages() -> None:
             assert x.untyped_storage().device == x.device
 
 
+@pytest.mark.row("P1")
 def test_a_dict_from_node_to_node() -> None:
     def make() -> dict[str, object]:
         return {"a": 7, "b": 3.14, "c": [1, {"x": torch.arange(3)}], 5: ("t", None, True)}
@@ -114,6 +152,7 @@ def test_a_dict_from_node_to_node() -> None:
         assert rest == {"a": 7, "b": 3.14, "c": [1, {}], 5: ("t", None, True)}
 
 
+@pytest.mark.row("I28", "I29", "I30")
 def test_processes_and_locks_on_a_node(script: Script) -> None:
     done = script("""
 import fcntl, os, subprocess, threading
@@ -146,6 +185,7 @@ with dt.init_master_worker(nodes=1):
     assert done.stdout == "['a b', 7, -15, 103] True\n"
 
 
+@pytest.mark.row("M1")
 def test_nodes_do_not_run_the_script(script: Script) -> None:
     """There is no `if __name__ == "__main__"`, and none is needed."""
     done = script("""
@@ -165,6 +205,7 @@ print(dt.run(seen, node=0), dt.run(seen, node=1))
 ENDS = [("os.kill(os.getpid(), signal.SIGINT)", -2), ("1 / 0", 1)]
 
 
+@pytest.mark.row("M20")
 @pytest.mark.parametrize(("end", "code"), variants(ENDS))
 def test_nodes_end_with_the_script(script: Script, end: str, code: int) -> None:
     done = script(f"""
@@ -216,6 +257,7 @@ def test_a_channel_of_an_installed_package(script: Script, tmp_path: Path) -> No
     assert sorted(done.stdout.splitlines()) == CARRIED
 
 
+@pytest.mark.row("M21")
 def test_a_channel_that_the_script_registers(script: Script, tmp_path: Path) -> None:
     (tmp_path / "my_channel.py").write_text(CHANNEL)
     registers = "from my_channel import Mine\nimport disttensor as dt\ndt.channels.register_channel('mine', Mine)\n"

@@ -71,6 +71,7 @@ def test_mistakes_are_torchs_errors_at_the_line(name: str) -> None:
     dt.synchronize()  # nothing has failed on the node
 
 
+@pytest.mark.row("M16")
 def test_operands_on_two_nodes() -> None:
     a, b = torch.ones(2, 3, device="node:0"), torch.ones(2, 3, device="node:1")
     programs = [
@@ -157,6 +158,7 @@ def out_of_range(device: str = "node:1") -> torch.Tensor:
     return torch.ones(3, device=device).gather(0, torch.tensor([7], device=device))
 
 
+@pytest.mark.row("M19")
 @pytest.mark.fault(10)
 def test_a_failure_is_told_with_everything() -> None:
     y, n = torch.ones(3, device="node:1").gather(0, torch.tensor([7], device="node:1")), line()

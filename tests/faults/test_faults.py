@@ -44,6 +44,7 @@ def use(x: torch.Tensor, how: Callable[[torch.Tensor], object] = lambda x: x.sum
         how(x)
 
 
+@pytest.mark.row("M19")
 @pytest.mark.fault(1)
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_node_is_lost_and_the_other_is_not() -> None:
@@ -84,6 +85,7 @@ def test_a_node_is_lost_wherever_it_is_used(place: str, thread: str) -> None:
             x.cpu()
 
 
+@pytest.mark.row("M19")
 @pytest.mark.fault(3)
 @pytest.mark.usefixtures("cluster")
 def test_waiting_for_a_node_that_dies_ends() -> None:
@@ -131,6 +133,7 @@ MASTER = f"""
 """
 
 
+@pytest.mark.row("M20")
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("mode", variants(["busy", "idle"]))
 def test_no_worker_outlives_a_killed_master(mode: str, tmp_path: Path) -> None:

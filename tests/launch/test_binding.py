@@ -170,6 +170,7 @@ def state() -> dict[str, Any]:
     return {"gpus": visible, "cores": os.sched_getaffinity(0), "threads": torch.get_num_threads(), "x": os.getenv("X")}
 
 
+@pytest.mark.row("T58")
 def test_nodes_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")  # they need not exist
     cores = sorted(os.sched_getaffinity(0))
@@ -222,6 +223,7 @@ print("SECOND" in os.environ)
 """
 
 
+@pytest.mark.row("T58")
 def test_dtruns_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--env is for the nodes, and is there before they import anything."""
     (tmp_path / "program.py").write_text(OPTIONS)

@@ -330,6 +330,7 @@ while ended < len(jobs):
 )
 
 
+@pytest.mark.row("T58")
 def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
     with dtrun(ENDING, "three", "leave", "three", options=("--log-dir", "logs", "-r", "0:3,1:1", "-t=1:2")) as process:
         out, err = process.communicate("go", timeout=HANG)
@@ -344,6 +345,7 @@ def test_log_files(tmp_path: Path, dtrun: Dtrun) -> None:
     assert (modes, (tmp_path / "logs").stat().st_mode & 0o777) == ({0o600}, 0o700)
 
 
+@pytest.mark.row("M20")
 @pytest.mark.fault(43)
 @pytest.mark.parametrize("victim", ["dtrun", "script", "terminated", "terminal"])
 def test_killed(dtrun: Dtrun, victim: str) -> None:
@@ -366,6 +368,7 @@ def test_killed(dtrun: Dtrun, victim: str) -> None:
             assert alive_after(HANG, pids) == []
 
 
+@pytest.mark.row("M22")
 def test_the_real_thing(tmp_path: Path) -> None:
     """The installed command, real workers, and secrets that nobody sees."""
     script = tmp_path / "script.py"

@@ -87,6 +87,7 @@ def test_a_worker_of_torchrun_finds_a_master_elsewhere(start: Start, tmp_path: P
     ended(nodes)
 
 
+@pytest.mark.row("M23", "G2")
 def test_a_node_that_does_not_come_is_named(start: Start) -> None:
     url = f"tcp://localhost:{free_port()}"
     worker = start("-m", "dtrun", "worker", "--init-method", url, "--rank", "0")
@@ -98,6 +99,7 @@ def test_a_node_that_does_not_come_is_named(start: Start) -> None:
         dt.init_master_worker(init_method=url, nodes=2, timeout=4.0)
 
 
+@pytest.mark.row("M23")
 def test_a_master_that_does_not_come(start: Start) -> None:
     number = free_port()
     worker = start(

@@ -107,6 +107,7 @@ def test_the_file_goes_with_the_job(job: Job, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.row("G5")
 def test_a_file_that_is_there_already(job: Job, tmp_path: Path) -> None:
     job(f"file://{tmp_path}/job", 2)
     invitation = read_connection_file(tmp_path / "job", LIMIT)

@@ -68,6 +68,7 @@ def printed(*processes: subprocess.Popen[str]) -> list[str]:
     return results[0][0][0].splitlines()
 
 
+@pytest.mark.row("M23", "G4")
 @pytest.mark.parametrize("host", variants(["[fd00::1]", "left"]))
 def test_one_script_on_both_hosts(hosts: Hosts, host: str) -> None:
     def of(rank: int) -> str:
@@ -78,6 +79,7 @@ def test_one_script_on_both_hosts(hosts: Hosts, host: str) -> None:
         assert printed(*processes) == PRINTED
 
 
+@pytest.mark.row("M23", "G14")
 @pytest.mark.parametrize("interface", variants(["eth0", "10.78.0.1", "fd00::1,lo"]))
 def test_a_connection_file_and_an_interface(hosts: Hosts, interface: str) -> None:
     job = str(hosts.folder / "job")

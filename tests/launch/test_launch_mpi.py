@@ -32,6 +32,7 @@ def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> Mpi:
     return Mpi(request.param, tmp_path)
 
 
+@pytest.mark.row("M22")
 def test_a_script(mpi: Mpi) -> None:
     text = """
     print("arguments", sys.argv[1:], __name__, os.path.basename(__file__))

@@ -109,6 +109,7 @@ def of_an_allocation(slurm: Slurm) -> dict[str, str]:
     return contract(slurm, ALLOCATION, UNDER_DTRUN)
 
 
+@pytest.mark.row("M22")
 @pytest.mark.parametrize("check", OF_A_STEP)
 def test_contract_of_a_step(of_a_step: dict[str, str], check: str) -> None:
     """``check_launcher``, on the tasks that srun has started."""
@@ -122,6 +123,7 @@ def test_contract_of_an_allocation(of_an_allocation: dict[str, str], check: str)
     assert of_an_allocation[check] == ""
 
 
+@pytest.mark.row("I15")
 @pytest.mark.slow
 @WAYS
 def test_a_script(slurm: Slurm, way: list[str]) -> None:
@@ -218,6 +220,7 @@ def test_commands_of_the_page(slurm: Slurm, command: str) -> None:
     assert done.stdout == "4 nodes\n"
 
 
+@pytest.mark.row("M22", "I32")
 @pytest.mark.parametrize("name", variants(["digits", "allreduce"]))
 def test_batch_scripts(slurm: Slurm, name: str) -> None:
     """The examples, as they are, by one way and the other. The digits' losses are those of local nodes."""

@@ -44,6 +44,7 @@ def contract() -> Iterator[Any]:
         yield pytest.param(launcher, check, marks=[pytest.mark.slow] * slow)
 
 
+@pytest.mark.row("M20", "M22")
 @pytest.mark.cold  # its workers import no torch, and it looks at command lines
 @pytest.mark.parametrize(("launcher", "check"), [*contract()])
 def test_contract(launcher: str, check: str) -> None:

@@ -78,6 +78,7 @@ def start(hosts: Hosts, command: list[str], text: str, *options: str) -> subproc
     return hosts.start(*command, *options, "script.py")
 
 
+@pytest.mark.row("P11")
 def test_a_script(hosts: tuple[Hosts, Path], command: list[str]) -> None:
     text = """
     print([(node["host"], node["alive"]) for node in dt.nodes()])

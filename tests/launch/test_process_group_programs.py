@@ -90,6 +90,7 @@ def lines_of(out: str) -> list[str]:
     return sorted(line.partition("] ")[2] if line.startswith("[node") else line for line in out.splitlines())
 
 
+@pytest.mark.row("G15")
 def test_the_same_as_under_torchrun(dtrun: Dtrun, tmp_path: Path) -> None:
     with dtrun(TRAINING) as process:
         out, err = process.communicate(timeout=HANG)
@@ -158,6 +159,7 @@ dist.all_reduce(x)
 FAILURES = [("raise", 1, "exit code 1"), ("kill", 137, "killed by SIGKILL")]
 
 
+@pytest.mark.row("G15")
 @pytest.mark.parametrize(("how", "code", "said"), variants(FAILURES))
 def test_the_first_failure_ends_all(dtrun: Dtrun, how: str, code: int, said: str) -> None:
     with dtrun(FAILING, how) as process:

@@ -34,6 +34,7 @@ def reduced(x: torch.Tensor) -> tuple[int, int, str, torch.Tensor]:
     return dist.get_rank(), dist.get_world_size(), dist.get_backend(), x
 
 
+@pytest.mark.row("G16")
 def test_an_all_reduce_is_the_local_sum(four: None) -> None:
     parts = list(torch.randn(3, 100))
     for _ in range(2):
@@ -102,6 +103,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+@pytest.mark.row("G16")
 def test_data_parallel_training(four: None) -> None:
     def train(x: torch.Tensor, y: torch.Tensor) -> list[float]:
         return step(DistributedDataParallel(network()), x, y, dist.get_world_size())

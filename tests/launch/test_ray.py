@@ -113,6 +113,7 @@ def test_contract(contract: dict[str, str], check: str) -> None:
     assert contract[check] == ""
 
 
+@pytest.mark.row("M22")
 def test_digits(runs: Runs) -> None:
     done = runs.run("-m", "dtrun", "--launcher", "ray", "-n", "4", str(DIGITS))
     assert done.returncode == 0, done.stderr

@@ -52,6 +52,7 @@ def contract(hosts: Hosts) -> dict[str, str]:
     return results(done.stdout)
 
 
+@pytest.mark.row("M22")
 @pytest.mark.parametrize("check", UNDER_DTRUN)
 def test_contract(contract: dict[str, str], check: str) -> None:
     """``check_launcher``, on what dtrun has started."""
@@ -136,6 +137,7 @@ def test_a_mesh_of_two_hosts_loses_one(hosts: Hosts) -> None:
     hosts.settle(10)
 
 
+@pytest.mark.row("M22")
 def test_digits(hosts: Hosts) -> None:
     out = succeed(hosts, "python", "-m", "dtrun", "--hosts", "left:2,right:2", str(DIGITS))
     assert losses(out) == pytest.approx(local_losses(), abs=2e-4)

@@ -32,6 +32,7 @@ dt.shutdown()
 """
 
 
+@pytest.mark.row("T58")
 def test_hosts(hosts: Hosts) -> None:
     (hosts.folder / "where.py").write_text(WHERE)
     assert dtrun(hosts, "--hosts", "right,left:1", "-n", "2", "where.py") == "['right', 'right', 'left']\n"

@@ -233,6 +233,7 @@ def times(count: int) -> int:
     return count // N
 
 
+@pytest.mark.row("T30")
 @pytest.mark.parametrize("backend", ["tcp", "auto"])
 @pytest.mark.parametrize("right", variants([[3, 4], [2, 3]]), ids=["uneven", "even"])
 def test_what_crosses_the_slow_link(tmp_path: Path, backend: str, right: tuple[int, int]) -> None:

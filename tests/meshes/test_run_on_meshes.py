@@ -300,6 +300,7 @@ def by_tensor_parallel(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     return [p.detach().full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.row("G17")
 @pytest.mark.parametrize("train", [by_ddp, by_fsdp, by_hsdp, by_tensor_parallel])
 def test_training_on_the_dims_is_local_training(train: Callable[..., Any]) -> None:
     m = grid()

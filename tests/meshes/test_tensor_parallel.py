@@ -66,6 +66,7 @@ def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
 # ---- one module ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T52")
 @pytest.mark.parametrize("place", MESHES)
 @pytest.mark.parametrize("out", [12, 7, 2, 1])
 @pytest.mark.parametrize("bias", [True, False])
@@ -85,6 +86,7 @@ def test_column_parallel_is_linear(place: Callable[[], Mesh], out: int, bias: bo
         close(whole(m, there.bias.grad, out, 0), here.bias.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.row("T52")
 @pytest.mark.parametrize("place", MESHES)
 @pytest.mark.parametrize("inner", [12, 7, 2, 1])
 @pytest.mark.parametrize("bias", [True, False])

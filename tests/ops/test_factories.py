@@ -23,6 +23,7 @@ def placed(x: torch.Tensor) -> tuple[int, int]:
 class TestIssue241:
     """The program that the project exists for, verbatim but for the start."""
 
+    @pytest.mark.row("M16")
     def test_placement(self) -> None:
         x = dt.factories.FloatTensor(20, 20).fill_(4)
         local_y = torch.randn(20, 20)
@@ -188,6 +189,7 @@ FACTORIES = {
 }
 
 
+@pytest.mark.row("M4")
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("node", [0, 1])
 def test_factories(name: str, node: int) -> None:
@@ -226,6 +228,7 @@ LEGACY = {
 }
 
 
+@pytest.mark.row("M4")
 @pytest.mark.parametrize("name", LEGACY)
 def test_legacy(name: str) -> None:
     make, dtype = getattr(dt.factories, name), LEGACY[name]
@@ -251,6 +254,7 @@ def test_unknown_name() -> None:
 # ---- .to -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("M11")
 @pytest.mark.parametrize("kind", ["there", "back", "node to node", "device to device", "same", "dtype too"])
 def test_to(kind: str) -> None:
     local = torch.randn(3, 4).t()
@@ -281,6 +285,7 @@ def test_to(kind: str) -> None:
                 assert torch.equal(x.to("cpu", dtype), local.to(dtype))
 
 
+@pytest.mark.row("M2")
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -304,6 +309,7 @@ def test_every_shape_travels(shape: tuple[int, ...]) -> None:
     same(local.to("node:1").to("node:0"), local)
 
 
+@pytest.mark.row("M11")
 def test_strided_and_lazy_sources() -> None:
     local = torch.randn(6, 8)
     z = torch.randn(3, 4, dtype=torch.complex64)
@@ -347,6 +353,7 @@ def test_pinned_sharing_and_local_work_is_as_before() -> None:
     assert torch.get_default_device().type == "cpu"
 
 
+@pytest.mark.row("M17")
 def test_dist_send() -> None:
     local = torch.randn(3)
     assert placed(local.dist_send()) == (0, -1)
@@ -430,6 +437,7 @@ def test_memory() -> None:
     assert torch.node.memory_allocated("node:1") == before
 
 
+@pytest.mark.row("M1")
 def test_a_second_session_is_refused() -> None:
     with pytest.raises(RuntimeError, match="already"):
         dt.init_master_worker(nodes=2, launcher="inproc")

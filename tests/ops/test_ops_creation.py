@@ -111,6 +111,7 @@ F.scaled_dot_product_attention(q, kk, vv, dropout_p=0.5)
 """
 
 
+@pytest.mark.row("M6", "M10")
 @pytest.mark.parametrize("program", lines(RANDOM))
 def test_draws_of_a_seeded_node_are_those_of_local_cpu(program: str) -> None:
     device = dt.device(1, "cpu")
@@ -149,6 +150,7 @@ def test_a_local_generator_is_refused() -> None:
         torch.rand(3, device="node:1", generator=torch.Generator())
 
 
+@pytest.mark.row("M10")
 def test_generator_state_round_trip() -> None:
     state = torch.node.get_rng_state("node:1")
     first = torch.rand(5, device="node:1").cpu()

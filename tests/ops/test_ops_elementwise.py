@@ -257,6 +257,7 @@ x.size(), x.size(0), x.stride(), x.shape
 """
 
 
+@pytest.mark.row("M6")
 @on_places(ELEMENTWISE, COMPARE)
 def test_as_local(program: str, name: str) -> None:
     as_local(program, name)

@@ -158,6 +158,7 @@ F.one_hot(label, 9)
 """
 
 
+@pytest.mark.row("M9")
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @on_places(INDEX)
 def test_as_local(program: str, name: str) -> None:

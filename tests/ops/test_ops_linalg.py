@@ -109,6 +109,7 @@ torch.stft(big, 8, window=torch.hann_window(8, device=dev), return_complex=True)
 """
 
 
+@pytest.mark.row("M6")
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
 @on_places(MATMUL, LINALG)
 def test_as_local(program: str, name: str) -> None:

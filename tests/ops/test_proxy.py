@@ -57,6 +57,7 @@ def test_it_is_made_by_operations_only() -> None:
         dt.DistributedTensor(2, 3)
 
 
+@pytest.mark.row("M13")
 def test_a_handle_is_freed_once_with_its_last_proxy(home: Home) -> None:
     gc.collect()
     before = live(home)
@@ -209,6 +210,7 @@ def test_swap_tensors(home: Home) -> None:
     home.same(a + 1, torch.full((3,), 2.0))
 
 
+@pytest.mark.row("I18")
 def test_pytree_and_vector_tools(home: Home) -> None:
     ps = [torch.nn.Parameter(home.send(torch.randn(2, 3))), torch.nn.Parameter(home.send(torch.randn(4)))]
     flat = torch.nn.utils.parameters_to_vector(ps)

@@ -60,6 +60,7 @@ def base() -> torch.Tensor:
     return torch.arange(24.0).reshape(4, 6)
 
 
+@pytest.mark.row("M5")
 @anywhere
 @pytest.mark.parametrize("view", VIEWS)
 def test_write_to_view_changes_base(view: str, home: Home) -> None:
@@ -86,6 +87,7 @@ def test_write_to_base_changes_view(view: str, home: Home) -> None:
     home.same(rv, lv)
 
 
+@pytest.mark.row("M13")
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_outlives_its_base(view: str, home: Home) -> None:
     local, remote = base(), home.send(base())
@@ -139,6 +141,7 @@ def test_writes_and_watchers(write: str, home: Home) -> None:
         home.same(v(remote), v(local), path=name)
 
 
+@pytest.mark.row("M5")
 @anywhere
 def test_geometry_in_place(home: Home) -> None:
     """t_, unsqueeze_ and their like change the tensor's own shape; memory stays shared."""
@@ -178,6 +181,7 @@ def test_resize_to_more_elements(home: Home) -> None:
     home.same(remote, local)
 
 
+@pytest.mark.row("M5")
 @anywhere
 def test_set_shares_from_then_on(home: Home) -> None:
     results = []

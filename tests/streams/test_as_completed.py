@@ -21,6 +21,7 @@ def three():
         yield session
 
 
+@pytest.mark.row("G8")
 def test_what_comes_first(three, tmp_path: Path) -> None:
     xs = [torch.full((3,), float(k), device=f"node:{k}") for k in range(3)]
     with Busy(0, tmp_path) as busy, Busy(1, tmp_path) as other:

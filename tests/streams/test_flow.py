@@ -99,6 +99,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.row("M13")
 @pytest.mark.fault(45)
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("n", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
@@ -139,6 +140,7 @@ def at_window(cluster: None) -> Iterator[threading.Event]:
         yield reached
 
 
+@pytest.mark.row("M14")
 @pytest.mark.fault(29)
 def test_a_busy_node_holds_its_issuer_at_the_window(at_window: threading.Event, tmp_path: Path) -> None:
     x, y = torch.zeros(1, device="node:1"), torch.ones(1, device="node:0")
@@ -365,6 +367,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.row("M2")
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -417,6 +420,7 @@ def tcp_bytes() -> int:
     return total
 
 
+@pytest.mark.row("M12", "I13")
 @pytest.mark.usefixtures("cluster")
 def test_bytes_between_nodes_do_not_pass_through_the_master() -> None:
     local = torch.randn(2 << 20)
@@ -433,6 +437,7 @@ def test_bytes_between_nodes_do_not_pass_through_the_master() -> None:
     assert tcp_bytes() - start >= size  # so they would have been seen
 
 
+@pytest.mark.row("M24")
 @pytest.mark.usefixtures("cluster")
 def test_bytes_per_command_of_a_training_step() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
@@ -459,6 +464,7 @@ def test_bytes_per_command_of_a_training_step() -> None:
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("M18")
 @pytest.mark.fault(22)
 @pytest.mark.usefixtures("cluster")
 def test_eight_threads_at_once() -> None:

@@ -234,6 +234,7 @@ ordinary = settings(
 )
 
 
+@pytest.mark.row("M15")
 @pytest.mark.usefixtures("session")
 @settings(ordinary, max_examples=4)
 @example([(name, i, i * 5 % 12, i * 7 % 12) for i, name in enumerate([*NAMES, *reversed(NAMES), *NAMES])])

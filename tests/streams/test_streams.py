@@ -33,6 +33,7 @@ def calm(session: None) -> Iterator[None]:
     dt.synchronize()
 
 
+@pytest.mark.row("M15", "T23")
 def test_two_streams_run_side_by_side() -> None:
     one, two = dt.Stream(0), dt.Stream(0)
     first = thread(run_on, one, meet, "two")
@@ -122,6 +123,7 @@ def test_events_order_a_write_and_what_reads_the_same_memory() -> None:
     same(seen, torch.tensor([70.0, 70.0, 2.0, 2.0]))
 
 
+@pytest.mark.row("M15")
 def test_events_between_nodes_cost_no_round_trip() -> None:
     s, t = dt.Stream(0), dt.Stream(1)
     x = torch.ones(3, device="node:1")
@@ -170,6 +172,7 @@ def test_a_write_waits_for_what_is_still_to_be_sent() -> None:
     same(x, torch.arange(4.0) + 1)
 
 
+@pytest.mark.row("M15")
 def test_elapsed_time_is_by_the_clock_of_the_node() -> None:
     s = dt.Stream(1)
     first, second = dt.Event(enable_timing=True), dt.Event(enable_timing=True)

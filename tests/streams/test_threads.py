@@ -55,6 +55,7 @@ def test_fetches_in_all_threads() -> None:
     assert at_once(program) == [[4.0 * (k + i) for i in range(50)] for k in range(THREADS)]
 
 
+@pytest.mark.row("M18")
 @pytest.mark.fault(22)
 def test_each_threads_order_is_kept() -> None:
     x = torch.zeros(THREADS, 100, device="node:1")
@@ -144,6 +145,7 @@ def test_proxies_die_in_other_threads() -> None:
     assert testing.usage(x) == before
 
 
+@pytest.mark.row("M18")
 def test_the_current_node_is_each_threads_own() -> None:
     together = threading.Barrier(THREADS)
 

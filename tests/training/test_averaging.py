@@ -31,6 +31,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
 
 
+@pytest.mark.row("T32")
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])
 @pytest.mark.parametrize("op", ["avg", "sum"])
 def test_reduced_gradients_are_those_of_the_whole_batch(op: str, bucket_mb: float) -> None:
@@ -61,6 +62,7 @@ def test_gradients_that_stay_as_they_are() -> None:
     assert remote[0].weight.grad is None  # type: ignore[index]
 
 
+@pytest.mark.row("T31")
 def test_averaged_parameters_are_the_mean_of_all_ranks() -> None:
     m = mesh(dp=NODES)
     norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(m.device)
@@ -100,6 +102,7 @@ def test_mistakes() -> None:
 # ---- equal replicas --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T33")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64])
 def test_one_flipped_bit_is_found(dtype: torch.dtype) -> None:
     m = mesh(dp=NODES)
@@ -113,6 +116,7 @@ def test_one_flipped_bit_is_found(dtype: torch.dtype) -> None:
         assert_replicas_equal({"w": x}, bitwise=True)
 
 
+@pytest.mark.row("T33")
 def test_nans_zeros_and_what_is_allowed() -> None:
     m = mesh(dp=NODES)
     nan = float("nan")

@@ -96,6 +96,7 @@ PROGRAMS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
+@pytest.mark.row("G17")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_on_two_ranks_it_has_ddps_bits(program: str) -> None:
     ours, theirs = both(ranks(2), *PROGRAMS[program])
@@ -112,6 +113,7 @@ def test_on_three_ranks_it_is_ddp_but_for_rounding(program: str) -> None:
             torch.testing.assert_close(got.cpu(), theirs[rank][i], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.row("T36")
 @pytest.mark.parametrize("options", [{"bucket_mb": 25.0}, {"overlap": False}, {"bucket_mb": 4e-4}], ids=str)
 def test_buckets_change_no_bits(options: dict[str, Any]) -> None:
     ours, theirs = both(ranks(2), *PROGRAMS["SGD"], **options)
@@ -151,6 +153,7 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
+@pytest.mark.row("T34")
 @pytest.mark.parametrize("op", ["avg", "sum"])
 def test_accumulated_passes_are_one_with_a_large_batch(op: str) -> None:
     m = ranks(3)
@@ -219,6 +222,7 @@ def test_arguments_of_any_kind() -> None:
 # ---- beside the backward pass ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T34")
 def test_each_bucket_is_reduced_before_later_gradients_are_computed() -> None:
     """The gradients of five layers' weights are products; before each collective so many of them were issued."""
     m = ranks(2)
@@ -249,6 +253,7 @@ def test_one_bucket_is_one_plain_collective() -> None:
     assert len({grad.storage_offset() for grad in gradients(model)}) == 6
 
 
+@pytest.mark.row("T36")
 def test_what_comes_next_waits_for_all_buckets() -> None:
     """Large buckets, whose collectives take longer than what is issued behind them."""
     m = ranks(2)
@@ -308,6 +313,7 @@ def mean_of_real(model: nn.Module, x: Any, real: Any) -> torch.Tensor:
     return (model(x).square().mean(1) * real).sum() / real.sum().clamp(min=1)
 
 
+@pytest.mark.row("T32")
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])
 def test_uneven_parts_are_weighted(bucket_mb: float) -> None:
     """The gradient is that of one batch with the samples of all ranks."""
@@ -382,6 +388,7 @@ def test_shares_that_cannot_be() -> None:
     model.shares = (1, 2)
 
 
+@pytest.mark.row("T35")
 def test_a_wait_for_the_gradients() -> None:
     m = ranks(2)
     _, model = made(m)
@@ -413,6 +420,7 @@ def test_buffers(how: str | None) -> None:
     assert [s.item() for s in model.module.running_mean.shards()] == wanted  # type: ignore[union-attr]
 
 
+@pytest.mark.row("T35")
 def test_what_is_skipped_stays_each_ranks_own() -> None:
     m = ranks(2)
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Linear(2, 1)).to(m.device)
@@ -429,6 +437,7 @@ def test_what_is_skipped_stays_each_ranks_own() -> None:
             assert_replicas_equal([values])
 
 
+@pytest.mark.row("T31")
 def test_ranks_begin_with_the_first_ones_parameters_and_buffers() -> None:
     m = ranks(3)
     with dt.varying("dp"):
@@ -574,6 +583,7 @@ def test_after_a_pass_that_failed_the_next_one_is_right() -> None:
         torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.row("T35")
 def test_without_its_data_parallel_a_module_is_itself_again() -> None:
     m = ranks(2)
     _, model = made(m)

@@ -79,6 +79,7 @@ def torchs(size: int, rank: int, ranks: int, batch: int, epoch: int, shuffle: bo
 # ---- each sample once ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T57")
 @PLACES
 @pytest.mark.parametrize(("ranks", "shuffle", "uneven"), [(2, True, "pad"), (3, True, "drop"), (4, False, "pad")])
 def test_each_rank_has_the_samples_of_torchs_sampler(at: str, ranks: int, shuffle: bool, uneven: str) -> None:
@@ -170,6 +171,7 @@ def test_both_ways_give_the_same_bits() -> None:
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T57")
 @PLACES
 def test_a_loop_goes_on_where_another_was(at: str) -> None:
     def loader(ranks: int) -> Any:

@@ -44,6 +44,7 @@ ONE_COMMAND: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.row("M14")
 @pytest.mark.parametrize("name", ONE_COMMAND)
 def test_one_command_and_no_reply(name: str, x: torch.Tensor) -> None:
     program = ONE_COMMAND[name]
@@ -74,6 +75,7 @@ NOTHING: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.row("M3")
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_is_sent(name: str, x: torch.Tensor) -> None:
     kept = [NOTHING[name](x)]
@@ -182,6 +184,7 @@ def test_bytes_per_command(x: torch.Tensor) -> None:
     assert log[1].bytes_sent / len(log[1].commands) <= 20
 
 
+@pytest.mark.row("M14")
 def test_training_step_sends_no_reply_and_asks_nothing() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to("node:1")
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -217,6 +220,7 @@ ROUND_TRIPS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.row("M8", "M9")
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_one_round_trip(name: str, x: torch.Tensor) -> None:
     kept = [ROUND_TRIPS[name](x)]

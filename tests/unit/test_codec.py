@@ -211,5 +211,6 @@ def test_process_groups_that_are_not() -> None:
         codec.check_world(c.World(1, (5, 0), 0, "gloo", mesh), 0)
 
 
+@pytest.mark.row("M24")
 def test_an_add_is_small() -> None:
     assert codec.size(c.Call(200, 1_000_000, (1, 5))) <= 16

@@ -37,6 +37,7 @@ def test_the_loopback_interface_is_there() -> None:
     assert i.addresses_of(["lo"])[0] == "127.0.0.1"
 
 
+@pytest.mark.row("G14")
 def test_each_name_is_an_interface_an_address_or_a_host(machine: None) -> None:
     assert i.addresses_of(["eth0"]) == ("10.0.0.1", "10.0.0.2", "fd00::1")
     assert i.addresses_of(["ib0", "10.0.0.2", "fd00::1"]) == ("10.9.0.1", "10.0.0.2", "fd00::1")

@@ -77,6 +77,7 @@ def no_process() -> int:
     return int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
 
 
+@pytest.mark.row("G5")
 def test_a_file_that_was_left_over_says_so_to_both(tmp_path: Path) -> None:
     pid = no_process()
     left = msgspec.structs.replace(i.invite(i.fresh(), ADDRESSES), pid=pid)

@@ -27,6 +27,7 @@ def test_a_host_and_a_port(url: str, host: str, text: str) -> None:
     assert str(found) == text
 
 
+@pytest.mark.row("G4")
 def test_rank_and_size_as_torch_takes_them_in_the_url() -> None:
     assert find_rendezvous("tcp://node1:1?rank=1&world_size=2") == Rendezvous("tcp", "node1", 1, rank=1, size=2)
     assert find_rendezvous("file:///a/b?rank=0&world_size=2") == Rendezvous("file", path="/a/b", rank=0, size=2)
@@ -38,6 +39,7 @@ def test_a_path() -> None:
     assert found.options == {"connection_file": "/home/me/my job"}
 
 
+@pytest.mark.row("G3")
 def test_the_environment() -> None:
     assert find_rendezvous("env://", environ=ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=2, size=5)
     assert find_rendezvous("env://", 0, 9, ENVIRONMENT) == Rendezvous("tcp", "node1", 29500, rank=0, size=9)
@@ -51,6 +53,7 @@ def test_the_environment_of_torchrun() -> None:
     assert found.name != find_rendezvous("env://", environ=ENVIRONMENT | run | {"TORCHELASTIC_RESTART_COUNT": "1"}).name
 
 
+@pytest.mark.row("G6")
 @pytest.mark.parametrize(
     ("url", "rank", "size", "text"),
     [

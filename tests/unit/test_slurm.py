@@ -86,6 +86,7 @@ def test_what_slurm_has_divided() -> None:
     assert slurm_env.divided(1, 12, {**job, "SLURM_GPUS_ON_NODE": "1"}) == "", "all tasks have the same one"
 
 
+@pytest.mark.row("I15")
 def test_seats() -> None:
     """Node k is task k + 1; on the first host, the master is the first task."""
     far = find_rendezvous("slurm://", environ=STEP)

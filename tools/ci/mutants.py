@@ -3,7 +3,8 @@
 Breaks the product in a copy of this tree, one patch of tests/mutants/ after the other, and expects the tests to notice.
 
 A patch says above its diff what it breaks ("What: the barrier returns at once") and which tests find it, a line for
-each ("Red: tests/unit/test_codec.py::test_bounds"). Each of them must be green without the patch and must fail with it:
+each ("Red: tests/unit/test_codec.py::test_bounds"), and perhaps which rows of docs/dev/ROWS.md ("Row: T3"), which is
+tests/kit/rows.py's to read. Each of the tests must be green without the patch and must fail with it:
 one that stays green makes the patch a survivor. A test that is named without its parameters fails if any of its
 variants does. The exit code is 0 if all patches were noticed.
 
@@ -64,12 +65,12 @@ class Mutant:
     def read(cls, path: Path) -> Mutant:
         """Raises ValueError for a file that is no such patch."""
         header, _, diff = path.read_text().partition("diff --git ")
-        said: dict[str, list[str]] = {"What": [], "Red": []}
+        said: dict[str, list[str]] = {"What": [], "Red": [], "Row": []}
         for line in filter(None, header.splitlines()):
             key, colon, value = line.partition(": ")
             if not colon or key not in said:
                 raise ValueError(
-                    f'{path.name}: above the diff there are lines "What: ..." and "Red: ...", not {line!r}'
+                    f'{path.name}: above the diff there are lines "What: ...", "Red: ..." and "Row: ...", not {line!r}'
                 )
             said[key].append(value.strip())
         files = tuple(re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE))
