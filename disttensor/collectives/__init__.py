@@ -21,6 +21,7 @@ from .objects import (
     scatter_object,
 )
 from .over_dims import all_reduce_, permute_ranks
+from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, monitored_barrier
 from .tensor_collectives import (
     barrier,
     gather,
@@ -35,6 +36,7 @@ from .user_reduction import Reduced
 __all__ = [
     "Group",
     "Levels",
+    "P2POp",
     "ReduceOp",
     "Reduced",
     "Split",
@@ -46,12 +48,16 @@ __all__ = [
     "all_reduce_",
     "all_to_all",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object",
     "functional",
     "gather",
     "gather_object",
     "host_of",
+    "irecv",
+    "isend",
+    "monitored_barrier",
     "new_group",
     "permute_ranks",
     "recv",

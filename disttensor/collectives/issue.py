@@ -28,12 +28,15 @@ from ..session.current import session as current_session
 from ..session.current import session_of
 from ..session.places import one_session
 from ..session.session import Session
-from .groups import Group, Split, given_group, new_group
+from .groups import Group, Split, given_group
 
 Tensors = Sequence[torch.Tensor]
 
-#: Bytes of a node's part in a collective up to which it leaves with later commands, as an operation does.
+#: Bytes of a node's part in a collective up to which it leaves with later commands, as an operation does: at once if
+#: the node has nothing queued, else after a few more commands, a wait, or two milliseconds.
 SMALL = 64 << 10
+#: What arrives from a node that has done its part in an asynchronous collective: nothing, so all may share it.
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
@@ -76,7 +79,7 @@ class CollectiveCall:
         for node in self.group.nodes if async_op else ():
             session.link.check(session.nodes[node].outbox)
             done = session.transfers.new_loose()
-            ended.append((node, session.channel.irecv(torch.empty(0, dtype=torch.uint8), node, done), done))
+            ended.append((node, session.channel.irecv(_NOTHING, node, done), done))
         commands = []
         hosts = numbered(self.group.parts or hosts_of(session, self.group.nodes))
         for i, (node, part) in enumerate(zip(self.group.nodes, self.parts, strict=True)):
@@ -101,7 +104,7 @@ class CollectiveCall:
                 shares=self.shares,
             )
             commands.append((node, command, site))
-        small = not async_op and sum(commands[0][1].lengths) * self.dtype.itemsize <= SMALL
+        small = sum(commands[0][1].lengths) * self.dtype.itemsize <= SMALL
         session.link.together(commands, hurry=not small)
         for part in self.parts:
             for tensor in part.outs:
@@ -276,7 +279,7 @@ def not_alone(nodes: Sequence[int], group: Group | Split | None, what: str) -> N
 def group_at(nodes: list[int], group: Group | Split | None, what: str) -> Group:
     """Returns ``group``, by default a new group of these nodes. Raises ValueError if ``group`` has other nodes."""
     if group is None:
-        return new_group(nodes)
+        return Group(tuple(nodes))
     group = group.whole if isinstance(group, Split) else given_group(group, what)
     if list(group.nodes) != nodes:
         raise ValueError(f"{what}: the tensors are on nodes {nodes}, in this order, but the group is {group}")

@@ -13,7 +13,8 @@ of tensors per node, on any of its devices.
 
 With ``async_op=True`` collectives return a Work, and later operations on the nodes don't wait for the collective unless
 they use a tensor that it writes, by the same Python tensor (not by a view of it, before ``wait``). A node does one
-collective at a time.
+collective at a time. A small one leaves as an operation does: at once, or with those that follow it in the next
+milliseconds.
 
     algorithm   "ring", "tree", ... or a ``Way`` (with base and chunk size), in place of one chosen by size and nodes
     transport   torch.bfloat16 or torch.float16: floats of more bits travel as these, and lose precision
@@ -69,7 +70,8 @@ def all_reduce(
         same_nodes(out, tensors, f"{what}: out")
         for one in out:
             same_shape(one, tensors[0], f"{what}: out")
-    parts = [Part([read(tensors[i]) for i in its], [targets[i] for i in its]) for its in all_of.members]
+    inputs = tensors if out is None else list(map(read, tensors))
+    parts = [Part([inputs[i] for i in its], [targets[i] for i in its]) for its in all_of.members]
     collective = CollectiveCall(what, all_of.group, parts, op, 0, algorithm, transport, dtype, targets, all_of.shares)
     return collective.issue(all_of.session, async_op)
 

@@ -1,9 +1,10 @@
-"""python tools/bench/turns.py [--what item issue step copy] [--sessions 5] [--rounds 100] OLD NEW [MORE ...]
+"""python tools/bench/turns.py [--what item issue step copy launch] [--sessions 5] [--rounds 100] OLD NEW [MORE ...]
 
 One measurement on two trees or more, in turns: sessions of all trees live side by side, and take turns of some
 milliseconds, in an order by chance. So a machine whose speed drifts drifts for all, and ratios are exact to about 1 %.
 A tree given twice shows how exact. Prints the medians over sessions of each tree's time over that of the first: by the
-clock, and of the script's thread on its core.
+clock, and of the script's thread on its core; and the least time of that thread in any turn. ``launch`` is an
+asynchronous all_reduce of three nodes, launched many times in a row.
 
 Trees are folders with a checkout each (``git worktree add``); all run in this environment.
 """
@@ -25,7 +26,7 @@ import sys, time, torch
 import disttensor as dt
 
 what = sys.argv[1]
-dt.init_master_worker("shm" if what == "shared" else "tcp", nodes=2, threads=1)
+dt.init_master_worker("shm" if what == "shared" else "tcp", nodes=3 if what == "launch" else 2, threads=1)
 x = torch.ones(8, device="node:0")
 s = x.sum()
 if what in ("copy", "shared"):  # 64 MiB to another node
@@ -34,6 +35,9 @@ if what in ("copy", "shared"):  # 64 MiB to another node
     def call():
         y = big.to("node:1")
         dt.synchronize()
+elif what == "launch":
+    xs = [torch.ones(16, device=f"node:{k}") for k in range(3)]
+    calls, call = 50, lambda: dt.all_reduce(xs, async_op=True)
 elif what == "step":
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to("node:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -60,7 +64,7 @@ for _ in sys.stdin:
     print(clock / calls, core / calls, flush=True)
 dt.shutdown()
 """
-WHAT = ("item", "issue", "step", "copy", "shared")
+WHAT = ("item", "issue", "step", "copy", "shared", "launch")
 
 
 class Figures(NamedTuple):
@@ -68,6 +72,7 @@ class Figures(NamedTuple):
 
     clock: float
     core: float
+    least: float = 0.0  #: of ``core``, in any turn
 
 
 class Contestant:
@@ -102,7 +107,8 @@ class Contestant:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
-        return Figures(*map(statistics.median, zip(*self.turns, strict=True)))
+        least = min(turn.core for turn in self.turns)
+        return Figures(*map(statistics.median, zip(*self.turns, strict=True)))._replace(least=least)
 
 
 def contest(trees: list[Path], what: str, rounds: int) -> list[Figures]:
@@ -134,7 +140,8 @@ def main() -> None:
             print(
                 f"{what:6} {statistics.median(f.clock for f in figures) * 1e6:9.1f} us; over the first: "
                 f"{statistics.median(clock):.3f} ({min(clock):.3f} to {max(clock):.3f}), "
-                f"of its thread {statistics.median(core):.3f}  {tree}",
+                f"of its thread {statistics.median(core):.3f} "
+                f"(at least {min(f.least for f in figures) * 1e6:.1f} us)  {tree}",
                 flush=True,
             )
 
