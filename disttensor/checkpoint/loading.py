@@ -22,7 +22,7 @@ from ..runtime.node import checkpoint_files as files
 from ..runtime.node.checkpoint_files import Shard
 from ..runtime.process.spelling import did_you_mean
 from ..session import current
-from ..tasks.functions import Calls, first_of
+from ..tasks.calls import Calls, first_of
 from .folder import read_metadata
 from .parts import parts_of
 from .saving import Saves

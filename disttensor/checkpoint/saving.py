@@ -34,7 +34,7 @@ from ..session import current
 from ..session.places import MeshPlace, Place
 from ..session.session import Session
 from ..streams import Stream, current_stream, stream
-from ..tasks.functions import Calls, first_of
+from ..tasks.calls import Calls, first_of
 from .folder import Folder
 from .parts import Part, parts_of
 from .state import Entry, State

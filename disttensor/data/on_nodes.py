@@ -23,7 +23,7 @@ from ..runtime.node.samples import Plan
 from ..runtime.protocol.batches import Geometry, rebuild
 from ..runtime.protocol.errors import NodeLost, ProtocolError
 from ..tasks import Each
-from ..tasks.functions import Calls, Issued, first_of
+from ..tasks.calls import Calls, Issued, first_of
 from ..tasks.targets import Targets
 from .positions import Positions
 from .ranks import Ranks

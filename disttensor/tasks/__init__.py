@@ -1,6 +1,7 @@
 """Functions of the user that run on nodes."""
 
-from .functions import Each, interrupt, run
+from .calls import Each
+from .functions import interrupt, run
 from .process_groups import device_mesh
 
 __all__ = ["Each", "device_mesh", "interrupt", "run"]

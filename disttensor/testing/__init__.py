@@ -143,7 +143,7 @@ _LIMITS = {
     "error": ("runtime.node.failures", "MAX_TEXT"),
     "lately": ("runtime.node.streams.scheduler", "LATELY"),
     "templates": ("runtime.master.home", "GENERATION"),
-    "pickle": ("tasks.functions", "MAX_PICKLE"),
+    "pickle": ("tasks.sending", "MAX_PICKLE"),
 }
 
 

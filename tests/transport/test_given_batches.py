@@ -10,7 +10,7 @@ import disttensor as dt
 from disttensor.proxy.meta import new_ref
 from disttensor.session import current
 from disttensor.streams import default_stream
-from disttensor.tasks.functions import Issued
+from disttensor.tasks.calls import Issued
 from disttensor.tasks.targets import Targets
 
 

@@ -1,0 +1,248 @@
+"""Functions that have been sent to nodes: how they begin there, what they return, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from ..errors.missing import advised
+from ..proxy.meta import Handle, meta_told, new_ref
+from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.master.failures import Site, in_short
+from ..runtime.master.requests import Request
+from ..runtime.master.route import waits
+from ..runtime.node.user_functions import decode_result, key_of
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import NodeLost, PeerFailed
+from ..session.current import session_of
+from ..session.places import Place
+from ..session.session import Session
+from .sending import known_functions, pickled, send
+from .targets import Targets
+
+_serial = count()
+
+
+def name_of(fn: Any) -> str:
+    """Returns a function's name for messages: its name where it is defined."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__).rpartition("<locals>.")[2][:100]
+
+
+class Each:
+    """An argument of ``run`` on several nodes, or on a mesh, that is ``values[i]`` on the i-th of them.
+
+    ``run`` raises ValueError unless there is one value per node.
+
+        >>> dt.run(lambda k: k * k, dt.tasks.Each([2, 3]), node=[0, 1])
+        [4, 9]
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+
+class Call:
+    """A function that is to run on a node, and has been sent there with its arguments."""
+
+    def __init__(
+        self, session: Session, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, site: Any
+    ) -> None:
+        self.place = place
+        self._site = site
+        self._what = f"{name_of(fn)}()"
+        self._sent = known_functions(session)
+        self._keep: list[DistributedTensor] = []
+        self._request, self._adopted = 0, False
+        function = pickled(fn, place, self._keep, f"{self._what}")
+        self._holds_tensors = bool(self._keep)
+        # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
+        # doesn't read that far
+        once = next(_serial).to_bytes(8, "big")
+        self._function = key_of(function := function + once if self._holds_tensors else function)
+        arguments = pickled((tuple(args), kwargs), place, self._keep, f"the arguments of {self._what}") + once
+        self._arguments = key_of(arguments)
+        session.link.interrupts.look()
+        known = None if self._holds_tensors else self._sent
+        send(place, known, (self._function, function), (self._arguments, arguments), site)
+
+    def command(self, id: int, world: c.World | None = None, draws: bool = True) -> c.Command:
+        self._request = id
+        places = session_of(self.place).places
+        for place in places.of_node(self.place.node) if draws else ():
+            places.draw(place)  # the function may draw, and then from its node's own generators
+        return self._run(id, world=world)
+
+    def into(self, id: int, outs: tuple[int, ...]) -> c.Command:
+        """Returns the command of a function that draws no random numbers, and whose tensors get these refs."""
+        self._request, self._adopted = id, True
+        return self._run(id, outs=outs)
+
+    def _run(self, id: int, **more: Any) -> c.Run:
+        refs = tuple(t._h.ref for t in self._keep)
+        return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, **more)
+
+    def result(self, reply: c.Result) -> Any:
+        """Returns the function's result, with tensors as proxies."""
+        # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
+        simulated = self.place.hello.simulated
+        named = [p for t in self._keep for p in t._place.members if p.node == self.place.node] if simulated else []
+        beside = next(iter(named), self.place)
+        tensors = [_adopted(g, beside) for g in reply.tensors]
+        if tensors:
+            self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
+        self._adopted = True
+        return decode_result(reply.data, tensors)
+
+    def end(self) -> None:
+        """Ends the call, whatever happened to it, Ctrl-C included: drops what the node and the script keep for it."""
+        if not self._adopted:
+            self._sent.discard((self.place.node, self._function))  # the node may not have come to keep it
+            if self._request and self.place.outbox.lost is None:
+                session_of(self.place).link.cancel(self.place.node, self._request)  # if it runs: nobody waits for it
+                # nobody will adopt what it returns
+                self.place.outbox.add(c.Adopt(self._request, ()), self._site)
+        self._keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
+
+
+class Calls:
+    """Functions that run on several nodes at once. They are begun without waiting; any thread may wait for them.
+
+    At the end of its ``with`` block the nodes and the script drop what they keep for them.
+    """
+
+    def __init__(self, session: Session, site: Site | None) -> None:
+        self._session, self._site = session, site
+        self._calls: list[Call] = []
+        self._requests: list[Request] = []
+        self.kept = True  #: whether the process group in which they ran still exists on all nodes
+
+    def add(self, place: Place, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Sends a function and its arguments to a node. Raises as ``run`` does for what can't be sent."""
+        self._calls.append(Call(self._session, place, fn, args, kwargs, self._site))
+
+    def begin(self, world: c.World | None = None, draws: bool = True) -> None:
+        """Has all of them begin, each in its turn on its node. Raises NodeLost where a node is gone, and none begins.
+
+        ``draws``: whether a function may draw random numbers, which no stream of a node in a mesh can.
+        """
+        link, commands = self._session.link, []
+        for call in self._calls:
+            self._requests.append(link.request(call.place.node, c.Result))
+            commands.append((call.place.node, call.command(self._requests[-1].id, world, draws), self._site))
+        link.together(commands)
+
+    def outcomes(self) -> list[Any]:
+        """Waits for all of them; returns what each has returned, or the exception that it has raised, or NodeLost."""
+        session, found = self._session, list[Any]()
+        for call, request in zip(self._calls, self._requests, strict=True):
+            try:
+                reply: Any = session.link.wait(request)
+                if isinstance(reply, c.Poisoned):
+                    raise session.questions.failure(reply.rank, reply.seq)
+                found.append(call.result(reply))
+                self.kept = self.kept and reply.kept
+            except Exception as error:
+                found.append(advised(error, session.bundle))
+        return found
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for call in self._calls:
+            call.end()
+        for request in self._requests:
+            self._session.link.drop(request)
+
+
+class Issued:
+    """A function of disttensor's own that was issued to several nodes, and for whose result nobody waits yet.
+
+    It draws no random numbers. The tensors that it returns get refs which the script has chosen, and the result is the
+    rest. One that is dropped is forgotten: that takes no lock, as it may happen anywhere.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        targets: Targets,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        outs: Sequence[tuple[int, ...]],
+        site: Any,
+    ) -> None:
+        """``outs``: the refs on each node. Raises NodeLost, GraphError while a graph is recorded."""
+        waits("a function")
+        self._session, self._targets, self._gives = session, targets, any(outs)
+        self._requests: list[Request] = []
+        calls: list[Call] = []
+        try:
+            commands = []
+            for i, place in enumerate(targets.places):
+                mine = [x.values[i] if isinstance(x, Each) else x for x in args]
+                calls.append(Call(session, place, fn, mine, {}, site))
+            for call, refs in zip(calls, outs, strict=True):
+                self._requests.append(session.link.request(call.place.node, c.Result))
+                commands.append((call.place.node, call.into(self._requests[-1].id, refs), site))
+            session.link.together(commands)
+        except NodeLost as error:
+            targets.located(error, error.rank)
+            raise
+        finally:
+            for call in calls:
+                call.end()
+
+    def results(self) -> list[Any]:
+        """Waits for all nodes, and returns what the function has, without its tensors. Raises as ``run``; Ctrl-C ends
+        the function as well."""
+        link = self._session.link
+        results: list[Any] = []
+        failed: list[Exception] = []
+        for request in self._requests:
+            try:
+                reply: Any = link.wait(request)
+                if isinstance(reply, c.Poisoned):
+                    raise self._session.questions.failure(reply.rank, reply.seq)
+                results.append(decode_result(reply.data, [None] * len(reply.tensors)))
+            except Exception as error:
+                failed.append(self._targets.located(error, request.node))
+            except BaseException:
+                self.cancel()
+                raise
+        if failed:
+            raise first_of(failed)
+        return results
+
+    def cancel(self) -> None:
+        """Interrupts the function where it runs, and has it not begin elsewhere; not one that makes tensors, which the
+        script has and may use. Does not wait."""
+        for request in () if self._gives else self._requests:
+            self._session.link.cancel(request.node, request.id)
+
+    def __del__(self) -> None:
+        for request in self._requests:
+            self._session.link.drop(request)
+
+
+def first_of(failed: list[Exception]) -> Exception:
+    """Returns the first error, with the others as notes. Nodes that broke off because a rank had failed come last, in
+    one line."""
+    first, *others = sorted(failed, key=lambda error: isinstance(error, PeerFailed))
+    broke_off = [other for other in others if isinstance(other, PeerFailed)]
+    for other in others:
+        if other not in broke_off:
+            first.add_note(f"and on another node: {type(other).__name__}: {in_short(other)}")
+    if broke_off:
+        first.add_note(f"and {len(broke_off)} other nodes broke off, as ranks wait for each other")
+    return first
+
+
+def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
+    session = place.session
+    name = geometry.device if geometry.device.startswith("cuda") else "cpu"
+    where = place if place.hello.simulated else session.places.at(place.node, name)
+    return proxy(Handle(new_ref(), meta_told(geometry, where)))

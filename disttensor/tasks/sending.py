@@ -1,0 +1,169 @@
+"""Functions and their arguments on their way to nodes: pickled, their tensors as refs, in pieces.
+
+A function that holds no tensors goes to a node once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Iterator, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ..dispatch.copies import move, upload
+from ..dispatch.first_call import layout_of
+from ..dispatch.lazy_views import materialise
+from ..errors.missing import REMEDY, culprit
+from ..proxy.proxy import DistributedTensor
+from ..runtime.node.user_functions import MAX_PICKLE
+from ..runtime.process.signals import uninterrupted
+from ..runtime.protocol import commands as c
+from ..session.current import session_of
+from ..session.places import Place, one_session
+from ..session.session import Session
+from .reloaded_modules import Modules
+
+#: Bytes of a pickled function or its arguments per Piece, well under a message's limit.
+PIECE = 512 << 10
+
+
+class SentFunctions:
+    """The functions that the nodes of a session have, and the order in which they get them."""
+
+    def __init__(self) -> None:
+        self.known: set[tuple[int, bytes]] = set()  #: (node, key)
+        self.lock = threading.RLock()  #: held while the pieces of a function are queued, one after another
+
+    def forked(self) -> None:
+        """Makes a new lock in a forked child: the thread that held the other one may not be there."""
+        self.lock = threading.RLock()
+
+
+def known_functions(session: Session) -> set[tuple[int, bytes]]:
+    """Returns the (node, key) pairs of functions that nodes have. Bounded well below what a node keeps."""
+    known = session.part(SentFunctions).known
+    if len(known) > 512:
+        known.clear()
+    return known
+
+
+def pickled(value: Any, place: Place, keep: list[DistributedTensor], what: str) -> bytes:
+    """Pickles a value with its tensors replaced by refs; ``keep`` gets the tensors behind them.
+
+    Raises TypeError that names the part that can't be pickled, ValueError for a pickle above MAX_PICKLE bytes.
+    """
+    buffer, modules = io.BytesIO(), _modules(session_of(place))
+    pickler = _Pickler(buffer, place, keep, modules)
+    try:
+        with _by_value(stale) if (stale := modules.stale()) else contextlib.nullcontext():
+            pickler.dump(value)
+    except (TypeError, cloudpickle.pickle.PicklingError) as e:
+        if (found := culprit(value, what, _fails)) is not None:
+            e.args = (f"{what} can't be sent to node {place.node}: {found} ({e}); {REMEDY}",)
+        raise
+    data = buffer.getvalue()
+    if len(data) > MAX_PICKLE:
+        raise ValueError(
+            f"arguments of {len(data)} bytes exceed {MAX_PICKLE >> 20} MiB when pickled; pass them as tensors"
+        )
+    return data
+
+
+def _modules(session: Session) -> Modules:
+    """Returns the user's modules that the nodes of this session have, or may have."""
+    return session.part(Modules)
+
+
+_registering = threading.RLock()
+
+
+@contextlib.contextmanager
+def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Has the functions and classes of these modules pickled by value, as those of a script or a notebook, because
+    nodes have older versions."""
+    with _registering:
+        new = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+        for module in new:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        except (TypeError, cloudpickle.pickle.PicklingError) as e:
+            names = ", ".join(module.__name__ for module in modules)
+            e.add_note(
+                f"nodes get {names} by value, as it has changed since they imported it; a new session imports it"
+            )
+            raise
+        finally:
+            for module in new:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _fails(value: Any) -> bool:
+    """Returns whether a value can't be pickled."""
+    try:
+        _Dry(io.BytesIO()).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that sends no tensors, to try values out."""
+
+    def persistent_id(self, value: Any) -> int | None:
+        return 0 if isinstance(value, torch.Tensor) else None
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, place: Place, keep: list[DistributedTensor], modules: Modules) -> None:
+        super().__init__(file)
+        self._place = place
+        self._keep = keep
+        self._modules = modules
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type, ModuleType)):
+            self._modules.note(value)
+        return super().reducer_override(value)
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if not isinstance(value, DistributedTensor) and layout_of(value) is not torch.strided:
+            return None  # by value: there are no proxies of such layouts
+        tensor: Any = value.detach()
+        if not isinstance(tensor, DistributedTensor):
+            tensor = upload(tensor, self._place)
+        elif self._place.node not in tensor._place.ranks:  # of a mesh that the node is in it gets its own shard
+            tensor = move(tensor, self._place)
+        else:
+            one_session(tensor._place, self._place)
+        self._keep.append(tensor)
+        return int(tensor._h.ref or materialise(tensor._h))
+
+
+@uninterrupted
+def send(
+    place: Place,
+    sent: set[tuple[int, bytes]] | None,
+    function: tuple[bytes, bytes],
+    arguments: tuple[bytes, bytes],
+    site: Any,
+) -> None:
+    """Queues (key, data) of a function, unless it was ``sent``, and of its arguments, with no other pieces between."""
+    with session_of(place).part(SentFunctions).lock:
+        if sent is None or (place.node, function[0]) not in sent:
+            _pieces(place, *function, site)
+            if sent is not None:
+                sent.add((place.node, function[0]))
+        _pieces(place, *arguments, site)
+
+
+def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
+    for start in range(0, max(len(data), 1), PIECE):
+        place.outbox.add(c.Piece(key, data[start : start + PIECE], start + PIECE >= len(data)), site)
