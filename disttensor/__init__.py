@@ -54,6 +54,7 @@ __all__ = [
     "shard",
     "shutdown",
     "stream",
+    "submit",
     "synchronize",
     "varying",
     "wait_for_nodes",

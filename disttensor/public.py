@@ -38,6 +38,6 @@ from .startup.start import (
     shutdown as shutdown,
 )
 from .streams import Event as Event, Stream as Stream, stream as stream, synchronize as synchronize
-from .tasks import run as run
+from .tasks import run as run, submit as submit
 from .tasks.functions import nodes_info as nodes
 from .training import DataParallel as DataParallel, fully_shard as fully_shard

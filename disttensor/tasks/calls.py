@@ -19,7 +19,7 @@ from ..runtime.protocol.errors import NodeLost, PeerFailed
 from ..session.current import session_of
 from ..session.places import Place
 from ..session.session import Session
-from .sending import known_functions, pickled, send
+from .sending import Keep, known_functions, pickled, send
 from .targets import Targets
 
 _serial = count()
@@ -55,10 +55,11 @@ class Call:
         self._site = site
         self._what = f"{name_of(fn)}()"
         self._sent = known_functions(session)
-        self._keep: list[DistributedTensor] = []
+        self._keep = Keep()
+        self._beside: Place = place
         self._request, self._adopted = 0, False
         function = pickled(fn, place, self._keep, f"{self._what}")
-        self._holds_tensors = bool(self._keep)
+        self._holds_tensors = bool(self._keep)  #: or results
         # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
         # doesn't read that far
         once = next(_serial).to_bytes(8, "big")
@@ -69,12 +70,19 @@ class Call:
         known = None if self._holds_tensors else self._sent
         send(place, known, (self._function, function), (self._arguments, arguments), site)
 
-    def command(self, id: int, world: c.World | None = None, draws: bool = True) -> c.Command:
+    @property
+    def uses(self) -> bool:
+        """True where the function, or its arguments, name what is on the node."""
+        return bool(self._keep)
+
+    def command(self, id: int, world: c.World | None = None, draws: bool = True, token: int = 0) -> c.Run:
+        """Returns the command that runs it. ``draws``: whether it may draw random numbers; ``token``: the ref of its
+        whole result."""
         self._request = id
         places = session_of(self.place).places
         for place in places.of_node(self.place.node) if draws else ():
             places.draw(place)  # the function may draw, and then from its node's own generators
-        return self._run(id, world=world)
+        return self._run(id, world=world, token=token)
 
     def into(self, id: int, outs: tuple[int, ...]) -> c.Command:
         """Returns the command of a function that draws no random numbers, and whose tensors get these refs."""
@@ -82,20 +90,25 @@ class Call:
         return self._run(id, outs=outs)
 
     def _run(self, id: int, **more: Any) -> c.Run:
-        refs = tuple(t._h.ref for t in self._keep)
-        return c.Run(id, self._function, self._arguments, not self._holds_tensors, self._what, refs, **more)
+        # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
+        simulated = self.place.hello.simulated
+        named = [p for t in self._keep.tensors for p in t._place.members if p.node == self.place.node]
+        self._beside = next(iter(named if simulated else ()), self.place)
+        keep = not self._holds_tensors
+        return c.Run(id, self._function, self._arguments, keep, self._what, self._keep.refs, **more)
 
     def result(self, reply: c.Result) -> Any:
         """Returns the function's result, with tensors as proxies."""
-        # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
-        simulated = self.place.hello.simulated
-        named = [p for t in self._keep for p in t._place.members if p.node == self.place.node] if simulated else []
-        beside = next(iter(named), self.place)
-        tensors = [_adopted(g, beside) for g in reply.tensors]
+        tensors = [_adopted(g, self._beside) for g in reply.tensors]
         if tensors:
             self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
         self._adopted = True
         return decode_result(reply.data, tensors)
+
+    def issued(self) -> None:
+        """Drops what the script keeps for it: it is queued, and its result has an owner."""
+        self._adopted = True
+        self._keep.clear()
 
     def end(self) -> None:
         """Ends the call, whatever happened to it, Ctrl-C included: drops what the node and the script keep for it."""

@@ -19,7 +19,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
 from ..session.node_context import current_node
-from ..session.places import MeshPlace
+from ..session.places import MeshPlace, Place
 from ..session.session import Session
 from .calls import Call, Calls, Each, first_of, name_of
 from .process_groups import worlds_of
@@ -77,24 +77,10 @@ def run(
     """
     session = current.session()
     site = here()
-    _check_call(fn, kwargs)
-    if nodes is not None:
-        if node is not None:
-            raise TypeError("run takes node= or nodes=, not both")
-        if isinstance(nodes, (int, str, torch.device)):
-            raise TypeError(
-                f"run(nodes=) takes a mesh, or a list of nodes such as [0, 1], that form a process group of "
-                f"torch.distributed; on one node it is node={nodes!r}"
-            )
-        return _run_on_all(session, Targets(session, nodes), fn, args, kwargs, site, as_ranks=True)
-    if isinstance(node, Mesh) or (isinstance(node, Iterable) and not isinstance(node, str)):
-        return _run_on_all(session, Targets(session, node), fn, args, kwargs, site)
-    place = session.places.at(current_node() if node is None else node)
-    if isinstance(place, MeshPlace):
-        raise TypeError(
-            f"run(node={node!r}): that is {place}; node=mesh runs the function on each of its nodes, and nodes=mesh as "
-            "ranks of torch.distributed"
-        )
+    check_call(fn, kwargs, "run")
+    _, as_ranks, place = place_of_call("run", session, node, nodes)
+    if isinstance(place, Targets):
+        return _run_on_all(session, place, fn, args, kwargs, site, as_ranks)
     call = Call(session, place, fn, args, kwargs, site)
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
@@ -126,14 +112,52 @@ def interrupt(node: int | str | torch.device) -> int:
     return len(requests)
 
 
-def _check_call(fn: Any, kwargs: dict[str, Any]) -> None:
-    """Raises TypeError for what is no function, and for a misspelt argument of ``run`` that the function does not take
+def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[bool, bool, Place | Targets]:
+    """Returns where a function is to run, by the arguments ``node`` and ``nodes`` of ``what``: whether these are
+    several nodes, whether as ranks of torch.distributed, and which. Raises TypeError, and as ``Targets``."""
+    if nodes is not None:
+        if node is not None:
+            raise TypeError(f"{what} takes node= or nodes=, not both")
+        if isinstance(nodes, (int, str, torch.device)):
+            raise TypeError(
+                f"{what}(nodes=) takes a mesh, or a list of nodes such as [0, 1], that form a process group of "
+                f"torch.distributed; on one node it is node={nodes!r}"
+            )
+        return True, True, Targets(session, nodes)
+    if isinstance(node, Mesh) or (isinstance(node, Iterable) and not isinstance(node, str)):
+        return True, False, Targets(session, node)
+    if node == "any":
+        return False, False, session.places.at(least_loaded(session))
+    place = session.places.at(current_node() if node is None else node)
+    if isinstance(place, MeshPlace):
+        raise TypeError(
+            f"{what}(node={node!r}): that is {place}; node=mesh runs the function on each of its nodes, and nodes=mesh "
+            "as ranks of torch.distributed"
+        )
+    return False, False, place
+
+
+def least_loaded(session: Session, among: Iterable[int] | None = None) -> int:
+    """Returns the node for which the fewest functions wait to end; of equals, that which has the fewest commands to
+    do. Raises NodeLost where all are lost."""
+    ranks = range(len(session.nodes)) if among is None else among
+    there = [session.nodes[rank] for rank in ranks if session.nodes[rank].lost is None]
+    if not there:
+        for rank in ranks:
+            session.link.check(session.nodes[rank].outbox)
+    session.link.drain()
+    return min(there, key=lambda node: (len(session.link.waited_for(node.rank, c.Result)), node.behind, node.rank)).rank
+
+
+def check_call(fn: Any, kwargs: dict[str, Any], what: str) -> None:
+    """Raises TypeError for what is no function, and for a misspelt argument of ``what`` that the function does not take
     either: the error from the node would say that the function got it."""
     if not callable(fn):
-        raise TypeError(f"run takes a function and its arguments, and {fn!r:.60} can't be called")
+        raise TypeError(f"{what} takes a function and its arguments, and {fn!r:.60} can't be called")
+    known = ("node", "nodes", "beside") if what == "submit" else ("node", "nodes")
     for name in kwargs:
-        if (meant := did_you_mean(name, ("node", "nodes"), "{}=")) and not _takes(fn, name):
-            raise TypeError(f"run() has no argument {name!r}, and {name_of(fn)} takes none of that name{meant}")
+        if (meant := did_you_mean(name, known, "{}=")) and not _takes(fn, name):
+            raise TypeError(f"{what}() has no argument {name!r}, and {name_of(fn)} takes none of that name{meant}")
 
 
 def _takes(fn: Callable[..., Any], keyword: str) -> bool:
@@ -145,6 +169,13 @@ def _takes(fn: Callable[..., Any], keyword: str) -> bool:
     return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
 
 
+def check_each(targets: Targets, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError where an ``Each`` has not one value per node."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Each) and len(each.values) != len(targets):
+            raise ValueError(f"Each has {len(each.values)} values for the {len(targets)} nodes of {targets.given}")
+
+
 def _run_on_all(
     session: Session,
     targets: Targets,
@@ -154,9 +185,7 @@ def _run_on_all(
     site: Any,
     as_ranks: bool = False,
 ) -> list[Any]:
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, Each) and len(each.values) != len(targets):
-            raise ValueError(f"Each has {len(each.values)} values for the {len(targets)} nodes of {targets.given}")
+    check_each(targets, args, kwargs)
     waits("a function")
     worlds = worlds_of(session)
     world: c.World | None = None

@@ -9,6 +9,7 @@ import contextlib
 import io
 import threading
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..dispatch.copies import move, upload
 from ..dispatch.first_call import layout_of
 from ..dispatch.lazy_views import materialise
 from ..errors.missing import REMEDY, culprit
+from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor
 from ..runtime.node.user_functions import MAX_PICKLE
 from ..runtime.process.signals import uninterrupted
@@ -30,6 +32,40 @@ from .reloaded_modules import Modules
 
 #: Bytes of a pickled function or its arguments per Piece, well under a message's limit.
 PIECE = 512 << 10
+
+
+class Result(Work):
+    """A Work whose result lies on a node, where other functions may use it."""
+
+    def on_node(self, place: Place) -> int:
+        """Returns the ref of the result on the node of ``place``; 0 where it is none of that node's."""
+        return 0
+
+
+class Keep:
+    """The tensors and results that a function and its arguments name; they have to live until it is queued."""
+
+    def __init__(self) -> None:
+        self.tensors: list[DistributedTensor] = []
+        self.results: dict[int, Result] = {}  #: by ref
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.results)
+
+    def result(self, work: Result, place: Place) -> int | None:
+        """Keeps a result, and returns its ref; None where it is not of that node."""
+        ref = work.on_node(place)
+        if ref:
+            self.results[ref] = work
+        return ref or None
+
+    @property
+    def refs(self) -> tuple[int, ...]:
+        return (*(tensor._h.ref for tensor in self.tensors), *self.results)
+
+    def clear(self) -> None:
+        self.tensors.clear()
+        self.results.clear()
 
 
 class SentFunctions:
@@ -52,8 +88,9 @@ def known_functions(session: Session) -> set[tuple[int, bytes]]:
     return known
 
 
-def pickled(value: Any, place: Place, keep: list[DistributedTensor], what: str) -> bytes:
-    """Pickles a value with its tensors replaced by refs; ``keep`` gets the tensors behind them.
+def pickled(value: Any, place: Place, keep: Keep, what: str) -> bytes:
+    """Pickles a value with its tensors, and what functions of the node have returned, replaced by refs; ``keep`` gets
+    what is behind them.
 
     Raises TypeError that names the part that can't be pickled, ValueError for a pickle above MAX_PICKLE bytes.
     """
@@ -120,7 +157,7 @@ class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, place: Place, keep: list[DistributedTensor], modules: Modules) -> None:
+    def __init__(self, file: io.BytesIO, place: Place, keep: Keep, modules: Modules) -> None:
         super().__init__(file)
         self._place = place
         self._keep = keep
@@ -129,11 +166,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (FunctionType, type, ModuleType)):
             self._modules.note(value)
+        if isinstance(value, Work):  # of another node, or a copy to the script: as what it gives
+            return itemgetter(0), ((value.result(),),)
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):
-            return None
+            return self._keep.result(value, self._place) if isinstance(value, Result) else None
         if not isinstance(value, DistributedTensor) and layout_of(value) is not torch.strided:
             return None  # by value: there are no proxies of such layouts
         tensor: Any = value.detach()
@@ -143,7 +182,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             tensor = move(tensor, self._place)
         else:
             one_session(tensor._place, self._place)
-        self._keep.append(tensor)
+        self._keep.tensors.append(tensor)
         return int(tensor._h.ref or materialise(tensor._h))
 
 

@@ -37,7 +37,7 @@ from .fan_out import FanOut, FanOuts
 from .node import Node
 from .outbox import Outbox
 from .patience import Patience
-from .requests import MeshRequest, Request, Waker
+from .requests import MeshRequest, Request, Told, Waker
 from .side_channels import SideChannels
 
 #: Commands that nobody flushed leave after about this long (seconds).
@@ -648,6 +648,14 @@ class Link:
         self._requests[request.id] = request
         return request
 
+    def request_told(self, node: int, kind: type[Message], then: Callable[[], object]) -> Told:
+        """Returns a new request to ``node``, at whose end ``then`` is called: by the answer, a loss, or ``close``. Any
+        thread may take the answer, and none has to wait. Raises as ``check``."""
+        self.check(self.nodes[node].outbox)
+        request = Told(next(self._ids), node, kind, then)
+        self._requests[request.id] = request
+        return request
+
     def request_all(self, queue: CommandQueue, kind: type[Message] = c.Done, due: int = 0) -> MeshRequest:
         """Returns a new request to all nodes of a queue, which one command asks. Its ``replies`` are by rank.
 
@@ -674,9 +682,14 @@ class Link:
                 unawaited.discard(request.id)
 
     def wait(
-        self, request: Request, timeout: float | None = None, until: Callable[[], bool] | None = None
+        self,
+        request: Request,
+        timeout: float | None = None,
+        until: Callable[[], bool] | None = None,
+        explain: bool = True,
     ) -> c.Reply | None:
-        """Waits until the request is resolved (or ``until()`` holds); returns its reply.
+        """Waits until the request is resolved (or ``until()`` holds); returns its reply. ``explain``: say why it takes
+        long.
 
         Interruptible. Raises NodeLost when the node is lost, TimeoutError after ``timeout`` seconds.
         """
@@ -698,7 +711,7 @@ class Link:
                     self._explain_losses()
                 if patience is not None:
                     patience.look(self.nodes[request.node], self.there(), self._look)
-                elif not ready or turns > 100:  # a wait that takes long
+                elif explain and (not ready or turns > 100):  # a wait that takes long
                     patience = Patience()
         finally:
             request.waker = None

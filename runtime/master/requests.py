@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..protocol import commands as c
@@ -66,6 +67,20 @@ class Request:
         waker = self.waker  # read once: the thread may stop waiting, and even end, while this one is here
         if waker is not None:
             waker.wake()
+
+
+class Told(Request):
+    """An answer whose arrival is told to ``then``, in whichever thread takes it; that must not block."""
+
+    __slots__ = ("then",)
+
+    def __init__(self, id: int, node: int, kind: type[Message], then: Callable[[], object]) -> None:
+        super().__init__(id, node, kind)
+        self.then = then
+
+    def resolve(self, reply: c.Reply | None = None) -> None:
+        super().resolve(reply)
+        self.then()
 
 
 class MeshRequest(Request):

@@ -174,9 +174,7 @@ class Executor(NodeState):
             case c.Adopt(refs=()):
                 self.results.pop(command.request, None)
             case c.Adopt():
-                for ref, tensor in zip(command.refs, self.results.pop(command.request), strict=True):
-                    if ref:
-                        store.entries[ref] = tensor
+                self.adopt(command)
             case c.Default():
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
@@ -279,7 +277,8 @@ class Executor(NodeState):
         job = self.functions.claim(command)
         with page.mine.function(self.number):
             done = job(self.tensor)
-        self.store.entries.update(zip(command.outs, self.finish_run(command, *done), strict=True))
+        refs = TRAITS[c.Run].makes(command, None)
+        self.store.entries.update(zip(refs, self.finish_run(command, *done), strict=True))
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 

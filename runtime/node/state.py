@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -32,7 +33,7 @@ from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
 from .store import Later, NotReplayed, Pending, Store, Unmade, memory, trim
 from .template import Template
-from .user_functions import Functions
+from .user_functions import Functions, Outcome
 
 #: The most tensors that the report of a failure for want of memory names.
 SHOWN = 64
@@ -82,6 +83,8 @@ class NodeState:
         self._resting: dict[tuple[int, str], torch.Tensor] = {}  #: states of the others, by place and device
         self._devices: set[int] = set()  #: indices of CUDA devices that the master has named
         self.results: dict[int, list[torch.Tensor]] = {}  #: tensors that functions returned, by request
+        #: whole results of functions, by request, for as long as the script has their tokens
+        self.outcomes: WeakValueDictionary[int, Outcome] = WeakValueDictionary()
         #: the number of the command that is next, or being applied
         self.seq = 0
         self.at = -1  #: in a replay: the index of the graph's command that is being applied
@@ -158,15 +161,27 @@ class NodeState:
             raise
         return Pending(arrival, channel, peer, math.prod(shape) * dtype.itemsize, str(device), (dtype, shape))
 
-    def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Answers a Run with its function's result. Returns the tensors for which the command has refs."""
+    def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> list[Any]:
+        """Answers a Run with its function's result. Returns what the command has refs for: tensors, and the whole."""
         if command.outs and len(tensors) != len(command.outs):
             raise ProtocolError(f"{command.what} returned {len(tensors)} tensors, and not {len(command.outs)}")
         geometries = tuple(map(self.geometry, tensors))
-        if tensors and not command.outs:
+        made: list[Any] = list(tensors) if command.outs else []
+        if command.token:
+            self.outcomes[command.request] = whole = Outcome(data, tensors)
+            made.append(whole)
+        elif tensors and not command.outs:
             self.results[command.request] = tensors
         self.emit(c.Result(command.request, data, geometries, self.functions.kept(command)))
-        return tensors if command.outs else []
+        return made
+
+    def adopt(self, command: c.Adopt) -> None:
+        """Gives refs to tensors that a function has returned. Raises KeyError where there are none."""
+        whole = self.outcomes.pop(command.request, None)
+        tensors = self.results.pop(command.request) if whole is None else whole.tensors
+        for ref, tensor in zip(command.refs, tensors, strict=True):
+            if ref:
+                self.store.entries[ref] = tensor
 
     def synchronized(self, command: c.Sync) -> None:
         """Answers a Sync once CUDA devices are done, too; everything else is."""

@@ -24,6 +24,7 @@ from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
 from .interruption import Interruption
+from .store import Other
 
 #: The most bytes of a pickled function, or of the pickled arguments of one call.
 MAX_PICKLE = 64 << 20
@@ -131,6 +132,18 @@ class Functions:
             self._worlds.close()
 
 
+class Outcome(Other):
+    """A function's result, as the script gets it, for other functions of the node."""
+
+    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
+        self._data = data
+        self.tensors = tensors
+
+    def value(self) -> Any:
+        """Returns the result: each time another one, with the same tensors."""
+        return decode_result(self._data, self.tensors)
+
+
 class _Function:
     """A user's function, unpickled when it is first run."""
 
@@ -182,8 +195,9 @@ class _FromMaster(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self._tensor = tensor
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        return self._tensor(int(pid))
+    def persistent_load(self, pid: Any) -> Any:
+        found: Any = self._tensor(int(pid))
+        return found.value() if isinstance(found, Outcome) else found
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -12,7 +12,7 @@ import os
 import msgspec
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 15
+PROTOCOL = 16
 
 #: Seconds without an answer of the master's kernel after which its host is gone for a node, where nothing else tells.
 SILENCE = 15.0

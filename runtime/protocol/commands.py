@@ -126,6 +126,7 @@ class Run(Message, frozen=True, tag=18):
     refs: tuple[int, ...] = ()  #: refs of the tensors that the function and its arguments name
     world: World | None = None  #: the process group of which it is run as a rank
     outs: tuple[int, ...] = ()  #: refs of the tensors that it returns, where those are known: no Adopt gives them any
+    token: int = 0  #: the ref of its whole result, which other functions of the node may use; 0: none
 
 
 class Adopt(Message, frozen=True, tag=19):

@@ -90,7 +90,11 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Recv: Traits(on_stream=True, routed=True, recordable=True, renumbered=True, makes=lambda recv, _: (recv.out,)),
     c.Piece: Traits(overtaken=True),
     c.Run: Traits(
-        on_stream=True, routed=True, overtaken=True, reads=lambda run, _: run.refs, makes=lambda run, _: run.outs
+        on_stream=True,
+        routed=True,
+        overtaken=True,
+        reads=lambda run, _: run.refs,
+        makes=lambda run, _: (*run.outs, run.token) if run.token else run.outs,
     ),
     c.Adopt: Traits(overtaken=True),
     c.Seed: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),

@@ -20,7 +20,19 @@ import disttensor as dt
 from disttensor import moved
 
 #: Where tests of behaviour lie.
-FOLDERS = ("ops", "autograd", "graphs", "streams", "collectives", "meshes", "training", "faults", "docs", "launch")
+FOLDERS = (
+    "ops",
+    "autograd",
+    "graphs",
+    "streams",
+    "collectives",
+    "meshes",
+    "training",
+    "tasks",
+    "faults",
+    "docs",
+    "launch",
+)
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder).glob("*.py"))]
 
 #: What users import: documented modules. Their own private names are private all the same.

@@ -235,7 +235,7 @@ class Scheduler(Lanes):
             node.functions.skip(command)
             answer(poison)
 
-        self._task(lane, name_of(command), run, command.refs, command.outs, spoil=spoil)
+        self._task(lane, name_of(command), run, command.refs, TRAITS[c.Run].makes(command, None), spoil=spoil)
 
     def _effect(self, lane: Lane, command: Any) -> None:
         """Queues a command that needs nothing but its operands."""

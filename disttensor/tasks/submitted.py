@@ -1,0 +1,315 @@
+"""Functions of the user on nodes for which nobody waits yet: ``dt.submit(fn, *args, node=k)``, and their Works."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..dispatch.call_site import here
+from ..errors.missing import advised
+from ..meshes.mesh import Mesh
+from ..proxy.meta import new_ref
+from ..runtime.channel.ticket import Ticket
+from ..runtime.master.failures import Site
+from ..runtime.master.requests import Request, Told
+from ..runtime.master.route import waits
+from ..runtime.node.streams.lane import when_all
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import CancelledError, DisttensorError, NodeLost
+from ..session import current
+from ..session.places import Place
+from ..session.session import Session
+from ..streams.streams import Event, Stream, current_stream
+from .calls import Call, Each, first_of, name_of
+from .functions import check_call, check_each, place_of_call
+from .process_groups import worlds_of
+from .sending import Result
+from .targets import Targets
+
+
+def submit(
+    fn: Callable[..., Any],
+    *args: Any,
+    node: int | str | torch.device | Iterable[int] | Mesh | None = None,
+    nodes: Iterable[int] | Mesh | None = None,
+    beside: bool = False,
+    **kwargs: Any,
+) -> Submitted:
+    """Does what ``run`` does without waiting: returns a Work at once, whose ``result()`` is what the function returns.
+
+        >>> works = [dt.submit(pow, k, 2, node=k) for k in (0, 1)]
+        >>> [work.result() for work in works]
+        [0, 1]
+
+    The Works of other functions may be arguments: the function gets their results. That of a function of the same node
+    is taken there, and nothing waits here; another one is waited for.
+
+        >>> dt.submit(pow, dt.submit(pow, 2, 3, node=1), 2, node=1).result()
+        64
+
+    Args:
+        fn, *args, **kwargs, nodes: as for ``run``.
+        node: as for ``run``; or "any": the node for which the fewest functions wait.
+        beside: the function runs on a stream of its own, beside what its node does otherwise, when everything that was
+            issued before for its arguments is done. Else it runs in its turn.
+
+    The function is begun in its turn on its node, whether anybody waits or not. ``work.cancel()`` has it not begin, or
+    ends it by a KeyboardInterrupt. A Work that is dropped goes on; an error that nobody asked for is raised by
+    ``dt.synchronize()`` or at the end of the session. Raises at once what ``run`` raises for a function and arguments
+    that can't be sent, NodeLost, GraphError while a graph is recorded.
+    """
+    session = current.session()
+    site = here()
+    check_call(fn, kwargs, "submit")
+    waits("a function")
+    several, as_ranks, given = place_of_call("submit", session, node, nodes)
+    places = given.places if isinstance(given, Targets) else [given]
+    if isinstance(given, Targets):
+        check_each(given, args, kwargs)
+    calls = []
+    try:
+        for i, place in enumerate(places):
+            mine = [x.values[i] if isinstance(x, Each) and several else x for x in args]
+            named = {name: x.values[i] if isinstance(x, Each) and several else x for name, x in kwargs.items()}
+            calls.append(Call(session, place, fn, mine, named, site))
+        targets = given if isinstance(given, Targets) else None
+        return issue(session, calls, f"{name_of(fn)}()", site, targets=targets, as_ranks=as_ranks, beside=beside)
+    except NodeLost as error:
+        if isinstance(given, Targets):
+            given.located(error, error.rank)
+        raise
+    finally:
+        for call in calls:
+            call.end()
+
+
+def issue(
+    session: Session,
+    calls: Sequence[Call],
+    what: str,
+    site: Site | None,
+    *,
+    targets: Targets | None = None,
+    as_ranks: bool = False,
+    beside: bool = False,
+    streams: Sequence[Stream] = (),
+) -> Submitted:
+    """Has calls that were sent begin, each in its turn on its node, and returns their Work. Their result is a list
+    where there are ``targets``, else that of the only one. ``streams``: one for each, on which it runs."""
+    work = Submitted(session, calls, what, targets)
+    lanes = list(streams)
+    with contextlib.ExitStack() as turn:
+        if as_ranks and targets is not None:
+            work.world = turn.enter_context(worlds_of(session).turn(session, targets, site))
+        commands: list[tuple[int, c.Command, Site | None]] = []
+        for i, (call, part) in enumerate(zip(calls, work.parts, strict=True)):
+            if beside:
+                lanes.append(Stream(call.place.device))
+                if call.uses:
+                    done = Event()
+                    done.record(current_stream(call.place.device))
+                    done.wait(lanes[i])
+            part.begin(session)
+            run = call.command(part.request.id, work.world, draws=not lanes, token=part.token.ref)
+            commands.append((call.place.node, c.On(lanes[i].stream_id, run) if lanes else run, site))
+        session.link.together(commands)
+        for call in calls:
+            call.issued()
+    return work
+
+
+class _Token:
+    """The owner of a function's whole result on its node, which goes with it."""
+
+    __slots__ = ("_dead", "ref")
+
+    def __init__(self, place: Place) -> None:
+        self.ref = new_ref()
+        self._dead = place.dead
+
+    def __del__(self) -> None:  # no lock and no I/O: the collector can run this anywhere
+        self._dead.append(self.ref)
+
+
+class _Part:
+    """A function on one node: its request, the ticket that ends with it, and the owner of what it returns."""
+
+    request: Told
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.ended = Ticket()
+        self.token = _Token(call.place)
+
+    def begin(self, session: Session) -> None:
+        self.request = session.link.request_told(self.call.place.node, c.Result, self.ended.finish)
+
+    def outcome(self, session: Session) -> Any:
+        """Returns what the function has returned; raises its error, NodeLost, DisttensorError after shutdown."""
+        reply: Any = self.request.reply
+        if reply is None:
+            session.link.check(self.call.place.outbox)
+            raise DisttensorError("the session was shut down before the function had ended")
+        if isinstance(reply, c.Poisoned):
+            raise session.questions.failure(reply.rank, reply.seq, self.call.place.node)
+        return self.call.result(reply)
+
+
+class _Listened(Ticket):
+    """The end of all parts. Whoever adds a callback need not wait for it: a thread listens for answers meanwhile."""
+
+    def __init__(self, session: Session, node: int) -> None:
+        super().__init__()
+        self._session, self._node = session, node
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        super().add_done_callback(fn)
+        if not self.is_completed():
+            self._session.part(Listener).listen(self._session, self._node, self)
+
+    note = add_done_callback
+
+    def tell(self, fn: Callable[[], None]) -> None:
+        """Adds a callback for one who waits, and so takes in answers."""
+        super().add_done_callback(fn)
+
+
+class Listener:
+    """Takes in the answers of nodes while there are callbacks for them and perhaps nobody waits."""
+
+    def __init__(self) -> None:
+        self._due = deque[tuple[Session, int, Ticket]]()
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def forked(self) -> None:
+        """Makes a new lock in a forked child: the thread that held the other one is not there."""
+        self._lock, self._thread = threading.RLock(), None
+
+    def listen(self, session: Session, node: int, ticket: Ticket) -> None:
+        """Has answers taken in until a ticket has ended."""
+        with self._lock:
+            self._due.append((session, node, ticket))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="disttensor-listen", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._due:
+                    self._thread = None
+                    return
+                session, node, ticket = self._due.popleft()
+            _wait(session, node, ticket, None, explain=False)
+
+
+def _wait(session: Session, node: int, ticket: Ticket, timeout: float | None, explain: bool = True) -> None:
+    """Waits for a ticket that ends with an answer of a node, with its loss, or with the session."""
+    if ticket.is_completed():
+        return
+    session.link.flush_all()
+    request = Request(-1, node)
+    Ticket.add_done_callback(ticket, request.resolve)
+    with contextlib.suppress(DisttensorError):  # a loss, or the end: the outcome says it
+        session.link.wait(request, timeout, until=ticket.is_completed, explain=explain)
+
+
+class Submitted(Result):
+    """A function on its way, on one node or several: what ``dt.submit`` returns, and an actor's methods.
+
+    It is a ``dt.futures.Work`` that can be cancelled too.
+    """
+
+    def __init__(self, session: Session, calls: Sequence[Call], what: str, targets: Targets | None) -> None:
+        """``targets``: the several nodes; the result is a list then."""
+        self._session, self._targets = session, targets
+        self.parts = [_Part(call) for call in calls]
+        self.world: c.World | None = None
+        self._node = calls[0].place.node
+        self._text = f"{what} on node{'s' if targets else ''} {', '.join(str(call.place.node) for call in calls)}"
+        self._transfer = self._ended = _Listened(session, self._node)
+        when_all([part.ended for part in self.parts], self._ended.finish)
+        self._lock = threading.RLock()
+        self._outcome: tuple[bool, Any] | None = None
+
+    def is_completed(self) -> bool:
+        """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
+        if not self._ended.is_completed():
+            self._session.link.drain()
+        return self._ended.is_completed()
+
+    def cancel(self) -> bool:
+        """Has the function not begin, or ends it by a KeyboardInterrupt on its node. Does not wait.
+
+        Returns False if it has ended already, or can't be told: nodes that are threads can't be interrupted. The Work
+        ends with CancelledError, unless the function catches the KeyboardInterrupt and returns; so does what uses its
+        result. What a C library does goes on until it is back in Python; a warning says so after 5 s. A second cancel
+        does nothing.
+        """
+        told = False
+        for part in self.parts:
+            if not part.ended.is_completed():
+                self._session.link.cancel(part.request.node, part.request.id)
+                told = True
+        return told and not self._session.shares_process
+
+    def cancelled(self) -> bool:
+        """Returns whether it has ended by CancelledError. Does not wait for it."""
+        return self.is_completed() and isinstance(self.exception(), CancelledError)
+
+    def on_node(self, place: Place) -> int:
+        """Returns the ref of the result on the node of ``place``; 0 where it is none of that node's."""
+        part = self.parts[0]
+        alone = self._targets is None and place.session is self._session and place.node == part.call.place.node
+        return part.token.ref if alone else 0
+
+    def _await_end(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            for part in self.parts:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                _wait(self._session, part.request.node, part.ended, left)
+        except TimeoutError:
+            raise TimeoutError(f"{self._text} has not ended within {timeout:g} s; it goes on") from None
+        if not self._ended.is_completed():  # a forked child: nobody answers
+            self._session.link.check(self.parts[0].call.place.outbox)
+
+    def _end(self, timeout: float | None) -> None:
+        self._await_end(timeout)
+        self._value()
+
+    def _value(self) -> Any:
+        with self._lock:
+            if self._outcome is None:
+                try:
+                    self._outcome = True, self._made()
+                except Exception as error:
+                    self._outcome = False, error
+            well, value = self._outcome
+        if not well:
+            raise value
+        return value
+
+    def _made(self) -> Any:
+        results: list[Any] = []
+        failed: list[Exception] = []
+        for part in self.parts:
+            try:
+                results.append(part.outcome(self._session))
+            except Exception as error:
+                if isinstance(error, ModuleNotFoundError):
+                    error = advised(error, self._session.bundle)
+                failed.append(self._targets.located(error, part.request.node) if self._targets else error)
+        kept = not failed and all(part.request.reply.kept for part in self.parts)  # type: ignore[union-attr]
+        if self.world is not None and not kept:
+            worlds_of(self._session).end(self.world)
+        if failed:
+            raise first_of(failed)
+        return results if self._targets else results[0]
