@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from . import testing as testing
     from . import training as training
     from . import verify as verify
-    from . import views as views
     from .public import *  # noqa: F403
     from .runtime.protocol.bundle import VERSION as __version__  # noqa: F401
 
@@ -80,7 +79,7 @@ _BESIDE = (
 )
 
 #: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
-_MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
+_MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,9 @@ from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.failures import Site, in_short
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
-from ..runtime.node.user_functions import decode_result, key_of
+from ..runtime.node.user_functions import key_of
 from ..runtime.protocol import commands as c
+from ..runtime.protocol import values
 from ..runtime.protocol.errors import NodeLost, PeerFailed
 from ..session.current import session_of
 from ..session.places import Place
@@ -87,7 +88,7 @@ class Call:
     def into(self, id: int, outs: tuple[int, ...]) -> c.Command:
         """Returns the command of a function that draws no random numbers, and whose tensors get these refs."""
         self._request, self._adopted = id, True
-        return self._run(id, outs=outs)
+        return self._run(id, outs=outs, beside=False)
 
     def _run(self, id: int, **more: Any) -> c.Run:
         # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
@@ -103,7 +104,7 @@ class Call:
         if tensors:
             self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
         self._adopted = True
-        return decode_result(reply.data, tensors)
+        return values.decode(reply.data, tensors)
 
     def issued(self) -> None:
         """Drops what the script keeps for it: it is queued, and its result has an owner."""
@@ -220,7 +221,7 @@ class Issued:
                 reply: Any = link.wait(request)
                 if isinstance(reply, c.Poisoned):
                     raise self._session.questions.failure(reply.rank, reply.seq)
-                results.append(decode_result(reply.data, [None] * len(reply.tensors)))
+                results.append(values.decode(reply.data, [None] * len(reply.tensors)))
             except Exception as error:
                 failed.append(self._targets.located(error, request.node))
             except BaseException:

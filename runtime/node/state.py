@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -161,14 +161,16 @@ class NodeState:
             raise
         return Pending(arrival, channel, peer, math.prod(shape) * dtype.itemsize, str(device), (dtype, shape))
 
-    def finish_run(self, command: c.Run, data: bytes, tensors: list[torch.Tensor]) -> list[Any]:
+    def finish_run(
+        self, command: c.Run, data: bytes, tensors: list[torch.Tensor], classes: Collection[type] = ()
+    ) -> list[Any]:
         """Answers a Run with its function's result. Returns what the command has refs for: tensors, and the whole."""
         if command.outs and len(tensors) != len(command.outs):
             raise ProtocolError(f"{command.what} returned {len(tensors)} tensors, and not {len(command.outs)}")
         geometries = tuple(map(self.geometry, tensors))
         made: list[Any] = list(tensors) if command.outs else []
         if command.token:
-            self.outcomes[command.request] = whole = Outcome(data, tensors)
+            self.outcomes[command.request] = whole = Outcome(data, tensors, classes)
             made.append(whole)
         elif tensors and not command.outs:
             self.results[command.request] = tensors

@@ -1,26 +1,23 @@
-"""Runs users' functions on a node, and encodes their results.
+"""Runs users' functions on a node.
 
 Functions come pickled from the master only, over the authenticated control channel, and only through
-``_loads_from_master``. Nothing goes back pickled: results are tensors and plain data.
+``_loads_from_master``. Nothing goes back pickled: results are values of protocol/values.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
-import os
 import pickle
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import torch
 
 from ..protocol import commands as c
+from ..protocol import values
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
 from .interruption import Interruption
@@ -32,11 +29,9 @@ MAX_PICKLE = 64 << 20
 MAX_KEPT = 1024
 
 Tensors = Callable[[int], torch.Tensor]  #: returns a tensor by its ref
-#: Runs a function, given ``Tensors``; returns (plain data with tensors as extension values, those tensors).
-Job = Callable[[Tensors], tuple[bytes, list[torch.Tensor]]]
-
-_TENSOR, _TUPLE, _COMPLEX, _SET, _DICT = 1, 2, 3, 4, 5
-_encoder = msgspec.msgpack.Encoder()
+#: An encoded value, the tensors beside it, and the classes of users' objects in it.
+Returned = tuple[bytes, list[torch.Tensor], Collection[type]]
+Job = Callable[[Tensors], Returned]  #: runs a function
 
 
 def key_of(data: bytes) -> bytes:
@@ -103,7 +98,7 @@ class Functions:
             while len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[command.function] = function
-        job: Job = partial(self._run, command, partial(_run, function, arguments))
+        job: Job = partial(self._run, command, partial(_run, function, arguments, command.beside))
         if command.world is None:
             return job
         if self._worlds is None:
@@ -115,7 +110,7 @@ class Functions:
         has not. Called by the side channel's thread."""
         self._interruption.cancel(request)
 
-    def _run(self, command: c.Run, job: Job, tensors: Tensors) -> tuple[bytes, list[torch.Tensor]]:
+    def _run(self, command: c.Run, job: Job, tensors: Tensors) -> Returned:
         return self._interruption.run(command.request, command.what, partial(job, tensors))
 
     def skip(self, command: c.Run) -> None:
@@ -135,13 +130,14 @@ class Functions:
 class Outcome(Other):
     """A function's result, as the script gets it, for other functions of the node."""
 
-    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
-        self._data = data
+    def __init__(self, data: bytes, tensors: list[torch.Tensor], classes: Collection[type] = ()) -> None:
+        """``classes``: those of objects in it."""
+        self._data, self._classes = data, classes
         self.tensors = tensors
 
     def value(self) -> Any:
         """Returns the result: each time another one, with the same tensors."""
-        return decode_result(self._data, self.tensors)
+        return values.decode(self._data, self.tensors, self._classes)
 
 
 class _Function:
@@ -160,7 +156,7 @@ class _Function:
             return self._function
 
 
-def _run(function: _Function, arguments: bytes, tensor: Tensors) -> tuple[bytes, list[torch.Tensor]]:
+def _run(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -> Returned:
     call = function.get(tensor)
     args, kwargs = _loads_from_master(arguments, tensor)
     tensors: list[torch.Tensor] = []
@@ -177,7 +173,8 @@ def _run(function: _Function, arguments: bytes, tensor: Tensors) -> tuple[bytes,
         except BaseException as e:  # KeyboardInterrupt, CancelledError: such an exception would end the node
             text = attempt(partial(str, e), "its text")
             raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
-    return _encoder.encode(_plain(result, tensors)), tensors
+    classes: set[type] = set()
+    return values.encode(result, tensors, beside=beside, classes=classes), tensors, classes
 
 
 def _loads_from_master(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:
@@ -198,82 +195,3 @@ class _FromMaster(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         found: Any = self._tensor(int(pid))
         return found.value() if isinstance(found, Outcome) else found
-
-
-def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
-        return msgspec.msgpack.Ext(_TENSOR, b"")
-    if isinstance(value, list):
-        return [_plain(v, tensors) for v in value]
-    if isinstance(value, tuple):
-        return msgspec.msgpack.Ext(_TUPLE, _encoder.encode([_plain(v, tensors) for v in value]))
-    if isinstance(value, (set, frozenset)):
-        return msgspec.msgpack.Ext(_SET, _encoder.encode([_plain(v, tensors) for v in value]))
-    if isinstance(value, dict):
-        if all(isinstance(k, (str, int)) for k in value):
-            return {k: _plain(v, tensors) for k, v in value.items()}
-        pairs = [[_plain(k, tensors), _plain(v, tensors)] for k, v in value.items()]
-        return msgspec.msgpack.Ext(_DICT, _encoder.encode(pairs))
-    if isinstance(value, complex):
-        return msgspec.msgpack.Ext(_COMPLEX, _encoder.encode([value.real, value.imag]))
-    raise TypeError(
-        f"a function on a node returned a {type(value).__module__}.{type(value).__qualname__}; {_instead(value)} "
-        "(only tensors and plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of them) come back, "
-        "because the master never unpickles what a node sends)"
-    )
-
-
-#: For each class, the expression that gives the same content as tensors and plain data.
-_INSTEAD = {
-    "numpy.ndarray": "torch.from_numpy(x)",
-    "numpy.generic": "x.item()",
-    "torch.nn.modules.module.Module": "x.state_dict()",
-    "torch.optim.optimizer.Optimizer": "x.state_dict()",
-    "pandas.core.frame.DataFrame": "x.to_dict()",
-    "datetime.date": "x.isoformat()",
-    "datetime.time": "x.isoformat()",
-    "datetime.timedelta": "x.total_seconds()",
-    "enum.Enum": "x.value",
-    "collections.abc.Iterator": "list(x)",
-    "os.PathLike": "str(x)",
-    "builtins.range": "list(x)",
-}
-
-
-def _instead(value: Any) -> str:
-    """Returns a hint at what the function had better return."""
-    names = [f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__]
-    names += ["collections.abc.Iterator"] * isinstance(value, Iterator) + ["os.PathLike"] * isinstance(
-        value, os.PathLike
-    )
-    found = next((_INSTEAD[name] for name in names if name in _INSTEAD), None)
-    if found is None and dataclasses.is_dataclass(value):
-        found = "dataclasses.asdict(x)"
-    return f"for x return {found}" if found else "return what it is made of"
-
-
-def decode_result(data: bytes, tensors: list[Any]) -> Any:
-    """Decodes a result on the master: plain data, with ``tensors`` in order where the node had tensors.
-
-    Raises ProtocolError.
-    """
-    queue = deque(tensors)  # emptied, because the function that takes from it lives in a cycle with its decoder
-
-    def extension(code: int, body: memoryview) -> Any:
-        if code == _TENSOR:
-            return queue.popleft()
-        items = decoder.decode(body)
-        if code == _COMPLEX:
-            return complex(*items)
-        if code == _DICT:
-            return dict(items)
-        return tuple(items) if code == _TUPLE else set(items)
-
-    decoder = msgspec.msgpack.Decoder(ext_hook=extension)
-    try:
-        return decoder.decode(data)
-    except (ValueError, IndexError, TypeError, RecursionError) as e:
-        raise ProtocolError(f"a result of {len(data)} bytes can't be read: {e}") from None

@@ -127,6 +127,7 @@ class Run(Message, frozen=True, tag=18):
     world: World | None = None  #: the process group of which it is run as a rank
     outs: tuple[int, ...] = ()  #: refs of the tensors that it returns, where those are known: no Adopt gives them any
     token: int = 0  #: the ref of its whole result, which other functions of the node may use; 0: none
+    beside: bool = True  #: large parts of its result may come as tensors of bytes
 
 
 class Adopt(Message, frozen=True, tag=19):
@@ -580,7 +581,7 @@ class Shapes(Message, frozen=True, tag=42):
 
 
 class Result(Message, frozen=True, tag=43):
-    """The result of a user's function: msgpack with tensors as extension values, and their geometry."""
+    """The result of a user's function: an encoded value (protocol/values), and the tensors beside it."""
 
     request: int
     data: bytes

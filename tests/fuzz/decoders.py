@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import value_kit
 from fuzzing import JSON, MSGPACK, jsons, messages, packed
 from hypothesis import strategies as st
 from wire_values import of_type
@@ -61,8 +62,7 @@ from disttensor.runtime.launch.tree import control
 from disttensor.runtime.launch.tree.framed import MARK, FramedSocket
 from disttensor.runtime.launch.tree.shipping import Sources, unpack
 from disttensor.runtime.master.failures import Failure, Failures
-from disttensor.runtime.node.user_functions import decode_result
-from disttensor.runtime.protocol import codec, side
+from disttensor.runtime.protocol import codec, side, values
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.allow_list import AllowList
 from disttensor.runtime.protocol.bundle import Bundle, read_bundle
@@ -131,9 +131,10 @@ _HELLO = c.Hello(
     11, "job", 1, "host", "2.13.0", "3.11", ("cpu", "cuda:0"), False, c.Addresses("127.0.0.1:5", "127.0.0.1:6"),
     c.Abilities("AVX2", True, True, True, 91002, (12, 8), True, ((9, 0),)),
 )  # fmt: skip
-_RESULT = MSGPACK.encode(
-    [1, "\u00e9", MSGPACK.Ext(1, b""), MSGPACK.Ext(2, MSGPACK.encode([1])), {"x": MSGPACK.Ext(4, b"\x90")}]
-)
+_RESULT = values.encode([1, "\u00e9", torch.ones(1), (1, 2**70), {"x": {(1,): {2}}}], [])
+#: One of each kind of value; those of classes are of announced ones, but for the last.
+_CLASSES = value_kit.CLASSES
+_CROSSING = [values.encode(value, []) for value in (*value_kit.VALUES, value_kit.Unannounced())]
 _HOLDINGS = c.Holdings(1, 24, 100, 200, (c.Held(7, 24, "float32 (2, 3)"),))
 _REPORTS = [
     c.Report(5, (reply,))
@@ -176,7 +177,7 @@ def _report(data: bytes) -> None:
         codec.check_reply(reply)
         match reply:
             case c.Result():
-                decode_result(reply.data, [object()] * len(reply.tensors))
+                values.decode(reply.data, [object()] * len(reply.tensors))
             case c.Answer():
                 codec.from_value(reply.value)
             case c.Failed():
@@ -190,7 +191,7 @@ def _report(data: bytes) -> None:
 
 def _nested(plain: bytes) -> bytes:
     """A list of a tensor, a tuple and a list, of which the last two are ``plain``."""
-    return b"\x93\xd4\x01\x00\xc7" + bytes([len(plain) % 256, 2]) + plain + plain
+    return bytes(4) + b"\x93\xd4\x01\x00\xc7" + bytes([len(plain) % 256, 2]) + plain + plain
 
 
 def _bundle(data: bytes) -> None:
@@ -573,20 +574,24 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder("report", packed(c.Report, *_REPORTS), _report, (ProtocolError,), examples=150),
     Decoder(
-        "result",
+        "value",
         messages(MSGPACK, of_type(list[c.Plain])).map(_nested),
-        lambda data: decode_result(data, [1, 2]),
+        lambda data: values.decode(data, [1]),
         (ProtocolError,),
-        covers=(
-            "runtime/node/user_functions.py:decode_result",
-            "runtime/node/user_functions.py:decode_result.extension",
-        ),
     ),
     Decoder(
-        "result that is known",
-        st.just(_RESULT),
-        lambda data: decode_result(data, [1, 2]),
-        (ProtocolError,),
+        "value that is known",
+        st.sampled_from(_CROSSING),
+        lambda data: values.decode(data, [], _CLASSES),
+        (ProtocolError, values.Unannounced),
+        examples=150,
+        covers=(
+            "runtime/protocol/values/decoding.py:_head",
+            "runtime/protocol/values/decoding.py:_Decoding.__init__",
+            "runtime/protocol/values/decoding.py:_Decoding.value",
+            "runtime/protocol/values/decoding.py:_Decoding._extension",
+            "runtime/protocol/values/plain_types.py:_int",
+        ),
     ),
     Decoder(
         "bundle",
@@ -770,6 +775,7 @@ _CHECKS = "the contract of launchers, whose processes are its own"
 
 #: Places that decode and are in no decoder's ``covers``.
 USES_WITHOUT: dict[str, str] = {
+    "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
     "disttensor/checkpoint/folder.py:read_metadata": "a checkpoint is trusted, for torch unpickles its .metadata",
     "disttensor/cli/main.py:main": _OWN,
     "disttensor/startup/notebook.py:_unread": _KERNEL,

@@ -185,8 +185,9 @@ def test_a_function_is_sent_once() -> None:
 def test_large_arguments_and_results() -> None:
     data = bytes(range(256)) * 8000
     assert dt.run(lambda b: len(b), data, node=1) == len(data)
-    with pytest.raises(dt.DisttensorError, match="limit"):
-        dt.run(lambda: b"x" * (3 << 20), node=1)
+    assert dt.run(lambda: b"x" * (3 << 20), node=1) == b"x" * (3 << 20)
+    with pytest.raises(ValueError, match="64 MiB may come beside tensors"):
+        dt.run(lambda: "x" * (65 << 20), node=1)
     assert dt.run(lambda: 1, node=1) == 1
 
 
@@ -230,7 +231,7 @@ def test_a_failed_function_can_be_run_again() -> None:
         assert dt.run(sometimes, 4, node=1) == 4
 
 
-@pytest.mark.parametrize("value", [object(), OwnError("x"), type, lambda: 1, sys, range(3), bytearray(b"x")])
+@pytest.mark.parametrize("value", [object(), ValueError("x"), type, lambda: 1, sys, iter("x")])
 def test_results_that_cannot_come_back(value: object) -> None:
     make = {"sys": lambda: sys}.get(getattr(value, "__name__", ""), lambda: value)
     with pytest.raises(TypeError, match="only tensors and plain data"):
@@ -239,9 +240,7 @@ def test_results_that_cannot_come_back(value: object) -> None:
 
 
 def test_too_large_a_number() -> None:
-    with pytest.raises((OverflowError, TypeError, dt.DisttensorError)):
-        dt.run(lambda: 2**70, node=1)
-    assert dt.run(lambda: 1, node=1) == 1
+    assert dt.run(lambda: 2**70, node=1) == 2**70
 
 
 def test_a_result_that_contains_itself() -> None:
@@ -250,7 +249,7 @@ def test_a_result_that_contains_itself() -> None:
         a.append(a)
         return a
 
-    with pytest.raises((RecursionError, TypeError, dt.DisttensorError)):
+    with pytest.raises(ValueError, match="does it contain itself"):
         dt.run(loop, node=1)
     assert dt.run(lambda: 1, node=1) == 1
 
@@ -315,7 +314,7 @@ def interrupted() -> torch.Tensor:
     ("function", "error"),
     [
         (interrupted, KeyboardInterrupt),
-        (lambda: (made(), b"x" * (3 << 20)), dt.DisttensorError),
+        (lambda: (made(), "x" * (65 << 20)), ValueError),
         (lambda: (made(), torch.eye(3).to_sparse()), TypeError),
         (lambda: (made(), object()), TypeError),
     ],

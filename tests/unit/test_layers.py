@@ -43,7 +43,7 @@ FRONT_LAYERS = (
     ("storage", "futures", "streams"),
     ("collectives",),
     ("meshes",),
-    ("nn", "tasks", "channels", "graphs", "views"),
+    ("nn", "tasks", "channels", "graphs"),
     ("training", "data"),
     ("checkpoint",),
     ("torch_backend",),

@@ -47,7 +47,6 @@ PUBLIC = {
     "disttensor.testing",
     "disttensor.training",
     "disttensor.verify",
-    "disttensor.views",
     "disttensor.runtime.channel",
 }
 
