@@ -37,11 +37,11 @@ def name_of(cls: type) -> str:
 
 
 class Unannounced(TypeError):
-    """What came is an object of a class that the receiver has not announced."""
+    """An object of a class has come that the receiver has not announced."""
 
 
 class Blueprint(Protocol):
-    """What objects of one class are made of."""
+    """The plan of one class: what its objects are made of."""
 
     kind: str  #: "dataclass", "namedtuple", "enum" or "exception"
     cls: type
