@@ -119,6 +119,12 @@ def test_pipeline() -> None:
     assert [line.split()[::3] for line in lines[6:]] == [[str(k), "80%"] for k in range(3)]
 
 
+def test_the_asynchronous_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/ASYNCHRONOUS.md").read_text()).groups()
+    (tmp_path / "asynchronous.py").write_text(program)
+    assert python("asynchronous.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
 def test_the_sharded_page(tmp_path: Path) -> None:
     program, shown = SHOWN.search((ROOT / "docs/SHARDED.md").read_text()).groups()
     (tmp_path / "sharded.py").write_text(program)

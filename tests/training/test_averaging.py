@@ -144,3 +144,49 @@ def test_each_group_is_compared_with_its_own_first_rank() -> None:
     many = {f"w{i}": x for i in range(4)}
     with pytest.raises(AssertionError, match=r"\.\.\. and 3 more"):
         assert_replicas_equal(many, "b")
+
+
+@pytest.mark.row("I38")
+def test_uneven_numbers_of_steps() -> None:
+    """Rank k has 1 + k batches: each step is the mean of those that have one, and the longest run's values win."""
+    m = mesh(dp=NODES)
+    local, remote = net(), net().to(m.device)
+    batches = torch.randn(NODES, NODES, 2, 4, dtype=torch.float64)  # by rank and step
+    runs = [k + 1 for k in range(NODES)]
+    for step in range(NODES):
+        there = [step < steps for steps in runs]
+        local.zero_grad()
+        remote.zero_grad()
+        for k in range(NODES):
+            if there[k]:
+                (local(batches[k, step]).square().mean() / sum(there)).backward()
+        remote(from_shards(m, list(batches[:, step]))).square().mean().backward()  # of those without a batch, too
+        reduce_gradients(remote, contributors=there)
+        for p, q in zip(local.parameters(), remote.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-12, atol=1e-14)  # type: ignore[union-attr]
+            with torch.no_grad():
+                p.sub_(0.1 * p.grad)  # type: ignore[operator]
+                q.sub_(0.1 * q.grad)  # type: ignore[operator]
+    norm = nn.BatchNorm1d(3).to(m.device)
+    with torch.no_grad():
+        norm.weight.copy_(from_shards(m, [torch.tensor([float("nan"), -0.0, k]) for k in range(NODES)]))
+        norm.num_batches_tracked.copy_(from_shards(m, [torch.tensor(steps) for steps in runs]))  # type: ignore[operator, union-attr]
+    average_parameters(norm, winner=[3, 5, 5])
+    assert_replicas_equal(norm, bitwise=True)
+    assert norm.num_batches_tracked.item() == 2  # type: ignore[operator]
+    assert norm.weight.at(dp=2).tolist()[2] == 1  # type: ignore[operator]
+    assert torch.equal(norm.weight.at(dp=0)[1:2].cpu().signbit(), torch.tensor([True]))  # type: ignore[operator]
+
+
+def test_contributors_and_winners_that_cannot_be() -> None:
+    m = mesh(dp=NODES)
+    remote = net().to(m.device)
+    remote(from_shards(m, list(torch.randn(NODES, 2, 4).double()))).square().mean().backward()
+    with pytest.raises(ValueError, match="2 numbers for the 3 ranks"):
+        reduce_gradients(remote, contributors=[1, 1])
+    with pytest.raises(ValueError, match="op is 'avg' or 'sum', not 'max'"):
+        reduce_gradients(remote, op="max", contributors=[1, 1, 1])
+    with pytest.raises(ValueError, match="winner=3, and there are 3 ranks"):
+        average_parameters(remote, winner=3)
+    reduce_gradients(remote, op="sum", contributors=[0, 0, 0])
+    assert all(not p.grad.cpu().any() for p in remote.parameters())  # type: ignore[union-attr]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from ...errors.argument_checks import seconds as check_seconds
 from ...futures import fetch
-from ...runtime.protocol.errors import NodeLost
+from ...runtime.protocol.errors import ChannelError, NodeLost
 from ...session import current
 from .history import Event, History
 from .loop import Loop, Steps, Task
@@ -21,6 +20,9 @@ from .strategies import Strategy
 from .workers import Worker, of_first
 
 _log = logging.getLogger("disttensor")
+
+#: The most errors for which a node is asked after a loss.
+ERRORS = 1000
 
 
 def drive(
@@ -105,12 +107,20 @@ class _Drive:
         return self._history
 
     def _ask_the_left(self) -> None:
-        """Asks the other nodes of lost workers for the errors that the loss has given them: they are told already."""
-        alive = {node for worker in self._workers if worker.index not in self._history.lost for node in worker.nodes}
-        for index in self._history.lost:
-            for node in set(self._workers[index].nodes) - alive:
-                with suppress(Exception):
+        """Asks nodes for the errors that losses have given them, such as transfers: the losses are told already."""
+        lost = [error.rank for error in self._history.lost.values() if isinstance(error, NodeLost)]
+        for node in range(current.node_count()) if lost else ():
+            for _ in range(ERRORS):
+                try:
                     self._session.synchronize(node, None)
+                    break
+                except NodeLost as error:
+                    if error.rank == node:
+                        break
+                    if error.rank not in lost:
+                        raise
+                except ChannelError:
+                    continue  # a transfer with a lost one
 
     def _may_begin(self, worker: Worker) -> bool:
         assert self._ahead is not None
@@ -164,11 +174,7 @@ class _Drive:
         """Returns the loss of a worker's node, if that may be why something has failed."""
         if isinstance(error, NodeLost) and error.rank in worker.nodes:
             return error
-        try:
-            worker.check(self._session)
-        except NodeLost as found:
-            return found
-        return None
+        return worker.lost()
 
     def _lose(self, worker: Worker, error: Exception) -> None:
         found = self._loss(worker, error) or error

@@ -7,10 +7,12 @@ wait for: a list of Works and tasks, or MEET.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ...runtime.protocol.errors import NodeLost
 from .arriving import made
 from .history import Event
 from .loop import MEET, Loop, Steps, Task
@@ -231,7 +233,9 @@ class EASGD(_Served):
         super().begin(loop, workers, log)
         if self._server is None:
             _begin_alike(workers)
-            self.centres = {worker.index: [x.clone() for x in worker.values()] for worker in workers}
+            for worker in workers:
+                with suppress(NodeLost):
+                    self.centres[worker.index] = [x.clone() for x in worker.values()]
 
     def start(self, worker: Worker) -> Steps:
         """Gives a worker its first values."""
@@ -284,8 +288,9 @@ class EASGD(_Served):
         totals = yield from _summed(workers, apart)
         for worker, mine, total in zip(workers, apart, totals, strict=True):
             self._pull_by[worker.index] = mine
-            for c, change in zip(self.centres[worker.index], total, strict=True):
-                c.add_(change)
+            with suppress(NodeLost):  # its own task finds that out
+                for c, change in zip(self.centres[worker.index], total, strict=True):
+                    c.add_(change.to(c.device))
         self.log("meet", None, workers=workers)
 
 
@@ -314,9 +319,10 @@ class LocalSGD(Strategy):
         _begin_alike(workers)
         if self._outer is not None:
             for worker in workers:
-                shared = [torch.nn.Parameter(x.clone()) for x in worker.values()]
                 make = self._outer if callable(self._outer) else _sgd(self._outer)
-                self._shared[worker.index], self._optimizers[worker.index] = shared, make(shared)
+                with suppress(NodeLost):
+                    shared = [torch.nn.Parameter(x.clone()) for x in worker.values()]
+                    self._shared[worker.index], self._optimizers[worker.index] = shared, make(shared)
 
     def after(self, worker: Worker) -> Steps:
         """Does what comes after a worker's step."""
@@ -329,15 +335,18 @@ class LocalSGD(Strategy):
         """Exchanges between workers that have met."""
         totals = yield from _summed(workers, [worker.values() for worker in workers])
         for worker, total in zip(workers, totals, strict=True):
-            means = [t / len(workers) for t in total]
-            if self._outer is not None:
-                shared = self._shared[worker.index]
-                for p, mean in zip(shared, means, strict=True):
-                    p.grad = p.detach() - mean
-                self._optimizers[worker.index].step()
-                means = [p.detach() for p in shared]
-            put(worker.values(), means, None)
+            with suppress(NodeLost):  # its own task finds that out
+                self._take(worker, [(t / len(workers)).to(worker.device) for t in total])
         self.log("meet", None, workers=workers)
+
+    def _take(self, worker: Worker, means: list[torch.Tensor]) -> None:
+        if self._outer is not None:
+            shared = self._shared[worker.index]
+            for p, mean in zip(shared, means, strict=True):
+                p.grad = p.detach() - mean
+            self._optimizers[worker.index].step()
+            means = [p.detach() for p in shared]
+        put(worker.values(), means, None)
 
 
 def _sgd(rate: float) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
@@ -345,12 +354,37 @@ def _sgd(rate: float) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimi
 
 
 def _begin_alike(workers: Sequence[Worker]) -> None:
-    """Gives all workers the values of the first."""
-    first = of_first(workers[0].values())
-    form = Form(first, "drive")
-    for worker in workers[1:]:
+    """Gives all workers the values of the first, or of the first that is not lost meanwhile. Waits for them."""
+    form = Form(of_first(workers[0].values()), "drive")
+    for worker in workers:
         form.check(worker.values(), f"drive: worker {worker.index}")
-        put(worker.values(), first, None)
+    for source in workers:
+        arriving: dict[Worker, list[torch.Tensor]] = {}
+        with suppress(NodeLost):
+            first = form.flat(of_first(source.values()))
+            for worker in workers:
+                if worker is not source and not worker.lost():
+                    there = of_first(worker.values())[0].device
+                    arriving[worker] = [vector.to(there) for vector in first]
+        errors = {worker: _error(vectors) for worker, vectors in arriving.items()}
+        if source.lost():
+            continue
+        for worker, error in errors.items():
+            if error is None:
+                put(worker.values(), form.unflat(arriving[worker]), None)
+            elif not worker.lost():
+                raise error
+        return
+
+
+def _error(vectors: Sequence[torch.Tensor]) -> Exception | None:
+    """Waits for vectors; returns the error of one that did not come."""
+    try:
+        for work in made(vectors):
+            work.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 def _summed(workers: Sequence[Worker], values: Sequence[Sequence[torch.Tensor]]) -> Any:
@@ -359,7 +393,4 @@ def _summed(workers: Sequence[Worker], values: Sequence[Sequence[torch.Tensor]])
     flats = [form.flat(of_first(each)) for each in values]
     sums = [ordered_sum(vectors) for vectors in zip(*flats, strict=True)]
     yield [work for total in sums for work in made(total)]
-    totals = []
-    for i, worker in enumerate(workers):
-        totals.append([x.to(worker.device) for x in form.unflat([total[i] for total in sums])])
-    return totals
+    return [form.unflat([total[i] for total in sums]) for i in range(len(workers))]

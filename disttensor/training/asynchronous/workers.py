@@ -10,6 +10,7 @@ from torch import nn
 
 from ...meshes.shards import at_rank
 from ...proxy.proxy import where_is
+from ...runtime.protocol.errors import NodeLost
 from ...session.places import MeshPlace
 
 #: A learning rate, for plain SGD; or what makes an optimizer of parameters; None: ``step`` does it.
@@ -55,11 +56,15 @@ class Worker:
         """Returns the gradients; zeros for parameters without."""
         return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.parameters]
 
-    def check(self, session: Any) -> None:
-        """Raises NodeLost if one of its nodes is lost."""
-        for p in self.parameters:
-            place: Any = where_is(p)
-            session.link.check(place.outbox)
+    def lost(self) -> NodeLost | None:
+        """Returns the loss of one of its nodes."""
+        try:
+            for p in self.parameters:
+                place: Any = where_is(p)
+                place.session.link.check(place.outbox)
+        except NodeLost as error:
+            return error
+        return None
 
     def __repr__(self) -> str:
         return f"<Worker {self.index} on {self.device}, {self.steps} steps>"
