@@ -80,3 +80,30 @@ def test_a_batch_that_grows_with_the_nodes(tmp_path: Path) -> None:
     assert float(found[2]) > 0.6
     assert float(lines[4].removeprefix("of one process ")) == pytest.approx(float(found[1]), abs=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
+
+
+@pytest.mark.row("T53")
+def test_sgd_by_a_parameter_server(sequential: list[str], tmp_path: Path) -> None:
+    as_one_process(python(str(MNIST / "ps_dsgd.py"), "--nodes", "3", cwd=tmp_path).splitlines(), sequential)
+
+
+@pytest.mark.row("T54", "T55", "T56")
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        ("ps_downpour.py", r"other nodes' pushes between a pull and a push: \d+ at most"),
+        ("ps_easgd.py", "the centre has moved: True"),
+        pytest.param("ps_easgd.py --together", "the centre has moved: True", marks=pytest.mark.slow),
+        ("ps_easgd_dataparallel.py", "the replicas of each group are equal, to the bit"),
+    ],
+)
+def test_asynchronous(program: str, end: str, sequential: list[str], tmp_path: Path) -> None:
+    """They come further in five epochs than plain SGD by one process."""
+    name, *options = program.split()
+    lines = python(str(MNIST / name), *options, cwd=tmp_path).splitlines()
+    told = losses(lines)
+    assert list(told) == [0, 1, 2, 3, 4]
+    assert told[4] < losses(sequential)[4]
+    right = re.match(r"accuracy ([\d.]+) of the (centre|server's values)", lines[5])
+    assert float(right[1]) > 0.84
+    assert re.fullmatch(end, lines[6])

@@ -356,3 +356,40 @@ def test_mistakes(mistake: str) -> None:
     do, kind, text = MISTAKES[mistake]
     with pytest.raises(kind, match=text):
         do()
+
+
+@pytest.mark.row("T46", "T47")
+@pytest.mark.parametrize("name", ["Downpour", "EASGD", "DiLoCo"])
+def test_digits(name: str) -> None:
+    """Beside the bits: a network learns, at least 95 % of digits that it has not seen."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1440], order[1440:]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def learn(worker: Any, t: int) -> torch.Tensor:
+        part = train[worker.index :: NODES].roll(-48 * t)[:48]
+        loss = F.cross_entropy(worker.module(images[part].to(worker.device)), labels[part].to(worker.device))
+        loss.backward()
+        return loss
+
+    sgd: Any = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    outer: Any = lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5, nesterov=True)  # noqa: E731
+    workers, server = on_nodes(model), ParameterServer(model)
+    strategy: Strategy = {
+        "Downpour": lambda: Downpour(server, Schedule(every=2), send_every=1, local=0.3),
+        "EASGD": lambda: EASGD(server, Schedule(every=4), momentum=0.9, local=0.3),
+        "DiLoCo": lambda: LocalSGD(Schedule(every=10), local=sgd, outer=outer),
+    }[name]()
+    drive(workers, learn, strategy, steps=150, seed=0)
+    if name == "DiLoCo":
+        model.load_state_dict({key: value.cpu() for key, value in workers[0].state_dict().items()})
+    else:
+        server.pull(into=model)
+    with torch.no_grad():
+        right = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+    assert right >= 0.95
