@@ -37,6 +37,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "check",
     "fetch",
     "fully_shard",
     "graph",

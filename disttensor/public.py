@@ -41,3 +41,4 @@ from .streams import Event as Event, Stream as Stream, stream as stream, synchro
 from .tasks import run as run, submit as submit
 from .tasks.functions import nodes_info as nodes
 from .training import DataParallel as DataParallel, fully_shard as fully_shard
+from .verify.module_check import check as check
