@@ -207,7 +207,7 @@ class Apart(EASGD):
             x.add_(worker.index + 1)
 
 
-@pytest.mark.row("T47", "I39")
+@pytest.mark.row("T47", "T55", "I39")
 @pytest.mark.parametrize("form", ["server", "together"])
 def test_the_laws_of_elastic_averaging(form: str) -> None:
     """With a rate of 0: c + sum x stays, and c - mean x becomes 1 - (n + 1) a of what it was, at each exchange."""

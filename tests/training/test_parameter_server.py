@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,32 @@ def test_rules(dtype: torch.dtype) -> None:
             assert torch.equal(server.pull()[0], wanted)
         server.push([b.to("node:0")], "copy", scale=scale)
         assert torch.equal(server.pull()[0], (b * scale).to(dtype))
+
+
+@pytest.mark.row("T53")
+def test_gradients_of_parts_are_those_of_the_whole_batch() -> None:
+    """Zero, add by all, and a pull by each, in the script's order: without barriers."""
+    torch.manual_seed(3)
+    here = nn.Linear(4, 3).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    nets = [copy.deepcopy(here).to(f"node:{k}") for k in range(NODES)]
+    with ParameterServer(here) as server:
+        for _ in range(3):
+            here.zero_grad()
+            here(x).square().mean().backward()
+            server.push(rule="zero")
+            for net, rows in zip(nets, x.chunk(NODES), strict=True):
+                net.zero_grad()
+                net(rows.to(net.weight.device)).square().mean().backward()
+                server.push([p.grad for p in net.parameters()])
+            for net in nets:
+                total = server.pull(node=net.weight.device)
+                for (name, p), q in zip(net.named_parameters(), here.parameters(), strict=True):
+                    mean = total[name].div(NODES)
+                    torch.testing.assert_close(mean.cpu(), q.grad, rtol=1e-12, atol=1e-14)
+                    p.data.sub_(mean, alpha=0.1)
+            for q in here.parameters():
+                q.data.sub_(q.grad, alpha=0.1)  # type: ignore[arg-type]
 
 
 @pytest.mark.row("T43", "T44")
