@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from ..runtime.node import where
 from ..runtime.process import role
 from ..runtime.protocol.errors import DisttensorError
 from .places import Place
@@ -13,8 +14,13 @@ _session: Session | None = None
 
 
 def session() -> Session:
-    """Returns the session. Raises DisttensorError when there is none."""
+    """Returns the session. Raises DisttensorError when there is none, as in a function on a node."""
     if _session is None:
+        if (found := where.found()) is not None:
+            raise DisttensorError(
+                f"this function runs on node {found.node}, which has no session: nodes, meshes and tensors on them are "
+                "the script's. Return what it is to do next; dt.here() says where this is"
+            )
         raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
     return _session
 

@@ -1,8 +1,25 @@
 """Functions of the user that run on nodes."""
 
 from .calls import Each
+from .executor import Executor
 from .functions import interrupt, run
+from .here import Here, here
+from .mapping import map
 from .process_groups import device_mesh
+from .shared import Ref, share
 from .submitted import Submitted, submit
 
-__all__ = ["Each", "Submitted", "device_mesh", "interrupt", "run", "submit"]
+__all__ = [
+    "Each",
+    "Executor",
+    "Here",
+    "Ref",
+    "Submitted",
+    "device_mesh",
+    "here",
+    "interrupt",
+    "map",
+    "run",
+    "share",
+    "submit",
+]

@@ -46,11 +46,25 @@ class Each:
         self.values = values
 
 
+class Ready:
+    """The pickle of arguments that several nodes get; none where they name tensors, which each node has under refs of
+    its own."""
+
+    data: bytes | None = None
+
+
 class Call:
     """A function that is to run on a node, and has been sent there with its arguments."""
 
     def __init__(
-        self, session: Session, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, site: Any
+        self,
+        session: Session,
+        place: Place,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Any,
+        site: Any,
+        ready: Ready | None = None,
     ) -> None:
         self.place = place
         self._site = site
@@ -59,17 +73,27 @@ class Call:
         self._keep = Keep()
         self._beside: Place = place
         self._request, self._adopted = 0, False
+        self._rank: tuple[c.Mesh | None, int] = (None, 0)
         function = pickled(fn, place, self._keep, f"{self._what}")
         self._holds_tensors = bool(self._keep)  #: or results
         # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
         # doesn't read that far
         once = next(_serial).to_bytes(8, "big")
         self._function = key_of(function := function + once if self._holds_tensors else function)
-        arguments = pickled((tuple(args), kwargs), place, self._keep, f"the arguments of {self._what}") + once
+        arguments = ready.data if ready is not None else None
+        if arguments is None:
+            arguments = pickled((tuple(args), kwargs), place, self._keep, f"the arguments of {self._what}")
+            if ready is not None and not self._keep:
+                ready.data = arguments
+        arguments += once
         self._arguments = key_of(arguments)
         session.link.interrupts.look()
         known = None if self._holds_tensors else self._sent
         send(place, known, (self._function, function), (self._arguments, arguments), site)
+
+    def as_rank(self, mesh: c.Mesh | None, index: int) -> None:
+        """Has the function see its node as one of a mesh."""
+        self._rank = mesh, index
 
     @property
     def uses(self) -> bool:
@@ -95,8 +119,10 @@ class Call:
         simulated = self.place.hello.simulated
         named = [p for t in self._keep.tensors for p in t._place.members if p.node == self.place.node]
         self._beside = next(iter(named if simulated else ()), self.place)
-        keep = not self._holds_tensors
-        return c.Run(id, self._function, self._arguments, keep, self._what, self._keep.refs, **more)
+        keep, (mesh, index) = not self._holds_tensors, self._rank
+        return c.Run(
+            id, self._function, self._arguments, keep, self._what, self._keep.refs, mesh=mesh, index=index, **more
+        )
 
     def result(self, reply: c.Result) -> Any:
         """Returns the function's result, with tensors as proxies."""
@@ -134,9 +160,10 @@ class Calls:
         self._requests: list[Request] = []
         self.kept = True  #: whether the process group in which they ran still exists on all nodes
 
-    def add(self, place: Place, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        """Sends a function and its arguments to a node. Raises as ``run`` does for what can't be sent."""
+    def add(self, place: Place, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
+        """Sends a function and its arguments to a node; returns the call. Raises as ``run`` does."""
         self._calls.append(Call(self._session, place, fn, args, kwargs, self._site))
+        return self._calls[-1]
 
     def begin(self, world: c.World | None = None, draws: bool = True) -> None:
         """Has all of them begin, each in its turn on its node. Raises NodeLost where a node is gone, and none begins.

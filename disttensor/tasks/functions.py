@@ -14,6 +14,7 @@ from ..errors.argument_checks import spelled
 from ..errors.missing import advised
 from ..meshes.mesh import Mesh
 from ..runtime.master.route import waits
+from ..runtime.node import where
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
@@ -115,6 +116,11 @@ def interrupt(node: int | str | torch.device) -> int:
 def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[bool, bool, Place | Targets]:
     """Returns where a function is to run, by the arguments ``node`` and ``nodes`` of ``what``: whether these are
     several nodes, whether as ranks of torch.distributed, and which. Raises TypeError, and as ``Targets``."""
+    if session.shares_process and (found := where.found()) is not None:  # it would wait for itself
+        raise DisttensorError(
+            f"{what}: this function runs on node {found.node}, a thread of the script's, and what it would wait for "
+            "comes after it; only the script has functions run on nodes"
+        )
     if nodes is not None:
         if node is not None:
             raise TypeError(f"{what} takes node= or nodes=, not both")
@@ -195,7 +201,7 @@ def _run_on_all(
             for i, place in enumerate(targets.places):
                 mine = [x.values[i] if isinstance(x, Each) else x for x in args]
                 named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
-                calls.add(place, fn, *mine, **named)
+                calls.add(place, fn, *mine, **named).as_rank(targets.mesh, i)
             with worlds.turn(session, targets, site) if as_ranks else contextlib.nullcontext() as world:
                 calls.begin(world)
             results = calls.outcomes()

@@ -42,6 +42,14 @@ class Result(Work):
         return 0
 
 
+class Shared:
+    """An object among arguments that a node is given once: see shared.py."""
+
+    def given(self, place: Place) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a function and its arguments that give the object on a node."""
+        raise NotImplementedError
+
+
 class Keep:
     """The tensors and results that a function and its arguments name; they have to live until it is queued."""
 
@@ -166,6 +174,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (FunctionType, type, ModuleType)):
             self._modules.note(value)
+        if isinstance(value, Shared):
+            return value.given(self._place)
         if isinstance(value, Work):  # of another node, or a copy to the script: as what it gives
             return itemgetter(0), ((value.result(),),)
         return super().reducer_override(value)

@@ -78,6 +78,8 @@ def submit(
             mine = [x.values[i] if isinstance(x, Each) and several else x for x in args]
             named = {name: x.values[i] if isinstance(x, Each) and several else x for name, x in kwargs.items()}
             calls.append(Call(session, place, fn, mine, named, site))
+            if isinstance(given, Targets):
+                calls[-1].as_rank(given.mesh, i)
         targets = given if isinstance(given, Targets) else None
         return issue(session, calls, f"{name_of(fn)}()", site, targets=targets, as_ranks=as_ranks, beside=beside)
     except NodeLost as error:
@@ -87,6 +89,17 @@ def submit(
     finally:
         for call in calls:
             call.end()
+
+
+def begin(
+    session: Session, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, node: int, site: Any, beside: bool
+) -> Submitted:
+    """Does what ``submit`` does on one node, for a line of the user's that is another one than the caller's."""
+    call = Call(session, session.places.at(node), fn, args, kwargs, site)
+    try:
+        return issue(session, [call], f"{name_of(fn)}()", site, beside=beside)
+    finally:
+        call.end()
 
 
 def issue(
@@ -263,6 +276,10 @@ class Submitted(Result):
     def cancelled(self) -> bool:
         """Returns whether it has ended by CancelledError. Does not wait for it."""
         return self.is_completed() and isinstance(self.exception(), CancelledError)
+
+    def tell(self, fn: Callable[[], None]) -> None:
+        """Has ``fn`` called at its end, in any thread, by one who waits for it: it must not block."""
+        self._ended.tell(fn)
 
     def on_node(self, place: Place) -> int:
         """Returns the ref of the result on the node of ``place``; 0 where it is none of that node's."""

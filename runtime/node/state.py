@@ -27,7 +27,7 @@ from ..protocol.allow_list import AllowList
 from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, replayed
 from ..protocol.traits import TRAITS
-from . import geometry
+from . import geometry, where
 from .failures import is_shortage, told
 from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
@@ -75,10 +75,13 @@ class NodeState:
         self.channel = channels.data[0]  #: the session's own
         self.shared_pages = SharedPagesOfGroups()
         self.functions = functions
+        functions.rank = rank
         self.templates: dict[int, Template] = {}
         self.allow = allow
         self._simulate_cuda = simulate_cuda
         self.cuda = not simulate_cuda and torch.cuda.is_available()
+        functions.device = "cuda:0" if self.cuda else "cpu"
+        where.begin(rank, functions.device)
         self._drawing: dict[str, int] = {}  #: the place whose generator is in use, by device; 0 is the node itself
         self._resting: dict[tuple[int, str], torch.Tensor] = {}  #: states of the others, by place and device
         self._devices: set[int] = set()  #: indices of CUDA devices that the master has named

@@ -20,6 +20,7 @@ from ..protocol import commands as c
 from ..protocol import values
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
+from . import where
 from .interruption import Interruption
 from .store import Other
 
@@ -32,6 +33,13 @@ Tensors = Callable[[int], torch.Tensor]  #: returns a tensor by its ref
 #: An encoded value, the tensors beside it, and the classes of users' objects in it.
 Returned = tuple[bytes, list[torch.Tensor], Collection[type]]
 Job = Callable[[Tensors], Returned]  #: runs a function
+
+#: The end of torch's words for a device that it does not know, and what they mean on a node.
+_NO_DEVICE = "device string: node"
+_ON_A_NODE = (
+    "functions on a node have local tensors, and no devices of other nodes: return the tensor, and the script can move "
+    'it, as in dt.run(...).to("node:1")'
+)
 
 
 def key_of(data: bytes) -> bytes:
@@ -61,6 +69,7 @@ class Functions:
     def __init__(self, allowed: str = "any", worlds: Worlds | None = None) -> None:
         self._allowed = allowed
         self._worlds = worlds
+        self.rank, self.device = -1, "cpu"  #: the node's number and default device
         self._pieces: dict[bytes, bytearray] = {}
         self._whole: dict[bytes, bytes] = {}
         self._kept: dict[bytes, _Function] = {}
@@ -111,7 +120,14 @@ class Functions:
         self._interruption.cancel(request)
 
     def _run(self, command: c.Run, job: Job, tensors: Tensors) -> Returned:
-        return self._interruption.run(command.request, command.what, partial(job, tensors))
+        with where.at(self._where(command)):
+            return self._interruption.run(command.request, command.what, partial(job, tensors))
+
+    def _where(self, command: c.Run) -> where.Where:
+        index, mesh, coordinates = command.index, command.mesh, dict[str, int]()
+        for name, size in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True) if mesh is not None else ():
+            index, coordinates[name] = divmod(index, max(1, size))
+        return where.Where(self.rank, self.device, dict(reversed(coordinates.items())))
 
     def skip(self, command: c.Run) -> None:
         """Withdraws from the command's process group, if any: the command is not going to be run."""
@@ -168,7 +184,9 @@ def _run(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -
             raise DisttensorError(
                 f"the function called sys.exit({status}); the node goes on; let it return instead"
             ) from e
-        except Exception:
+        except Exception as e:
+            if type(e) is RuntimeError and str(e).endswith(_NO_DEVICE):
+                e.args = (f"{e}; {_ON_A_NODE}",)
             raise
         except BaseException as e:  # KeyboardInterrupt, CancelledError: such an exception would end the node
             text = attempt(partial(str, e), "its text")

@@ -128,6 +128,8 @@ class Run(Message, frozen=True, tag=18):
     outs: tuple[int, ...] = ()  #: refs of the tensors that it returns, where those are known: no Adopt gives them any
     token: int = 0  #: the ref of its whole result, which other functions of the node may use; 0: none
     beside: bool = True  #: large parts of its result may come as tensors of bytes
+    mesh: Mesh | None = None  #: the mesh on which it was run, of which the node is number ``index``
+    index: int = 0
 
 
 class Adopt(Message, frozen=True, tag=19):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from began import Began, tell
+from doors import Door, until
 from limits import HANG
 
 import disttensor as dt
@@ -38,12 +38,6 @@ def loop(port: int) -> None:
         pass
 
 
-def until(port: int) -> str:
-    """Says that it has begun, and ends when it is told to."""
-    with socket.create_connection(("127.0.0.1", port), timeout=HANG) as told:
-        return told.recv(1).decode()
-
-
 def add(a: Any, b: Any) -> Any:
     return a + b
 
@@ -54,26 +48,6 @@ def double(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def fail(text: str) -> None:
     raise ValueError(text)
-
-
-class Door:
-    """A port at which a function waits until ``open``."""
-
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._socket.settimeout(HANG)
-        self.port: int = self._socket.getsockname()[1]
-
-    def open(self) -> None:
-        there = self._socket.accept()[0]
-        there.sendall(b"!")
-        there.close()
-
-    def __enter__(self) -> Door:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
 
 
 @pytest.mark.row("I26")
@@ -160,15 +134,15 @@ def test_cancel_interrupts_and_poisons_and_the_node_is_usable(beside: bool) -> N
 
 
 def test_what_is_cancelled_in_time_does_not_begin() -> None:
-    with Door() as door:
-        first = dt.submit(until, door.port, node=1)
-        second = dt.submit(fail, "it has begun", node=1)
-        assert second.cancel()
-        dt.run(os.getpid, node=0)
-        door.open()
-        assert first.result() == "!"
-        with pytest.raises(dt.errors.CancelledError, match="before it began"):
-            second.result()
+    begun = threading.Event()
+    with Began(begun.set) as port:
+        first, second = dt.submit(loop, port, node=1), dt.submit(fail, "it has begun", node=1)
+        assert begun.wait(HANG)
+    assert second.cancel()  # the node is told of this one first
+    assert first.cancel()
+    with pytest.raises(dt.errors.CancelledError, match="before it began"):
+        second.result()
+    assert first.cancelled() or first.exception() is not None
 
 
 @pytest.mark.row("I26")

@@ -1,0 +1,210 @@
+"""``dt.map(fn, items)``: a function over any number of items, on nodes that are free."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from ..collectives.groups import new_group
+from ..dispatch.call_site import here
+from ..errors.argument_checks import flag
+from ..runtime.master.requests import Request
+from ..runtime.master.route import waits
+from ..runtime.protocol.errors import DisttensorError, NodeLost
+from ..session import current
+from ..session.session import Session
+from .submitted import Submitted, begin
+
+
+class Slots:
+    """The room for functions on nodes: ``per_node`` on each."""
+
+    def __init__(self, session: Session, nodes: Iterable[int] | None, per_node: int, retries: int) -> None:
+        """Raises ValueError, TypeError as ``new_group`` does, NodeLost where all nodes are lost."""
+        for name, value, least in (("per_node", per_node, 1), ("retries", retries, 0)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is a number, not {value!r:.60}")
+            if value < least:
+                raise ValueError(f"{name} is {value}, and has to be {least} at least")
+        chosen = range(len(session.nodes)) if nodes is None else new_group(nodes).nodes
+        self._of = dict.fromkeys(chosen, per_node)
+        self.total = per_node * len(self._of)
+        self.beside = per_node > 1
+        self.take_none(session)
+
+    def take_none(self, session: Session) -> None:
+        """Forgets nodes that are lost. Raises NodeLost, or what makes the session unusable, where none is left."""
+        lost = [node for node in self._of if session.nodes[node].lost is not None]
+        if len(lost) == len(self._of) or session.link.closed:
+            session.link.check(session.nodes[next(iter(self._of))].outbox)
+
+    def take(self, session: Session) -> int | None:
+        """Takes room on a node, where there is most; returns None where there is none. Raises as ``take_none``."""
+        self.take_none(session)
+        there = [node for node in self._of if session.nodes[node].lost is None]
+        best = max(there, key=lambda node: self._of[node])
+        if not self._of[best]:
+            return None
+        self._of[best] -= 1
+        return best
+
+    def give_back(self, node: int) -> None:
+        self._of[node] += 1
+
+
+def advise_retries(error: NodeLost, what: str, item: str = "the call") -> None:
+    """Notes on a loss what was on the node, and how it could have been done again."""
+    note = f"  {item} was there, and may have been done in part; {what}(retries=1) gives such ones to another node"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def map(
+    fn: Callable[..., Any],
+    *iterables: Iterable[Any],
+    nodes: Iterable[int] | None = None,
+    per_node: int = 1,
+    ordered: bool = True,
+    retries: int = 0,
+) -> Iterator[Any]:
+    """Yields ``fn(*items)`` for the items of the iterables, computed on nodes that are free.
+
+        >>> list(dt.map(pow, [1, 2, 3], [2, 2, 2]))
+        [1, 4, 9]
+
+    Items are taken as nodes become free, so the iterables may be infinite: at most two for each place that a function
+    can have are under way, or have results that were not taken.
+
+    Args:
+        fn: as for ``run``: it and the results as there. What all calls need is sent once as ``dt.tasks.share(x)``.
+        *iterables: the arguments, as for the built-in ``map``: it ends with the shortest.
+        nodes: the nodes; None: all that are not lost.
+        per_node: how many functions run on a node at once; more than one run on streams of their own.
+        ordered: the results come in the order of the items; else as they are there.
+        retries: how often an item whose node is lost is given to another one. By default not at all, as it may have
+            done something already: NodeLost is raised, with a note that says so.
+
+    The first error is raised, of the items in their order or, not ``ordered``, of those that end; then, and when the
+    iterator is dropped, what is under way is cancelled. Raises at once TypeError, ValueError for arguments that can't
+    be, DisttensorError without a session.
+    """
+    session = current.session()
+    if not iterables:
+        raise TypeError("map takes a function and at least one iterable")
+    if not callable(fn):
+        raise TypeError(f"map takes a function and its arguments, and {fn!r:.60} can't be called")
+    flag("ordered", ordered)
+    waits("map")
+    slots = Slots(session, nodes, per_node, retries)
+    return _Mapping(session, fn, zip(*iterables, strict=False), slots, ordered, retries).results()
+
+
+class _Mapping:
+    """One call of ``map``."""
+
+    def __init__(
+        self, session: Session, fn: Any, items: Iterator[tuple[Any, ...]], slots: Slots, ordered: bool, retries: int
+    ) -> None:
+        self._session, self._fn, self._items, self._slots = session, fn, items, slots
+        self._ordered, self._retries, self._site = ordered, retries, here(3)
+        self._again = deque[tuple[int, tuple[Any, ...], int]]()  #: (number, item, retries left) of nodes that were lost
+        self._running: dict[int, tuple[Submitted, int, tuple[Any, ...], int]] = {}  #: by number
+        self._ended = deque[int]()  #: numbers, appended in any thread
+        self._done: dict[int, Any] = {}  #: results that were not taken
+        self._next, self._taken, self._all = 0, 0, False
+        self._waiting: Request | None = None
+
+    def results(self) -> Iterator[Any]:
+        """Yields the results."""
+        try:
+            while self._feed():
+                number = self._take() if not self._ordered else self._take(self._taken)
+                self._taken += 1
+                yield self._done.pop(number)
+        finally:
+            for work, *_ in self._running.values():
+                work.cancel()
+
+    def _feed(self) -> bool:
+        """Begins items while there is room; returns whether any result is to come."""
+        while True:
+            if not self._again and (self._all or self._next - self._taken >= 2 * self._slots.total):
+                break
+            node = self._slots.take(self._session)
+            if node is None:
+                break
+            if self._again:
+                number, item, left = self._again.popleft()
+            else:
+                try:
+                    number, item, left = self._next, next(self._items), self._retries
+                except BaseException as error:
+                    self._slots.give_back(node)
+                    if not isinstance(error, StopIteration):
+                        raise
+                    self._all = True
+                    break
+                self._next += 1
+            try:
+                work = begin(self._session, self._fn, item, {}, node, self._site, self._slots.beside)
+            except NodeLost as error:
+                self._slots.give_back(node)
+                self._lost(error, number, item, left)
+                continue
+            self._running[number] = work, node, item, left
+            work.tell(partial(self._end, number))
+        return bool(self._running or self._done or self._again)
+
+    def _end(self, number: int) -> None:  # called in any thread
+        self._ended.append(number)
+        if (waiting := self._waiting) is not None:
+            waiting.resolve()
+
+    def _take(self, wanted: int | None = None) -> int:
+        """Waits until a result is there (``wanted``: that of this number); returns its number, having fed nodes
+        meanwhile."""
+        while not (wanted in self._done if wanted is not None else self._done):
+            while not self._ended:
+                self._wait()
+            number = self._ended.popleft()
+            work, node, item, left = self._running.pop(number)
+            self._slots.give_back(node)
+            error = work.exception()
+            if isinstance(error, NodeLost) and left > 0:
+                self._lost(error, number, item, left)
+            else:
+                self._done[number] = error if error is not None else work.result()
+                if error is not None and wanted in (None, number):
+                    self._raise(number)  # before others begin
+            self._feed()
+        number = next(iter(self._done)) if wanted is None else wanted
+        if isinstance(self._done[number], Exception):
+            self._raise(number)
+        return number
+
+    def _raise(self, number: int) -> None:
+        error = self._done.pop(number)
+        if isinstance(error, NodeLost):
+            advise_retries(error, "map", f"item {number}")
+        raise error
+
+    def _lost(self, error: NodeLost, number: int, item: tuple[Any, ...], left: int) -> None:
+        if left <= 0:
+            advise_retries(error, "map", f"item {number}")
+            raise error
+        self._again.append((number, item, left - 1))
+
+    def _wait(self) -> None:
+        link = self._session.link
+        link.flush_all()
+        for work, node, *_ in list(self._running.values()):
+            self._waiting = Request(-1, node)
+            with contextlib.suppress(NodeLost):  # its work has ended then, too
+                link.wait(self._waiting, until=lambda: bool(self._ended))
+                return
+            if not work.is_completed():
+                raise DisttensorError(f"node {node} is lost, and its function has not ended")
+            return

@@ -1,0 +1,75 @@
+"""``dt.tasks.share(obj)``: an object that is sent to a node once, and is an argument of any number of calls there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from ..collectives.groups import new_group
+from ..dispatch.call_site import here
+from ..runtime.master.route import waits
+from ..runtime.node import shared_objects
+from ..runtime.protocol.errors import DisttensorError
+from ..session import current
+from ..session.places import Place
+from ..session.session import Session
+from .calls import Call, Ready
+from .sending import Shared
+from .submitted import Submitted, issue
+
+
+class Ref(Shared):
+    """An object that nodes keep while this Ref exists: among arguments of functions it stands for the object.
+
+    Each node has one copy: what a function changes there, the next one sees. ``value`` is the script's own.
+    """
+
+    def __init__(self, session: Session, value: Any) -> None:
+        self.value = value
+        self._session = session
+        self._lock = threading.RLock()
+        self._ready = Ready()
+        self._kept: dict[int, Submitted] = {}  #: by node: the Work of what keeps it there
+
+    def given(self, place: Place) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a function and its arguments that give the object on a node, which gets it now if it has not yet."""
+        if place.session is not self._session:
+            raise DisttensorError("a Ref is of a session that was shut down; dt.tasks.share(ref.value) makes another")
+        with self._lock:
+            kept = self._kept.get(place.node)
+            if kept is None:
+                kept = self._kept[place.node] = self._send(place)
+            return shared_objects.get, (kept,)
+
+    def _send(self, place: Place) -> Submitted:
+        session, site = self._session, here()
+        call = Call(session, place, shared_objects.keep, (self.value,), {}, site, self._ready)
+        try:
+            return issue(session, [call], "share()", site)
+        finally:
+            call.end()
+
+    def __repr__(self) -> str:
+        return f"<Ref to a {type(self.value).__qualname__} on nodes {sorted(self._kept)}>"
+
+
+def share(obj: Any, nodes: Iterable[int] | None = None) -> Ref:
+    """Returns a Ref to an object that is serialised once, and sent once to each node that uses it.
+
+        >>> table = dt.tasks.share({"a": 1, "b": 2})
+        >>> [dt.run(dict.get, table, key, node=0) for key in "ab"]
+        [1, 2]
+
+    In a call's arguments, at any depth, the Ref is the object, whichever node runs the function. The nodes drop it when
+    the Ref is dropped. Tensors in the object are sent once, too.
+
+    ``nodes``: those that get it at once; others get it with the first function that uses it. Raises as ``run`` for what
+    can't be sent, of at most 64 MiB without its tensors.
+    """
+    session = current.session()
+    waits("share")
+    ref = Ref(session, obj)
+    for node in new_group(nodes).nodes if nodes is not None else ():
+        ref.given(session.places.at(node))
+    return ref

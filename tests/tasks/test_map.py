@@ -1,0 +1,235 @@
+"""``dt.map``, ``dt.tasks.share`` and ``dt.here``: many items on nodes, what they share, and where they are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from began import Began, tell
+from limits import HANG
+
+import disttensor as dt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with dt.init_master_worker(nodes=3, threads=1):
+        # connections are made at first use: have them before the tests look for leaks
+        dt.run(torch.distributed.get_rank, nodes=[0, 1, 2])
+        for node in range(3):
+            torch.ones(1).to(f"node:{node}").cpu()
+        yield
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+def refuse(x: int) -> int:
+    if x == 3:
+        raise ValueError(f"not {x}")
+    return x
+
+
+def pid(_: Any) -> int:
+    return os.getpid()
+
+
+def loop_once(item: tuple[int, int]) -> int:
+    """Loops for ever, unless nobody listens any more."""
+    try:
+        return loop_if(item)
+    except ConnectionRefusedError:
+        return item[0]
+
+
+def loop_if(item: tuple[int, int]) -> int:
+    number, port = item
+    if port:
+        tell(port)
+        while True:
+            pass
+    return number
+
+
+@pytest.mark.row("I20")
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_results_are_those_of_the_built_in(ordered: bool, per_node: int) -> None:
+    for n in (0, 1, 3, 20):
+        found = list(dt.map(pow, range(n), itertools.repeat(2), ordered=ordered, per_node=per_node))
+        assert (found if ordered else sorted(found)) == list(map(pow, range(n), itertools.repeat(2)))
+    assert set(dt.map(pid, range(12), nodes=[1, 2], ordered=ordered)) == {dt.run(os.getpid, node=k) for k in (1, 2)}
+
+
+@pytest.mark.row("I20")
+def test_tensors_and_many_values_come_back() -> None:
+    x = torch.arange(6.0)
+    for made, (low, high), nothing in dt.map(lambda t: (t * 2, (t.min().item(), "high"), None), [x, x, x]):
+        assert torch.equal(made.cpu(), x * 2)
+        assert ((low, high), nothing) == ((0.0, "high"), None)
+    total = sum(part.cpu() for part in dt.map(torch.square, [x.to("node:0"), x.to("node:1")]))
+    assert torch.equal(total, 2 * x * x)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_items_are_taken_as_their_turn_comes(ordered: bool) -> None:
+    taken = itertools.count()
+    results = dt.map(square, taken, ordered=ordered)
+    first = [next(results) for _ in range(50)]
+    if ordered:
+        assert first == [k * k for k in range(50)]
+    results.close()  # type: ignore[attr-defined]
+    assert next(taken) <= 50 + 2 * 3
+
+
+@pytest.mark.row("I20")
+def test_the_first_error_is_raised_and_the_rest_is_cancelled() -> None:
+    results = dt.map(refuse, itertools.count())
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="not 3") as raised:
+        next(results)
+    assert list(results) == []
+    assert any("test_map.py" in note for note in raised.value.__notes__)
+    begun = threading.Event()
+    with Began(begun.set) as port:  # one that never ends by itself
+        results = dt.map(loop_if, [(0, 0), (1, port)])
+        assert next(results) == 0
+        assert begun.wait(HANG)
+        results.close()  # type: ignore[attr-defined]
+    assert [dt.run(square, 3, node=node) for node in range(3)] == [9] * 3
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        list(dt.map(square, broken()))
+    with pytest.raises(TypeError, match="can't be sent"):
+        list(dt.map(square, [threading.Lock()]))
+    dt.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: dt.map(square), TypeError, "at least one iterable"),
+        (lambda: dt.map(3, [1]), TypeError, "3 can't be called"),
+        (lambda: dt.map(square, [1], per_node=0), ValueError, "per_node is 0, and has to be 1 at least"),
+        (lambda: dt.map(square, [1], retries=-1), ValueError, "retries is -1"),
+        (lambda: dt.map(square, [1], per_node="2"), TypeError, "per_node is a number, not '2'"),
+        (lambda: dt.map(square, [1], nodes=[9]), ValueError, "9"),
+        (lambda: dt.map(square, 5), TypeError, "iterable"),
+    ],
+)
+def test_mistakes_are_said_at_once(call: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+class Counted:
+    """Counts how often it is pickled; on a node it is a list."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        Counted.pickled += 1
+        return list, ([1, 2, 3],)
+
+
+def kept() -> int:
+    from disttensor.runtime.node import shared_objects
+
+    return len(shared_objects._kept)
+
+
+@pytest.mark.row("I25")
+def test_what_is_shared_is_serialised_once_and_sent_once_to_each_node() -> None:
+    ref = dt.tasks.share(Counted(), nodes=[0])
+    assert [dt.run(kept, node=node) for node in range(3)] == [1, 0, 0]
+    assert [dt.run(len, ref, node=k % 2) for k in range(6)] == [3] * 6
+    assert Counted.pickled == 1
+    dt.run(list.append, ref, 4, node=0)  # the node's own copy
+    assert dt.run(lambda named: named["a"][0], {"a": [ref]}, node=0) == [1, 2, 3, 4]
+    assert dt.run(list, ref, node=1) == [1, 2, 3]
+    assert list(dt.map(lambda k, table: table[k], range(3), [ref] * 3)) == [1, 2, 3]
+    tensors = dt.tasks.share([torch.ones(3), "text"])
+    assert dt.run(lambda pair: pair[0].sum().item(), tensors, node=1) == 3
+    assert dt.submit(lambda pair: pair[0] * 2, tensors, node=2, beside=True).result().sum().item() == 6
+    assert isinstance(ref.value, Counted)
+    del ref, tensors
+    dt.synchronize()
+    assert [dt.run(kept, node=node) for node in range(3)] == [0, 0, 0]
+    with pytest.raises(TypeError, match="can't be sent to node 0"):
+        dt.tasks.share(threading.Lock(), nodes=[0])
+
+
+def place() -> tuple[Any, ...]:
+    here = dt.here()
+    return here.node, str(here.device), here.host, here.coordinates
+
+
+def test_a_function_knows_where_it_is() -> None:
+    host = dt.nodes()[0]["host"]
+    assert dt.run(place, node=2) == (2, "cpu", host, {})
+    assert dt.submit(place, node=1, beside=True).result() == (1, "cpu", host, {})
+    mesh = dt.mesh(dp=3, tp=1)
+    expected = [(k, "cpu", host, {"dp": k, "tp": 0}) for k in range(3)]
+    assert dt.run(place, node=mesh) == dt.submit(place, node=mesh).result() == expected
+    assert dt.run(lambda: dt.here()["dp"], nodes=mesh) == [0, 1, 2]
+    assert dt.run(place, node=2) == (2, "cpu", host, {})
+    with pytest.raises(KeyError, match=r"no dim 'dp'.*not run on a mesh"):
+        dt.run(lambda: dt.here()["dp"], node=0)
+    assert dt.here().node is None
+    assert dt.here().coordinates == {}
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: dt.run(len, []),
+        lambda: dt.submit(len, []),
+        lambda: list(dt.map(square, [1])),
+        lambda: dt.nodes(),
+        lambda: dt.mesh(dp=2),
+        lambda: dt.tasks.share(1),
+        lambda: dt.tasks.Executor(),
+    ],
+)
+def test_what_it_asks_of_the_session_is_refused_in_words_that_are_right_there(ask: Any) -> None:
+    with pytest.raises(dt.DisttensorError, match=r"this function runs on node 1, which has no session.*dt\.here\(\)"):
+        dt.run(ask, node=1)
+
+
+def test_devices_of_nodes_are_refused_there() -> None:
+    with pytest.raises(RuntimeError, match="functions on a node have local tensors"):
+        dt.run(lambda: torch.zeros(2, device="node:1"), node=1)
+
+
+@pytest.mark.row("I20")
+def test_a_node_that_is_lost_is_told_and_its_items_go_to_others_if_asked() -> None:
+    begun = threading.Event()
+    with Began(begun.set) as port:  # its second connection is refused: the item given again ends
+        results = dt.map(loop_once, [(k, port if k == 2 else 0) for k in range(9)], retries=1)
+        assert next(results) == 0
+        assert begun.wait(HANG)
+    there = [node["pid"] for node in dt.nodes()]
+    os.kill(there[2], 9)  # where item 2 is
+    assert list(results) == list(range(1, 9))
+    with pytest.raises(dt.NodeLost, match="node 2"):
+        list(dt.map(square, range(9), nodes=[2]))
+    begun.clear()
+    with Began(begun.set) as port:
+        results = dt.map(loop_if, [(0, port), (1, 0)], nodes=[1])
+        thread = threading.Thread(target=lambda: (begun.wait(HANG), os.kill(there[1], 9)))
+        thread.start()
+        with pytest.raises(dt.NodeLost) as raised:
+            next(results)
+        thread.join()
+    assert any("item 0 was there" in note and "retries=1" in note for note in raised.value.__notes__)
+    assert list(dt.map(square, range(3))) == [0, 1, 4]
