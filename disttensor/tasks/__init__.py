@@ -4,7 +4,6 @@ from .calls import Each
 from .executor import Executor
 from .functions import interrupt, run
 from .here import Here, here
-from .mapping import map
 from .process_groups import device_mesh
 from .shared import Ref, share
 from .submitted import Submitted, submit
@@ -18,7 +17,6 @@ __all__ = [
     "device_mesh",
     "here",
     "interrupt",
-    "map",
     "run",
     "share",
     "submit",

@@ -13,7 +13,7 @@ from ..runtime.node import where
 
 @dataclass(frozen=True)
 class Here:
-    """What ``dt.here()`` returns."""
+    """A place where code runs, of the script or of a node."""
 
     node: int | None  #: the node's number; None in the script
     device: torch.device  #: the node's default device, as torch names it there; in the script the CPU
