@@ -92,9 +92,11 @@ def test_sgd_by_a_parameter_server(sequential: list[str], tmp_path: Path) -> Non
     ("program", "end"),
     [
         ("ps_downpour.py", r"other nodes' pushes between a pull and a push: \d+ at most"),
-        ("ps_easgd.py", "the centre has moved: True"),
+        pytest.param("ps_easgd.py", "the centre has moved: True", marks=pytest.mark.slow),
         pytest.param("ps_easgd.py --together", "the centre has moved: True", marks=pytest.mark.slow),
-        ("ps_easgd_dataparallel.py", "the replicas of each group are equal, to the bit"),
+        pytest.param(
+            "ps_easgd_dataparallel.py", "the replicas of each group are equal, to the bit", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_asynchronous(program: str, end: str, sequential: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from equal import bits
 from stream_kit import thread
 from torch import nn
+from variants import variants
 
 import disttensor as dt
 from disttensor.training import EASGD, Downpour, History, LocalSGD, ParameterServer, Schedule, Strategy, drive
@@ -359,7 +360,7 @@ def test_mistakes(mistake: str) -> None:
 
 
 @pytest.mark.row("T46", "T47")
-@pytest.mark.parametrize("name", ["Downpour", "EASGD", "DiLoCo"])
+@pytest.mark.parametrize("name", variants(["Downpour", "EASGD", "DiLoCo"]))
 def test_digits(name: str) -> None:
     """Beside the bits: a network learns, at least 95 % of digits that it has not seen."""
     from sklearn.datasets import load_digits
