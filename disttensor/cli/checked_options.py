@@ -170,6 +170,10 @@ def _output(options: argparse.Namespace) -> Output:
 def _check_script(options: argparse.Namespace) -> None:
     if options.launcher == "join" and options.node_rank:
         return  # a host that only joins; whatever script it is given runs on host 0
+    if options.check:
+        if not options.hosts:
+            raise ValueError("--check needs hosts: --hosts a,b or --hostfile FILE")
+        return
     if options.script is None:
         raise ValueError("no script was named")
     if options.module and options.no_python:
@@ -292,4 +296,4 @@ def program_of(options: argparse.Namespace) -> list[str]:
 
 def _folder(options: argparse.Namespace) -> str:
     """Returns the folder of the script's own modules, which python puts first on its path."""
-    return os.getcwd() if options.module else os.path.dirname(os.path.realpath(options.script))
+    return os.getcwd() if options.module or options.check else os.path.dirname(os.path.realpath(options.script))

@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 2
+    if options.check:
+        return _check_hosts(options, spec)
     if options.process_group:
         return _run_everywhere(options, spec)
     environment = os.environ | for_script(options, spec) | {PLAN: msgspec.json.encode(spec).decode()}
@@ -93,6 +95,18 @@ def _patience(spec: LaunchSpec) -> float:
     if spec.launcher == "local":
         return 0.0
     return _LINGER if "all_come" in spec.options else _ROOTS_END
+
+
+def _check_hosts(options: argparse.Namespace, spec: LaunchSpec) -> int:
+    """Prints a line for each host, and returns 0 if all of them can take part in a job."""
+    check = import_module("disttensor.cli.host_check")
+    try:
+        found = check.check_hosts(spec, float(options.timeout or check.PATIENCE))
+    except (StartError, OSError) as e:
+        print(f"dtrun: error: {e}", file=sys.stderr)
+        return 1
+    print(check.table(found))
+    return int(any(each.problems for each in found))
 
 
 def _run_everywhere(options: argparse.Namespace, spec: LaunchSpec) -> int:

@@ -176,6 +176,10 @@ def parser() -> Parser:
         hosts, "--checksum", action="store_const", const=1,
         help="have receivers compare a checksum of each tensor that is not encrypted",
     )  # fmt: skip
+    both(
+        hosts, "--check", action="store_true",
+        help="run nothing: ask each of --hosts for its versions, its clock, and whether they reach each other",
+    )  # fmt: skip
     both(hosts, "--timeout", metavar="S", type=at_least(1), help="seconds for all nodes to come (default: 60)")
 
     both(

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from wire_values import of_type
 
 import disttensor as dt
-from disttensor.cli import checked_options
+from disttensor.cli import checked_options, host_check
 from disttensor.runtime.channel.carrier import Carrier
 from disttensor.runtime.channel.gloo.channel import GlooCarrier
 from disttensor.runtime.channel.gloo.store import addresses_in
@@ -599,6 +599,16 @@ DECODERS: tuple[Decoder, ...] = (
         _bundle,
         (EOFError, ValueError),
         covers=("runtime/protocol/bundle.py:read_bundle",),
+    ),
+    Decoder(
+        "checked host",
+        st.sampled_from(
+            [b'{"python": "3.11.7", "time": 1.5, "port": 4711, "protocol": 16, "torch": "2.13.0"}', b'{"a": ""}']
+        ),
+        host_check.told_of,
+        (ProtocolError,),
+        covers=("disttensor/cli/host_check.py:told_of",),
+        examples=80,
     ),
     Decoder(
         "orders",

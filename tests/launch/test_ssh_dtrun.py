@@ -32,6 +32,16 @@ dt.shutdown()
 """
 
 
+def test_check(hosts: Hosts) -> None:
+    lines = dtrun(hosts, "--check", "--hosts", "left,right").splitlines()
+    assert [line.split()[0] for line in lines] == ["host", "left", "right"]
+    assert [line.split()[-1] for line in lines[1:]] == ["ok", "ok"], lines
+    done = hosts.run("dtrun", "--check", "--hosts", "left,nobody.invalid")
+    assert done.returncode == 1
+    assert "nobody.invalid" in done.stdout.splitlines()[2]
+    assert "its name is not known here" in done.stdout
+
+
 @pytest.mark.row("T58")
 def test_hosts(hosts: Hosts) -> None:
     (hosts.folder / "where.py").write_text(WHERE)

@@ -73,6 +73,12 @@ def ssh_command(spec: LaunchSpec) -> list[str]:
     return [*program, *shlex.split(spec.options.get("ssh_options", "")), *ours]
 
 
+def advice_of(host: str, lines: list[str], python: str) -> str:
+    """Returns what to do about the output of an ssh that has failed, or an empty text."""
+    text = "\n".join(lines)
+    return next((advice.format(host=host, python=python) for word, advice in _ADVICE.items() if word in text), "")
+
+
 class SshStarter(LocalAgentStarter):
     """Starts one ssh per host, and an agent without ssh on this one, as mpirun does."""
 
@@ -106,11 +112,7 @@ class SshStarter(LocalAgentStarter):
         return f"{text}; is it up, and is there no firewall between? `ssh {host.name} true` has to end at once"
 
     def advice(self, host: str, code: int, lines: list[str]) -> str:
-        text = "\n".join(lines)
-        for word, advice in _ADVICE.items():
-            if word in text:
-                return advice.format(host=host, python=self._python)
-        return ""
+        return advice_of(host, lines, self._python)
 
 
 class SshLauncher(RootLauncher):

@@ -1,0 +1,259 @@
+"""``dtrun --check --hosts a,b``: whether hosts can take part in a job, before one is started there.
+
+Each host is asked by ssh, as a job would do it, for its versions and its clock, and opens a port for a moment, which
+the others and this host try to reach. Nobody who connects there is told anything, and nothing that comes is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ..runtime.host.addresses import way_to
+from ..runtime.host.launch_spec import Host, LaunchSpec
+from ..runtime.launch.starters.ssh import addresses_by_ssh, advice_of, is_here, ssh_command
+from ..runtime.protocol.bundle import PROTOCOL, VERSION
+from ..runtime.protocol.errors import ProtocolError
+
+#: Seconds for a host to answer, unless --timeout says otherwise; a first import of torch there may take a while.
+PATIENCE = 60.0
+#: Seconds by which clocks may differ.
+SKEW = 1.0
+#: Seconds for a connection between two hosts.
+REACH = 5.0
+
+#: Runs on a host, with any Python 3. Prints a line with what it is, then tries the addresses that come by stdin.
+PROGRAM = """
+import json, socket, sys, time
+told = {"python": "%d.%d.%d" % sys.version_info[:3], "name": socket.gethostname(), "time": time.time()}
+try:
+    import importlib.metadata as metadata
+    told["torch"] = metadata.version("torch")
+except Exception as e:
+    told["no_torch"] = str(e)
+try:
+    from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
+    told["disttensor"], told["protocol"] = VERSION, PROTOCOL
+except Exception as e:
+    told["no_disttensor"] = "%s: %s" % (type(e).__name__, e)
+door = socket.socket()
+door.bind(("0.0.0.0", 0))
+door.listen(16)
+told["port"] = door.getsockname()[1]
+told["time"] = time.time()
+print("dtrun-check " + json.dumps(told), flush=True)
+line = sys.stdin.readline()
+reached = {}
+for name, address, port in json.loads(line) if line else ():
+    try:
+        socket.create_connection((address, port), %f).close()
+        reached[name] = ""
+    except OSError as e:
+        reached[name] = str(e)
+print("dtrun-check " + json.dumps(reached), flush=True)
+sys.stdin.readline()
+""".replace("%f", str(REACH))
+
+
+@dataclass
+class Found:
+    """The answer of a host, or why there is none."""
+
+    host: str
+    told: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  #: each with what to do
+    skew: float = 0.0  #: seconds by which its clock is ahead of this host's
+
+    def row(self) -> tuple[str, ...]:
+        """Returns the host's line of the table."""
+        told = self.told
+        clock = f"{self.skew:+.2f} s" if told else "-"
+        versions = [str(told.get(key, "-")) for key in ("python", "torch", "disttensor", "protocol")]
+        return (self.host, *versions, clock, "; ".join(self.problems) or "ok")
+
+
+def told_of(line: bytes) -> dict[str, Any]:
+    """Returns what a host has told: names with texts, to be shown, and numbers. Raises ProtocolError for all else."""
+    try:
+        told = msgspec.json.decode(line, type=dict[str, str | float])
+    except ValueError as e:
+        raise ProtocolError(str(e)) from None
+    texts = [text for pair in told.items() for text in pair if isinstance(text, str)]
+    if not all([text.isprintable() and len(text) <= 300 for text in texts]):
+        raise ProtocolError("a text that cannot be shown")
+    return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in told.items()}
+
+
+class _Asked:
+    """A host that is being asked: its process, and the lines that it has said."""
+
+    def __init__(self, host: Host, spec: LaunchSpec) -> None:
+        python = spec.python or sys.executable
+        command = [python, "-c", PROGRAM]
+        if not is_here(host.name):
+            path = os.environ.get("PYTHONPATH")
+            words = [*(["env", f"PYTHONPATH={path}"] if path else []), *command]
+            command = [*ssh_command(spec), "--", host.name, "exec " + shlex.join(words)]
+        self.found = Found(host.name)
+        self.begun = time.time()
+        self.answered = 0.0
+        self._python = python
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._errors = b""
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+
+    def _read_errors(self) -> None:
+        if self._process.stderr is not None:
+            self._errors = self._process.stderr.read(1 << 16)
+
+    def answer(self, deadline: float) -> dict[str, Any] | None:
+        """Returns what the host says next, or None, with the reason among its problems."""
+        said: list[bytes] = []
+
+        def read() -> None:
+            if self._process.stdout is not None:
+                while line := self._process.stdout.readline(1 << 16):
+                    if line.startswith(b"dtrun-check "):  # others are a login shell's
+                        said.append(line[12:])
+                        return
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(max(0.0, deadline - time.monotonic()))
+        self.answered = time.time()
+        if said:
+            try:
+                return told_of(said[0])
+            except ProtocolError as e:
+                self.found.problems.append(f"it has answered something else ({e}): is that Python, in --python?")
+                return None
+        if reader.is_alive():
+            self._process.kill()
+            self.found.problems.append("it has not answered in time; is it up, and is there no firewall between?")
+        else:
+            code = self._process.wait()
+            self._reader.join(1.0)
+            lines = self._errors.decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
+            advice = advice_of(self.found.host, lines, self._python)
+            self.found.problems.append(lines[-1] + (f": {advice}" if advice else ""))
+        return None
+
+    def tell(self, words: object) -> None:
+        """Sends a line to the host."""
+        with contextlib.suppress(OSError):  # it has ended: its answer tells that
+            if self._process.stdin is not None:
+                self._process.stdin.write(json.dumps(words).encode() + b"\n")
+                self._process.stdin.flush()
+
+    def end(self) -> None:
+        """Ends the process, and with its standard input the one on the host."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(1.0)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+
+def mismatches(told: dict[str, Any], mine: dict[str, Any]) -> list[str]:
+    """Returns what of a host's versions does not fit this one's, each with what to do."""
+    problems = []
+    if "no_disttensor" in told:
+        problems.append(f"disttensor is not there ({told['no_disttensor']}): pip install it, or name --python")
+    elif told.get("protocol") != mine["protocol"]:
+        problems.append(
+            f"disttensor {told.get('disttensor')} speaks protocol {told.get('protocol')}, this host "
+            f"{mine['protocol']}: install {mine['disttensor']} there"
+        )
+    if "no_torch" in told:
+        problems.append("torch is not there: pip install torch")
+    elif told.get("torch") != mine["torch"]:
+        problems.append(f"torch is {told.get('torch')}, here {mine['torch']}: install one version everywhere")
+    python = str(told.get("python")).split(".")[:2]
+    if python != str(mine["python"]).split(".")[:2]:
+        problems.append(f"Python is {told.get('python')}, here {mine['python']}: functions need one version; --python")
+    return problems
+
+
+def check_hosts(spec: LaunchSpec, patience: float) -> list[Found]:
+    """Asks all hosts of a launch spec at once, and returns what was found. Raises StartError without an ssh."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    mine = {"python": ".".join(map(str, sys.version_info[:3])), "torch": torch}
+    mine |= {"disttensor": VERSION, "protocol": PROTOCOL}  # type: ignore[dict-item]
+    others = [host.name for host in spec.hosts if not is_here(host.name)]
+    addresses = dict(zip(others, addresses_by_ssh(spec), strict=True))
+    here = "127.0.0.1"
+    for address in addresses.values():
+        with contextlib.suppress(OSError):  # a name that only ssh knows, or nobody
+            here = way_to(address)
+    asked = [_Asked(host, spec) for host in spec.hosts]
+    try:
+        deadline = time.monotonic() + patience
+        for each in asked:
+            told = each.answer(deadline)
+            if told is None:
+                continue
+            each.found.told = told
+            each.found.problems += mismatches(told, mine)
+            there = told.get("time")
+            # written between the two moments, which may lie apart, so that only what lies outside counts
+            if isinstance(there, (int, float)) and math.isfinite(there):
+                each.found.skew = max(0.0, there - each.answered) or min(0.0, there - each.begun)
+            if abs(each.found.skew) > SKEW:
+                each.found.problems.append("its clock differs: logs and timeouts need one time; use NTP")
+        up = [each for each in asked if each.found.told]
+        doors = [(e.found.host, addresses.get(e.found.host, here), e.found.told.get("port")) for e in up]
+        for each in up:
+            each.tell([door for door in doors if door[0] != each.found.host])
+        deadline = time.monotonic() + REACH * (len(up) + 1)
+        for each in up:
+            reached = each.answer(deadline) or {}
+            for name, why in reached.items():
+                if why:
+                    each.found.problems.append(
+                        f"it does not reach {name} ({why}): nodes need any port between hosts; look for a firewall"
+                    )
+        for each in up:
+            name, address, port = next(door for door in doors if door[0] == each.found.host)
+            try:
+                socket.create_connection((address, int(port or 0)), REACH).close()
+            except (OSError, ValueError, OverflowError) as e:
+                each.found.problems.append(f"this host does not reach {address}: {e}; look for a firewall")
+    finally:
+        for each in asked:
+            each.end()
+    return [each.found for each in asked]
+
+
+def table(found: Sequence[Found]) -> str:
+    """Returns a table with a line for each host."""
+    rows = [("host", "python", "torch", "disttensor", "protocol", "clock", "what to do"), *(f.row() for f in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,75 @@
+"""``dtrun --check --hosts``: what it says of hosts that fit and of those that do not, with a program in ssh's place."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
+
+#: Stands for ssh: `-G` says the address, other calls run here what would run there; "bad" refuses, others differ.
+SSH = f"""#!{sys.executable}
+import os, sys
+host = sys.argv[sys.argv.index("--") + 1]
+if "-G" in sys.argv:
+    print("hostname 127.0.0.1")
+    sys.exit()
+if host == "bad":
+    sys.exit("me@bad: Permission denied (publickey).")
+command = sys.argv[-1]
+if host == "old":
+    command = command.replace("import PROTOCOL, VERSION", "import VERSION; PROTOCOL = 1")
+    command = command.replace('metadata.version("torch")', '"1.0"')
+    command = command.replace('told["time"] = time.time()', 'told["time"] = time.time() - 900')
+if host == "bare":
+    command = command.replace("from disttensor.", "from disttensor_that_is_not_there.")
+if host == "walled":
+    command = command.replace("door.getsockname()[1]", "9")
+os.execvp("/bin/sh", ["sh", "-c", command])
+"""
+
+
+def check(folder: Path, hosts: str, *more: str) -> tuple[int, list[str], str]:
+    ssh = folder / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    done = subprocess.run(
+        [sys.executable, "-m", "dtrun", "--check", "--hosts", hosts, *more],
+        env={**os.environ, "DISTTENSOR_SSH": str(ssh)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_hosts_that_fit(tmp_path: Path) -> None:
+    code, lines, errors = check(tmp_path, "a,b:2")
+    assert (code, errors) == (0, ""), lines
+    assert lines[0].split() == ["host", "python", "torch", "disttensor", "protocol", "clock", "what", "to", "do"]
+    for name, line in zip("ab", lines[1:], strict=True):
+        words = line.split()
+        assert words[:2] == [name, "{}.{}.{}".format(*sys.version_info[:3])]
+        assert words[3:5] == [VERSION, str(PROTOCOL)]
+        assert words[-1] == "ok"
+
+
+def test_each_host_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
+    code, lines, errors = check(tmp_path, "a,old,bare,bad,walled")
+    assert (code, errors) == (1, ""), lines
+    a, old, bare, bad, walled = lines[1:]
+    assert "it does not reach walled" in a
+    assert "firewall" in a
+    for words in (f"speaks protocol 1, this host {PROTOCOL}", "torch is 1.0, here", "its clock differs", "NTP"):
+        assert words in old
+    assert "disttensor is not there (ModuleNotFoundError" in bare
+    assert "pip install" in bare
+    assert "Permission denied" in bad
+    assert "`ssh -o BatchMode=yes bad true` must work" in bad
+    assert "this host does not reach 127.0.0.1" in walled
+
+
+def test_hosts_are_needed() -> None:
+    done = subprocess.run([sys.executable, "-m", "dtrun", "--check"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "--check needs hosts" in done.stderr
