@@ -20,6 +20,7 @@ from ..runtime.protocol.errors import NodeLost, PeerFailed
 from ..session.current import session_of
 from ..session.places import Place
 from ..session.session import Session
+from .announcing import announced_by, arguments_within, raised
 from .sending import Keep, known_functions, pickled, send
 from .targets import Targets
 
@@ -66,8 +67,12 @@ class Call:
         site: Any,
         ready: Ready | None = None,
     ) -> None:
+        """``returns`` and ``raises`` among ``kwargs`` are not the function's: see announcing.py. Raises TypeError for
+        what they can't be, and as ``pickled``."""
         self.place = place
         self._site = site
+        kwargs = dict(kwargs)
+        returns, raises = kwargs.pop("returns", ()), kwargs.pop("raises", ())
         self._what = f"{name_of(fn)}()"
         self._sent = known_functions(session)
         self._keep = Keep()
@@ -76,6 +81,8 @@ class Call:
         self._rank: tuple[c.Mesh | None, int] = (None, 0)
         function = pickled(fn, place, self._keep, f"{self._what}")
         self._holds_tensors = bool(self._keep)  #: or results
+        if not arguments_within(fn):
+            self._keep.classes.clear()
         # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
         # doesn't read that far
         once = next(_serial).to_bytes(8, "big")
@@ -87,6 +94,7 @@ class Call:
                 ready.data = arguments
         arguments += once
         self._arguments = key_of(arguments)
+        self._announced = announced_by(fn, self._keep.classes, returns, raises)
         session.link.interrupts.look()
         known = None if self._holds_tensors else self._sent
         send(place, known, (self._function, function), (self._arguments, arguments), site)
@@ -130,7 +138,17 @@ class Call:
         if tensors:
             self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
         self._adopted = True
-        return values.decode(reply.data, tensors)
+        try:
+            return values.decode(reply.data, tensors, self._announced)
+        except values.Unannounced as e:
+            raise values.Unannounced(
+                f"{self._what} on node {self.place.node}: {e}; objects of your classes come back if the call has "
+                "named the class: returns=Class, a return annotation of the function, or an argument that has one"
+            ) from None
+
+    def raised(self, error: Exception) -> Exception:
+        """Returns what the function has raised: of its own class, if that was announced."""
+        return raised(error, self._announced)
 
     def issued(self) -> None:
         """Drops what the script keeps for it: it is queued, and its result has an owner."""
@@ -187,7 +205,7 @@ class Calls:
                 found.append(call.result(reply))
                 self.kept = self.kept and reply.kept
             except Exception as error:
-                found.append(advised(error, session.bundle))
+                found.append(advised(call.raised(error), session.bundle))
         return found
 
     def __enter__(self) -> Calls:

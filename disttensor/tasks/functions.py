@@ -17,7 +17,7 @@ from ..runtime.master.route import waits
 from ..runtime.node import where
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.errors import DisttensorError, NodeLost
+from ..runtime.protocol.errors import DisttensorError, NodeLost, RemoteError
 from ..session import current
 from ..session.node_context import current_node
 from ..session.places import MeshPlace, Place
@@ -62,8 +62,13 @@ def run(
             is torch's DeviceMesh, with a process group for each dim.
 
     Tensors in the result come back as proxies, without a transfer (``dt.meshes.from_shards(mesh, results)`` makes those
-    of a mesh's nodes one tensor); everything else must be plain data (None, numbers, text, bytes, lists, tuples, sets,
-    dicts of it).
+    of a mesh's nodes one tensor); everything else must be plain data: numbers, text, bytes, dates, paths, arrays of
+    numpy, lists, tuples, sets, dicts of it; and objects of your dataclasses, namedtuples and enums, if the call has
+    named the class. Nothing that a node sends is unpickled: docs/SECURITY.md.
+
+        returns: classes of yours whose objects may come back, or types that name them such as ``list[Stats]``. Those of
+            the arguments, and of the function's return annotation, are named already.
+        raises: exceptions of yours that the function may raise; others are RemoteError.
 
     Raises the error that the function raised, with the node's traceback as a note; TypeError for other results, and for
     a function or arguments that can't be pickled; ValueError for what exceeds 64 MiB, and for nodes that do not exist;
@@ -87,6 +92,8 @@ def run(
         return call.result(session.ask(call.place, c.Result, call.command, site))
     except ModuleNotFoundError as error:
         raise advised(error, session.bundle) from None
+    except RemoteError as error:
+        raise call.raised(error) from None
     finally:
         call.end()
 
@@ -160,8 +167,8 @@ def check_call(fn: Any, kwargs: dict[str, Any], what: str) -> None:
     either: the error from the node would say that the function got it."""
     if not callable(fn):
         raise TypeError(f"{what} takes a function and its arguments, and {fn!r:.60} can't be called")
-    known = ("node", "nodes", "beside") if what == "submit" else ("node", "nodes")
-    for name in kwargs:
+    known = ("node", "nodes", "returns", "raises", *(["beside"] if what == "submit" else []))
+    for name in kwargs.keys() - {"returns", "raises"}:
         if (meant := did_you_mean(name, known, "{}=")) and not _takes(fn, name):
             raise TypeError(f"{what}() has no argument {name!r}, and {name_of(fn)} takes none of that name{meant}")
 

@@ -25,6 +25,7 @@ from ..proxy.proxy import DistributedTensor
 from ..runtime.node.user_functions import MAX_PICKLE
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.values import is_announcable
 from ..session.current import session_of
 from ..session.places import Place, one_session
 from ..session.session import Session
@@ -56,6 +57,7 @@ class Keep:
     def __init__(self) -> None:
         self.tensors: list[DistributedTensor] = []
         self.results: dict[int, Result] = {}  #: by ref
+        self.classes: set[type] = set()  #: of users' objects among them that may come back
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.results)
@@ -174,6 +176,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (FunctionType, type, ModuleType)):
             self._modules.note(value)
+        kind = value if isinstance(value, type) else type(value)
+        if is_announcable(kind):
+            self._keep.classes.add(kind)
         if isinstance(value, Shared):
             return value.given(self._place)
         if isinstance(value, Work):  # of another node, or a copy to the script: as what it gives

@@ -170,7 +170,7 @@ class _Part:
             session.link.check(self.call.place.outbox)
             raise DisttensorError("the session was shut down before the function had ended")
         if isinstance(reply, c.Poisoned):
-            raise session.questions.failure(reply.rank, reply.seq, self.call.place.node)
+            raise self.call.raised(session.questions.failure(reply.rank, reply.seq, self.call.place.node))
         return self.call.result(reply)
 
 

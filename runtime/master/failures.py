@@ -127,7 +127,9 @@ class Failure:
                         return made
                 except Exception:  # a type whose constructor wants something else
                     continue
-        return RemoteError(f"{kind}: {message}")
+        error = RemoteError(f"{kind}: {message}")
+        error.told = self.told.value
+        return error
 
 
 def in_short(error: BaseException) -> str:
@@ -162,5 +164,5 @@ def _cut(told: c.Failed, most: int) -> c.Failed:
     args = told.args if short else ()
     return c.Failed(
         told.seq, told.op[:MAX_NAME], told.kind[:MAX_NAME], message, told.traceback[:most], args, told.lost,
-        told.holdings if most else None,
+        told.holdings if most else None, told.value if len(told.value) <= most else b"",
     )  # fmt: skip

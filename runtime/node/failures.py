@@ -11,6 +11,7 @@ import traceback
 import torch
 
 from ..protocol import commands as c
+from ..protocol import values
 from ..protocol.errors import NO_MEMORY, BrokenError
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, attempt
 
@@ -62,7 +63,22 @@ def told(number: int, op: str, error: Exception, holdings: c.Holdings | None = N
     args = () if args == (text,) else args
     # our own only: a hostile class may do anything when it is asked for an attribute
     lost = error.rank if type(error) is BrokenError and error.rank is not None else -1
-    return c.Failed(number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost, holdings)
+    return c.Failed(
+        number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost, holdings, _value(error)
+    )
+
+
+def _value(error: Exception) -> bytes:
+    """Returns an exception of a user's class as an encoded value, for a script that has announced the class; nothing
+    where it can't be one, or is too long."""
+    try:
+        if type(error) in _BUILTIN:
+            return b""
+        tensors: list[torch.Tensor] = []
+        value = values.encode(error, tensors, beside=False)
+    except BaseException:
+        return b""
+    return value if not tensors and len(value) <= MAX_TEXT else b""
 
 
 def _clean(text: str) -> str:

@@ -606,6 +606,7 @@ class Failed(Message, frozen=True, tag=44):
     args: tuple[Plain | tuple[Plain, ...], ...] = ()
     lost: int = -1  #: the peer by whose loss it failed, if that is known; else -1
     holdings: Holdings | None = None  #: what the node held, where it failed for want of memory
+    value: bytes = b""  #: the exception, if it is none of Python's own, as an encoded value (protocol/values)
 
 
 class Poisoned(Message, frozen=True, tag=45):

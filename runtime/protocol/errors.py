@@ -68,7 +68,12 @@ class NodeLost(DisttensorError):
 
 
 class RemoteError(DisttensorError):
-    """An operation or a function failed on a node with an exception type that the master doesn't know."""
+    """An operation or a function failed on a node with an exception type that the master doesn't know.
+
+    ``told``: the exception as an encoded value, for who has announced its class; empty where it has none.
+    """
+
+    told = b""
 
 
 class CancelledError(DisttensorError):

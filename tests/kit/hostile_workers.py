@@ -139,6 +139,18 @@ def arm(kind: str) -> None:
     own._spoke.send = send  # type: ignore[method-assign]
 
 
+def answer_with(data: bytes) -> None:
+    """Has all results of functions of this node be these bytes from now on."""
+    ARMED[c.Result] = lambda reply: msgspec.structs.replace(reply, data=data)
+    arm("Result")
+
+
+def fail_with(value: bytes) -> None:
+    """Has all failures that this node reports from now on carry this exception."""
+    ARMED[c.Failed] = lambda reply: msgspec.structs.replace(reply, kind="value_kit.Broken", value=value)
+    arm("Failed")
+
+
 def credentials() -> tuple[str, str, str, str, int]:
     """What this node was started with: where the master is, its key, the node's own two, and its rank."""
     bundle = _this_worker().bundle

@@ -189,6 +189,8 @@ class _Encoding:
             before = len(self.tensors), len(self.brought), self._bytes
             try:
                 found[name] = self.plain(value, depth + 1)
+                if len(self.tensors) > before[0]:
+                    raise TypeError("no tensors")  # whoever looks at an error has not asked for them
             except (TypeError, ValueError):
                 left.append(name)
                 del self.tensors[before[0] :], self.brought[before[1] :]
