@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..dispatch.call_site import here
 from ..errors.argument_checks import spelled
 from ..runtime.channel import channel_names, get_channel, register_channel
@@ -23,7 +25,7 @@ from ..runtime.collective import Way
 from ..runtime.collective.algorithm_table import ALGORITHMS
 from ..runtime.contracts.data_channel import check_data_channel
 from ..session import current
-from ..session.channel_router import COLLECTIVES, COPIES, OPS, Rule
+from ..session.channel_router import COLLECTIVES, COPIES, OPS, SPANS, Rule
 from .traffic import reset_stats, stats
 
 DEVICES = ("cpu", "cuda")
@@ -38,6 +40,8 @@ def select(
     min_bytes: int = 0,
     max_bytes: int | None = None,
     algorithm: str | Way | None = None,
+    span: str | None = None,
+    async_op: bool | None = None,
 ) -> None:
     """Has ``channel`` carry an operation from here on. A later selection counts more than an earlier one.
 
@@ -48,6 +52,9 @@ def select(
         device: "cuda" if all tensors concerned have to be on CUDA devices, "cpu" if not all are; None for both.
         min_bytes, max_bytes: the bytes of the tensor from which on, and below which, the channel is used (None: no
             upper limit). In a collective these are the bytes of the node that reads or writes most.
+        span: "host" if all processes that take part have to be on one host, "hosts" if they have to be on several; None
+            for both. The script takes part in uploads and downloads.
+        async_op: only collectives that are called with ``async_op=True``, or only others; None for both and for copies.
         algorithm: for collectives that name none at their call: "ring", a ``Way`` (docs/COLLECTIVES.md).
 
     The first selection of a channel waits until all nodes have opened it. Raises ValueError for operations, channels,
@@ -62,13 +69,19 @@ def select(
             raise ValueError(f"there is no operation {one!r}; there are {', '.join(OPS)}, and '*' for all")
     if device not in (None, *DEVICES):
         raise ValueError(f"device is 'cpu', 'cuda' or None for both, not {device!r}")
+    if span not in (None, *SPANS):
+        raise ValueError(f"span is 'host', 'hosts' or None for both, not {span!r}")
+    if async_op is not None and type(async_op) is not bool:
+        raise ValueError(f"async_op is True, False or None for both, not {async_op!r}")
+    if async_op is not None and (copies := [one for one in ops if one in COPIES]):
+        raise ValueError(f"async_op is what collectives have; {' and '.join(copies)} have none")
     if min_bytes < 0 or (max_bytes is not None and max_bytes <= min_bytes):
         raise ValueError(f"no size is at least {min_bytes} and below {max_bytes} bytes")
     if channel is None and algorithm is None:
         raise ValueError("name a channel, an algorithm, or both")
     way = _way(ops, algorithm)
     number = None if channel is None else router.open(channel, here())
-    new = [Rule(one, device, min_bytes, max_bytes, number, channel or "", way) for one in ops]
+    new = [Rule(one, device, min_bytes, max_bytes, number, channel or "", way, span, async_op) for one in ops]
     router.rules = (*reversed(new), *router.rules)
 
 
@@ -100,9 +113,15 @@ class Selected(tuple[Rule, ...]):
         lines = [("op", "device", "bytes", "channel", "algorithm")]
         for rule in self:
             way = "" if rule.way is None else rule.way.algorithm
-            lines.append((rule.op, rule.device or "any", _size(rule), rule.name or "as below", way or "by size"))
+            lines.append((rule.op, _where(rule), _size(rule), rule.name or "as below", way or "by size"))
         lines.append(("*", "any", "any", self.backend, "by size"))
         return _columns(lines)
+
+
+def _where(rule: Rule) -> str:
+    """Returns the devices that a rule is for, and what else it asks of an operation: "cuda, one host, async"."""
+    more = {None: "", "host": ", one host", "hosts": ", several hosts"}[rule.span]
+    return (rule.device or "any") + more + {None: "", True: ", async", False: ", sync"}[rule.async_op]
 
 
 def _size(rule: Rule) -> str:
@@ -182,10 +201,14 @@ def available() -> Availability:
         cuda = any(len(node.devices) > 1 for node in session.nodes)
         none = "" if cuda else "no node has a CUDA device"
     else:
-        none = ""
+        none = "" if torch.cuda.is_available() else "this machine has no CUDA device"
     entries = {}
     for name in names:
-        why = session.router.unusable(name) if session is not None else why_unusable(name, MASTER)
+        why = (
+            session.router.unusable(name)
+            if session is not None
+            else why_unusable(name, MASTER) or why_unusable(name, 0)
+        )
         for op in OPS:
             for device in DEVICES:
                 entries[op, device, name] = _entry(name, op, device, why or (none if device == "cuda" else ""))

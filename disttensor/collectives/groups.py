@@ -72,10 +72,11 @@ class Group:
         """Returns groups in groups, from outside inwards: ``levels(host=host_of, pair=lambda node: node // 2)``.
 
         Each name stands for a split of the groups of the name before it; the first one for a split of this group.
-        ``keys`` are as ``split`` takes them, for all nodes. Raises ValueError as ``split`` does, and where no key is
-        given.
+        ``keys`` are as ``split`` takes them, for all nodes. Without any there are two levels: ``host``, and in it
+        ``cuda``, which sets those apart that have no GPU; the others can use each other's memory by CUDA IPC. Raises
+        ValueError as ``split`` does.
         """
-        return Levels(self, keys)
+        return Levels(self, keys or {"host": host_of, "cuda": _has_cuda})
 
     def by_host(self) -> Split:
         """Returns a Split by host: for each host's name, the group of the nodes on it."""
@@ -132,8 +133,6 @@ class Levels(Mapping[str, Split]):
     """
 
     def __init__(self, whole: Group, keys: Mapping[str, Key]) -> None:
-        if not keys:
-            raise ValueError("levels takes a key for each: levels(host=dt.collectives.host_of)")
         self.whole = whole
         self._levels: dict[str, Split] = {}
         paths: list[tuple[Hashable, ...]] = [()] * len(whole)
@@ -209,6 +208,10 @@ def host_of(node: int) -> str:
     if not 0 <= node < len(nodes) or nodes[node].said_hello is None:
         raise ValueError(f"node {node} does not exist")
     return nodes[node].hello.host
+
+
+def _has_cuda(node: int) -> bool:
+    return len(current.session().nodes[node].devices) > 1
 
 
 @spelled

@@ -73,7 +73,7 @@ class CollectiveCall:
         if self.transport is not None:
             check_transport(self.transport, self.kind)
         site = here(3)
-        channel = self._channel(session) if session.router.rules or session.router.automatic else 0
+        channel = self._channel(session, async_op) if session.router.rules or session.router.automatic else 0
         way, number = self._way(session.router.data[channel]), session.transfers.new_loose()
         ended: list[tuple[int, Transfer, int]] = []
         for node in self.group.nodes if async_op else ():
@@ -114,17 +114,18 @@ class CollectiveCall:
         text = f"{self.kind} of {self.group}"
         return CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], text, lambda: self.value)
 
-    def _channel(self, session: Session) -> int:
+    def _channel(self, session: Session, async_op: bool) -> int:
         """Returns the number of the data channel that was selected. Sets the algorithm that was selected, if the call
         names none."""
         tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
         places = [named(tensor, self.kind)._place for tensor in tensors]
         cuda = places and all([place.is_cuda() for place in places])
         numel = max(max(_numel(part.inputs), _numel(part.outs)) for part in self.parts)
-        what = ("sendreceive" if self.kind == "shift" else self.kind, "cuda" if cuda else "cpu")
+        kind, device = "sendreceive" if self.kind == "shift" else self.kind, "cuda" if cuda else "cpu"
+        what = (kind, device, numel * self.dtype.itemsize, self.group.nodes, async_op)
         if self.algorithm is None:
-            self.algorithm = session.router.way(*what, numel * self.dtype.itemsize)
-        selected = session.router.selected(*what, numel * self.dtype.itemsize)
+            self.algorithm = session.router.way(*what)
+        selected = session.router.selected(*what)
         if selected is None and cuda and session.router.automatic and self.algorithm is None:
             best = session.router.best(set(places))
             return best if self._native(session.router.data[best]) else 0

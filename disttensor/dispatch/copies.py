@@ -89,7 +89,8 @@ def spread(meta: Meta, members: Sequence[Place], ref: int) -> None:
     nbytes, dtype, site = meta.numel * meta.dtype.itemsize, codec.dtype_id(meta.dtype), here()
     channel = 0
     if session.router.rules:
-        channel = session.router.choose("send", "cuda" if meta.place.is_cuda() else "cpu", nbytes)
+        device, ranks = "cuda" if meta.place.is_cuda() else "cpu", [member.node for member in members]
+        channel = session.router.choose("send", device, nbytes, ranks)
     commands: list[tuple[int, c.Command, object]] = []
     have = 1
     while have < len(members):
@@ -183,7 +184,8 @@ def _pass(tensor: DistributedTensor, place: Place, out: int) -> None:
     transfer, channel = session.transfers.new(), 0
     if session.router.rules:
         device = "cuda" if source.is_cuda() and place.is_cuda() else "cpu"
-        channel = session.router.choose("send", device, tensor.numel() * tensor.dtype.itemsize)
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        channel = session.router.choose("send", device, nbytes, (source.node, place.node))
     shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
     session.link.pair(
         (source.node, c.Send(transfer, ref, place.node, channel)),

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..runtime.channel import get_channel, name_for_nodes
 from ..runtime.channel.base import MASTER, Capabilities, DataChannel, Protection
@@ -47,6 +48,8 @@ _TRUST = (
     "--trusted-network"
 )
 OPS = (*COPIES, *COLLECTIVES)
+#: Whether the processes that take part in an operation are on one host, or on several.
+SPANS = ("host", "hosts")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Rule:
 
     ``device``: "cpu", "cuda", or None for both. ``least`` and ``most`` are bytes: from ``least`` on, and below ``most``
     if that is not None. ``channel``: a number, None to leave the channel as it is; ``name`` is its name. ``way``: the
-    algorithm of collectives whose call names none.
+    algorithm of collectives whose call names none. ``span``: of SPANS, or None for both. ``async_op``: of which
+    collectives, None for both and for copies.
     """
 
     op: str
@@ -65,14 +69,19 @@ class Rule:
     channel: int | None
     name: str
     way: Way | None
+    span: str | None = None
+    async_op: bool | None = None
 
-    def fits(self, op: str, device: str, nbytes: int) -> bool:
-        """Returns whether the rule is about an operation of so many bytes on devices of this type."""
+    def fits(self, op: str, device: str, nbytes: int, span: Callable[[], str], async_op: bool | None) -> bool:
+        """Returns whether the rule is about an operation of so many bytes on devices of this type, between processes of
+        one host or of several; a copy is neither asynchronous nor not (None)."""
         return (
             self.op in ("*", op)
             and self.device in (None, device)
             and self.least <= nbytes
             and (self.most is None or nbytes < self.most)
+            and self.async_op in (None, async_op)
+            and (self.span is None or self.span == span())
         )
 
 
@@ -110,24 +119,31 @@ class ChannelRouter:
 
     # ---- choosing --------------------------------------------------------------------------------------------------
 
-    def selected(self, op: str, device: str, nbytes: int) -> int | None:
+    def selected(
+        self, op: str, device: str, nbytes: int, ranks: Sequence[int], async_op: bool | None = None
+    ) -> int | None:
         """Returns the number of the channel that was selected for an ``op`` (of OPS) of so many bytes between devices
-        of a type; None if none was."""
+        of a type, which are these processes'; None if none was."""
         for rule in self.rules:
-            if rule.channel is not None and rule.fits(op, device, nbytes):
+            if rule.channel is not None and rule.fits(op, device, nbytes, partial(self._span, ranks), async_op):
                 return rule.channel
         return None
 
-    def choose(self, op: str, device: str, nbytes: int) -> int:
+    def choose(self, op: str, device: str, nbytes: int, ranks: Sequence[int]) -> int:
         """Returns the number of the channel for a copy."""
-        return self.selected(op, device, nbytes) or 0
+        return self.selected(op, device, nbytes, ranks) or 0
 
-    def way(self, op: str, device: str, nbytes: int) -> Way | None:
+    def way(self, op: str, device: str, nbytes: int, ranks: Sequence[int], async_op: bool) -> Way | None:
         """Returns the algorithm that was selected for a collective; None if none was."""
         for rule in self.rules:
-            if rule.way is not None and rule.fits(op, device, nbytes):
+            if rule.way is not None and rule.fits(op, device, nbytes, partial(self._span, ranks), async_op):
                 return rule.way
         return None
+
+    def _span(self, ranks: Sequence[int]) -> str:
+        """Returns whether processes are on one host or on several, by the names of these."""
+        names = {socket.gethostname() if rank < 0 else self._link.nodes[rank].hello.host for rank in ranks}
+        return SPANS[len(names) > 1]
 
     def best(self, places: Iterable[Place]) -> int:
         """Returns the number of the channel that "auto" takes for a collective between these places: NCCL's where each

@@ -138,7 +138,7 @@ class Transfers:
 
     def _number(self, op: str, place: Place, nbytes: int) -> int:
         """Returns the number of the channel for a copy between the master and a place."""
-        return self.router.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes)
+        return self.router.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes, (MASTER, place.node))
 
     def _begin(self, here: Callable[[], T], outbox: CommandQueue, there: c.Command, site: Site | None) -> T:
         """Begins a transfer at both ends, in one order: one end alone would wait for the other."""

@@ -103,8 +103,21 @@ class NodeStorage(torch.UntypedStorage):
     def tolist(self) -> list[int]:
         return self.flat.tolist()  # type: ignore[no-any-return]
 
-    def resize_(self, size: int) -> NoReturn:
-        raise NotImplementedError("the storage of a tensor on a node can't be resized; resize the tensor")
+    def resize_(self, size: int) -> NodeStorage:
+        """Makes the memory larger, for all tensors that share it; what there was stays. Does not wait.
+
+        Raises NotImplementedError for a smaller size, ValueError for a negative one.
+        """
+        if size < 0:
+            raise ValueError(f"a storage has at least 0 bytes, not {size}")
+        if size < self.flat.numel():
+            raise NotImplementedError(
+                f"the storage of a tensor on a node can't be made smaller, from {self.flat.numel()} bytes to {size}; "
+                "tensor.clone() has memory of its own"
+            )
+        self.flat.resize_(size)
+        super().resize_(size)
+        return self
 
     def _write_file(self, *args: Any) -> Any:
         return self.cpu()._write_file(*args)

@@ -121,6 +121,40 @@ def test_what_is_selected_later_counts_more() -> None:
     assert settled() == [(-1, 0, 3), (1, -1, 3)]
 
 
+@pytest.mark.row("T19")
+def test_by_span_and_by_whether_it_is_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 2 is on another host here, as far as its name goes."""
+    away = current.session().nodes[2]
+    monkeypatch.setattr(away, "said_hello", msgspec.structs.replace(away.hello, host="another-host"))
+    dt.channels.select("send", "watched", span="hosts")
+    for source, target in ((0, 1), (0, 2), (2, 1)):
+        torch.ones(3, device=f"node:{source}").to(f"node:{target}")
+    assert settled() == [(0, 2, 3), (2, 1, 3)]
+    dt.channels.select("send", "inproc")
+    dt.channels.select(["upload", "send"], "watched", span="host")
+    torch.ones(4).to("node:0").to("node:1")
+    torch.ones(4).to("node:2")
+    assert settled() == [(-1, 0, 4), (0, 1, 4)]
+    dt.channels.reset()
+    near, all_of_them = ([torch.ones(5, device=f"node:{k}") for k in ranks] for ranks in ((0, 1), range(N)))
+    dt.channels.select("all_reduce", "watched", span="host", async_op=True)
+    dt.all_reduce(near)
+    dt.all_reduce(all_of_them, async_op=True)
+    assert settled() == []
+    dt.all_reduce(near, async_op=True)
+    assert {(a, b) for a, b, _ in settled()} == {(0, 1), (1, 0)}
+    dt.channels.select("broadcast", "watched", span="hosts", async_op=False)
+    devices = [line.split("  ")[1].strip() for line in re.sub(" {2,}", "  ", repr(dt.channels.selected())).splitlines()]
+    assert devices == ["device", "any, several hosts, sync", "any, one host, async", "any"]
+    for words, options in (
+        ("span is 'host', 'hosts' or None for both, not 'rack'", {"span": "rack"}),
+        ("async_op is True, False or None for both, not 1", {"async_op": 1}),
+        ("async_op is what collectives have; upload and send have none", {"async_op": True}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            dt.channels.select(["upload", "all_reduce", "send"], "watched", **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.row("T18", "T22")
 def test_collectives_and_their_algorithms() -> None:
     xs = [torch.full((1000,), float(k), device=f"node:{k}") for k in range(N)]

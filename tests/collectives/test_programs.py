@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import threading
 
 import pytest
 import torch
@@ -38,7 +40,42 @@ def random(k, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(k))
 
 
-@pytest.mark.row("T3", "T12", "T14", "T16", "G8", "G9", "G10", "G11")
+@pytest.mark.row("T3", "G10")
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [2, 0, 3]])
+def test_a_barrier_holds(members, tmp_path):
+    """A node is busy until it is let go; until then no other one of the group has got behind the barrier."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    busy = threading.Thread(target=dt.run, args=(path.read_bytes,), kwargs={"node": 0})
+    busy.start()
+    with open(path, "w"):  # when it is open, the node has begun to read
+        dt.collectives.barrier(dt.collectives.new_group(members))
+        for node in {1, 2, 3} & set(members):
+            with pytest.raises(TimeoutError):
+                dt.synchronize(node=node, timeout=0.2)
+        for node in {1} - set(members):
+            dt.synchronize(node=node)
+    busy.join()
+    for node in range(N):
+        dt.synchronize(node=node)
+
+
+@pytest.mark.row("T8")
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64], ids=str
+)
+def test_scalars_of_every_kind_of_number(dtype):
+    """As TorchMPI's four calls for each of C's types."""
+    _, xs = on_nodes(lambda k: torch.tensor(k + 1, dtype=dtype))
+    assert [y.item() for y in F.all_reduce(xs)] == [10] * N
+    assert [y.item() for y in F.broadcast(xs[2], dt.collectives.new_group())] == [3] * N
+    assert F.reduce(xs, 1, "MAX").item() == 4
+    dt.collectives.sendreceive(xs)
+    assert [x.item() for x in xs] == [4, 1, 2, 3]
+    assert {x.dtype for x in xs} == {dtype}
+
+
+@pytest.mark.row("T12", "T14", "T16", "G8", "G9", "G10", "G11")
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_every_collective(device, async_op):
@@ -94,7 +131,7 @@ def test_every_collective(device, async_op):
     end(dt.collectives.barrier(async_op=async_op))
 
 
-@pytest.mark.row("T8", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9")
+@pytest.mark.row("P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9")
 def test_what_the_ancestors_print():
     """distributed-training-patterns, and the sums of the others' tests."""
     _, xs = on_nodes(lambda k: torch.tensor([float(k)]))
@@ -236,7 +273,21 @@ def test_what_is_no_group_is_named(name: str, group) -> None:
 # ---- groups --------------------------------------------------------------------------------------
 
 
-@pytest.mark.row("T4", "T25", "T28", "T30", "G7")
+@pytest.mark.row("T4")
+def test_rank_and_size():
+    """Of all nodes, of a group in another order, of the groups of a split, and of a group of one."""
+    everybody = dt.collectives.new_group()
+    assert (len(everybody), [everybody.rank(k) for k in range(N)]) == (N, list(range(N)))
+    some = dt.collectives.new_group([3, 0, 2])
+    assert (len(some), [some.rank(k) for k in (3, 0, 2)]) == (3, [0, 1, 2])
+    with pytest.raises(ValueError, match="node 1 is not in <Group of nodes 3, 0, 2>"):
+        some.rank(1)
+    odd = some.split(lambda k: k % 2)
+    assert (len(odd.of(2)), odd.of(2).rank(2), odd.of(3).rank(3)) == (2, 1, 0)
+    assert (len(dt.collectives.new_group([2])), dt.collectives.new_group([2]).rank(2)) == (1, 0)
+
+
+@pytest.mark.row("T25", "T28", "T30", "G7")
 def test_groups():
     everybody = dt.collectives.new_group(name="world")
     assert everybody.nodes == (0, 1, 2, 3)
@@ -247,6 +298,7 @@ def test_groups():
     )
     parity = everybody.split(lambda node: node % 2)
     assert {key: group.nodes for key, group in parity.items()} == {0: (0, 2), 1: (1, 3)}
+    assert (len(parity), len(everybody.split("abba")), len(everybody.split("abcd"))) == (2, 2, 4)
     assert parity.leaders.nodes == (0, 1)
     assert parity.of(3) is parity[1]
     assert parity[0].name == "world/0"

@@ -20,7 +20,7 @@ def told(path: Path) -> str:
     return textwrap.dedent(block[1])
 
 
-@pytest.mark.row("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9")
+@pytest.mark.row("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "I31")
 @pytest.mark.parametrize("path", PATTERNS, ids=lambda path: path.stem)
 def test_prints_what_it_says(path: Path, tmp_path: Path) -> None:
     assert python(str(path), cwd=tmp_path) == told(path)

@@ -21,6 +21,7 @@ README = (ROOT / "README.md").read_text()
 def python(*arguments: str, cwd: Path, ignored: re.Pattern[str] | None = None) -> str:
     """What a program prints; it has to end well and say nothing on stderr, but that nodes share the cores."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DISTTENSOR_", "PYTHON"))}
+    env["PYTHONPATH"] = str(ROOT)  # this tree, wherever it was copied to, and not one that is installed
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=HANG, cwd=cwd, env=env, check=False
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +15,14 @@ import torch
 from equal import same
 from marks import Proof, marked, unseen
 from processes import alive_after
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from variants import variants
 
 import disttensor as dt
 
 #: Rows that are claimed, and of which no mutant says that their tests would notice.
 WITHOUT_MUTANT = """
-M1 M2 M3 M4 M5 M6 M8 M9 M10 M11 M12 M13 M14 M15 M16 M17 M18 M19 M20 M21 M22 M23 M24 M25 M26 T2 T3 T4 T7 T8 T9 T10 T11
-T12 T13 T14 T15 T16 T17 T18 T19 T20 T21 T22 T23 T24 T25 T26 T27 T28 T29 T31 T32 T33 T34 T35 T36 T37 T49 T50 T51 T52
-T57 T58 I8 I9 I10 I11 I13 I14 I15 I16 I17 I18 I19 I28 I29 I30 I32 P1 P2 P3 P4 P5 P6 P7 P8 P9 P10 P11 G2 G3 G4 G5 G6 G7
-G8 G9 G10 G11 G12 G13 G14 G15 G16 G17
+M23 M24 M26 T6 T14 T23 T30 T49 I11 I12 I13 I31 I32 P11 G2 G3 G4 G5 G6 G15
 """
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
@@ -115,6 +115,7 @@ def test_start_and_stop() -> None:
 
 
 @pytest.mark.row("M7")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_elements_and_storages() -> None:
     local = torch.arange(12.0).view(3, 4)
     with dt.init_master_worker(nodes=2, launcher="inproc"):
@@ -130,6 +131,29 @@ def test_elements_and_storages() -> None:
         for x in (local, remote):
             assert x[1:].untyped_storage().nbytes() == 48
             assert x.untyped_storage().device == x.device
+        for x in (local, remote):
+            s, typed = x.untyped_storage(), x.storage()
+            assert (typed[3], len(typed), s[0]) == (3.0, 12, 0)
+            copied = s.clone()
+            typed[0] = 7.0
+            s[4:8].fill_(0)
+            assert (x[0, 0].item(), x[0, 1].item()) == (7, 0)
+            assert s.tolist() == [*x[:, :].cpu().contiguous().view(torch.uint8).flatten().tolist()]
+            s.fill_(1)
+            assert set(s.tolist()) == {1}
+            s.copy_(copied)
+            assert (x[0, 0].item(), x[0, 3].item()) == (0, 3.0)
+            assert s.resize_(64) is s
+            assert (s.nbytes(), x.shape) == (64, (3, 4))
+            longer = torch.empty(0, device=x.device).set_(s, 0, (16,))
+            longer[12:] = 9
+            x[2, 3] = -1
+            assert longer.tolist() == [*x.flatten().tolist()[:11], -1, 9, 9, 9, 9]
+        same(remote, local)
+        with pytest.raises(NotImplementedError, match="can't be made smaller, from 64 bytes to 8"):
+            remote.untyped_storage().resize_(8)
+        with pytest.raises(ValueError, match="at least 0 bytes, not -1"):
+            remote.untyped_storage().resize_(-1)
 
 
 @pytest.mark.row("P1")
@@ -150,6 +174,30 @@ def test_a_dict_from_node_to_node() -> None:
         assert doubled.get_node() == 1
         same(doubled, torch.arange(3) * 2)
         assert rest == {"a": 7, "b": 3.14, "c": [1, {}], 5: ("t", None, True)}
+
+
+@pytest.mark.row("I18")
+def test_walking_nested_values() -> None:
+    """torch-ipc's walkTable is torch's own tree_map: proxies are leaves, wherever they are."""
+    Pair = namedtuple("Pair", "a b")
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        x, y = torch.ones(2, device="node:0"), torch.arange(3.0, device="node:1")
+        value = {"w": [x, (y, 5)], "p": Pair(y, None), "s": "text", "same": x}
+        seen: list[object] = []
+        doubled = tree_map_only(torch.Tensor, lambda t: seen.append(t) or t * 2, value)
+        assert [id(t) for t in seen] == [id(t) for t in (x, y, y, x)]
+        assert (doubled["w"][1][1], doubled["p"].b, doubled["s"], type(doubled["p"])) == (5, None, "text", Pair)
+        assert [t.get_node() for t in (doubled["w"][0], doubled["w"][1][0], doubled["p"].a)] == [0, 1, 1]
+        assert (doubled["same"].tolist(), doubled["p"].a.tolist()) == ([2, 2], [0, 2, 4])
+        leaves, spec = tree_flatten(value)
+        assert tree_unflatten(leaves, spec) == value
+
+
+@pytest.mark.row("T30")
+def test_default_levels_of_nodes_without_cuda() -> None:
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        levels = dt.collectives.new_group([1, 0]).levels()
+        assert {key: group.nodes for key, group in levels["cuda"].items()} == {(socket.gethostname(), False): (1, 0)}
 
 
 @pytest.mark.row("I28", "I29", "I30")

@@ -45,6 +45,7 @@ def test_blocks_divide_everything() -> None:
                 assert blocks == sorted(blocks)
 
 
+@pytest.mark.row("T5")
 @pytest.mark.parametrize(
     ("size", "expected"),
     [

@@ -23,6 +23,7 @@ def session() -> Iterator[None]:
         yield
 
 
+@pytest.mark.row("I13")
 def test_new_nodes_are_as_the_others(session: None) -> None:
     before = torch.arange(3.0, device="node:0")
     cpu = dt.device(0, "cpu")  # takes a slot, which must not be a later node's

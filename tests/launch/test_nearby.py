@@ -11,6 +11,7 @@ from variants import variants
 import disttensor as dt
 
 
+@pytest.mark.row("I12")
 def test_a_session_on_three_agents() -> None:
     with dt.init_master_worker(launcher="nearby", hosts="a:2,b,c:2", threads=1):
         assert dt.session.node_count() == 5

@@ -210,7 +210,6 @@ def test_swap_tensors(home: Home) -> None:
     home.same(a + 1, torch.full((3,), 2.0))
 
 
-@pytest.mark.row("I18")
 def test_pytree_and_vector_tools(home: Home) -> None:
     ps = [torch.nn.Parameter(home.send(torch.randn(2, 3))), torch.nn.Parameter(home.send(torch.randn(4)))]
     flat = torch.nn.utils.parameters_to_vector(ps)

@@ -86,7 +86,6 @@ def test_closures() -> None:
     same(dt.run(lambda: factor * 2, node=1), torch.full((2,), 4.0))
 
 
-@pytest.mark.row("I18")
 def test_tensors_at_any_depth() -> None:
     a, b = torch.randn(2), torch.randn(3)
 

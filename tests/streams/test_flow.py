@@ -420,7 +420,7 @@ def tcp_bytes() -> int:
     return total
 
 
-@pytest.mark.row("M12", "I13")
+@pytest.mark.row("M12")
 @pytest.mark.usefixtures("cluster")
 def test_bytes_between_nodes_do_not_pass_through_the_master() -> None:
     local = torch.randn(2 << 20)

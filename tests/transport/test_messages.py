@@ -66,6 +66,7 @@ NOTHING: dict[str, Callable[[torch.Tensor], object]] = {
     "empty": lambda x: torch.empty(3, device=x.device),
     "data": lambda x: x.data,
     "shape": lambda x: (x.shape, x.stride(), x.dtype, x.device, x.numel()),
+    "place": lambda x: (x.get_node(), x.get_device(), x.storage_offset(), x.is_contiguous()),
     "requires_grad": lambda x: x.detach().requires_grad_(),
     "same place": lambda x: x.to(x.device),
     "contiguous": lambda x: x.contiguous(),

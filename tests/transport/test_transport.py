@@ -371,7 +371,6 @@ def test_an_end_that_answers_is_not_deaf_and_one_that_does_not_is_cut(hub_hears)
         net.echo(1, other)
 
 
-@pytest.mark.row("I13")
 def test_connecting_is_tried_again(net, proxy):
     proxy.drop = 2
     net.echo(0, net.join(0, address=proxy.address))
