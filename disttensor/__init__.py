@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from . import training as training
     from . import verify as verify
+    from . import views as views
     from .public import *  # noqa: F403
     from .runtime.protocol.bundle import VERSION as __version__  # noqa: F401
 
@@ -82,7 +83,7 @@ _BESIDE = (
 )
 
 #: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
-_MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify")
+_MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
 
 
 def __getattr__(name: str) -> Any:

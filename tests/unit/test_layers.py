@@ -43,7 +43,7 @@ FRONT_LAYERS = (
     ("storage", "futures", "streams"),
     ("collectives",),
     ("meshes",),
-    ("nn", "tasks", "channels", "graphs"),
+    ("nn", "tasks", "channels", "graphs", "views"),
     ("training", "data"),
     ("checkpoint",),
     ("torch_backend",),

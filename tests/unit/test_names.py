@@ -36,6 +36,7 @@ THEMES = (
     "testing",
     "training",
     "verify",
+    "views",
 )
 FIRST = [name for name in dir(dt) if not name.startswith("__")]
 PAGE = (ROOT / "docs" / "dev" / "NAMES.md").read_text()

@@ -47,6 +47,7 @@ PUBLIC = {
     "disttensor.testing",
     "disttensor.training",
     "disttensor.verify",
+    "disttensor.views",
     "disttensor.runtime.channel",
 }
 
