@@ -785,6 +785,8 @@ _CHECKS = "the contract of launchers, whose processes are its own"
 
 #: Places that decode and are in no decoder's ``covers``.
 USES_WITHOUT: dict[str, str] = {
+    "disttensor/tasks/announcing.py:raised": "values.decode, which is fuzzed",
+    "disttensor/tasks/calls.py:Call.result": "values.decode, which is fuzzed",
     "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
     "disttensor/checkpoint/folder.py:read_metadata": "a checkpoint is trusted, for torch unpickles its .metadata",
     "disttensor/cli/main.py:main": _OWN,

@@ -65,6 +65,7 @@ def test_large_arrays_come_and_nothing_of_them_stays() -> None:
     ids=["annotated", "named"],
 )
 def test_a_dataclass_is_made_of_its_fields(call: Any) -> None:
+    kit.RAN.clear()
     made = dt.run(call, node=1, returns=(Stats, Point))
     assert not kit.RAN, "no line of the class was run here"
     assert type(made) is Stats
