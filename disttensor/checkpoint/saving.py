@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -76,9 +76,10 @@ def async_save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, c
         >>> work.wait()
         True
 
-    What is saved is the state at the time of this call: nodes copy what they are to write into their CPUs' memory, in
-    the order of their commands, and write it beside what comes next. This returns at once, but where an earlier
-    ``async_save`` is under way: it waits for that one's end, so that there is one copy at most.
+    What is saved is the state at the time of this call: nodes copy what they are to write into their CPUs' memory and
+    write it beside what comes next; a command that writes a tensor before that has it copied first. This returns at
+    once, but where an earlier ``async_save`` is under way: it waits for that one's end, so that there is one copy at
+    most.
 
     Args and errors are those of ``save``; those of nodes and files are raised by the Work, or, if nobody asks it, by
     the next save or at the session's end.
@@ -195,13 +196,13 @@ class _Job:
         self._values: dict[int | None, list[Any]] = {None: []}  #: the tensors, or bytes, of the items
         self._wholes: dict[str, TensorWriteData] = {}  #: what is said of tensors as a whole
         self._paths = state.paths
-        self._replicas: dict[int, tuple[list[torch.Tensor], list[tuple[int, ...] | None]]] = {}
+        #: of each node that has shards which others have, too: these, or the index of one that it writes
+        self._replicas: dict[int, tuple[list[torch.Tensor | int], list[tuple[int, ...] | None]]] = {}
         #: for each shard that several ranks have: its name, and (node, index among the node's replicas, rank)
         self._same: list[tuple[str, MeshPlace, list[tuple[int, int, int]]]] = []
         with no_collection():  # all that it makes is kept, and a collection in the middle takes as long as the rest
             self._plan(state, check_replicas)
-        self._calls: list[Calls] = []
-        self._lanes: dict[int, Stream] = {}  #: where nodes write beside what comes next
+        self._calls = Calls(self.session, self._site)
 
     @property
     def nodes(self) -> list[int]:
@@ -236,20 +237,20 @@ class _Job:
             load[_node(part)] = load.get(_node(part), 0) + nbytes
             self._write(name, entry, part)
             if check_replicas and len(ranks) > 1:
-                self._compare(name, entry, ranks)
+                self._compare(name, entry, ranks, part)
 
     def _write(self, name: str, entry: Entry, part: Part) -> None:
         node = self._take_in(part.place)
         self._values[node].append(entry.value)
         self._items[node].append(Item(name, part.offsets, part.sizes))
 
-    def _compare(self, name: str, entry: Entry, ranks: list[tuple[int, Part]]) -> None:
+    def _compare(self, name: str, entry: Entry, ranks: list[tuple[int, Part]], written: Part) -> None:
         where = []
         for rank, part in ranks:
             node = self._take_in(part.place)
             values, sizes = self._replicas.setdefault(node, ([], []))
             where.append((node, len(values), rank))
-            values.append(entry.value)
+            values.append(len(self._items[node]) - 1 if part is written else entry.value)
             sizes.append(_padded(entry.value, part.sizes))
         place: Any = where_is(entry.value)
         self._same.append((name, place, where))
@@ -279,63 +280,43 @@ class _Job:
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def begin(self, beside: bool) -> None:
-        """Has the nodes begin: with a copy, if they are to write ``beside`` what comes next."""
+        """Has the nodes begin, on a stream of its own if they are to write ``beside`` what comes next."""
         self.folder.begin()
         folder, claim, prefix = str(self.folder.path), self.folder.claim, self.folder.prefix
+        calls = self._calls
         try:
-            if self._replicas:
-                self._issue({node: (files.fingerprints, *mine) for node, mine in self._replicas.items()})
+            for n in self.nodes:
+                replicas, sizes = self._replicas.get(n, ([], []))
+                written = self._items[n], self._values[n]
+                calls.add(self._places[n], files.save, folder, claim, prefix(n), *written, replicas, sizes)
             if not beside:
-                items = self._items
-                self._issue({n: (files.write, folder, claim, prefix(n), items[n], self._values[n]) for n in self.nodes})
+                calls.begin(draws=False)
                 return
             own = [x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x for x in self._values[None]]
             self._values[None] = own
-            self._issue({n: (files.copy, claim, prefix(n), *self._unpadded(n)) for n in self.nodes})
-            for node in self.nodes:
-                lane = self._lanes[node] = Stream(node, "cpu")
-                lane.wait_stream(current_stream(node))
+            with ExitStack() as streams:
+                for node in self.nodes:
+                    lane = Stream(node, "cpu")
+                    lane.wait_stream(current_stream(node))
+                    streams.enter_context(stream(lane))
+                calls.begin(draws=False, holds=True)
         except BaseException:
-            self._give_up(beside)
+            self._give_up()
             raise
-
-    def _unpadded(self, node: int) -> tuple[list[torch.Tensor], list[tuple[int, ...] | None]]:
-        values = self._values[node]
-        return values, [_padded(x, item.sizes or ()) for x, item in zip(values, self._items[node], strict=True)]
-
-    def _write_copies(self) -> None:
-        """Has the nodes write their copies, each on a stream of its own."""
-        folder, claim, prefix = str(self.folder.path), self.folder.claim, self.folder.prefix
-        with ExitStack() as streams:
-            for lane in self._lanes.values():
-                streams.enter_context(stream(lane))
-            self._issue({n: (files.write_copy, folder, claim, prefix(n), self._items[n]) for n in self.nodes})
-
-    def _issue(self, functions: dict[int, tuple[Any, ...]]) -> None:
-        """Has a function and its arguments run on each of these nodes, all at once."""
-        calls = Calls(self.session, self._site)
-        self._calls.append(calls)
-        for node, (fn, *args) in functions.items():
-            calls.add(self._places[node], fn, *args)
-        calls.begin(draws=False)
 
     def end(self) -> None:
         """Writes the script's own part, waits for the nodes, and has all be the checkpoint."""
-        beside = bool(self._lanes)
         try:
-            if beside:
-                self._write_copies()
             own = self._write_own()
-            outcomes = [calls.outcomes() for calls in self._calls]  # of all, even where one has failed
-            failed = [result for results in ([own], *outcomes) for result in results if isinstance(result, Exception)]
+            outcomes = self._calls.outcomes()  # of all, even where one has failed
+            failed = [result for result in (own, *outcomes) if isinstance(result, Exception)]
             if failed:
                 raise first_of(failed)
-            if self._replicas:
-                self._same_everywhere(dict(zip(self._replicas, outcomes[0], strict=True)))
+            self._same_everywhere({n: prints for n, (prints, _) in zip(self.nodes, outcomes, strict=True)})
             results: list[WriteResult] = []
             shards: list[Shard] = []
             metadata, plans = self._torchs()
-            for node, said in [(None, own), *zip(self.nodes, outcomes[-1], strict=True)]:
+            for node, said in [(None, own), *((n, its) for n, (_, its) in zip(self.nodes, outcomes, strict=True))]:
                 for item, one in zip(plans[node].items, said, strict=True):
                     written = Written(*one)
                     info = _StorageInfo(written.file, written.offset, written.length)
@@ -343,7 +324,7 @@ class _Job:
                     shards.append(Shard(item.index, *written))
             self.folder.commit(metadata, results, shards)
         except BaseException as error:
-            self._give_up(beside)
+            self._give_up()
             if isinstance(error, Exception):
                 error.add_note(f"  the checkpoint {self.folder.path} was not written; what was there before still is")
             raise
@@ -376,18 +357,13 @@ class _Job:
                     "any tensor. check_replicas=False saves any one rank's"
                 )
 
-    def _give_up(self, copied: bool) -> None:
-        """Removes what was written, and drops what nodes keep for it: copies, too, if there are any."""
-        for node in self.nodes if copied else ():
-            with suppress(Exception):  # it is lost; the others go on
-                self._issue({node: (files.drop_copy, self.folder.claim, self.folder.prefix(node))})
+    def _give_up(self) -> None:
+        """Removes what was written."""
         self._drop()
         self.folder.abort()
 
     def _drop(self) -> None:
-        for calls in self._calls:
-            calls.__exit__()
-        self._calls, self._lanes = [], {}
+        self._calls.__exit__()
 
 
 def _padded(tensor: torch.Tensor, sizes: tuple[int, ...]) -> tuple[int, ...] | None:

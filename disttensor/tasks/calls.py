@@ -108,14 +108,16 @@ class Call:
         """True where the function, or its arguments, name what is on the node."""
         return bool(self._keep)
 
-    def command(self, id: int, world: c.World | None = None, draws: bool = True, token: int = 0) -> c.Run:
+    def command(
+        self, id: int, world: c.World | None = None, draws: bool = True, token: int = 0, holds: bool = False
+    ) -> c.Run:
         """Returns the command that runs it. ``draws``: whether it may draw random numbers; ``token``: the ref of its
-        whole result."""
+        whole result; ``holds``: whether it gets tensors ``Held``."""
         self._request = id
         places = session_of(self.place).places
         for place in places.of_node(self.place.node) if draws else ():
             places.draw(place)  # the function may draw, and then from its node's own generators
-        return self._run(id, world=world, token=token)
+        return self._run(id, world=world, token=token, holds=holds)
 
     def into(self, id: int, outs: tuple[int, ...]) -> c.Command:
         """Returns the command of a function that draws no random numbers, and whose tensors get these refs."""
@@ -183,15 +185,18 @@ class Calls:
         self._calls.append(Call(self._session, place, fn, args, kwargs, self._site))
         return self._calls[-1]
 
-    def begin(self, world: c.World | None = None, draws: bool = True) -> None:
+    def begin(self, world: c.World | None = None, draws: bool = True, holds: bool = False) -> None:
         """Has all of them begin, each in its turn on its node. Raises NodeLost where a node is gone, and none begins.
 
-        ``draws``: whether a function may draw random numbers, which no stream of a node in a mesh can.
+        ``draws``: whether a function may draw random numbers, which no stream of a node in a mesh can. ``holds``: they
+        get tensors ``Held`` (runtime/node/held.py), as they are now whatever other streams write to them meanwhile.
         """
         link, commands = self._session.link, []
         for call in self._calls:
             self._requests.append(link.request(call.place.node, c.Result))
-            commands.append((call.place.node, call.command(self._requests[-1].id, world, draws), self._site))
+            commands.append(
+                (call.place.node, call.command(self._requests[-1].id, world, draws, holds=holds), self._site)
+            )
         link.together(commands)
 
     def outcomes(self) -> list[Any]:

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+
+from .held import Held
 
 #: Numbers in one row of a fingerprint, each of which has another factor.
 _ROW = 1 << 12
@@ -71,6 +74,39 @@ def here() -> str:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def save(
+    folder: str,
+    claim: str,
+    prefix: str,
+    items: Sequence[tuple[Any, ...]],
+    values: Sequence[Any],
+    replicas: Sequence[Any],
+    sizes: Sequence[Sequence[int] | None],
+) -> tuple[list[bytes], list[tuple[Any, ...]]]:
+    """Writes as ``write`` does; returns the fingerprints of ``replicas`` (``sizes``: without padding), and what
+    ``write`` returns. A replica is a tensor, or the index of that item.
+
+    Tensors may be held: they are copied into memory of the CPU first, so that who writes them need not wait for the
+    disk.
+    """
+    values = [
+        _copied(x, Item(*item).sizes) if isinstance(x, Held) else x for x, item in zip(values, items, strict=True)
+    ]
+    found = []
+    for replica, its in zip(replicas, sizes, strict=True):
+        replica = values[replica] if isinstance(replica, int) else replica
+        fingerprint = partial(_fingerprint, sizes=its)
+        found.append(replica.read(fingerprint) if isinstance(replica, Held) else fingerprint(replica))
+    return found, write(folder, claim, prefix, items, values)
+
+
+def _copied(held: Held, sizes: Sequence[int] | None) -> torch.Tensor:
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return _plain(tensor, sizes).to("cpu", copy=True).contiguous()  # type: ignore[no-any-return]
+
+    return held.read(copy)
 
 
 def write(
@@ -126,28 +162,6 @@ class _Given(DefaultSavePlanner):
         return self._values[write_item.index]  # type: ignore[no-any-return]
 
 
-#: Copies that wait to be written, by the save's name and the node's prefix: nodes may be threads of one process.
-_copies: dict[tuple[str, str], list[torch.Tensor]] = {}
-
-
-def copy(claim: str, prefix: str, values: Sequence[torch.Tensor], sizes: Sequence[Sequence[int] | None]) -> None:
-    """Copies tensors as they are now, without padding, into memory of the CPU, for ``write_copy``."""
-    _copies[claim, prefix] = [
-        _plain(value, its).to("cpu", copy=True).contiguous() for value, its in zip(values, sizes, strict=True)
-    ]
-
-
-def write_copy(folder: str, claim: str, prefix: str, items: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Does as ``write`` with what ``copy`` has kept; where that has failed there is nothing to write."""
-    values = _copies.pop((claim, prefix), None)
-    return [] if values is None else write(folder, claim, prefix, items, values)
-
-
-def drop_copy(claim: str, prefix: str) -> None:
-    """Drops what ``copy`` has kept, if it is still there."""
-    _copies.pop((claim, prefix), None)
-
-
 def _plain(value: Any, sizes: Sequence[int] | None) -> Any:
     """Returns the values that are to be written; bytes as they are."""
     return _own(value, sizes).resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
@@ -162,17 +176,13 @@ def _own(tensor: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
     return tensor
 
 
-def fingerprints(values: Sequence[torch.Tensor], sizes: Sequence[Sequence[int] | None]) -> list[bytes]:
-    """Returns for each shard, without its padding, a number that differs where values do.
+def _fingerprint(tensor: torch.Tensor, sizes: Sequence[int] | None) -> bytes:
+    """Returns a number that differs where the values of a shard, without its padding, do.
 
     It is made by sums, as fast as memory can be read. Any one change is found; what somebody has made to deceive is
     not.
     """
-    return [_fingerprint(_plain(value, its)) for value, its in zip(values, sizes, strict=True)]
-
-
-def _fingerprint(tensor: torch.Tensor) -> bytes:
-    data = tensor.contiguous().flatten().view(torch.uint8)
+    data = _plain(tensor, sizes).contiguous().flatten().view(torch.uint8)
     rest = data.numel() % 8
     tail = bytes(data[data.numel() - rest :].tolist())
     words = data[: data.numel() - rest].clone() if data.storage_offset() % 8 else data[: data.numel() - rest]

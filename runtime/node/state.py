@@ -29,6 +29,7 @@ from ..protocol.failure_ids import Poison, replayed
 from ..protocol.traits import TRAITS
 from . import geometry, where
 from .failures import is_shortage, told
+from .held import Held
 from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
 from .store import Later, NotReplayed, Pending, Store, Unmade, memory, trim
@@ -327,6 +328,10 @@ class NodeState:
         if isinstance(entry, Poison):
             raise PoisonRead(entry)
         return entry
+
+    def held(self, ref: int) -> Held:
+        """Returns the tensor under ``ref`` for a function that wants it held, where nothing runs beside that."""
+        return Held(self.tensor(ref))
 
     def settle_all(self) -> None:
         """Waits for all receives and sends."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from heapq import nlargest
 from itertools import accumulate
 from operator import itemgetter
@@ -119,6 +119,18 @@ class Other:
     """An entry that is neither a tensor nor a placeholder for one: an event, a stream."""
 
 
+class Reading(Ticket, Other):
+    """Tensors that are read beside the commands that come next; it ends when all were read, as sends do."""
+
+    def free(self, touched: set[int] | None) -> None:
+        """Has memory (keys of ``memory``; None: all) be free for who writes it, whoever still is to read it."""
+        raise NotImplementedError
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields what is still to be read."""
+        raise NotImplementedError
+
+
 #: The placeholders of tensors that do not exist yet.
 Later = (Pending, Promise)
 
@@ -141,7 +153,7 @@ class Store:
         self.entries: dict[int, Entry] = {}
         #: refs whose entries are Pending, in order of arrival
         self.pending: dict[int, Pending] = {}
-        #: sends under way: an in-place operation on the memory that they read has to wait
+        #: sends under way, and what functions read beside: who writes this memory has it ``release``d first
         self.sending: list[tuple[Entry, Transfer]] = []
         #: ref of a graph's output -> the dict that keeps it if it is freed while others see its memory
         self.watched: dict[int, dict[int, torch.Tensor]] = {}
@@ -185,15 +197,12 @@ class Store:
 
     def settle(self, tensors: list[torch.Tensor] | None) -> None:
         """Waits for sends that read the memory of ``tensors``, which is about to change. None: waits for all sends."""
-        touched = set(map(memory, tensors or ()))
+        touched = None if tensors is None else set(map(memory, tensors))
         rest = []
         for entry, transfer in self.sending:
-            if transfer.is_completed():
-                continue
-            tensor = made(entry)
-            if tensors is None or (tensor is not None and memory(tensor) in touched):
-                wait_quietly(transfer)
-            else:
+            if not transfer.is_completed():
+                release(entry, transfer, touched)
+            if not transfer.is_completed():
                 rest.append((entry, transfer))
         self.sending = rest
 
@@ -221,7 +230,8 @@ class Store:
 
         Each transfer is issued at both ends at once, so a send waits for none that is behind it, at whichever node.
         """
-        under_way = [(made(entry), transfer) for entry, transfer in self.sending if not transfer.is_completed()]
+        sends = [(entry, transfer) for entry, transfer in self.sending if not isinstance(entry, Reading)]
+        under_way = [(made(entry), transfer) for entry, transfer in sends if not transfer.is_completed()]
         left = sum(tensor.nbytes for tensor, _ in under_way if tensor is not None)
         for tensor, transfer in under_way:
             if left + nbytes <= LEAVING:
@@ -232,7 +242,10 @@ class Store:
     def leaving(self) -> dict[int, int]:
         """Returns the bytes of what is being sent and lies on the CPU, by ``memory``: that stays until it has left,
         whether it was freed or not."""
-        tensors = (made(entry) for entry, transfer in list(self.sending) if not transfer.is_completed())
+        tensors: list[torch.Tensor | None] = []
+        for entry, transfer in list(self.sending):
+            if not transfer.is_completed():
+                tensors += entry.tensors() if isinstance(entry, Reading) else [made(entry)]
         return dict(size_of(tensor) for tensor in tensors if tensor is not None and tensor.device.type == "cpu")
 
     def largest(self, most: int, device: str | None = None) -> list[tuple[int, int, torch.Tensor | Pending]]:
@@ -286,6 +299,16 @@ def _held(view: torch.Tensor) -> int:
 
 #: The count where only that view holds it.
 _HELD = _held(torch.empty(1)[:])
+
+
+def release(entry: Entry, transfer: Transfer, touched: set[int] | None) -> None:
+    """Has memory that is about to change (keys of ``memory``; None: all) not be read by what is in ``sending``."""
+    if isinstance(entry, Reading):
+        entry.free(touched)
+        return
+    tensor = made(entry)
+    if touched is None or (tensor is not None and memory(tensor) in touched):
+        wait_quietly(transfer)
 
 
 def wait_quietly(transfer: Transfer) -> None:

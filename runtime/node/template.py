@@ -16,6 +16,16 @@ from . import geometry
 from .call_forms import Entries, Run, Slot, caller
 from .op_fast_path import fast_path
 
+#: Operators that write these arguments though their schemas do not say so: in training, by the argument of that name.
+HIDDEN_WRITES = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+}
+
 
 class Template:
     """``run(out, args)`` executes and stores the outputs; ``call(out, args)`` executes and returns the result."""
@@ -82,7 +92,8 @@ class Template:
         """
         ways = ((self.results, first.gives, False), (self.written, first.keeps, True))
         for refs, kinds, written in ways:
-            for ref, kind in zip(refs(first.out, first.args), kinds, strict=True):
+            # the master knows nothing of what is written unsaid, which comes last
+            for ref, kind in zip(refs(first.out, first.args), kinds, strict=not written):
                 tensor, expected = entries[ref], first.kinds[kind]
                 # a nested tensor has a proxy of another shape (dispatch/meta_inference.py)
                 if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
@@ -139,9 +150,12 @@ def _mutated(op: torch._ops.OpOverload, positional: list[Slot], keyword: dict[st
     for k, slot in keyword.items():
         starts[k] = (at, slot)
         at += len(slot.holes)
-    for argument in op._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in starts:
-            start, slot = starts[argument.name]
+    declared = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    training = starts.get("training")
+    frozen = training is not None and training[1].kind == "constant" and not training[1].value
+    for name in (*declared, *(() if frozen else HIDDEN_WRITES.get(op._schema.name, ()))):
+        if name in starts:
+            start, slot = starts[name]
             yield from (start + i for i, hole in enumerate(slot.holes) if hole)
 
 

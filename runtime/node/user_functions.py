@@ -21,6 +21,7 @@ from ..protocol import values
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
 from . import where
+from .held import Held
 from .interruption import Interruption
 from .store import Other
 
@@ -29,7 +30,7 @@ MAX_PICKLE = 64 << 20
 #: The most functions that are kept after their first call.
 MAX_KEPT = 1024
 
-Tensors = Callable[[int], torch.Tensor]  #: returns a tensor by its ref
+Tensors = Callable[[int], torch.Tensor | Held]  #: returns a tensor by its ref
 #: An encoded value, the tensors beside it, and the classes of users' objects in it.
 Returned = tuple[bytes, list[torch.Tensor], Collection[type]]
 Job = Callable[[Tensors], Returned]  #: runs a function
@@ -195,7 +196,7 @@ def _run(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -
     return values.encode(result, tensors, beside=beside, classes=classes), tensors, classes
 
 
-def _loads_from_master(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:
+def _loads_from_master(data: bytes, tensor: Tensors) -> Any:
     return _FromMaster(data, tensor).load()
 
 
@@ -206,7 +207,7 @@ class _FromMaster(pickle.Unpickler):
     A subclass, as from Python 3.13 on an object of the C class takes no ``persistent_load``.
     """
 
-    def __init__(self, data: bytes, tensor: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, data: bytes, tensor: Tensors) -> None:
         super().__init__(io.BytesIO(data))
         self._tensor = tensor
 

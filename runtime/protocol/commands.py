@@ -130,6 +130,7 @@ class Run(Message, frozen=True, tag=18):
     beside: bool = True  #: large parts of its result may come as tensors of bytes
     mesh: Mesh | None = None  #: the mesh on which it was run, of which the node is number ``index``
     index: int = 0
+    holds: bool = False  #: it gets tensors as they are now, by ``Held``: what comes next may write them meanwhile
 
 
 class Adopt(Message, frozen=True, tag=19):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -402,6 +405,45 @@ def test_a_wait_for_the_gradients() -> None:
         (loss(model, x) * x.to(m.device).index_select(0, at).mean()).backward()
     with pytest.raises((IndexError, RuntimeError), match=r"out of range|out of bounds"):
         model.wait()
+
+
+def stand(began: str, on: str) -> None:
+    """Stands still until it may go on."""
+    with open(began, "w"):
+        pass
+    with open(on) as opened:
+        opened.read()
+
+
+@pytest.mark.row("T35")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_it_waits_until_all_ranks_have_reduced(overlap: bool, tmp_path: Path) -> None:
+    """While one node stands still ``wait()`` does not return; once it goes on the gradients are the mean's."""
+    m = ranks(2)
+    _, model = made(m, overlap=overlap)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    loss(model, x).backward()
+    expected = [p.grad.shards()[0].cpu() for p in model.parameters()]
+    model.zero_grad()
+    began, on = str(tmp_path / "began"), str(tmp_path / "on")
+    os.mkfifo(began)
+    os.mkfifo(on)
+    standing = threading.Thread(target=dt.run, args=(stand, began, on), kwargs={"node": 1})
+    standing.start()
+    with open(began):
+        loss(model, x).backward()
+    returned = threading.Event()
+    waiting = threading.Thread(target=lambda: (model.wait(), returned.set()))
+    waiting.start()
+    early = returned.wait(0.2)  # it cannot return, however long this waits
+    with open(on, "w"):
+        pass
+    waiting.join()
+    standing.join()
+    assert not early
+    assert returned.is_set()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert [torch.equal(shard.cpu(), grad) for shard in p.grad.shards()] == [True, True]
 
 
 # ---- buffers, and what stays each rank's own -------------------------------------------------------------------------

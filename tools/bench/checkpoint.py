@@ -2,7 +2,9 @@
 
 Checkpoints of tensors on nodes, ``--mib`` MiB on each, beside ``dd conv=fsync`` of as many bytes in all to the same
 disk, in turns in one run: save, load (of what the kernel still has in memory), the same without hashes, and async_save:
-the time until an operation that comes next is done on all nodes, and until all is on the disk.
+the time until an operation that comes next is done on all nodes (the pause: for so long no command of training could
+run), and until all is on the disk. Beside it the worst that training can do: every tensor is written in place at once,
+with nothing between (``optimizer.step()`` without a forward and a backward pass), during a save and without one.
 
 Prints medians, and ratios of each round's save to its dd. A ratio above 1 is faster than dd.
 """
@@ -55,6 +57,15 @@ def measure(folder: Path, nodes: int, mib: int, rounds: int) -> dict[str, list[f
         shutil.rmtree(path, ignore_errors=True)
         subprocess.run(["sync"], check=True)
 
+    def done() -> None:
+        for fetched in [dt.fetch(probe + 1) for probe in probes]:
+            fetched.wait()
+
+    def write() -> None:
+        for x in state.values():
+            x.mul_(0.5)
+        done()
+
     dt.checkpoint.save(state, path)  # imports, first touches of memory
     for _ in range(rounds):
         fresh()
@@ -66,11 +77,16 @@ def measure(folder: Path, nodes: int, mib: int, rounds: int) -> dict[str, list[f
         dt.synchronize()
         began = time.perf_counter()
         work = dt.checkpoint.async_save(state, path)
-        for fetched in [dt.fetch(probe + 1) for probe in probes]:
-            fetched.wait()
+        done()
         found.setdefault("async: pause", []).append(time.perf_counter() - began)
         work.wait()
         found.setdefault("async: until it is on the disk", []).append(time.perf_counter() - began)
+        note("all tensors written, no save", write)
+        fresh()
+        dt.synchronize()
+        work = dt.checkpoint.async_save(state, path)
+        found.setdefault("all tensors written, beside a save", []).append(seconds(write))
+        work.wait()
     return found
 
 
@@ -93,6 +109,15 @@ def main() -> None:
     whole = zip(found["async: pause"], found["async: until it is on the disk"], strict=True)
     shares = sorted(pause / every for pause, every in whole)
     print(f"async pause: {statistics.median(shares):.1%} of the save ({shares[0]:.1%} to {shares[-1]:.1%})")
+    every, plain, beside = (
+        statistics.median(found[what])
+        for what in (
+            "async: until it is on the disk",
+            "all tensors written, no save",
+            "all tensors written, beside a save",
+        )
+    )
+    print(f"and {(beside - plain) / every:.1%} where every tensor is written at once: copied first, on shared cores")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from ...channel.base import Transfer
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison, earliest
 from ..state import NodeState
-from ..store import Entry, Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, wait_quietly
+from ..store import Later, NotReplayed, Pending, Promise, Unmade, Value, memory, release
 from . import cuda_lane
 from .lane import Lane, Mark, Task, Values, when_all
 
@@ -160,8 +159,10 @@ class Lanes:
             if poison is None and task.waits and self._tainted:  # meanwhile, by what this task has waited for
                 poison = self._spoilt(values)
             if poison is None:
-                for entry, transfer in task.sends:
-                    self.settle(entry, transfer, [values[ref] for ref, _ in task.writes])
+                if task.sends:
+                    touched = {memory(values[ref]) for ref, _ in task.writes}
+                    for entry, transfer in task.sends:
+                        release(entry, transfer, touched)
                 results = self._run(lane, task, values)
                 if len(results) != len(task.outs):
                     raise ProtocolError(f"{task.name} gave {len(results)} tensors, not the {len(task.outs)} expected")
@@ -222,13 +223,6 @@ class Lanes:
                 values[ref] = tainted[0]
                 read.append(tainted[0])
         return earliest(read)
-
-    @staticmethod
-    def settle(entry: Entry, transfer: Transfer, targets: Sequence[torch.Tensor]) -> None:
-        """Waits for a send if it reads memory that is about to change."""
-        tensor = made(entry)
-        if tensor is not None and memory(tensor) in set(map(memory, targets)):
-            wait_quietly(transfer)
 
     def _spoil(self, task: Task, values: Values, poison: Poison) -> None:
         for ref, _ in task.writes:

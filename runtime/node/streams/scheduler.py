@@ -21,8 +21,9 @@ from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
 from ..collectives import join
 from ..failures import name_of
+from ..held import Holding
 from ..state import NodeState
-from ..store import Entry, Later, Promise, Unmade, made
+from ..store import Entry, Later, Promise, Reading, Unmade, made, memory, release
 from ..template import Template, tensors_of
 from .cuda_lane import CudaLane, CudaMark, keep_for_default
 from .events import Events
@@ -223,19 +224,29 @@ class Scheduler(Lanes):
         node = self.node
         job = node.functions.claim(command)
         sends = list(self.store.sending)
+        held = Holding({ref: self.entries[ref] for ref in command.refs} if command.holds else {})
 
         def run(values: Values) -> Results:
-            for entry, transfer in sends:
-                self.settle(entry, transfer, list(values.values()))  # the function may write their memory
+            if command.holds:
+                try:
+                    return node.finish_run(command, *job(held.__getitem__))
+                finally:
+                    held.drop()
+            touched = {memory(tensor) for tensor in values.values() if isinstance(tensor, torch.Tensor)}
+            for entry, transfer in sends:  # the function may write their memory, and what it has kept of earlier calls
+                release(entry, transfer, None if isinstance(entry, Reading) and not command.outs else touched)
             return node.finish_run(command, *job(values.__getitem__))
 
         answer = self._answers(command.request)
 
         def spoil(poison: Poison) -> None:
+            held.drop()
             node.functions.skip(command)
             answer(poison)
 
         self._task(lane, name_of(command), run, command.refs, TRAITS[c.Run].makes(command, None), spoil=spoil)
+        if command.holds:
+            self.store.sending.append((held, held))
 
     def _effect(self, lane: Lane, command: Any) -> None:
         """Queues a command that needs nothing but its operands."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...store import memory
+from ...template import HIDDEN_WRITES
 from ..program import Line, Num, Program, Reg
 from .draws import IN_PLACE, LIKE, drawn
 from .listing import Given, NotCompilable
@@ -83,7 +84,7 @@ class Analysis:
         if base in INDEXING:
             named = dict(zip((a.name for a in op._schema.arguments), line.args, strict=False)) | line.kwargs
             self._indexed += INDEXING[base](named, self.fakes)
-        self._writes(line, base)
+        self._writes(line)
         try:
             outs = tensors_of(call(op, args, kwargs))
         except Exception as e:  # its result depends on data, say; a fake tensor has none
@@ -102,11 +103,11 @@ class Analysis:
             return 0.5
         return [self._fill(v) for v in value] if isinstance(value, list) else value
 
-    def _writes(self, line: Line, base: str) -> None:
+    def _writes(self, line: Line) -> None:
         for k, argument in enumerate(line.op._schema.arguments):
             info = argument.alias_info
-            hidden = base == "native_batch_norm" and argument.name in ("running_mean", "running_var")
-            if hidden or (info is not None and info.is_write):
+            hidden = HIDDEN_WRITES.get(line.op._schema.name, ())
+            if argument.name in hidden or (info is not None and info.is_write):
                 value = line.args[k] if k < len(line.args) else line.kwargs.get(argument.name)
                 for register in registers(value):
                     fake = self.fakes[register]
