@@ -35,6 +35,7 @@ __all__ = [
     "DistributedTensor",
     "DisttensorError",
     "NodeLost",
+    "actor",
     "all_gather",
     "all_reduce",
     "broadcast",

@@ -402,6 +402,7 @@ class Places:
         self._below_zero = count(-1, -1)  #: numbers of meshes' templates
         self._made = count(1)  #: numbers of meshes' generators
         self.seed = torch.initial_seed()  #: that of the nodes' own generators, and of new meshes
+        self._own = count()  #: of what has a seed of its own since then
         for node in nodes:
             self.extend(node)
 
@@ -444,10 +445,16 @@ class Places:
     def seeded(self, seed: int) -> None:
         """Notes that all generators, of all places, have been seeded."""
         with self.lock:
-            self.seed = seed
+            self.seed, self._own = seed, count()
             for mesh in self._places_of_meshes:
                 mesh.seed = seed
                 mesh.begun.clear()
+
+    def own_seed(self) -> int:
+        """Returns a seed for something that draws from a generator of its own: another one each time, and the same ones
+        in the same order after the same ``torch.manual_seed``."""
+        with self.lock:
+            return derived(self.seed, -1, next(self._own))
 
     def draw(self, place: Place) -> None:
         """Puts the generator of a place in use on its nodes, or in the recording under way; to be called before a

@@ -1,5 +1,6 @@
 """Functions of the user that run on nodes."""
 
+from .actors import Actor, actor
 from .calls import Each
 from .executor import Executor
 from .functions import interrupt, run
@@ -9,11 +10,13 @@ from .shared import Ref, share
 from .submitted import Submitted, submit
 
 __all__ = [
+    "Actor",
     "Each",
     "Executor",
     "Here",
     "Ref",
     "Submitted",
+    "actor",
     "device_mesh",
     "here",
     "interrupt",

@@ -66,20 +66,23 @@ class Call:
         kwargs: Any,
         site: Any,
         ready: Ready | None = None,
+        what: str = "",
+        token: DistributedTensor | None = None,
     ) -> None:
         """``returns`` and ``raises`` among ``kwargs`` are not the function's: see announcing.py. Raises TypeError for
-        what they can't be, and as ``pickled``."""
+        what they can't be, and as ``pickled``. ``what``: the function in words, if not its name. ``token``: of what it
+        belongs to, as in Keep."""
         self.place = place
         self._site = site
         kwargs = dict(kwargs)
         returns, raises = kwargs.pop("returns", ()), kwargs.pop("raises", ())
-        self._what = f"{name_of(fn)}()"
+        self._what = what or f"{name_of(fn)}()"
         self._sent = known_functions(session)
-        self._keep = Keep()
+        self._keep = Keep(token)
         self._beside: Place = place
-        self._request, self._adopted = 0, False
+        self._request, self._adopted, self._into = 0, False, False
         self._rank: tuple[c.Mesh | None, int] = (None, 0)
-        function = pickled(fn, place, self._keep, f"{self._what}")
+        function = pickled(fn, place, self._keep, self._what)
         self._holds_tensors = bool(self._keep)  #: or results
         if not arguments_within(fn):
             self._keep.classes.clear()
@@ -119,9 +122,9 @@ class Call:
             places.draw(place)  # the function may draw, and then from its node's own generators
         return self._run(id, world=world, token=token, holds=holds)
 
-    def into(self, id: int, outs: tuple[int, ...]) -> c.Command:
+    def into(self, id: int, outs: tuple[int, ...]) -> c.Run:
         """Returns the command of a function that draws no random numbers, and whose tensors get these refs."""
-        self._request, self._adopted = id, True
+        self._request, self._adopted, self._into = id, True, True
         return self._run(id, outs=outs, beside=False)
 
     def _run(self, id: int, **more: Any) -> c.Run:
@@ -135,7 +138,9 @@ class Call:
         )
 
     def result(self, reply: c.Result) -> Any:
-        """Returns the function's result, with tensors as proxies."""
+        """Returns the function's result, with tensors as proxies; with None for those that have refs already."""
+        if self._into:
+            return values.decode(reply.data, [None] * len(reply.tensors))
         tensors = [_adopted(g, self._beside) for g in reply.tensors]
         if tensors:
             self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)

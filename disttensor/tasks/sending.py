@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from ..dispatch import seen_at
 from ..dispatch.copies import move, upload
 from ..dispatch.first_call import layout_of
 from ..dispatch.lazy_views import materialise
@@ -54,10 +55,14 @@ class Shared:
 class Keep:
     """The tensors and results that a function and its arguments name; they have to live until it is queued."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: DistributedTensor | None = None) -> None:
+        """``token``: of what the function belongs to (an actor): its arguments are copies then, as of now, but for the
+        token."""
+        self.token = token
         self.tensors: list[DistributedTensor] = []
         self.results: dict[int, Result] = {}  #: by ref
         self.classes: set[type] = set()  #: of users' objects among them that may come back
+        self._copies: dict[int, tuple[Any, DistributedTensor]] = {}  #: by id: (the tensor, so that it stays, its copy)
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.results)
@@ -67,7 +72,17 @@ class Keep:
         ref = work.on_node(place)
         if ref:
             self.results[ref] = work
-        return ref or None
+        return (ref if self.token is None else -ref) or None
+
+    def copy(self, value: Any, tensor: DistributedTensor, place: Place) -> DistributedTensor:
+        """Returns a copy of a tensor that is on the node already, if it is to be one: of one that comes twice the same
+        copy."""
+        if self.token is None or value is self.token:
+            return tensor
+        if id(value) not in self._copies:
+            mine = next(member for member in tensor._place.members if member.node == place.node)
+            self._copies[id(value)] = value, seen_at.alias(tensor, mine).clone()
+        return self._copies[id(value)][1]
 
     @property
     def refs(self) -> tuple[int, ...]:
@@ -76,6 +91,8 @@ class Keep:
     def clear(self) -> None:
         self.tensors.clear()
         self.results.clear()
+        self._copies.clear()
+        self.token = None
 
 
 class SentFunctions:
@@ -197,6 +214,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             tensor = move(tensor, self._place)
         else:
             one_session(tensor._place, self._place)
+            tensor = self._keep.copy(value, tensor, self._place)
         self._keep.tensors.append(tensor)
         return int(tensor._h.ref or materialise(tensor._h))
 

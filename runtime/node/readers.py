@@ -1,8 +1,7 @@
 """Readers: loops over datasets that live on a node. The script runs the functions of this file there (``dt.run``).
 
-What a node keeps for the script has a tensor there that stands for it, the *token*. It lives as long as the token does:
-when the script drops its proxy the node frees the tensor, as ever, and what it stood for ends with it, worker processes
-of a loader among it. So a loop that is left, and a script that forgets a loader, leave nothing behind.
+What a node keeps for the script has a token (tokens.py). A loop that is left, and a loader that a script forgets, end
+with it, and so do their worker processes.
 """
 
 from __future__ import annotations
@@ -11,39 +10,16 @@ import multiprocessing
 import signal
 import threading
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from ..protocol.batches import describe
 from .samples import Plan, loader
-
-_numbers = count(1)
-_kept: dict[int, Any] = {}  #: by number; nodes that are threads share it
-
-
-def _token(value: Any) -> torch.Tensor:
-    """Returns a tensor that keeps a value alive, which ``_behind`` finds."""
-    memory = np.array([next(_numbers)])
-    _kept[int(memory[0])] = value
-    weakref.finalize(memory, _drop, int(memory[0])).atexit = False
-    return torch.from_numpy(memory)
-
-
-def _behind(token: torch.Tensor) -> Any:
-    return _kept[int(token)]
-
-
-def _drop(number: int) -> None:
-    value = _kept.pop(number)
-    if isinstance(value, Reader):
-        value.end()
+from .tokens import behind, token_of
 
 
 class Reader:
@@ -154,27 +130,28 @@ def _as_ever(tensor: torch.Tensor) -> torch.Tensor:
 
 def keep_dataset(dataset: Any, options: dict[str, Any]) -> torch.Tensor:
     """Keeps a dataset, and the options of its loaders. Returns its token."""
-    return _token((dataset, options))
+    return token_of((dataset, options))
 
 
 def begin_loop(kept: torch.Tensor, plan: Plan, rank: int, skip: int, depth: int, device: str) -> torch.Tensor:
     """Begins a loop over a dataset that is kept, of whose batches the first ``skip`` are read and dropped. Returns its
     token."""
-    dataset, options = _behind(kept)
-    return _token(Reader(dataset, options, plan, rank, skip, depth, device))
+    dataset, options = behind(kept)
+    reader = Reader(dataset, options, plan, rank, skip, depth, device)
+    return token_of(reader, reader)
 
 
 def take_batch(token: torch.Tensor, give: bool, wait: bool) -> tuple[list[Any], list[torch.Tensor]]:
     """Gives the tensors of the oldest batch that the script knows, if it is to, and tells of those that it does not
     know."""
-    reader: Reader = _behind(token)
+    reader: Reader = behind(token)
     given = reader.give() if give else []
     return reader.news(wait), given
 
 
 def read_batch(token: torch.Tensor) -> None:
     """Raises the error that the loop has met, if it has: named as what has failed."""
-    reader: Reader = _behind(token)
+    reader: Reader = behind(token)
     error, reader.error = reader.error, None  # what holds it would hold these frames, which have the token
     try:
         if error is not None:

@@ -23,7 +23,7 @@ from ..protocol.failure_ids import attempt
 from . import where
 from .held import Held
 from .interruption import Interruption
-from .store import Other
+from .store import Other, shared
 
 #: The most bytes of a pickled function, or of the pickled arguments of one call.
 MAX_PICKLE = 64 << 20
@@ -152,9 +152,10 @@ class Outcome(Other):
         self._data, self._classes = data, classes
         self.tensors = tensors
 
-    def value(self) -> Any:
-        """Returns the result: each time another one, with the same tensors."""
-        return values.decode(self._data, self.tensors, self._classes)
+    def value(self, copied: bool = False) -> Any:
+        """Returns the result: each time another one, with the same tensors, or with copies of them."""
+        tensors = [tensor.clone() for tensor in self.tensors] if copied else self.tensors
+        return values.decode(self._data, tensors, self._classes)
 
 
 class _Function:
@@ -193,7 +194,11 @@ def _run(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -
             text = attempt(partial(str, e), "its text")
             raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
     classes: set[type] = set()
-    return values.encode(result, tensors, beside=beside, classes=classes), tensors, classes
+    data = values.encode(result, tensors, beside=beside, classes=classes)
+    if getattr(call, "keeps_state", False):
+        del result  # or it would hold all of them
+        tensors = [tensor.clone() if shared(tensor) else tensor for tensor in tensors]
+    return data, tensors, classes
 
 
 def _loads_from_master(data: bytes, tensor: Tensors) -> Any:
@@ -212,5 +217,5 @@ class _FromMaster(pickle.Unpickler):
         self._tensor = tensor
 
     def persistent_load(self, pid: Any) -> Any:
-        found: Any = self._tensor(int(pid))
-        return found.value() if isinstance(found, Outcome) else found
+        found: Any = self._tensor(abs(int(pid)))
+        return found.value(copied=pid < 0) if isinstance(found, Outcome) else found

@@ -132,6 +132,25 @@ def test_the_sharded_page(tmp_path: Path) -> None:
     assert python("sharded.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
+def test_the_actors_page(tmp_path: Path) -> None:
+    program, shown = SHOWN.search((ROOT / "docs/ACTORS.md").read_text()).groups()
+    (tmp_path / "actors.py").write_text(program)
+    assert python("actors.py", cwd=tmp_path) == textwrap.dedent(shown)
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(400, marks=pytest.mark.slow)])
+def test_rollouts(rounds: int) -> None:
+    """It says so itself if a loss differs from one process's. The script has no tensor more, and no byte of theirs."""
+    lines = python(str(ROOT / "examples/rollouts.py"), "--rounds", str(rounds), cwd=ROOT).splitlines()
+    lost = [line for line in lines if line.startswith(f"round {rounds // 2}: node 3 is lost")]
+    assert len(lost) == 2
+    _, traffic, grown, *told = lines[1:]
+    assert re.fullmatch(r"from node to node [\d.]+ MB, through the script 0 bytes", traffic)
+    assert float(traffic.split()[4]) > 0
+    assert float(re.fullmatch(r"the script has 0 tensors more than after 5 rounds, and ([\d.]+) MiB", grown)[1]) < 16
+    assert [line.split()[:2] for line in told] == [["round", f"{step}:"] for step in range(0, rounds, 10)]
+
+
 def test_sharded() -> None:
     """The losses of one process; the program compares them, too."""
     lines = python(str(ROOT / "examples/sharded.py"), cwd=ROOT).splitlines()

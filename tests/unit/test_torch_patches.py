@@ -27,6 +27,11 @@ NO_PATCH = {
     ("disttensor/torch_backend/naming.py", "torch.node"): "the device module, as torch's own registration sets it",
     ("runtime/node/rng_lock.py", "torch.get_rng_state"): "for nodes that are threads; put back at the session's end",
     ("runtime/node/rng_lock.py", "torch.random.get_rng_state"): "the same function",
+    (
+        "runtime/node/own_draws.py",
+        "torch.random.name",
+    ): "in a node's process: seeds, in an actor's method, are the actor's",
+    ("runtime/node/own_draws.py", "torch.name"): "the same functions",
     ("runtime/node/graphs/engines/child.py", "module.name"): "in the process that compiles, which ends then",
     ("disttensor/testing/__init__.py", "module.attribute"): "limits of ours",
     (

@@ -1,0 +1,253 @@
+"""Actors: objects of a user's class that live on nodes, ``dt.actor(Class, *args, node=k)``, and are called from here.
+
+    script    handle.step(x)   --Run on the actor's stream-->   node   actor.object.step(x)   -> a Result, for the Work
+
+The node's side is runtime/node/actors.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from ..dispatch.call_site import here
+from ..meshes.mesh import Mesh
+from ..proxy.meta import Handle, contiguous, meta_of, new_ref
+from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.master.route import waits
+from ..runtime.node import actors as node_side
+from ..runtime.process.spelling import did_you_mean
+from ..runtime.protocol import commands as c
+from ..runtime.protocol.errors import DisttensorError, NodeLost
+from ..session import current
+from ..session.node_context import current_node
+from ..session.places import MeshPlace, Place
+from ..session.session import Session
+from ..streams import Stream
+from .calls import Call
+from .submitted import Submitted
+
+
+def actor(kind: type, /, *args: Any, node: int | str | torch.device | None = None, **kwargs: Any) -> Actor:
+    """Makes an object of a class on a node (the current one by default), and returns its handle at once.
+
+        >>> class Counter:
+        ...     def __init__(self, n):
+        ...         self.n = n
+        ...     def add(self, k):
+        ...         self.n += k
+        ...         return self.n
+        >>> counter = dt.actor(Counter, 10, node=1)
+        >>> first, second = counter.add(1), counter.add(2)      # Works, at once
+        >>> first.result(), second.result()
+        (11, 13)
+        >>> counter.close().wait()
+        True
+
+    Args:
+        kind: any class; it goes to the node as functions of ``run`` do.
+        *args, **kwargs: those of its ``__init__``.
+        node: a number, a device or a text such as "node:1".
+
+    Each method of the class is one of the handle, which returns a ``Work`` at once. The calls of an actor are done in
+    the order in which they are issued, one at a time, on a stream of its own: beside those of other actors, and beside
+    all else that the node does. Arguments and results are as in ``run``, but that an actor has tensors of its own:
+    those of its node are copied when the call is issued, and so is what a result shares with the actor's state. What
+    its methods draw comes from a generator of the actor's (docs/TASKS.md).
+
+    The end of a ``with`` block, ``close()`` and the end of the last name of the handle end the actor after what was
+    issued: its ``close()``, if it has one, runs on the node then.
+
+    Raises TypeError for what is no class, for arguments that its ``__init__`` does not take, or that can't be pickled;
+    ValueError for what exceeds 64 MiB, and for a node that does not exist; GraphError while a graph is recorded;
+    NodeLost. What ``__init__`` raises on the node is raised by the Work ``ready``, and by those of all calls.
+    """
+    waits("an actor")
+    session = current.session()
+    if not isinstance(kind, type):
+        raise TypeError(f"actor takes a class and the arguments of its __init__, and {kind!r:.60} is not a class")
+    if isinstance(node, Mesh) or (not isinstance(node, (str, torch.device)) and hasattr(node, "__iter__")):
+        raise TypeError(
+            f"actor(node=) takes one node, not {node!r:.80}: [dt.actor({kind.__name__}, node=n) for n in nodes]"
+        )
+    place = session.places.at(current_node() if node is None else node)
+    if isinstance(place, MeshPlace):
+        raise TypeError(f"actor(node={node!r}): that is {place}, and an actor lives on one node")
+    for name in _names(kind).intersection(_OWN):
+        raise TypeError(f"actor: {kind.__name__} has a {name!r}, and so has the handle of an actor; rename it")
+    _fits(f"{kind.__name__}()", kind, args, kwargs)
+    return Actor(session, place, kind, args, kwargs, here())
+
+
+class Actor:
+    """The handle of an actor, which ``dt.actor`` makes. Its methods are those of the class, and return Works.
+
+    Attributes:
+        node: the number of its node.
+        ready: a Work that ends when ``__init__`` has; its result is None.
+    """
+
+    def __init__(self, session: Session, place: Place, kind: type, args: Any, kwargs: Any, site: Any) -> None:
+        self.node = place.node
+        self._session, self._place, self._kind, self._site = session, place, kind, site
+        self._closing: ActorWork | None = None
+        where = session.places.at(place.node, "cpu")
+        handle = Handle(new_ref(), meta_of((1,), contiguous((1,)), 0, torch.int64, where))
+        token: Any = proxy(handle)
+        self._kept: tuple[DistributedTensor, Stream] | None = (token, Stream(place.device))
+        seed = session.places.own_seed()
+        arguments = (kind, args, kwargs, kind.__qualname__, seed)
+        self.ready = self._issue(node_side.make, arguments, f"{kind.__qualname__}()", made=handle.ref)
+        session.part(Actors).living.add(self)
+
+    def close(self) -> ActorWork:
+        """Ends the actor after what was issued, by its ``close()``, if it has one; returns a Work at once.
+
+        A second call returns the same Work. What is called later raises DisttensorError.
+        """
+        if self._closing is None:
+            token, _ = self._alive()
+            self._closing = self._issue(node_side.close, (token,), f"{self._kind.__qualname__}.close()")
+            self._kept = None  # its stream ends when that is done
+        return self._closing
+
+    def _alive(self) -> tuple[DistributedTensor, Stream]:
+        kept = self._kept
+        if kept is None:
+            raise DisttensorError(f"{self} is closed")
+        return kept
+
+    def _issue(self, fn: Callable[..., Any], args: tuple[Any, ...], what: str, made: int = 0) -> ActorWork:
+        """Issues one of the node's functions on the actor's stream. ``made``: the ref of the token that it returns."""
+        waits("an actor's call")
+        token, stream = self._alive()
+        try:
+            call = Call(self._session, self._place, fn, args, {}, here(3), what=what, token=token)
+            try:
+                return ActorWork(self, call, stream, what, made)
+            finally:
+                call.end()
+        except NodeLost as error:
+            raise _named(error, self._kind) from None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_kind" not in self.__dict__:
+            raise AttributeError(name)
+        kind = self._kind
+        try:
+            found = inspect.getattr_static(kind, name)
+        except AttributeError:
+            names = [each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each, None))]
+            raise AttributeError(
+                f"{kind.__qualname__} has no method {name!r}{did_you_mean(name, [*names, *_OWN])}; what its objects "
+                "have besides is on the node, and a method can return it"
+            ) from None
+        method = getattr(kind, name, None)
+        if isinstance(found, property) or not callable(method):
+            raise AttributeError(
+                f"{kind.__qualname__}.{name} is no method; an actor is on its node, and a method can return what it has"
+            )
+        return partial(self._call, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ActorWork:
+        """Calls the object itself: ``__call__`` of its class."""
+        if not any("__call__" in vars(base) for base in self._kind.__mro__):
+            raise TypeError(f"{self._kind.__qualname__} can't be called: it has no __call__")
+        return self._call("__call__", *args, **kwargs)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> ActorWork:
+        kind, what = self._kind, f"{self._kind.__qualname__}.{name}()"
+        method, static = getattr(kind, name), inspect.getattr_static(kind, name)
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise TypeError(f"{what} is async, and an actor's methods are not: no event loop runs on the node for it")
+        bound = isinstance(static, (staticmethod, classmethod))
+        _fits(what, method, args if bound else (self, *args), kwargs)
+        return self._issue(node_side.call, (self._alive()[0], name, args, kwargs), what)
+
+    def __enter__(self) -> Actor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        closing = self.close()
+        if kind is None:
+            closing.wait()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DisttensorError(
+            f"{self} can't be sent, copied or saved: it is called from this script only; give what its methods return"
+        )
+
+    def __dir__(self) -> list[str]:
+        names = [name for name in dir(self._kind) if callable(getattr(self._kind, name, None))]
+        return sorted({*_OWN, "close", *(name for name in names if not name.startswith("_"))})
+
+    def __repr__(self) -> str:
+        return f"<actor {self._kind.__qualname__} on node {self.node}>"
+
+
+class ActorWork(Submitted):
+    """A call of an actor on its way."""
+
+    def __init__(self, actor: Actor, call: Call, stream: Stream, what: str, made: int) -> None:
+        """``made``: the ref of the actor's token, if that is what the call makes."""
+        super().__init__(actor._session, [call], what, None)
+        self._kind = actor._kind  # and not the handle, whose end is the actor's
+        part, node, site = self.parts[0], actor.node, here(4)
+        part.begin(actor._session)
+        id = part.request.id
+        run = call.into(id, (made,)) if made else call.command(id, draws=False, token=part.token.ref)
+        actor._session.link.together([(node, c.On(stream.stream_id, run), site)])
+        call.issued()
+
+    def _made(self) -> Any:
+        try:
+            return super()._made()
+        except NodeLost as error:
+            raise _named(error, self._kind) from None
+
+
+#: What a handle has for itself, besides ``close``, which calls that of the class.
+_OWN = ("node", "ready")
+
+
+class Actors:
+    """The actors of one session that have not been closed."""
+
+    def __init__(self) -> None:
+        self.living: weakref.WeakSet[Actor] = weakref.WeakSet()
+
+    def finish(self, deadline: float | None) -> list[Exception]:
+        """Ends them all, at the session's end, which waits for what was issued, and tells what has failed."""
+        for each in list(self.living):
+            with suppress(DisttensorError):  # its node is lost, and that is told
+                each.close()
+        return []
+
+
+def _named(error: NodeLost, kind: type) -> NodeLost:
+    """Returns the loss of an actor's node, with a note that names the actor."""
+    error.add_note(f"  the actor {kind.__qualname__} was there; dt.actor makes another one on another node")
+    return error
+
+
+def _names(kind: type) -> set[str]:
+    """Returns the names that a class and its bases have, but for those of nn.Module: all of these have a ``node``."""
+    return {name for base in kind.__mro__ if base is not torch.nn.Module for name in vars(base)}
+
+
+def _fits(what: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Raises TypeError for arguments that a function does not take, as far as can be known."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}; it is {what.removesuffix('()')}{signature}") from None

@@ -1,0 +1,78 @@
+"""Actors: objects of the user's that live on a node. The script runs the functions of this file there.
+
+An actor has a token (tokens.py), which each call names among its operands, and a stream of its own, on which its calls
+are done in order. So a call that is under way keeps the actor, and a token that failed to be made (``__init__`` has
+raised) fails each call with that error.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..process.torch_threads import compute_as_told
+from ..protocol.errors import DisttensorError
+from .own_draws import OwnDraws
+from .tokens import behind, token_of
+
+
+class Actor:
+    """An object of the user's, and what its methods draw from."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name = name
+        self.draws = OwnDraws(seed)
+        self.object: Any = None  #: None once it has ended
+
+    def close(self) -> None:
+        """Calls the object's ``close()``, if its class has one, and drops the object."""
+        found, self.object = self.object, None
+        close = getattr(type(found), "close", None)
+        with self.draws:
+            if callable(close):
+                found.close()
+            del found  # here, so that its __del__ draws as its methods do
+
+    def end(self) -> None:
+        """Ends an actor that the script has dropped, in a thread of its own: its ``close()`` may take long."""
+        if self.object is not None:
+            threading.Thread(target=self._end, name="disttensor-actor-end", daemon=True).start()
+
+    def _end(self) -> None:
+        compute_as_told()
+        try:
+            self.close()
+        except BaseException:
+            print(f"disttensor: the end of the actor {self.name} failed:", file=sys.stderr)
+            traceback.print_exc()
+
+
+def make(kind: type, args: Sequence[Any], kwargs: dict[str, Any], name: str, seed: int) -> torch.Tensor:
+    """Makes an actor. Returns its token."""
+    actor = Actor(name, seed)
+    with actor.draws:
+        actor.object = kind(*args, **kwargs)
+    return token_of(actor, actor)
+
+
+def call(token: torch.Tensor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls a method of an actor."""
+    actor: Actor = behind(token)
+    if actor.object is None:
+        raise DisttensorError(f"the actor {actor.name} is closed")
+    with actor.draws:
+        return getattr(actor.object, method)(*args, **kwargs)
+
+
+#: Tensors of a method's result that the actor keeps too are copied: it may write them in its next call.
+call.keeps_state = True  # type: ignore[attr-defined]
+
+
+def close(token: torch.Tensor) -> None:
+    """Ends an actor."""
+    behind(token).close()
