@@ -36,7 +36,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import VerifyError
 from ..session.places import MeshPlace, Place
 from ..session.session import Session
-from ..tasks import functions
+from ..tasks import sending
 from ..torch_backend import register
 from ..torch_backend.composites import linear, overrides
 from .agreement import geometry_differs, leaves, memory_differs, values_differ
@@ -95,7 +95,7 @@ class SelfCheck:
         for module in (linear, register):
             self._put(module, "dispatch", self.dispatch)
         self._put(register, "run", self.run)
-        self._put(functions, "move", self.move)
+        self._put(sending, "move", self.move)
         self._put(
             CollectiveCall,
             "issue",

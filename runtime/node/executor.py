@@ -161,8 +161,10 @@ class Executor(NodeState):
             case c.Ask():
                 self._ask(command)
             case c.Send():
-                if self._lanes is None and self.at < 0 and self._arrives(command.ref):
-                    self._begin_lanes(command)  # one of them sends it when it is there; the node goes on
+                if self._lanes is None and self.at < 0 and store.tally is None and self._arrives(command.ref):
+                    # one of them sends it when it is there; the node goes on. Not while peaks are counted, which are
+                    # not exact beside lanes
+                    self._begin_lanes(command)
                 else:
                     self._send(command)
             case c.Recv():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import enum
 import functools
 import operator
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -365,13 +363,10 @@ class Colour(enum.Enum):
 
 
 RESULTS: dict[str, tuple[Callable[[], object], str]] = {
-    "array": (lambda: np.ones(3), r"numpy.ndarray; for x return torch.from_numpy\(x\)"),
-    "numpy number": (lambda: np.float32(1), r"numpy.float32; for x return x.item\(\)"),
     "module": (lambda: nn.Linear(1, 1), r"Linear; for x return x.state_dict\(\)"),
     "optimizer": (lambda: torch.optim.SGD(nn.Linear(1, 1).parameters()), r"SGD; for x return x.state_dict\(\)"),
-    "time": (datetime.datetime.now, r"datetime; for x return x.isoformat\(\)"),
-    "in a list": (lambda: [1, {"a": datetime.timedelta(1)}], r"for x return x.total_seconds\(\)"),
-    "enum": (lambda: Colour.RED, "Colour; for x return x.value"),
+    "in a list": (lambda: [1, {"a": nn.Linear(1, 1)}], r"Linear; for x return x.state_dict\(\)"),
+    "enum": (lambda: Colour.RED, "Colour"),
     "generator": (lambda: (x for x in "ab"), r"generator; for x return list\(x\)"),
     "anything": (object, "builtins.object; return what it is made of"),
 }
@@ -382,7 +377,7 @@ def test_results_that_cannot_come_back(name: str, settled: None) -> None:
     function, text = RESULTS[name]
     with pytest.raises(TypeError, match=text) as raised:
         dt.run(function, node=1)
-    assert not any("traceback" in note for note in raised.value.__notes__)
+    assert not any("traceback" in note for note in getattr(raised.value, "__notes__", ()))
 
 
 LOCK = threading.Lock()

@@ -25,7 +25,7 @@ from disttensor.collectives import issue
 from disttensor.dispatch import dispatch, method_shortcuts
 from disttensor.runtime.protocol.errors import GeometryError, VerifyError
 from disttensor.session import current
-from disttensor.tasks import functions
+from disttensor.tasks import sending
 from disttensor.torch_backend import register
 from disttensor.torch_backend.composites import linear
 from disttensor.verify import selfcheck
@@ -92,7 +92,7 @@ def ways() -> list[Any]:
         linear.dispatch,
         register.dispatch,
         register.run,
-        functions.move,
+        sending.move,
         issue.CollectiveCall.issue,
     ]
 

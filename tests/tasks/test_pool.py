@@ -192,7 +192,7 @@ def test_first_completed_first_exception_all_completed_and_timeout() -> None:
         assert len(list(futures.as_completed(itertools.repeat(early, 3)))) == 1  # test_duplicate_futures
         error = failed.exception()
         assert isinstance(error, ZeroDivisionError)
-        assert any("test_executor.py" in note and "issued" in note for note in error.__notes__)
+        assert any("test_pool.py" in note and "issued" in note for note in error.__notes__)
 
 
 def test_what_cannot_be_sent_is_the_futures_error(executor: dt.tasks.Executor) -> None:
