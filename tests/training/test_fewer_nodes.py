@@ -27,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with connected(4):
+    # the last test kills a node; what this has broken off on others, and was told late, is raised at the end
+    with contextlib.suppress(dt.DisttensorError), connected(4):
         yield
 
 
@@ -117,8 +118,6 @@ def test_after_a_loss_the_nodes_that_are_left_go_on(tmp_path: Path) -> None:
     with pytest.raises(dt.NodeLost, match="node 3"):
         list(going)
     del going
-    with contextlib.suppress(dt.DisttensorError):
-        dt.synchronize()  # tells what the loss has broken off on the others, if that was not told yet
     losses += gone_on([0, 1, 2], "whole", tmp_path / "run", position)
     assert losses == pytest.approx(twin(), rel=1e-12, abs=1e-12)
     assert len(losses) == EPOCHS * (65 // BATCH)
