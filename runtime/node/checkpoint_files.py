@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from .held import Held
+from .held import Held, apart
 
 #: Numbers in one row of a fingerprint, each of which has another factor.
 _ROW = 1 << 12
@@ -103,10 +103,7 @@ def save(
 
 
 def _copied(held: Held, sizes: Sequence[int] | None) -> torch.Tensor:
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return _plain(tensor, sizes).to("cpu", copy=True).contiguous()  # type: ignore[no-any-return]
-
-    return held.read(copy)
+    return held.read(lambda tensor: apart(_own(tensor, sizes)))
 
 
 def write(

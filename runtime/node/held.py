@@ -9,6 +9,7 @@ So nobody waits while nothing is written, and who writes waits for one tensor an
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -64,7 +65,7 @@ class Held:
                 return
             try:
                 _reach(tensor)
-                self._copy = tensor.detach().clone()
+                self._copy = apart(tensor)
                 _reach(tensor)
             except Exception as error:  # there may be no memory for it: the function fails then
                 self._error = error
@@ -129,6 +130,18 @@ class Holding(Reading):
         """Lets go of all that was not read: the function has ended, or never begins."""
         for held in self._held.values():
             held.drop()
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy in memory of the CPU that goes back to the system with it.
+
+    malloc would keep that, and once for each thread that has made a copy: functions run in threads of lanes.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.nbytes:
+        return tensor.to("cpu", copy=True)
+    memory = mmap.mmap(-1, tensor.nbytes)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _reach(tensor: torch.Tensor) -> None:
