@@ -9,16 +9,19 @@ So nobody waits while nothing is written, and who writes waits for one tensor an
 from __future__ import annotations
 
 import itertools
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
 
+from ..channel.pool import WarmPool
 from .store import Entry, Reading, made, memory
 
 _T = TypeVar("_T")
+
+#: It keeps nothing for later: a save is rare, and as large as all that the node has.
+_apart = WarmPool(0, 0)
 
 
 class Held:
@@ -133,15 +136,12 @@ class Holding(Reading):
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy in memory of the CPU that goes back to the system with it.
+    """Returns a contiguous copy in memory of the CPU; a large one's goes back to the system with it.
 
     malloc would keep that, and once for each thread that has made a copy: functions run in threads of lanes.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not tensor.nbytes:
-        return tensor.to("cpu", copy=True)
-    memory = mmap.mmap(-1, tensor.nbytes)
-    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+    return _apart.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def _reach(tensor: torch.Tensor) -> None:
