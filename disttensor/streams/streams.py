@@ -33,8 +33,8 @@ Device = torch.device | str | int | None
 _entered: ContextVar[tuple[stream, ...]] = ContextVar("disttensor.streams", default=())
 
 
-class _Owned:
-    """The owner of a stream or an event that a node has under ``ref``."""
+class Owned:
+    """The owner of what a node has under ``ref`` that is no tensor: a stream, an event, the result of a function."""
 
     __slots__ = ("_dead", "ref")
 
@@ -68,7 +68,7 @@ class Stream:
         self._set(_place(node, device))
         self.priority = int(priority)
         self._place.session.link.check(self._place.outbox)
-        self._owned: _Owned | None = _Owned(self._place)
+        self._owned: Owned | None = Owned(self._place)
         self._place.outbox.add(c.Stream(self._owned.ref, self._place.name, self.priority), here())
 
     def _set(self, place: Place) -> None:
@@ -164,7 +164,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._timing = enable_timing
         self._place: Place | None = None
-        self._owned: _Owned | None = None
+        self._owned: Owned | None = None
         self._reached = False
 
     def record(self, stream: Stream | None = None) -> None:
@@ -178,7 +178,7 @@ class Event:
             self._place, self._owned = None, None  # a graph is replayed in the order of its commands
             return
         place.session.link.check(place.outbox)
-        owned = _Owned(place)
+        owned = Owned(place)
         _issue(stream, c.Record(owned.ref, place.name, self._timing))
         self._place, self._owned, self._reached = place, owned, False
 

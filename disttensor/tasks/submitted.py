@@ -14,7 +14,6 @@ import torch
 from ..dispatch.call_site import here
 from ..errors.missing import advised
 from ..meshes.mesh import Mesh
-from ..proxy.meta import new_ref
 from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import Site
 from ..runtime.master.requests import Request, Told
@@ -25,7 +24,7 @@ from ..runtime.protocol.errors import CancelledError, DisttensorError, NodeLost
 from ..session import current
 from ..session.places import Place
 from ..session.session import Session
-from ..streams.streams import Event, Stream, current_stream
+from ..streams.streams import Event, Owned, Stream, current_stream
 from .calls import Call, Each, first_of, name_of
 from .functions import check_call, check_each, place_of_call
 from .process_groups import worlds_of
@@ -137,19 +136,6 @@ def issue(
     return work
 
 
-class _Token:
-    """The owner of a function's whole result on its node, which goes with it."""
-
-    __slots__ = ("_dead", "ref")
-
-    def __init__(self, place: Place) -> None:
-        self.ref = new_ref()
-        self._dead = place.dead
-
-    def __del__(self) -> None:  # no lock and no I/O: the collector can run this anywhere
-        self._dead.append(self.ref)
-
-
 class _Part:
     """A function on one node: its request, the ticket that ends with it, and the owner of what it returns."""
 
@@ -158,7 +144,7 @@ class _Part:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.ended = Ticket()
-        self.token = _Token(call.place)
+        self.token = Owned(call.place)  #: of its whole result
 
     def begin(self, session: Session) -> None:
         self.request = session.link.request_told(self.call.place.node, c.Result, self.ended.finish)

@@ -428,7 +428,27 @@ def test_poison_that_is_overwritten_harms_nobody_else():
 # ---- asynchronous --------------------------------------------------------------------------------
 
 
-@pytest.mark.row("T14", "T15", "G11")
+@pytest.mark.row("T15")
+def test_to_wait_is_to_wait_for_all_nodes(tmp_path):
+    """While one node is busy its collective has not ended, and ``wait`` gives up after its time and not before."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    busy = threading.Thread(target=dt.run, args=(path.read_bytes,), kwargs={"node": 3})
+    _, xs = on_nodes(lambda k: torch.ones(3))
+    busy.start()
+    with open(path, "w"):  # when it is open, the node has begun to read
+        work = dt.all_reduce(xs, async_op=True)
+        assert not work.is_completed()
+        for wait in (work.wait, work.result, work.exception):
+            with pytest.raises(TimeoutError):
+                wait(timeout=0.01)
+    assert work.wait()
+    assert work.is_completed()
+    busy.join()
+    assert [x.tolist() for x in xs] == [[N] * 3] * N
+
+
+@pytest.mark.row("T14", "G11")
 def test_works():
     _, xs = on_nodes(lambda k: torch.ones(200_000))
     work = dt.all_reduce(xs, async_op=True)
