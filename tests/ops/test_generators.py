@@ -90,7 +90,8 @@ def test_a_state_that_is_set_goes_with_the_command(kind: str) -> None:
         with testing.MessageLog() as log:
             g.set_state(state)
             drawn = torch.rand(4, device="node:1", generator=g)
-        assert [name for name in log.commands if "aten::" not in name] == ["Keep", "Random", "Keep", "Keep"]
+        others = [name for name in log.commands if "aten::" not in name and name != "Free"]  # of garbage from before
+        assert others == ["Keep", "Random", "Keep", "Keep"]
         same(drawn, expected)
         g.set_state(state)
         g.get_state().zero_()  # a copy, as local generators give
