@@ -1,4 +1,4 @@
-"""The tcp channel with the speed of a network between hosts: the kernel sends 10 Gbit/s per connection and direction.
+"""The tcp channel with the speed of a network between hosts: the kernel sends so many Gbit/s by each connection.
 
 On loopback a transfer is only copying, which takes the cores from whatever computes. Between hosts it is mostly waiting
 for the wire; benchmarks of what goes on meanwhile use this channel: ``register_channel("network", Network)``.
@@ -6,14 +6,15 @@ for the wire; benchmarks of what goes on meanwhile use this channel: ``register_
 
 from __future__ import annotations
 
+import os
 import socket
 
 from disttensor.runtime.channel.base import ChannelContext
 from disttensor.runtime.channel.tcp import peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 
-#: Bytes per second.
-SPEED = 1_250_000_000
+#: The variable that tells nodes how many Gbit/s.
+GBIT = "BENCH_GBIT"
 
 _SO_MAX_PACING_RATE = 47
 _tune_after = peer.tune_after
@@ -21,7 +22,7 @@ _tune_after = peer.tune_after
 
 def _tune(sock: socket.socket) -> None:
     _tune_after(sock)
-    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, SPEED)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, round(float(os.environ.get(GBIT, "10")) * 125_000_000))
 
 
 class Network(TcpChannel):

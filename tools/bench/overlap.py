@@ -1,4 +1,4 @@
-"""python tools/bench/overlap.py [--mib 8] [--batches 24] [--repeats 7]
+"""python tools/bench/overlap.py [--mib 8] [--batches 24] [--repeats 7] [--gbit 10 2.5 1]
 
 The same transfer-heavy loop with overlap and without, in turns in one run, one compute thread per node. Round trip: a
 batch goes to a node, is computed with, and the result of its size comes back; node to node: node 0 makes it, node 1
@@ -6,22 +6,23 @@ computes with it, the result comes back. Without: each batch waits for the one b
 With: `dt.data.prefetch` and `dt.fetch`. Gradients: steps of `dt.DataParallel` on both nodes, whose buckets are reduced
 beside the backward pass, or not (`overlap=False`). The computation is made to take as long as the transfers.
 
-Once through shared memory, where a transfer is one copy, and once at the speed of a 10 Gbit/s network (see network.py),
-where it waits for the wire. (TCP over loopback copies twice and keeps two cores busy by itself, so that on a machine of
-two cores nothing goes on beside it.)
+Once through shared memory, where a transfer is one copy, and at the speed of networks (see network.py), where it waits
+for the wire: the slower that is, the less of the cores' time is a transfer's. (TCP over loopback copies twice and keeps
+two cores busy by itself, so that on a machine of two cores nothing goes on beside it.)
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn as nn
-from network import Network
+from network import GBIT, Network
 
 import disttensor as dt
 
@@ -156,14 +157,17 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=8)
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--gbit", type=float, nargs="*", default=[10.0, 2.5, 1.0], help="speeds of networks")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dt.channels.register_channel("network", Network)
-    for channel in ("shm", "network"):
+    for gbit in (None, *options.gbit):
+        channel, name = ("shm", "shared memory") if gbit is None else ("network", f"{gbit:g} Gbit/s")
+        os.environ[GBIT] = str(gbit)
         with dt.init_master_worker(channel, nodes=2, threads=1):
             for kind in (Loop, Between, Gradients):
                 loop = kind(options.mib, options.batches)
-                print(f"{loop.name}, {options.batches} times {options.mib} MiB, channel {channel!r}:")
+                print(f"{loop.name}, {options.batches} times {options.mib} MiB, {name}:", flush=True)
                 compare(loop, options.repeats)
 
 
@@ -181,7 +185,9 @@ def compare(loop: Loop | Gradients, repeats: int) -> None:
     print(f"  transfers alone {transfers:.0f} ms, computation alone {computation:.0f} ms")
     print(
         f"  one after the other {serial:.0f} ms, overlapped {overlapped:.0f} ms: {serial / overlapped:.2f}x; "
-        f"{overlapped / max(transfers, computation):.2f}x the larger of the two alone"
+        f"{overlapped / max(transfers, computation):.2f}x the larger of the two alone, "
+        f"{overlapped / (transfers + computation):.2f}x their sum",
+        flush=True,
     )
 
 
