@@ -1,0 +1,32 @@
+"""The examples of examples/ipc do what torch-ipc's did, and print what their first lines say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from test_patterns import told
+from test_readme import python
+
+IPC = ROOT / "examples" / "ipc"
+
+
+@pytest.mark.row("I34")
+def test_map(tmp_path: Path) -> None:
+    assert python(str(IPC / "map.py"), cwd=tmp_path) == told(IPC / "map.py")
+
+
+@pytest.mark.row("I37")
+def test_a_benchmark_whose_sums_are_compared(tmp_path: Path) -> None:
+    """Up to 32 KiB go through pages that all can read, 256 KiB do not."""
+    options = "--nodes", "3", "--sizes", "4K", "256K", "--iterations", "3"
+    head, *lines = python(str(IPC / "benchmark_all_reduce.py"), *options, cwd=tmp_path).splitlines()
+    assert head == "3 devices, on 3 nodes of 1 host, 3 iterations"
+    assert len(lines) == 2
+    for line, size in zip(lines, ("4K", "256K"), strict=True):
+        found = re.fullmatch(rf"{size} +error (\S+) +([\d.]+) ms +([\d.]+) GB/s", line)
+        assert found, line
+        assert float(found[1]) < 1e-6
+        assert float(found[2]) > 0
