@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from stream_kit import busy
 from telling import said
 
 import disttensor as dt
@@ -488,6 +489,14 @@ def test_beside_streams():
         work.wait()
     dt.synchronize()
     assert [x[0].item() for x in xs] == [24] * N
+    with busy(streams[0]):
+        with dt.stream(streams[0]):
+            xs[0][:1].zero_()  # by a view: only streams and events order that
+            work = dt.all_reduce(xs, async_op=True)
+        assert (torch.ones(2, device="node:0") + 1).tolist() == [2, 2]  # the default stream goes on
+        assert not work.is_completed()
+    work.wait()
+    assert [x[0].item() for x in xs] == [72] * N
 
 
 def test_in_a_graph():

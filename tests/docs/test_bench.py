@@ -6,19 +6,52 @@ import importlib.util
 import json
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 from checkout import ROOT
+
+import disttensor as dt
+from disttensor import testing
 
 BENCH = ROOT / "tools" / "bench"
 
 
+def load(name: str) -> types.ModuleType:
+    """A program of the benchmarks as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_sizes():
-    spec = importlib.util.spec_from_file_location("contest", BENCH / "contest.py")
-    contest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(contest)
+    contest = load("contest")
     assert contest.parse_sizes(["100", "4K", "64K-4M"]) == [100, 4096, 1 << 16, 1 << 18, 1 << 20, 1 << 22]
     assert [contest.show_size(n) for n in (100, 4096, 256 << 20)] == ["100 B", "4 KiB", "256 MiB"]
+
+
+@pytest.mark.row("M26")
+def test_what_is_timed_is_done(monkeypatch):
+    """As many bytes are moved, and operations issued, as the seconds are divided by."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    bandwidth, dispatch = load("bandwidth"), load("dispatch")
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        here = torch.ones(1000)
+        there = here.to("node:0")
+        for way in bandwidth.WAYS:
+            dt.synchronize()
+            dt.channels.reset_stats()
+            assert bandwidth.timed(*bandwidth.mover(way, here, there), 5) > 0
+            dt.synchronize()
+            assert sum(row.sent.bytes for row in dt.channels.stats()) == 5 * 4000, way
+        x = torch.ones(4, 4, device="node:1")
+        for name in dispatch.OPS.keys() - {"x.t()", "x[0]"}:  # views, of which none but the last is used
+            with testing.MessageLog() as log:
+                issued, done = dispatch.issue(dispatch.OPS[name], x, x, 7)
+            assert 0 < issued < done
+            assert sum(command.startswith("Call") for command in log[1].commands) == 7 + 1, name
 
 
 @pytest.mark.slow

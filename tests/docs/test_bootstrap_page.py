@@ -56,12 +56,16 @@ def printed(*processes: subprocess.Popen[str]) -> list[str]:
     return [line for out, _ in results for line in out.splitlines()]
 
 
-@pytest.mark.row("M1", "M23", "G2")
+@pytest.mark.row("M1", "M23", "G2", "G3")
 def test_one_script(home: Path) -> None:
-    """Of which the nodes run nothing after the call."""
+    """Of which the nodes run nothing after the call. Ranks 2 and 0 are told by torch's variables where they meet."""
     script = PROGRAM.replace("RANK", "int(__import__('sys').argv[1])")
+    told = re.sub(r"init_method=.*\)", 'init_method="env://")', PROGRAM)
     (home / "script.py").write_text(f"{script}\nprint('the end')\n")
-    assert printed(*(start(home, f"script.py {rank}") for rank in (1, 2, 0))) == ["the sum is 12.0", "the end"]
+    (home / "told.py").write_text(f"{told}\nprint('the end')\n")
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29531", "WORLD_SIZE": "3"}
+    ranks = [start(home, "script.py 1"), *(start(home, "told.py", RANK=rank, **variables) for rank in "20")]
+    assert printed(*ranks) == ["the sum is 12.0", "the end"]
 
 
 @pytest.mark.row("G3")

@@ -64,13 +64,23 @@ def test_setup(needed):
 
 def test_false():
     assert False
+
+@pytest.mark.slow
+def test_slow():
+    assert disttensor.half(4) == 2
+"""
+SETTINGS = """\
+[tool:pytest]
+addopts = -m "not slow"
+markers =
+    slow: takes long
 """
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A product, its tests, and no patch yet. Nothing of it is committed."""
-    for name, text in {FILE: PRODUCT, "dtrun.py": "", "setup.cfg": "", "tests/test_half.py": TESTS}.items():
+    for name, text in {FILE: PRODUCT, "dtrun.py": "", "setup.cfg": SETTINGS, "tests/test_half.py": TESTS}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "tests" / "mutants").mkdir()
@@ -80,11 +90,14 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def put(tree: Path, name: str, old: str, new: str, *red: str, product: str = PRODUCT, file: str = FILE) -> None:
+def put(
+    tree: Path, name: str, old: str, new: str, *red: str, product: str = PRODUCT, file: str = FILE, needs: str = ""
+) -> None:
     """A patch that puts ``new`` in the place of ``old``."""
     before, after = (text.splitlines(True) for text in (product, product.replace(old, new)))
     diff = difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")
     said = ["What: it is broken\n", *(f"Red: tests/test_half.py::{test}\n" for test in red)]
+    said += [f"Needs: {needs}\n"] if needs else []
     text = "".join([*said, f"diff --git a/{file} b/{file}\n", *diff])
     (tree / "tests" / "mutants" / f"{name}.patch").write_text(text)
 
@@ -109,6 +122,15 @@ def test_what_is_noticed(tree: Path) -> None:
     left = (tree / "left").read_text().split()
     assert len(left) == 2
     assert not alive_after(2.0, map(int, left))
+
+
+def test_what_needs_more_than_make_test_has_is_tried_by_its_name(tree: Path) -> None:
+    put(tree, "long", "n // 2", "n", "test_slow", needs="slow")
+    code, said = mutants(tree)
+    assert (code, "killed  " in said) == (0, False), said
+    assert "not tried  long  it needs slow" in said
+    code, said = mutants(tree, "long")
+    assert (code, "killed  long" in said) == (0, True), said
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def state() -> dict[str, Any]:
     return {"gpus": visible, "cores": os.sched_getaffinity(0), "threads": torch.get_num_threads(), "x": os.getenv("X")}
 
 
-@pytest.mark.row("T58")
+@pytest.mark.row("T5", "T58")
 def test_nodes_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")  # they need not exist
     cores = sorted(os.sched_getaffinity(0))
@@ -192,18 +192,27 @@ def test_nodes_that_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dt.run(state) == {"gpus": "4,5", "cores": os.sched_getaffinity(0), "threads": 3, "x": os.getenv("X")}
 
 
+SHARED = """
+import os
+import disttensor as dt
+with dt.init_master_worker(nodes=3):
+    print(dt.run(os.getenv, "CUDA_VISIBLE_DEVICES", node=range(3)))
+"""
+
+
+@pytest.mark.row("T5")
 def test_sharing_is_said_once_for_a_host(script: Script) -> None:
-    found = script(
-        "import disttensor as dt\nwith dt.init_master_worker(nodes=3): dt.synchronize()", CUDA_VISIBLE_DEVICES="0"
-    )
+    """Three nodes on two GPUs: two have one of them both."""
+    found = script(SHARED, CUDA_VISIBLE_DEVICES="6,7")
     assert found.returncode == 0, found.stderr
+    assert found.stdout == "['6', '6', '7']\n"
     lines = [line for line in found.stderr.splitlines() if "share" in line]
     assert len(lines) == 1
     assert "[node 0]" in lines[0]
-    assert "3 nodes share 1 GPU" in lines[0]
+    assert "3 nodes share 2 GPUs" in lines[0]
 
 
-@pytest.mark.gpu
+@pytest.mark.row("T5")
 @pytest.mark.gpu
 def test_real_gpus() -> None:
     count = torch.cuda.device_count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -19,6 +20,9 @@ def test_a_session_on_three_agents() -> None:
         dt.all_reduce(xs)
         assert [x.cpu().tolist() for x in xs] == [[10.0] * 3] * 5
         assert torch.ones(2, device="node:0").to("node:4").sum().item() == 2
+        a, also_a, b, c, also_c = dt.run(os.getppid, node=range(5))  # of each host: the process that starts its nodes
+        assert (a, c) == (also_a, also_c)
+        assert len({a, b, c}) == 3
 
 
 def test_more_nodes_than_slots() -> None:

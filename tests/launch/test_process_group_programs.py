@@ -102,6 +102,7 @@ def test_the_same_as_under_torchrun(dtrun: Dtrun, tmp_path: Path) -> None:
     assert lines_of(out) == lines_of(other.stdout), other.stderr
 
 
+@pytest.mark.row("G15")
 @pytest.mark.parametrize("launcher", ["local", "nearby"])
 def test_what_a_program_is_told(dtrun: Dtrun, launcher: str, tmp_path: Path) -> None:
     hosts = ("--launcher", "nearby", "--hosts", "a:2,b:1") if launcher == "nearby" else ("-n", "3")

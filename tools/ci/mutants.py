@@ -4,7 +4,8 @@ Breaks the product in a copy of this tree, one patch of tests/mutants/ after the
 
 A patch says above its diff what it breaks ("What: the barrier returns at once") and which tests find it, a line for
 each ("Red: tests/unit/test_codec.py::test_bounds"), and perhaps which rows of docs/dev/ROWS.md ("Row: T3"), which is
-tests/kit/rows.py's to read. Each of the tests must be green without the patch and must fail with it:
+tests/kit/rows.py's to read, and what the tests need that `make test` has not ("Needs: slurm"): such a patch is only
+tried when it is named. Each of the tests must be green without the patch and must fail with it:
 one that stays green makes the patch a survivor. A test that is named without its parameters fails if any of its
 variants does. The exit code is 0 if all patches were noticed.
 
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Where patches lie, in the tree.
 PATCHES = Path("tests", "mutants")
 #: What a patch may change.
-PRODUCT = re.compile(r"(disttensor/(?!runtime/)|runtime/|dtrun\.py$)")
+PRODUCT = re.compile(r"(disttensor/(?!runtime/)|runtime/|examples/|tools/bench/|dtrun\.py$)")
 #: Seconds that a test may take, unless it says otherwise itself: many a broken program hangs.
 HANG = 30
 #: Seconds for the tests of one mutant, and for all tests together without any.
@@ -60,17 +61,19 @@ class Mutant:
     what: str
     red: tuple[str, ...]
     files: tuple[str, ...]
+    needs: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Mutant:
         """Raises ValueError for a file that is no such patch."""
         header, _, diff = path.read_text().partition("diff --git ")
-        said: dict[str, list[str]] = {"What": [], "Red": [], "Row": []}
+        said: dict[str, list[str]] = {"What": [], "Red": [], "Row": [], "Needs": []}
         for line in filter(None, header.splitlines()):
             key, colon, value = line.partition(": ")
             if not colon or key not in said:
                 raise ValueError(
-                    f'{path.name}: above the diff there are lines "What: ...", "Red: ..." and "Row: ...", not {line!r}'
+                    f'{path.name}: above the diff there are lines "What: ...", "Red: ...", "Row: ...", "Needs: ...", '
+                    f"not {line!r}"
                 )
             said[key].append(value.strip())
         files = tuple(re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE))
@@ -82,7 +85,7 @@ class Mutant:
         for test in said["Red"]:
             if "::" not in test:
                 raise ValueError(f"{path.name}: {test} is no test's id")
-        return cls(path.stem, path, said["What"][0], tuple(said["Red"]), files)
+        return cls(path.stem, path, said["What"][0], tuple(said["Red"]), files, " ".join(said["Needs"]))
 
 
 class Copy:
@@ -133,11 +136,15 @@ class Copy:
                 # with its old time, or what Python has cached of the patched one could be taken for its own
                 os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def run(self, tests: Sequence[str], limit: float) -> dict[str, bool]:
-        """Runs tests: whether each was red, by its id. Raises NoProofError."""
+    def run(self, tests: Sequence[str], limit: float, all_marks: bool = False) -> dict[str, bool]:
+        """Runs tests (slow ones and engines' too with ``all_marks``): whether each was red, by its id.
+
+        Raises NoProofError.
+        """
         self._report.unlink(missing_ok=True)
         options = ["-q", "-o", "junit_family=xunit1", "--tb=short", f"--timeout={HANG}"]
         options += [f"-pno:{name}" for name in ("cacheprovider", "hypothesispytest")]  # the latter takes a second
+        options += ["-m", ""] if all_marks else []
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={self._report}", *tests]
         with open(self._log, "w") as log:
             process = subprocess.Popen(
@@ -208,7 +215,8 @@ def check_green(copy: Copy, mutants: Sequence[Mutant]) -> bool:
     tests = sorted({test for mutant in mutants for test in mutant.red})
     try:
         copy.check_imports()
-        red = [test for test, is_red in copy.run(tests, LIMIT_OF_ALL).items() if is_red]
+        found = copy.run(tests, LIMIT_OF_ALL, any(mutant.needs for mutant in mutants))
+        red = [test for test, is_red in found.items() if is_red]
     except NoProofError as error:
         print(f"without any mutant: {error}")
         return False
@@ -225,7 +233,7 @@ def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
     began = time.monotonic()
     try:
         with copy.broken_by(mutant):
-            red = copy.run(mutant.red, LIMIT)
+            red = copy.run(mutant.red, LIMIT, bool(mutant.needs))
     except ValueError as error:
         return "DOES NOT APPLY", str(error)
     except NoProofError as error:
@@ -258,10 +266,13 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         for mutant in mutants:
             print(f"{mutant.name}: {mutant.what}", *mutant.red, sep="\n    ")
         return 0
+    for mutant in [] if options.names else [mutant for mutant in mutants if mutant.needs]:
+        print(f"not tried  {mutant.name}  it needs {mutant.needs}: python tools/ci/mutants.py {mutant.name}")
+        mutants.remove(mutant)
     began, verdicts = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         idle = deque(Copy(root, Path(folder, str(job))) for job in range(options.jobs))
-        if not check_green(idle[0], mutants):
+        if mutants and not check_green(idle[0], mutants):
             return 1
 
         def judged(mutant: Mutant) -> tuple[str, str]:
