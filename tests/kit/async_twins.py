@@ -103,3 +103,29 @@ def local_sgd(events, first, gradient, rate, outer_rate=None, outer_momentum=0.0
             for k in workers:
                 x[k] = mean
     return None, x
+
+
+def local_sgd_of_modules(events, modules, backward, rate):  # type: ignore[no-untyped-def]
+    """Stich 2018 for modules with buffers, which move with each pass; "buffers": fractions become their mean."""
+    for kind, i, t, _, workers in events:
+        if kind == "step":
+            for p in modules[i].parameters():
+                p.grad = None
+            backward(i, t, modules[i])
+            for p in modules[i].parameters():
+                p.data = torch.add(p.data, p.grad, alpha=-rate)
+        elif kind == "meet":
+            means_of([list(modules[k].parameters()) for k in workers])
+        elif kind == "buffers":
+            means_of([list(modules[k].buffers()) for k in workers])
+
+
+def means_of(rows):  # type: ignore[no-untyped-def]
+    """Gives all the mean of each tensor, of whole numbers the first's."""
+    for tensors in zip(*rows, strict=True):
+        total = tensors[0].data
+        for other in tensors[1:]:
+            total = total + other.data
+        mean = total / len(tensors) if total.is_floating_point() else tensors[0].data
+        for tensor in tensors:
+            tensor.data = mean.clone()

@@ -148,6 +148,12 @@ def test_the_twin_has_the_same_bits(case: str, order: str) -> None:
     assert history.steps == [12] * NODES
     assert [len(found) for found in history.losses] == [12] * NODES
 
+    local, shared = [net() for _ in range(NODES)], net()
+    again = history.replay(local, step, server=shared if centre is not None else None)
+    assert (again.events, again.losses, again.steps) == (history.events, history.losses, history.steps)
+    assert all(same_bits(values(module), x[i]) for i, module in enumerate(local))
+    assert centre is None or same_bits(values(shared), centre)
+
 
 def test_twins_know_torch_only() -> None:
     tree = ast.parse(Path(async_twins.__file__).read_text())

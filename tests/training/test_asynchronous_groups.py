@@ -74,6 +74,11 @@ def gradient(i: int, t: int, x: list[torch.Tensor]) -> list[torch.Tensor]:
     return [_mean(p.grad, len(GROUPS[i])) for p in here.parameters()]
 
 
+def replayed(worker: Any, t: int) -> None:
+    for p, g in zip(worker.parameters, gradient(worker.index, t, worker.values()), strict=True):
+        p.grad = g
+
+
 def _mean(g: Any, size: int) -> torch.Tensor:
     total = g
     for _ in range(size - 1):
@@ -158,8 +163,12 @@ def test_lost_workers_are_told_and_the_others_go_on(caplog: pytest.LogCaptureFix
             if server is not None
             else async_twins.local_sgd(history.events, first, gradient, RATE)
         )
+        local = [net() for _ in workers]
+        again = history.replay(local, replayed)
+        assert (again.events, again.steps) == (history.events, history.steps)
         for i in left:
             assert same_bits([p.detach().cpu() for p in workers[i].parameters()], twin[1][i]), f"worker {i}"
+            assert same_bits([p.detach() for p in local[i].parameters()], twin[1][i]), f"worker {i}"
         if server is not None:
             assert same_bits(list(server.pull().values()), twin[0])
             there = [p.detach().at(dp=0) for p in workers[index].parameters()]

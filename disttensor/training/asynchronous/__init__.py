@@ -1,7 +1,8 @@
 """Asynchronous training: a parameter server, and strategies that drive workers which do not wait for each other."""
 
 from .driving import drive
-from .history import Event, History
+from .events import Event
+from .history import History
 from .schedule import Schedule
 from .server import ParameterServer
 from .strategies import EASGD, Downpour, LocalSGD, Strategy

@@ -14,7 +14,8 @@ from ...errors.argument_checks import seconds as check_seconds
 from ...futures import fetch
 from ...runtime.protocol.errors import ChannelError, NodeLost
 from ...session import current
-from .history import Event, History
+from .events import Event
+from .history import History
 from .loop import Loop, Steps, Task
 from .strategies import Strategy
 from .workers import Worker, of_first
@@ -89,7 +90,7 @@ class _Drive:
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._ahead = max_staleness
         self._at_work = list(workers)
-        self._history = History(losses=[[] for _ in workers], steps=[0] * len(workers))
+        self._history = History(losses=[[] for _ in workers], steps=[0] * len(workers), strategy=strategy.bare())
         self._loop = Loop(seed, self._failed, self._meet)
         self._session: Any = current.session()
         if max_staleness is not None:
@@ -100,6 +101,8 @@ class _Drive:
             self._strategy.begin(self._loop, self._workers, self._history.events.append)
             for worker in self._workers:
                 self._loop.spawn(self._work(worker), worker)
+            self._loop.run()
+            self._loop.spawn(self._settle_buffers(self._workers), None)
             self._loop.run()
             self._ask_the_left()
         if len(self._history.lost) == len(self._workers):
@@ -151,10 +154,19 @@ class _Drive:
         self._at_work.remove(worker)
 
     def _meet(self, workers: list[Worker]) -> Steps:
+        yield from self._exchange(self._strategy.together, workers)
+        yield from self._settle_buffers(workers)
+
+    def _settle_buffers(self, workers: list[Worker]) -> Steps:
+        if self._strategy.buffers == "mean":
+            left = [worker for worker in workers if worker.index not in self._history.lost]
+            yield from self._exchange(self._strategy.mean_of_buffers, left)
+
+    def _exchange(self, together: Callable[[list[Worker]], Steps], workers: list[Worker]) -> Steps:
         """Has workers exchange; once more without those that are lost meanwhile."""
         while workers:
             try:
-                yield from self._strategy.together(workers)
+                yield from together(workers)
                 return
             except Exception as error:
                 lost = [worker for worker in workers if self._loss(worker, error) is not None]

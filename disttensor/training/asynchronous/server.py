@@ -212,7 +212,7 @@ class ParameterServer:
                         if rule == "zero":
                             mine.zero_()
                         elif rule == "add":
-                            mine.add_(parts[i], alpha=_whole(scale, mine))
+                            add(mine, parts[i], scale)
                         elif rule == "copy":
                             mine.copy_(parts[i] if scale == 1.0 else parts[i] * scale)
                         elif rule != "none":
@@ -351,10 +351,10 @@ def put(own: Tensors, found: Tensors, integrate: Callable[[torch.Tensor, torch.T
                 integrate(mine, value)
 
 
-def _whole(scale: float, shard: torch.Tensor) -> float:
-    """Returns a factor that ``add_`` takes for the shard's dtype: 1.0 for integers, too."""
+def add(shard: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+    """Adds ``scale`` times the values to a shard, also of integers where 1.0 is the scale."""
     exact = shard.is_floating_point() or shard.is_complex() or scale != int(scale)
-    return scale if exact else int(scale)
+    shard.add_(values, alpha=scale if exact else int(scale))
 
 
 def _place(where: Any) -> Place:

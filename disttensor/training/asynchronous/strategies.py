@@ -6,20 +6,23 @@ wait for: a list of Works and tasks, or MEET.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 
 from ...runtime.protocol.errors import NodeLost
 from .arriving import made
-from .history import Event
+from .events import Event
 from .loop import MEET, Loop, Steps, Task
+from .meeting import begin_alike, mean_of_buffers, summed
 from .schedule import EVERY_TEN, Schedule
 from .server import ParameterServer, put
-from .values import Form
-from .workers import Local, Update, Worker, local_of, of_first, ordered_sum
+from .workers import Local, Update, Worker, local_of, of_first
+
+Buffers = Literal["own", "mean"]
 
 
 class Strategy:
@@ -27,17 +30,41 @@ class Strategy:
 
     ``start``, ``before`` and ``after`` are generators, which yield lists of Works to wait for, ``self.meet`` to wait
     for the other workers, after which ``together`` is called once for all, or nothing. ``self.log`` records an event.
+
+    Attributes:
+        buffers: what becomes of the buffers of modules, such as BatchNorm's statistics. "own": each worker keeps its
+            own. "mean": they become the mean of all workers', of integers those of the first, where workers meet, and
+            at the end of ``drive``.
+        server: the server, None without.
+        served: whether it has one.
     """
 
     meet = MEET
+    server: Any = None
+    served = False
 
-    def __init__(self, schedule: Schedule, local: Local) -> None:
+    def __init__(self, schedule: Schedule, local: Local, buffers: Buffers = "own") -> None:
         what = type(self).__name__
         self.schedule, self._local = Schedule(*schedule).checked(what), local_of(local, what)
+        if buffers not in ("own", "mean"):
+            raise ValueError(f"{what}: buffers is 'own' or 'mean', not {buffers!r}")
+        self.buffers: Buffers = buffers
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what it knows of workers: each ``drive`` begins anew."""
         self._updates: dict[int, Update] = {}
+
+    def bare(self) -> Self:
+        """Returns a copy that knows no workers and no server."""
+        found = copy.copy(self)
+        found.server = found._loop = found._log = None  # type: ignore[assignment]
+        found.forget()
+        return found
 
     def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
         """Called once, before the first step."""
+        self.forget()
         self._loop, self._log, self._count = loop, log, len(workers)
         self._updates = {worker.index: Update(worker, self._local) for worker in workers}
 
@@ -57,18 +84,32 @@ class Strategy:
     def after(self, worker: Worker) -> Steps:
         """Called when a worker's step has been issued: its gradients are there."""
         self._updates[worker.index]()
+        self.log("step", worker)
         yield []
 
     def together(self, workers: Sequence[Worker]) -> Steps:
         """Called for workers that have met."""
         yield []
 
+    def centre(self, worker: Worker) -> list[torch.Tensor] | None:
+        """Returns the values that a worker has in common with others; None where there are none but its own."""
+        found: list[torch.Tensor] | None = self.server.values() if self.served else None
+        return found
+
+    def mean_of_buffers(self, workers: Sequence[Worker]) -> Steps:
+        """Gives workers the mean of their buffers, and of integers those of the first."""
+        if next(workers[0].module.buffers(), None) is not None:
+            yield from mean_of_buffers(workers)
+            self.log("buffers", None, workers=workers)
+
 
 class _Served(Strategy):
     """A strategy with a server."""
 
-    def __init__(self, server: ParameterServer, schedule: Schedule, local: Local) -> None:
-        super().__init__(schedule, local)
+    served = True
+
+    def __init__(self, server: ParameterServer, schedule: Schedule, local: Local, buffers: Buffers) -> None:
+        super().__init__(schedule, local, buffers)
         if not isinstance(server, ParameterServer):
             raise TypeError(f"{type(self).__name__}: server is a ParameterServer, not {type(server).__name__}")
         self.server = server
@@ -93,7 +134,8 @@ class _Served(Strategy):
     def _taken(self, worker: Worker) -> list[torch.Tensor]:
         pulled, worker.pulled = worker.pulled, None
         self.log("take", worker)
-        return self.server._arrived(pulled)
+        values: list[torch.Tensor] = self.server._arrived(pulled)
+        return values
 
     def _push(self, worker: Worker, values: Sequence[torch.Tensor], scale: float) -> None:
         """Pushes values in a task beside the worker, after its earlier ones."""
@@ -121,17 +163,28 @@ class Downpour(_Served):
             as the worker does itself meanwhile. Or what makes an optimizer of parameters (Nesterov's momentum, for
             example), or None where ``step`` has one: the worker pushes the change of its values, and what it has not
             pushed yet when it takes the server's is put on top of these.
+        buffers: "own", or "mean": at the end of ``drive`` workers have the mean of their buffers. A server has none.
 
     With one worker, ``every=1`` and ``send_every=1`` it is SGD, to the bit.
     """
 
     def __init__(
-        self, server: ParameterServer, schedule: Schedule = EVERY_TEN, *, send_every: int = 1, local: Local
+        self,
+        server: ParameterServer,
+        schedule: Schedule = EVERY_TEN,
+        *,
+        send_every: int = 1,
+        local: Local,
+        buffers: Buffers = "own",
     ) -> None:
-        super().__init__(server, schedule, local)
+        super().__init__(server, schedule, local, buffers)
         if isinstance(send_every, bool) or not isinstance(send_every, int) or send_every < 1:
             raise ValueError(f"Downpour: send_every is a number of steps from 1 on, not {send_every!r}")
         self.send_every = send_every
+
+    def forget(self) -> None:
+        """Drops what it knows of workers."""
+        super().forget()
         self._sums: dict[int, list[torch.Tensor]] = {}
         self._from: dict[int, list[torch.Tensor]] = {}
 
@@ -197,6 +250,7 @@ class EASGD(_Served):
         schedule: the paper's period is ``every``.
         local: a learning rate, what makes an optimizer of parameters, or None where ``step`` has one.
         momentum: Nesterov's, of the paper's EAMSGD; ``local`` is a learning rate then.
+        buffers: "own", or "mean": where all meet, and at the end of ``drive``, workers have the mean of their buffers.
     """
 
     def __init__(
@@ -208,16 +262,22 @@ class EASGD(_Served):
         alpha: float | None = None,
         momentum: float = 0.0,
         local: Local = None,
+        buffers: Buffers = "own",
     ) -> None:
         if server is None:
-            Strategy.__init__(self, schedule, local)
+            Strategy.__init__(self, schedule, local, buffers)
+            self.served = False
             if self.schedule.prefetch:
                 raise ValueError("EASGD: prefetch is for a server, and there is none")
         else:
-            super().__init__(server, schedule, local)
+            super().__init__(server, schedule, local, buffers)
         if momentum and not isinstance(local, (int, float)):
             raise ValueError(f"EASGD: with momentum={momentum} local is a learning rate, not {local!r}")
-        self._server, self.beta, self._alpha, self.momentum = server, beta, alpha, momentum
+        self.beta, self._alpha, self.momentum = beta, alpha, momentum
+
+    def forget(self) -> None:
+        """Drops what it knows of workers."""
+        super().forget()
         self.centres: dict[int, list[torch.Tensor]] = {}  #: without a server: each worker's copy of the centre
         self._pull_by: dict[int, list[torch.Tensor]] = {}
         self._speed: dict[int, list[torch.Tensor]] = {}
@@ -231,24 +291,24 @@ class EASGD(_Served):
     def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
         """Gives all workers the same first values."""
         super().begin(loop, workers, log)
-        if self._server is None:
-            _begin_alike(workers)
+        if not self.served:
+            begin_alike(workers)
             for worker in workers:
                 with suppress(NodeLost):
                     self.centres[worker.index] = [x.clone() for x in worker.values()]
 
     def start(self, worker: Worker) -> Steps:
         """Gives a worker its first values."""
-        if self._server is not None:
+        if self.served:
             yield from super().start(worker)
 
     def before(self, worker: Worker) -> Steps:
         """Does what comes before a worker's step."""
         schedule, index = self.schedule, worker.index
-        if self._server is not None and schedule.asks(worker.step):
+        if self.served and schedule.asks(worker.step):
             yield from self._pull(worker)
         if schedule.takes(worker.step):
-            if self._server is None:
+            if not self.served:
                 yield self.meet
             else:
                 if worker.pulled is None:
@@ -285,13 +345,17 @@ class EASGD(_Served):
     def together(self, workers: Sequence[Worker]) -> Steps:
         """Exchanges between workers that have met."""
         apart = [self._apart(worker, self.centres[worker.index]) for worker in workers]
-        totals = yield from _summed(workers, apart)
+        totals = yield from summed(workers, apart)
         for worker, mine, total in zip(workers, apart, totals, strict=True):
             self._pull_by[worker.index] = mine
             with suppress(NodeLost):  # its own task finds that out
                 for c, change in zip(self.centres[worker.index], total, strict=True):
                     c.add_(change.to(c.device))
         self.log("meet", None, workers=workers)
+
+    def centre(self, worker: Worker) -> list[torch.Tensor] | None:
+        """Returns the centre's values, of a worker's copy where there is no server."""
+        return super().centre(worker) if self.served else self.centres[worker.index]
 
 
 class LocalSGD(Strategy):
@@ -303,20 +367,27 @@ class LocalSGD(Strategy):
         local: a learning rate, what makes an optimizer of parameters, or None where ``step`` has one.
         outer: what makes an optimizer of parameters. Then it is DiLoCo (Douillard et al. 2023): the values before less
             the mean are the gradient of a step of that optimizer, which each worker has, in the same state.
+        buffers: "own", or "mean": where they meet, and at the end of ``drive``, workers have the mean of their buffers.
     """
 
-    def __init__(self, schedule: Schedule = EVERY_TEN, *, local: Local = None, outer: Local = None) -> None:
-        super().__init__(schedule, local)
+    def __init__(
+        self, schedule: Schedule = EVERY_TEN, *, local: Local = None, outer: Local = None, buffers: Buffers = "own"
+    ) -> None:
+        super().__init__(schedule, local, buffers)
         if self.schedule.prefetch:
             raise ValueError("LocalSGD: prefetch is for a server, and there is none")
         self._outer = local_of(outer, "LocalSGD: outer, as")
+
+    def forget(self) -> None:
+        """Drops what it knows of workers."""
+        super().forget()
         self._shared: dict[int, list[torch.nn.Parameter]] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
 
     def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
         """Gives all workers the same first values."""
         super().begin(loop, workers, log)
-        _begin_alike(workers)
+        begin_alike(workers)
         if self._outer is not None:
             for worker in workers:
                 make = self._outer if callable(self._outer) else _sgd(self._outer)
@@ -333,7 +404,7 @@ class LocalSGD(Strategy):
 
     def together(self, workers: Sequence[Worker]) -> Steps:
         """Exchanges between workers that have met."""
-        totals = yield from _summed(workers, [worker.values() for worker in workers])
+        totals = yield from summed(workers, [worker.values() for worker in workers])
         for worker, total in zip(workers, totals, strict=True):
             with suppress(NodeLost):  # its own task finds that out
                 self._take(worker, [(t / len(workers)).to(worker.device) for t in total])
@@ -351,46 +422,3 @@ class LocalSGD(Strategy):
 
 def _sgd(rate: float) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.SGD(parameters, lr=rate)
-
-
-def _begin_alike(workers: Sequence[Worker]) -> None:
-    """Gives all workers the values of the first, or of the first that is not lost meanwhile. Waits for them."""
-    form = Form(of_first(workers[0].values()), "drive")
-    for worker in workers:
-        form.check(worker.values(), f"drive: worker {worker.index}")
-    for source in workers:
-        arriving: dict[Worker, list[torch.Tensor]] = {}
-        with suppress(NodeLost):
-            first = form.flat(of_first(source.values()))
-            for worker in workers:
-                if worker is not source and not worker.lost():
-                    there = of_first(worker.values())[0].device
-                    arriving[worker] = [vector.to(there) for vector in first]
-        errors = {worker: _error(vectors) for worker, vectors in arriving.items()}
-        if source.lost():
-            continue
-        for worker, error in errors.items():
-            if error is None:
-                put(worker.values(), form.unflat(arriving[worker]), None)
-            elif not worker.lost():
-                raise error
-        return
-
-
-def _error(vectors: Sequence[torch.Tensor]) -> Exception | None:
-    """Waits for vectors; returns the error of one that did not come."""
-    try:
-        for work in made(vectors):
-            work.wait()
-    except Exception as error:
-        return error
-    return None
-
-
-def _summed(workers: Sequence[Worker], values: Sequence[Sequence[torch.Tensor]]) -> Any:
-    """Returns for each worker the sums of the workers' tensors, in their order; once they are there."""
-    form = Form(of_first(values[0]), "drive")
-    flats = [form.flat(of_first(each)) for each in values]
-    sums = [ordered_sum(vectors) for vectors in zip(*flats, strict=True)]
-    yield [work for total in sums for work in made(total)]
-    return [form.unflat([total[i] for total in sums]) for i in range(len(workers))]

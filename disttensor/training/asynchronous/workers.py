@@ -34,23 +34,34 @@ class Worker:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError(f"drive: worker {index} has no parameters to train")
-        nodes: dict[int, None] = {}
-        for name, p in module.named_parameters():
-            place = where_is(p)
-            if place is None:
-                raise TypeError(f"drive: parameter {name!r} of worker {index} is on {p.device}; module.to('node:1')")
-            members = place.members if isinstance(place, MeshPlace) else [place]
-            nodes |= dict.fromkeys(member.node for member in members)
-        self.nodes = tuple(nodes)
+        self.nodes = self._nodes()
         self.device = self.parameters[0].device
         self.steps = 0
         self.step = 0  #: the one that it is at
         self.pulled: Any = None  #: what it has asked a server for, and not taken yet
         self.pushing: Any = None  #: the task of its last push
 
+    def _nodes(self) -> tuple[int, ...]:
+        nodes: dict[int, None] = {}
+        for name, p in self.module.named_parameters():
+            place = where_is(p)
+            if place is None:
+                raise TypeError(
+                    f"drive: parameter {name!r} of worker {self.index} is on {p.device}; module.to('node:1')"
+                )
+            members = place.members if isinstance(place, MeshPlace) else [place]
+            nodes |= dict.fromkeys(member.node for member in members)
+        return tuple(nodes)
+
     def values(self) -> list[torch.Tensor]:
         """Returns its parameters, detached: the memory itself."""
         return [p.detach() for p in self.parameters]
+
+    def statistics(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns its buffers of fractions, and the others, such as a count of batches: the memory itself."""
+        found = [buffer.detach() for buffer in self.module.buffers()]
+        fractions = [buffer for buffer in found if buffer.is_floating_point() or buffer.is_complex()]
+        return fractions, [buffer for buffer in found if not (buffer.is_floating_point() or buffer.is_complex())]
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients; zeros for parameters without."""
