@@ -1,4 +1,4 @@
-"""What workers that meet exchange: first values, sums, means of their buffers."""
+"""The exchanges of workers that meet: first values, sums, means of their buffers."""
 
 from __future__ import annotations
 
