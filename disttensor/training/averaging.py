@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from ..collectives import all_reduce_, broadcast
 from ..collectives.over_dims import Over, groups
+from ..errors.argument_checks import flag, seconds_of
+from ..futures import Work
 from ..meshes import agree_
 from ..meshes.shards import together
+from ..runtime.channel.ticket import Ticket
+from ..runtime.node.streams.lane import when_all
+from ..session.current import session_of
 from ..session.places import MeshPlace
 from .named import Named, limit_of, not_parts, on_a_mesh, packs, place_of, without
+
+
+@overload
+def reduce_gradients(
+    module: torch.nn.Module,
+    over: Over = "dp",
+    op: str = "avg",
+    *,
+    bucket_mb: float = 25.0,
+    transport: torch.dtype | None = None,
+    skip: Sequence[str] = (),
+    contributors: Sequence[int] | None = None,
+    async_op: Literal[False] = False,
+) -> None: ...
+
+
+@overload
+def reduce_gradients(
+    module: torch.nn.Module,
+    over: Over = "dp",
+    op: str = "avg",
+    *,
+    bucket_mb: float = 25.0,
+    transport: torch.dtype | None = None,
+    skip: Sequence[str] = (),
+    contributors: Sequence[int] | None = None,
+    async_op: Literal[True],
+) -> Work: ...
 
 
 def reduce_gradients(
@@ -23,7 +60,8 @@ def reduce_gradients(
     transport: torch.dtype | None = None,
     skip: Sequence[str] = (),
     contributors: Sequence[int] | None = None,
-) -> None:
+    async_op: bool = False,
+) -> Work | None:
     """Reduces the gradients of a module on a mesh over a dim, in place. Returns at once; what comes next on the nodes
     waits.
 
@@ -36,10 +74,13 @@ def reduce_gradients(
         skip: names of parameters or submodules whose gradients stay as they are.
         contributors: for each rank of the mesh, in its order, whether its gradients count (True, or a number that is
             not 0): where some have no batch left, "avg" is the mean over the others, and "sum" their sum.
+        async_op: return a Work. What comes next on the nodes runs beside the reduction; the gradients are to be left
+            alone until ``wait()``, which writes the reduced ones. Its ``result()`` is the module.
 
     Raises TypeError for a parameter that is on no mesh, a gradient that is not strided, a dtype that ``op`` does not
     take; ValueError for an unknown dim or name, or a parameter that is cut along one of the dims; NodeLost.
     """
+    flag("reduce_gradients: async_op", async_op)
     left_out = without(module, skip, "reduce_gradients")
     grads: list[Named] = []
     for name, parameter in on_a_mesh(module.named_parameters(), "reduce_gradients"):
@@ -53,12 +94,22 @@ def reduce_gradients(
             )
         grads.append((name, parameter.grad))
     limit = limit_of(bucket_mb, "reduce_gradients")
-    if contributors is None:
-        _reduce(grads, limit, over, op, transport)
-    elif op not in ("avg", "sum"):
+    if contributors is not None and op not in ("avg", "sum"):
         raise ValueError(f"reduce_gradients: with contributors op is 'avg' or 'sum', not {op!r}")
-    elif grads:
-        _reduce_of(contributors, grads, limit, over, op, transport)
+    finish: Callable[[], None] = lambda: None  # noqa: E731
+    if contributors is not None and grads:
+        op, finish = _leave_out(contributors, grads, over, op)
+    packed = [_reduced(pack, over, op, transport, async_op) for pack in packs(grads, limit)]
+
+    def write() -> None:
+        for pack in packed:
+            pack.write()
+        finish()
+
+    if async_op:
+        return _Reducing(session_of(_any_place(module)), packed, write, module)
+    write()
+    return None
 
 
 def average_parameters(
@@ -89,35 +140,78 @@ def average_parameters(
         _take(winner, [*named, *also], over)
         return
     fractions = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
-    _reduce(fractions, limit_of(25.0, "average_parameters"), over, "avg", None)
+    for pack in packs(fractions, limit_of(25.0, "average_parameters")):
+        _reduced(pack, over, "avg", None).write()
     if buffers:
         agree_([buffer for buffer in module.buffers() if place_of(buffer) is not None], "avg", over)
 
 
-@torch.no_grad()
-def _reduce(named: Sequence[Named], limit: float, over: Over, op: str, transport: torch.dtype | None) -> None:
-    """Reduces tensors in place, those of a pack as one."""
-    for pack in packs(named, limit):
-        tensors = [tensor for _, tensor in pack]
-        if len(tensors) == 1:
-            all_reduce_(tensors[0], op, over=over, transport=transport)  # type: ignore[arg-type]
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        all_reduce_(flat, op, over=over, transport=transport)  # type: ignore[arg-type]
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+class _Pack(NamedTuple):
+    """Tensors that are reduced as one, and the Work of an asynchronous reduction."""
+
+    flat: torch.Tensor
+    tensors: list[torch.Tensor]
+    work: Any = None
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copies what was reduced to where it belongs."""
+        if self.tensors[0] is self.flat:
+            return
+        parts = self.flat.split([tensor.numel() for tensor in self.tensors])
+        for tensor, part in zip(self.tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
 @torch.no_grad()
-def _reduce_of(
-    contributors: Sequence[int],
-    grads: Sequence[Named],
-    limit: float,
-    over: Over,
-    op: str,
-    transport: torch.dtype | None,
-) -> None:
-    """Reduces the gradients of the ranks that contribute: those of the others count as zeros."""
+def _reduced(
+    pack: Sequence[Named], over: Over, op: str, transport: torch.dtype | None, async_op: bool = False
+) -> _Pack:
+    """Reduces tensors: one in place, several as a new flat one."""
+    tensors = [tensor for _, tensor in pack]
+    alone = len(tensors) == 1 and (tensors[0].is_contiguous() or not async_op)
+    flat = tensors[0] if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    work = all_reduce_(flat, op, over=over, async_op=async_op, transport=transport)  # type: ignore[arg-type]
+    return _Pack(flat, tensors, work if async_op else None)
+
+
+class _Reducing(Work):
+    """Gradients that are being reduced: ``wait`` writes them where they belong, once."""
+
+    def __init__(
+        self, session: Any, packed: Sequence[_Pack], write: Callable[[], None], module: torch.nn.Module
+    ) -> None:
+        self._session, self._works, self._write, self._module = session, [p.work for p in packed], write, module
+        self._node = self._works[0]._node if packed else 0
+        self._text = f"gradients in {len(packed)} parts"
+        self._lock, self._written = threading.Lock(), False
+        self._ended = Ticket()
+        self._transfer = self._ended
+        when_all([work._transfer for work in self._works], self._ended.finish)
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Waits until all nodes have done their part, and has them write the gradients. Raises as any Work."""
+        seconds = seconds_of(timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for work in self._works:
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            if not self._written:
+                self._write()
+                self._written = True
+        return True
+
+    def _value(self) -> Any:
+        self.wait()  # which ``await`` has not called
+        return self._module
+
+
+@torch.no_grad()
+def _leave_out(
+    contributors: Sequence[int], grads: Sequence[Named], over: Over, op: str
+) -> tuple[str, Callable[[], None]]:
+    """Has the gradients of the ranks that do not contribute count as zeros. Returns the reduction, and what is done
+    with its result."""
     place = _place(grads)
     counts = _each(contributors, place, "reduce_gradients: contributors")
     ranks = groups(place, over, "reduce_gradients")
@@ -127,11 +221,14 @@ def _reduce_of(
         there = together(place, [torch.tensor(here) for here in mine])
         for _, grad in grads:
             grad.copy_(torch.where(there, grad, torch.zeros((), dtype=grad.dtype, device=grad.device)))
-    _reduce(grads, limit, over, "sum", transport)
-    if op == "avg":
+
+    @torch.no_grad()
+    def divide() -> None:
         divisor = together(place, [torch.tensor(float(max(count, 1)), dtype=torch.float64) for count in many])
         for _, grad in grads:
             grad.div_(divisor.to(grad.real.dtype))
+
+    return "sum", divide if op == "avg" else lambda: None
 
 
 @torch.no_grad()
@@ -155,6 +252,10 @@ def _take(winner: int | Sequence[int], named: Sequence[Named], over: Over) -> No
         )
     for _, tensor in named:
         tensor.copy_(broadcast(tensor, over=over, src=next(iter(best))))
+
+
+def _any_place(module: torch.nn.Module) -> MeshPlace:
+    return _place(list(on_a_mesh(module.named_parameters(), "reduce_gradients")))
 
 
 def _place(named: Sequence[Named]) -> MeshPlace:

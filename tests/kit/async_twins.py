@@ -129,3 +129,19 @@ def means_of(rows):  # type: ignore[no-untyped-def]
         mean = total / len(tensors) if total.is_floating_point() else tensors[0].data
         for tensor in tensors:
             tensor.data = mean.clone()
+
+
+def all_reduce_sgd(runs, first, gradient, rate):  # type: ignore[no-untyped-def]
+    """torch-distlearn's AllReduceSGD: rank k has ``runs[k]`` steps, each by the mean of the ranks that have one.
+
+    Returns each rank's values at its end, and those of the longest run, which all have then.
+    """
+    x = [first] * len(runs)
+    for t in range(max(runs)):
+        there = [k for k, steps in enumerate(runs) if t < steps]
+        total = gradient(there[0], t)
+        for k in there[1:]:
+            total = plus(total, gradient(k, t))
+        for k in there:
+            x[k] = plus(x[k], [g / len(there) for g in total], -rate)
+    return x, x[max(range(len(runs)), key=lambda k: (runs[k], -k))]

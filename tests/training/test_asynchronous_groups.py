@@ -17,6 +17,7 @@ from mesh_kit import connected
 from torch import nn
 
 import disttensor as dt
+from disttensor.meshes import from_shards
 from disttensor.training import (
     EASGD,
     DataParallel,
@@ -25,7 +26,9 @@ from disttensor.training import (
     ParameterServer,
     Schedule,
     assert_replicas_equal,
+    average_parameters,
     drive,
+    reduce_gradients,
 )
 
 RATE = 0.1
@@ -126,6 +129,39 @@ def test_groups_of_several_sizes(form: str) -> None:
     if server is not None:
         assert same_bits(list(server.pull().values()), centre)
         server.close()
+
+
+@pytest.mark.row("I38")
+@pytest.mark.parametrize("runs", [[2, 4, 1, 3], [3, 1, 4, 4]])
+def test_one_to_four_steps_of_each_rank(runs: list[int]) -> None:
+    """Ranks that have ended keep their values, until all have those of the longest run. Sums of whole numbers are
+    exact, so there is one order of them."""
+    m = dt.mesh(dp=4, nodes=[0, 1, 2, 3])
+    batches = torch.randint(-99, 99, (4, 4, 5, 3), generator=torch.Generator().manual_seed(0)).double()
+    module = nn.Linear(3, 2).double().to(m.device)
+    first = [p.detach().at(dp=0).cpu() for p in module.parameters()]  # type: ignore[attr-defined]
+    for t in range(max(runs)):
+        there = [t < steps for steps in runs]
+        module.zero_grad()
+        module(from_shards(m, list(batches[:, t]))).sum().backward()
+        if t % 2:
+            reduce_gradients(module, contributors=there, async_op=True).wait()
+        else:
+            reduce_gradients(module, contributors=there)
+        mine = from_shards(m, [torch.tensor(float(here), dtype=torch.float64) for here in there])
+        with torch.no_grad():
+            for p in module.parameters():
+                p.sub_(p.grad * mine * 0.5)  # type: ignore[operator]
+
+    def gradient(k: int, t: int) -> list[torch.Tensor]:
+        return [batches[k, t].sum(0).expand(2, 3), torch.full((2,), 5.0, dtype=torch.float64)]
+
+    each, longest = async_twins.all_reduce_sgd(runs, first, gradient, 0.5)
+    for k in range(4):
+        assert same_bits([p.detach().at(dp=k).cpu() for p in module.parameters()], each[k])  # type: ignore[attr-defined]
+    average_parameters(module, winner=runs)
+    assert_replicas_equal(module, bitwise=True)
+    assert same_bits([p.detach().cpu() for p in module.parameters()], longest)
 
 
 @pytest.mark.row("T48")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mesh_kit import connected
+from stream_kit import thread
 from torch import nn
 
 import disttensor as dt
@@ -32,20 +36,61 @@ def net() -> nn.Module:
 
 
 @pytest.mark.row("T32")
+@pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])
 @pytest.mark.parametrize("op", ["avg", "sum"])
-def test_reduced_gradients_are_those_of_the_whole_batch(op: str, bucket_mb: float) -> None:
+def test_reduced_gradients_are_those_of_the_whole_batch(op: str, bucket_mb: float, async_op: Any) -> None:
     m = mesh(dp=NODES)
     local, remote = net(), net().to(m.device)
     x = torch.randn(9, 4, dtype=torch.float64)
     local(x).square().mean().backward()
     remote(shard(x, m, dp=0)).square().mean().backward()
     with dt.testing.MessageLog() as log:
-        reduce_gradients(remote, op=op, bucket_mb=bucket_mb)
+        work = reduce_gradients(remote, op=op, bucket_mb=bucket_mb, async_op=async_op)
+        if async_op:
+            assert [work.result() is remote, work.is_completed(), work.wait()] == [True] * 3  # and again
     assert sum(name.startswith("Collective") for name in log[0].commands) == (1 if bucket_mb > 1 else 4)
     for p, q in zip(local.parameters(), remote.parameters(), strict=True):
         wanted = p.grad * (1 if op == "avg" else NODES)
         torch.testing.assert_close(q.grad.cpu(), wanted, rtol=1e-12, atol=1e-14)  # type: ignore[union-attr]
+
+
+def test_what_comes_next_runs_beside_an_asynchronous_reduction(tmp_path: Path) -> None:
+    """One rank is busy: the others go on, and all have the gradients when it has come."""
+    m = mesh(dp=NODES)
+    local, remote = net(), net().to(m.device)
+    x = torch.randn(9, 4, dtype=torch.float64)
+    local(x).square().mean().backward()
+    remote(shard(x, m, dp=0)).square().mean().backward()
+    before = [p.grad.at(dp=0).cpu() for p in remote.parameters()]  # type: ignore[union-attr]
+    here, go = str(tmp_path / "here"), str(tmp_path / "go")
+    os.mkfifo(here)
+    os.mkfifo(go)
+    holder = thread(lambda: dt.run(hold, here, go, node=2))
+    open(here, "wb").close()
+    work = reduce_gradients(remote, async_op=True)
+    for p, grad in zip(remote.parameters(), before, strict=True):
+        assert torch.equal(p.grad.at(dp=0).cpu(), grad)  # type: ignore[union-attr]
+    assert not work.is_completed()
+    with pytest.raises(TimeoutError):
+        work.wait(0)
+    open(go, "wb").close()
+    work.wait()
+    holder.join()
+    for p, q in zip(local.parameters(), remote.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-12, atol=1e-14)  # type: ignore[union-attr]
+    empty = net().to(m.device)
+    assert reduce_gradients(empty, async_op=True).result() is empty
+    assert asyncio.run(awaited(reduce_gradients(remote, async_op=True))) is remote
+
+
+def hold(here: str, go: str) -> None:
+    for path in (here, go):
+        open(path, "rb").close()
+
+
+async def awaited(work: Any) -> Any:
+    return await work
 
 
 def test_gradients_that_stay_as_they_are() -> None:
