@@ -68,13 +68,15 @@ def test_what_comes_next_runs_beside_an_asynchronous_reduction(tmp_path: Path) -
     os.mkfifo(go)
     holder = thread(lambda: dt.run(hold, here, go, node=2))
     open(here, "wb").close()
-    work = reduce_gradients(remote, async_op=True)
-    for p, grad in zip(remote.parameters(), before, strict=True):
-        assert torch.equal(p.grad.at(dp=0).cpu(), grad)  # type: ignore[union-attr]
-    assert not work.is_completed()
-    with pytest.raises(TimeoutError):
-        work.wait(0)
-    open(go, "wb").close()
+    try:
+        work = reduce_gradients(remote, async_op=True)
+        for p, grad in zip(remote.parameters(), before, strict=True):
+            assert torch.equal(p.grad.at(dp=0).cpu(), grad)  # type: ignore[union-attr]
+        assert not work.is_completed()
+        with pytest.raises(TimeoutError):
+            work.wait(0)
+    finally:
+        open(go, "wb").close()
     work.wait()
     holder.join()
     for p, q in zip(local.parameters(), remote.parameters(), strict=True):
