@@ -1,7 +1,8 @@
 """``dtrun --check --hosts a,b``: whether hosts can take part in a job, before one is started there.
 
-Each host is asked by ssh, as a job would do it, for its versions and its clock, and opens a port for a moment, which
-the others and this host try to reach. Nobody who connects there is told anything, and nothing that comes is read.
+Each host is asked by ssh, as a job would do it, for its versions and its clock, and opens some ports for a moment,
+which the others try to reach; so does this host, as nodes connect to the script (host_probe.py is what runs there).
+Nobody who connects is told anything, and nothing that comes is read.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -22,50 +23,18 @@ from typing import Any
 
 import msgspec
 
-from ..runtime.host.addresses import way_to
+from ..runtime.host.addresses import LOOPBACK, way_to
+from ..runtime.host.interfaces import addresses_of
 from ..runtime.host.launch_spec import Host, LaunchSpec
 from ..runtime.launch.starters.ssh import addresses_by_ssh, advice_of, is_here, ssh_command
 from ..runtime.protocol.bundle import PROTOCOL, VERSION
 from ..runtime.protocol.errors import ProtocolError
+from .host_probe import PROGRAM, REACH
 
 #: Seconds for a host to answer, unless --timeout says otherwise; a first import of torch there may take a while.
 PATIENCE = 60.0
 #: Seconds by which clocks may differ.
 SKEW = 1.0
-#: Seconds for a connection between two hosts.
-REACH = 5.0
-
-#: Runs on a host, with any Python 3. Prints a line with what it is, then tries the addresses that come by stdin.
-PROGRAM = """
-import json, socket, sys, time
-told = {"python": "%d.%d.%d" % sys.version_info[:3], "name": socket.gethostname(), "time": time.time()}
-try:
-    import importlib.metadata as metadata
-    told["torch"] = metadata.version("torch")
-except Exception as e:
-    told["no_torch"] = str(e)
-try:
-    from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
-    told["disttensor"], told["protocol"] = VERSION, PROTOCOL
-except Exception as e:
-    told["no_disttensor"] = "%s: %s" % (type(e).__name__, e)
-door = socket.socket()
-door.bind(("0.0.0.0", 0))
-door.listen(16)
-told["port"] = door.getsockname()[1]
-told["time"] = time.time()
-print("dtrun-check " + json.dumps(told), flush=True)
-line = sys.stdin.readline()
-reached = {}
-for name, address, port in json.loads(line) if line else ():
-    try:
-        socket.create_connection((address, port), %f).close()
-        reached[name] = ""
-    except OSError as e:
-        reached[name] = str(e)
-print("dtrun-check " + json.dumps(reached), flush=True)
-sys.stdin.readline()
-""".replace("%f", str(REACH))
 
 
 @dataclass
@@ -198,7 +167,10 @@ def mismatches(told: dict[str, Any], mine: dict[str, Any]) -> list[str]:
 
 
 def check_hosts(spec: LaunchSpec, patience: float) -> list[Found]:
-    """Asks all hosts of a launch spec at once, and returns what was found. Raises StartError without an ssh."""
+    """Asks all hosts of a launch spec at once, and returns what was found.
+
+    Raises StartError without an ssh, ValueError for an interface that is not this host's.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -209,11 +181,10 @@ def check_hosts(spec: LaunchSpec, patience: float) -> list[Found]:
     mine |= {"disttensor": VERSION, "protocol": PROTOCOL}  # type: ignore[dict-item]
     others = [host.name for host in spec.hosts if not is_here(host.name)]
     addresses = dict(zip(others, addresses_by_ssh(spec), strict=True))
-    here = "127.0.0.1"
-    for address in addresses.values():
-        with contextlib.suppress(OSError):  # a name that only ssh knows, or nobody
-            here = way_to(address)
-    asked = [_Asked(host, spec) for host in spec.hosts]
+    named = [_Asked(host, spec) for host in spec.hosts]
+    script = [each for each in named if is_here(each.found.host)][:1]
+    asked = [*named, *([] if script else [_Asked(Host("localhost", 1), spec)])]
+    here = script[0] if script else asked[-1]
     try:
         deadline = time.monotonic() + patience
         for each in asked:
@@ -228,28 +199,55 @@ def check_hosts(spec: LaunchSpec, patience: float) -> list[Found]:
                 each.found.skew = max(0.0, there - each.answered) or min(0.0, there - each.begun)
             if abs(each.found.skew) > SKEW:
                 each.found.problems.append("its clock differs: logs and timeouts need one time; use NTP")
-        up = [each for each in asked if each.found.told]
-        doors = [(e.found.host, addresses.get(e.found.host, here), e.found.told.get("port")) for e in up]
-        for each in up:
-            each.tell([door for door in doors if door[0] != each.found.host])
-        deadline = time.monotonic() + REACH * (len(up) + 1)
-        for each in up:
-            reached = each.answer(deadline) or {}
-            for name, why in reached.items():
-                if why:
-                    each.found.problems.append(
-                        f"it does not reach {name} ({why}): nodes need any port between hosts; look for a firewall"
-                    )
-        for each in up:
-            name, address, port = next(door for door in doors if door[0] == each.found.host)
-            try:
-                socket.create_connection((address, int(port or 0)), REACH).close()
-            except (OSError, ValueError, OverflowError) as e:
-                each.found.problems.append(f"this host does not reach {address}: {e}; look for a firewall")
+        _try_doors([each for each in asked if each.found.told], here, addresses, addresses_of(spec.interface))
     finally:
         for each in asked:
             each.end()
-    return [each.found for each in asked]
+    return [each.found for each in named]
+
+
+def _try_doors(up: Sequence[_Asked], here: _Asked, addresses: dict[str, str], listen: Sequence[str]) -> None:
+    """Has hosts try to reach each other, and this one; ``addresses`` are those of the others by name, ``listen`` those
+    on which this host's script would listen, if --interface says so."""
+    for each in up:
+        doors = []
+        for other in up:
+            address = addresses.get(other.found.host) or _way_to(addresses.get(each.found.host, LOOPBACK), listen)
+            if other is not each and address:
+                doors.append((other.found.host, address, ports_of(other.found.told)))
+        each.tell(doors)
+    deadline = time.monotonic() + 2 * REACH + len(up)
+    for each in up:
+        for name, why in (each.answer(deadline) or {}).items():
+            if not why:
+                continue
+            other = next((other for other in up if other.found.host == name), here)
+            what = (
+                f"({why}): nodes need all ports of {other.found.told.get('range')} between hosts; look for a firewall"
+            )
+            if each is here:
+                other.found.problems.append(f"this host does not reach it {what}")
+            else:
+                each.found.problems.append(f"it does not reach {'this host' if other is here else name} {what}")
+
+
+def _way_to(address: str, listen: Sequence[str]) -> str:
+    """Returns the address of this host at which another one finds it; "" if there is no telling."""
+    if listen:
+        return listen[0]
+    with contextlib.suppress(OSError):  # a name that only ssh knows, or nobody
+        return way_to(address)
+    return ""
+
+
+def ports_of(told: dict[str, Any]) -> dict[str, list[int]]:
+    """Returns the ports that a host says it has opened, by kind."""
+    said = {kind: str(told.get(kind, "")).split() for kind in ("IPv4", "IPv6")}
+    found = {
+        kind: [int(word) for word in words[:3] if re.fullmatch(r"[0-9]{1,5}", word) and 0 < int(word) < 1 << 16]
+        for kind, words in said.items()
+    }
+    return {kind: ports for kind, ports in found.items() if ports}
 
 
 def table(found: Sequence[Found]) -> str:

@@ -102,7 +102,7 @@ def _check_hosts(options: argparse.Namespace, spec: LaunchSpec) -> int:
     check = import_module("disttensor.cli.host_check")
     try:
         found = check.check_hosts(spec, float(options.timeout or check.PATIENCE))
-    except (StartError, OSError) as e:
+    except (StartError, ValueError, OSError) as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
     print(check.table(found))

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import disttensor as dt
+
+
+def ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
 
 #: Stands for ssh: `-G` says the address, other calls run here what would run there; "bad" refuses, others differ.
 SSH = f"""#!{sys.executable}
 import os, sys
 host = sys.argv[sys.argv.index("--") + 1]
 if "-G" in sys.argv:
-    print("hostname 127.0.0.1")
+    print("hostname ::1" if host == "six" else "hostname 127.0.0.1")
     sys.exit()
 if host == "bad":
     sys.exit("me@bad: Permission denied (publickey).")
@@ -27,7 +39,9 @@ if host == "old":
 if host == "bare":
     command = command.replace("from disttensor.", "from disttensor_that_is_not_there.")
 if host == "walled":
-    command = command.replace("door.getsockname()[1]", "9")
+    command = command.replace('" ".join(map(str, ports))', '"9 11"')
+if host == "narrow":
+    command = command.replace('" ".join(map(str, ports))', '" ".join(map(str, ports[:-1] + [9]))')
 os.execvp("/bin/sh", ["sh", "-c", command])
 """
 
@@ -67,7 +81,25 @@ def test_each_host_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     assert "pip install" in bare
     assert "Permission denied" in bad
     assert "`ssh -o BatchMode=yes bad true` must work" in bad
-    assert "this host does not reach 127.0.0.1" in walled
+    assert "this host does not reach it (by IPv4: [Errno 111] Connection refused): nodes need all ports of " in walled
+
+
+def test_ports_at_both_ends_of_what_a_job_takes(tmp_path: Path) -> None:
+    """Where a firewall passes some of them only, the others are named."""
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    code, lines, errors = check(tmp_path, "a,narrow")
+    assert (code, errors) == (1, ""), lines
+    a, narrow = lines[1:]
+    why = f"(by IPv4 at port 9: [Errno 111] Connection refused): nodes need all ports of {first}-{last} between hosts"
+    assert f"it does not reach narrow {why}" in a
+    assert f"this host does not reach it {why}" in narrow
+
+
+@pytest.mark.skipif(not ipv6(), reason="no IPv6 here")
+def test_hosts_of_ipv6(tmp_path: Path) -> None:
+    code, lines, errors = check(tmp_path, "six,a")
+    assert (code, errors) == (0, ""), lines
+    assert [line.split()[-1] for line in lines[1:]] == ["ok", "ok"]
 
 
 def test_hosts_are_needed() -> None:
