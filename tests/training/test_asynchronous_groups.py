@@ -52,10 +52,13 @@ def batch(i: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 5, generator=generator), torch.randint(0, 3, (4,), generator=generator)
 
 
+def mesh_of(nodes: list[int]) -> dt.meshes.Mesh:
+    return dt.mesh(dp=len(nodes), nodes=nodes)
+
+
 def groups(count: int = 3) -> list[nn.Module]:
     found: list[nn.Module] = []
-    for nodes in GROUPS[:count]:
-        mesh = dt.mesh(dp=len(nodes), nodes=nodes)
+    for mesh in map(mesh_of, GROUPS[:count]):
         found.append(DataParallel(copy.deepcopy(net()).to(mesh.device), mesh))
     return found
 
@@ -129,6 +132,25 @@ def test_groups_of_several_sizes(form: str) -> None:
     if server is not None:
         assert same_bits(list(server.pull().values()), centre)
         server.close()
+
+
+def test_the_mean_of_buffers_reaches_all_ranks_of_groups() -> None:
+    """That of the groups' first ranks, whose buffers were those of all in them."""
+    found = {}
+    for kind in ("own", "mean"):
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        workers = [DataParallel(copy.deepcopy(first).to(m.device), m) for m in map(mesh_of, GROUPS)]
+        drive(workers, step, Downpour(ParameterServer(first), local=RATE, buffers=kind), steps=3, seed=5)  # type: ignore[arg-type]
+        found[kind] = [[buffer.at(dp=0).cpu() for buffer in worker.buffers()] for worker in workers]  # type: ignore[attr-defined]
+        if kind == "mean":
+            assert_replicas_equal(workers[0], bitwise=True)
+            assert_replicas_equal(workers[1], bitwise=True)
+    for k in range(2):  # means and variances
+        mean = (found["own"][0][k] + found["own"][1][k] + found["own"][2][k]) / 3
+        assert all(same_bits([mine[k]], [mean]) for mine in found["mean"])
+        assert not same_bits([found["own"][0][k]], [mean])
+    assert [mine[2].item() for mine in found["mean"]] == [3, 3, 3]
 
 
 @pytest.mark.row("I38")
@@ -211,3 +233,32 @@ def test_lost_workers_are_told_and_the_others_go_on(caplog: pytest.LogCaptureFix
             with pytest.raises(dt.NodeLost):
                 server.push(there, async_op=True).wait(HANG)
             assert same_bits(list(server.pull().values()), twin[0])
+
+
+@pytest.mark.parametrize("form", ["served", "together"])
+def test_the_mean_of_buffers_is_that_of_the_workers_that_are_left(form: str) -> None:
+    """One is lost in its last step, when the others come to their mean."""
+    victim = {"served": 3, "together": 2}[form]  # the test before has ended 4 and 5
+    first = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    server = ParameterServer(first, nodes=[0, 1])
+    strategy: Any = (
+        Downpour(server, Schedule(every=2), local=RATE, buffers="mean")
+        if form == "served"
+        else LocalSGD(Schedule(every=3), local=RATE, buffers="mean")
+    )
+
+    def losing(worker: Any, t: int) -> torch.Tensor:
+        loss = step(worker, t)
+        if (worker.index, t) == (2, 3):
+            dt.kill(victim)
+        return loss
+
+    workers = [copy.deepcopy(first).to(f"node:{node}") for node in (0, 1, victim)]
+    history = drive(workers, losing, strategy, steps=3)
+    assert list(history.lost) == [2]
+    assert [event.workers for event in history.events if event.kind == "buffers"][-1] == (0, 1)
+    left = [[buffer.cpu() for buffer in module.buffers()] for module in workers[:2]]
+    assert same_bits(left[0], left[1])
+    local = [copy.deepcopy(first) for _ in workers]
+    assert history.replay(local, step).events == history.events
+    assert same_bits([buffer.detach() for buffer in local[0].buffers()], left[0])
