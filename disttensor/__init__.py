@@ -40,6 +40,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "check",
+    "connect",
     "fetch",
     "fully_shard",
     "graph",

@@ -38,7 +38,7 @@ from .startup.start import (
     shutdown as shutdown,
 )
 from .streams import Event as Event, Stream as Stream, stream as stream, synchronize as synchronize
-from .tasks import actor as actor, here as here, run as run, submit as submit
+from .tasks import actor as actor, connect as connect, here as here, run as run, submit as submit
 from .tasks.functions import nodes_info as nodes
 from .tasks.mapping import map as map
 from .training import DataParallel as DataParallel, fully_shard as fully_shard

@@ -1,7 +1,9 @@
-"""Functions of the user that run on nodes."""
+"""Functions of the user that run on nodes, and other programs that talk to the job. docs/ENDPOINTS.md."""
 
+from ..runtime.endpoints.connection import Connection, connect
 from .actors import Actor, actor
 from .calls import Each
+from .endpoint import Endpoint
 from .executor import Executor
 from .functions import interrupt, run
 from .here import Here, here
@@ -11,12 +13,15 @@ from .submitted import Submitted, submit
 
 __all__ = [
     "Actor",
+    "Connection",
     "Each",
+    "Endpoint",
     "Executor",
     "Here",
     "Ref",
     "Submitted",
     "actor",
+    "connect",
     "device_mesh",
     "here",
     "interrupt",

@@ -10,6 +10,7 @@ server tells them apart by their connections, never by their messages.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -41,6 +42,7 @@ class _TunnelHub(ZmqHub):
         keys = {_TUNNEL_KEYS - number: key for number, key in enumerate(peers)}
         super().__init__(hosts, port, server_keys=server_keys, node_keys=keys)
         self._next = 0
+        self.came_from: dict[int, str] = {}  #: by peer: its address
 
     def _sender(self, route: bytes, frame: zmq.Frame) -> int | None:
         if frame.more:
@@ -51,6 +53,7 @@ class _TunnelHub(ZmqHub):
         else:
             self._next += 1
             if self._register(route, self._next - 1, frame):
+                self.came_from[self._next - 1] = str(frame.get("Peer-Address"))
                 return self._next - 1
         self._dropped += 1
         return None
@@ -69,6 +72,18 @@ class TunnelServer(TunnelPump):
         #: The addresses that joining agents connect to, such as tcp://10.0.0.1:41233.
         self.addresses = self._hub.addresses
         self.start()
+
+    def came_from(self, peer: int) -> str:
+        """Returns the address of a peer that was accepted; asked once."""
+        return self._hub.came_from.pop(peer, "")
+
+    def forked(self) -> None:
+        """Closes a forked child's copies of the connections."""
+        self._hub.forked()
+        for end in self._ends.values():
+            end.ours.close()
+        for fd in (self.arrivals, self._stopping):
+            os.close(fd)
 
     @property
     def refused(self) -> int:

@@ -103,7 +103,7 @@ class TunnelPump:
     def __init__(self, port: MessagePort, name: str) -> None:
         self._port = port
         self._ends: dict[int, End] = {}
-        self._come: deque[socket.socket] = deque()
+        self._come: deque[tuple[socket.socket, int]] = deque()
         #: Readable while ``accept`` has something to give.
         self.arrivals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._stopping = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -117,6 +117,11 @@ class TunnelPump:
 
     def accept(self) -> socket.socket | None:
         """Returns the socket of a peer that has connected since; None when none has."""
+        found = self.accept_peer()
+        return None if found is None else found[0]
+
+    def accept_peer(self) -> tuple[socket.socket, int] | None:
+        """Returns the socket and the number of a peer that has connected since; None when none has."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.arrivals)
             return self._come.popleft()
@@ -135,7 +140,7 @@ class TunnelPump:
         """Raises OSError when this process has no descriptors left: this peer is not let in, and others stay."""
         self._next = peer + 1
         end = self._ends[peer] = End()
-        self._come.append(end.theirs)
+        self._come.append((end.theirs, peer))
         os.eventfd_write(self.arrivals, 1)
         return end
 

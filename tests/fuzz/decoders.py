@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -48,6 +48,7 @@ from disttensor.runtime.channel.tcp.dial import split_address
 from disttensor.runtime.channel.tcp.frames import SIZE, Frame, Opener, Sealer, nbytes_of
 from disttensor.runtime.channel.tcp.reader import Reader, Receive, ReceiveTicket
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, ENCRYPT, Checked, Sealed, Shield
+from disttensor.runtime.endpoints import frames as endpoint_frames
 from disttensor.runtime.host import affinity, mpi_env, slurm_env
 from disttensor.runtime.host.addresses import split
 from disttensor.runtime.host.launch_spec import Host, LaunchSpec, spec_of_dtrun
@@ -358,6 +359,29 @@ def _segment(data: bytes) -> None:
         segment.retire()
 
 
+def _endpoint(data: bytes) -> None:
+    """What another program sends to an endpoint."""
+    reader = endpoint_frames.Reader()
+    while data:
+        room = reader.room()[: len(data)]
+        room[:], data = data[: len(room)], data[len(room) :]
+        come = reader.took(len(room))
+        if come is not None and isinstance(come.said, endpoint_frames.Value):
+            endpoint_frames.unpack(come)
+
+
+#: Messages as ``pack`` makes them, and of the structs' types.
+_ENDPOINT = st.one_of(
+    st.sampled_from(
+        [
+            b"".join(endpoint_frames.pack(x))
+            for x in (None, [1, {"a": (2.0, b"3")}], torch.ones(2, 3), [torch.zeros(0), torch.tensor(True)])
+        ]
+    ),
+    _frames(st.one_of(packed(kind) for kind in get_args(endpoint_frames.Said))),
+)
+
+
 def _hears(make: Callable[[Callable[[bytes], None]], Carrier]) -> Callable[[bytes], None]:
     """A decoder of the words that the peer's carrier says: the first byte, and a segment's description beside it."""
 
@@ -634,6 +658,18 @@ DECODERS: tuple[Decoder, ...] = (
         st.lists(st.sampled_from([b"Dabc", b"A" + (10).to_bytes(8, "big"), b"E", b"A\1", b"A"])).map(b"\n".join),
         _tunnel,
         covers=("runtime/transport/tunnel_io.py:End.take",),
+    ),
+    Decoder(
+        "messages of another program",
+        _ENDPOINT,
+        _endpoint,
+        (ProtocolError,),
+        covers=(
+            "runtime/endpoints/frames.py:",
+            "runtime/endpoints/frames.py:decode_head",
+            "runtime/endpoints/frames.py:Reader._messages",
+            "runtime/endpoints/wires.py:Wires._come",
+        ),
     ),
     Decoder(
         "modules",

@@ -16,14 +16,25 @@ from variants import variants
 class Case:
     """How a job is started in a folder, and whose ports there may be that are not disttensor's."""
 
-    def __init__(self, *options: str, backend: str = "", ranks: bool = False, joins: tuple[str, ...] = ()) -> None:
-        self.options, self.ranks, self.joins = options, ranks, joins
+    def __init__(
+        self,
+        *options: str,
+        backend: str = "",
+        ranks: bool = False,
+        joins: tuple[str, ...] = (),
+        more: str = "",
+    ) -> None:
+        """``more``: what the script does as well, once its nodes are there."""
+        self.options, self.joins = options, joins
+        self.script = (
+            RANKS if ranks else PROBE.replace("torch.set_num_threads(1)\n", f"torch.set_num_threads(1)\n{more}\n")
+        )
         self.arguments = [backend] if backend else []
 
     @contextlib.contextmanager
     def running(self, folder: Path) -> Iterator[tuple[Job, list[int]]]:
         """The job, and its processes."""
-        script, fifo = written(folder, RANKS if self.ranks else PROBE)
+        script, fifo = written(folder, self.script)
         with contextlib.ExitStack() as stack:
 
             def start(*command: str) -> subprocess.Popen[str]:
@@ -67,6 +78,7 @@ CASES: dict[str, tuple[Case, Callable[[int, Job], bool]]] = {
         nobodys,
     ),
     "local": (Case("-n", "2"), nobodys),
+    "endpoint": (Case("-n", "1", more="endpoint = dt.tasks.Endpoint('endpoint')"), nobodys),
     "gloo": (Case("-n", "2", backend="gloo"), gloos),
     "process group": (Case("--process-group", "-n", "2", ranks=True), torchs),
 }

@@ -31,6 +31,7 @@ ENGINE_LAYERS = (
     ("collective",),
     ("node", "master"),
     ("launch",),
+    ("endpoints",),
     ("contracts",),
 )
 

@@ -1,0 +1,201 @@
+"""Messages as bytes, and out of them: a head (4 bytes of length, msgpack), then the bytes of its tensors, in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from ..protocol import values
+from ..protocol.arguments import Message
+from ..protocol.dtypes import DTYPES, IDS, QUANTIZED
+from ..protocol.errors import UNDECODABLE, ProtocolError
+
+#: The version of these messages.
+VERSION = 1
+#: The most bytes of a head: of plain data, and what stands around it.
+MAX_HEAD = values.MAX_DATA + (1 << 20)
+#: The most bytes of the tensors of a message, and the most tensors.
+MAX_BYTES, MAX_TENSORS = 8 << 30, 4096
+
+_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Words = Annotated[str, Meta(max_length=300)]
+
+
+class Shape(Message, frozen=True):
+    """A tensor, whose bytes follow."""
+
+    dtype: int
+    sizes: Annotated[tuple[_Size, ...], Meta(max_length=64)]
+
+
+class Hello(Message, frozen=True, tag=1):
+    """A client's first message."""
+
+    version: int
+    host: _Words
+    pid: _Size
+    tag: _Words
+
+
+class Welcome(Message, frozen=True, tag=2):
+    """The answer to it: the client's number."""
+
+    version: int
+    id: _Size
+
+
+class Refused(Message, frozen=True, tag=3):
+    """The other answer: why not."""
+
+    why: _Words
+
+
+class Value(Message, frozen=True, tag=4):
+    """A value."""
+
+    data: bytes
+    tensors: Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)] = ()
+
+
+class Bye(Message, frozen=True, tag=5):
+    """Nothing more comes: this end was closed."""
+
+
+Said: TypeAlias = Hello | Welcome | Refused | Value | Bye
+
+
+class Come(NamedTuple):
+    """A message that is complete."""
+
+    said: Said
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        data = len(self.said.data) if isinstance(self.said, Value) else 0
+        return data + sum(x.nbytes + 64 for x in self.tensors) + 512
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_heads: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+
+
+def frame(said: Said) -> bytes:
+    """Returns the bytes of a head."""
+    body = _encode(said)
+    return len(body).to_bytes(4, "big") + body
+
+
+def pack(value: Any) -> list[memoryview]:
+    """Returns the bytes of a value, those of contiguous tensors without a copy. A tensor on a node is fetched.
+
+    Raises TypeError for other than plain data and tensors, ValueError for what is too large, and what fetching raises.
+    """
+    tensors: list[torch.Tensor] = []
+    classes: set[type] = set()
+    data = values.encode(value, tensors, "a message has", classes=classes)
+    if classes:
+        raise TypeError(
+            f"a message has a {values.name_of(min(classes, key=values.name_of))}, and is made of tensors and plain "
+            "data; send what it is made of, such as dataclasses.asdict(x)"
+        )
+    size = sum(x.numel() * x.element_size() for x in tensors)
+    if size > MAX_BYTES or len(tensors) > MAX_TENSORS:
+        raise ValueError(
+            f"a message has {len(tensors)} tensors of {size} bytes, and may have {MAX_TENSORS} of {MAX_BYTES >> 30} GiB"
+        )
+    here = [_here(x) for x in tensors]
+    head = frame(Value(data, tuple(Shape(IDS[x.dtype], tuple(x.shape)) for x in here)))
+    return [memoryview(head), *(_bytes_of(x) for x in here if x.numel())]
+
+
+def unpack(come: Come) -> Any:
+    """Returns the value of a message. Raises ProtocolError."""
+    if not isinstance(come.said, Value):
+        raise ProtocolError(f"a value was to come, not {type(come.said).__name__}")
+    try:
+        return values.decode(come.said.data, come.tensors)
+    except values.Unannounced as e:
+        raise ProtocolError(str(e)) from None
+
+
+class Reader:
+    """Makes messages of a stream of bytes: who has read some into ``room()`` says so by ``took``.
+
+    A message that says that it is larger than any is refused before there is memory for it.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._messages()
+        self._done: Come | None = None
+        self._room = next(self._steps)
+
+    def room(self) -> memoryview:
+        """Returns where the next bytes go: one at least."""
+        return self._room
+
+    def took(self, count: int) -> Come | None:
+        """Notes that so many bytes were read; returns the message that they end, if they do. Raises ProtocolError."""
+        self._room = self._room[count:]
+        if not self._room:
+            self._room = next(self._steps)
+        done, self._done = self._done, None
+        return done
+
+    def _messages(self) -> Iterator[memoryview]:
+        while True:
+            length = bytearray(4)
+            yield memoryview(length)
+            size = int.from_bytes(length, "big")
+            if not 0 < size <= MAX_HEAD:
+                raise ProtocolError(f"a head of {size} bytes, and the most is {MAX_HEAD}")
+            body = bytearray(size)
+            yield memoryview(body)
+            said, tensors = decode_head(body), []
+            for shape in said.tensors if isinstance(said, Value) else ():
+                tensors.append(made := _empty(shape))
+                if made.numel():
+                    yield _bytes_of(made)
+                    if made.dtype is torch.bool and int(made.view(torch.uint8).max()) > 1:
+                        raise ProtocolError("a bool of a message is neither 0 nor 1")
+            self._done = Come(said, tensors)
+
+
+def decode_head(body: bytes | bytearray) -> Said:
+    """Decodes a head. Raises ProtocolError."""
+    try:
+        said = _heads.decode(body)
+    except UNDECODABLE as e:
+        raise ProtocolError(f"a head of {len(body)} bytes is not of this protocol: {e}") from None
+    if isinstance(said, Value):
+        size = 0
+        for shape in said.tensors:
+            dtype = DTYPES.get(shape.dtype)
+            if dtype is None or dtype in QUANTIZED:
+                raise ProtocolError(f"a tensor of a message has the dtype number {shape.dtype}")
+            size += math.prod(shape.sizes) * dtype.itemsize
+        if size > MAX_BYTES:
+            raise ProtocolError(f"a message has tensors of {size} bytes, and may have {MAX_BYTES}")
+    return said
+
+
+def _here(x: torch.Tensor) -> torch.Tensor:
+    if x.layout is not torch.strided or x.dtype not in IDS or x.dtype in QUANTIZED:
+        raise TypeError(f"a tensor of a message has the layout {x.layout} and the dtype {x.dtype}; make it a plain one")
+    return x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _empty(shape: Shape) -> torch.Tensor:
+    try:
+        return torch.empty(shape.sizes, dtype=DTYPES[shape.dtype], device="cpu")
+    except RuntimeError as e:  # no memory; or sizes whose product is no 64-bit number, beside one that is 0
+        raise ProtocolError(f"a tensor of a message can't be made: {e}") from None
+
+
+def _bytes_of(x: torch.Tensor) -> memoryview:
+    return memoryview(x.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]

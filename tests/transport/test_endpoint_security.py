@@ -1,0 +1,195 @@
+"""Endpoints against strangers, who have no key, and against programs that have one and lie."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from limits import HANG
+
+import disttensor as dt
+from disttensor.runtime.endpoints import connection, frames, wires
+from disttensor.runtime.endpoints.frames import Bye, Hello, Shape, Value, Welcome
+from disttensor.runtime.launch.rendezvous.credentials import read_connection_file
+from disttensor.runtime.protocol import values
+from disttensor.runtime.protocol.dtypes import IDS
+from disttensor.runtime.protocol.keys import curve_pair
+from disttensor.runtime.transport.tunnel import TunnelClient
+from disttensor.tasks import Endpoint
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "job.connection"
+
+
+@pytest.fixture
+def endpoint(nodes: object, file: Path) -> Iterator[Endpoint]:
+    with Endpoint(file) as made:
+        yield made
+
+
+def goes_on(endpoint: Endpoint, file: Path) -> None:
+    with dt.connect(file) as client:
+        client.send([1, torch.ones(3)])
+        one, value = endpoint.recv_any(HANG)
+        assert value[0] == 1
+        one.send("heard")
+        assert client.recv(timeout=HANG) == "heard"
+
+
+def test_a_stranger_gets_nothing(endpoint: Endpoint, file: Path) -> None:
+    """Without a key a greeting of ZeroMQ's, and no more; with another key, or at another server, nothing."""
+    host, _, port = endpoint.addresses[0].removeprefix("tcp://").rpartition(":")
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, frames.frame(Hello(frames.VERSION, "h", 1, ""))):
+        with socket.create_connection((host, int(port)), HANG) as stranger:
+            stranger.sendall(said)
+            heard = bytearray()
+            try:
+                while piece := stranger.recv(4096):
+                    heard += piece
+            except ConnectionResetError:
+                pass
+            assert len(heard) <= 64
+    told = read_connection_file(file, 0)
+    for keys, server in (
+        (curve_pair(), told.server_key),
+        ((told.public_key, curve_pair()[1]), told.server_key),
+        ((told.public_key, told.secret_key), curve_pair()[0]),
+    ):
+        with pytest.raises(dt.errors.BrokenError):
+            TunnelClient(endpoint.addresses, keys, server, 0.2)
+    assert endpoint.clients() == []
+    goes_on(endpoint, file)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+def test_a_file_that_others_can_read_is_refused(endpoint: Endpoint, file: Path, mode: int) -> None:
+    os.chmod(file, mode)
+    with pytest.raises(dt.errors.StartError, match="others can get at it"):
+        dt.connect(file, timeout=1)
+    os.chmod(file, 0o600)
+
+
+def length(size: int) -> bytes:
+    return size.to_bytes(4, "big")
+
+
+def value(*shapes: Shape, data: bytes = b"") -> bytes:
+    return frames.frame(Value(data or values.encode(1, []), shapes))
+
+
+@dataclass
+class Anothers:
+    """A class that nobody has announced."""
+
+    x: int
+
+
+FLOAT, BOOL = IDS[torch.float32], IDS[torch.bool]
+HELLO = frames.frame(Hello(frames.VERSION, "liar", 1, ""))
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize(
+    "said",
+    {
+        "noise": b"\xff" * 100,
+        "no length": length(0) + b"x" * 20,
+        "a head too long": length(frames.MAX_HEAD + 1),
+        "no msgpack": length(3) + b"\xc1\xc1\xc1",
+        "a value before hello": value(),
+        "a welcome": frames.frame(Welcome(1, 0)),
+        "goodbye before hello": frames.frame(Bye()),
+        "hello twice": HELLO + HELLO,
+        "a tensor left over": HELLO + value(Shape(FLOAT, (1,))) + bytes(4),
+        "no such dtype": HELLO + value(Shape(9999, (1,))),
+        "a dtype with a scale": HELLO + value(Shape(IDS[torch.quint8], (1,))),
+        "more than there can be": HELLO + value(Shape(FLOAT, (1 << 40,))),
+        "sizes whose product is no number": HELLO + value(Shape(FLOAT, (0, 1 << 61, 1 << 61))),
+        "a bool that is 2": HELLO + value(Shape(BOOL, (1,)), data=values.encode(torch.ones(1), [])) + b"\2",
+        "a pickle": HELLO + value(data=b"\x80\x04c__builtin__\nexit\n."),
+        "an object": HELLO + value(data=values.encode(Anothers(1), [], classes=set())),
+        "another protocol": frames.frame(msgspec.structs.replace(Hello(0, "h", 1, ""), version=7)),
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_who_has_a_key_and_lies_loses_its_connection(endpoint: Endpoint, file: Path, said: tuple[str, bytes]) -> None:
+    told = read_connection_file(file, 0)
+    tunnel = TunnelClient(told.addresses, (told.public_key, told.secret_key), told.server_key, HANG)
+    liar = tunnel.socket
+    liar.settimeout(HANG)
+    liar.sendall(said[1])
+    while liar.recv(4096):
+        pass
+    liar.close()
+    tunnel.close()
+    goes_on_after(endpoint, file)
+
+
+def goes_on_after(endpoint: Endpoint, file: Path) -> None:
+    """The liar is told of, by name, if it had been let in."""
+    with dt.connect(file) as client:
+        client.send("honest")
+        told: list[str] = []
+        seen: list[object] = []
+        while not seen:
+            try:
+                seen.append(endpoint.recv_any(HANG)[1])
+            except dt.errors.BrokenError as e:
+                told.append(str(e))
+        assert seen == ["honest"]
+        assert all("host liar" in line for line in told)
+
+
+def test_who_sends_without_end_waits(endpoint: Endpoint, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody takes is bounded; and all of it comes, in order."""
+    monkeypatch.setattr(wires, "FULL_BYTES", 1 << 20)
+    monkeypatch.setattr(wires, "FULL_MESSAGES", 8)
+    with dt.connect(file) as client:
+        (one,) = endpoint.clients(1, HANG)
+        sent = 0
+
+        def send_without_end() -> None:
+            nonlocal sent
+            while sent < 10_000:
+                client.send([sent, torch.full((100_000,), float(sent))], timeout=0.2)
+                sent += 1
+
+        with pytest.raises(TimeoutError, match=r"has not taken a message for 0.2 s; it is still on its way"):
+            send_without_end()
+        assert len(one._wire.inbox) <= 8
+        for number in range(sent + 1):
+            got, x = one.recv(timeout=HANG)
+            assert got == number
+            assert bool((x == number).all())
+        assert not one.poll()
+
+
+def test_a_file_of_nodes_that_join_is_no_endpoints(tmp_path: Path) -> None:
+    """What answers by it is another kind of thing, and says so."""
+    job = tmp_path / "join"
+    script = (
+        "import sys, disttensor as dt\n"
+        "dt.init_master_worker(nodes=2, init_method='file://' + sys.argv[1], timeout=60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(job)], stderr=subprocess.DEVNULL) as running:
+        try:
+            with pytest.raises(dt.errors.BrokenError, match="is that file an Endpoint's"):
+                dt.connect(job, timeout=HANG)
+        finally:
+            running.kill()
+
+
+def test_another_version_is_refused_with_both(endpoint: Endpoint, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "Hello", lambda version, *more: Hello(version + 1, *more))
+    with pytest.raises(dt.errors.BrokenError, match="version 2 of these messages, and this job version 1"):
+        dt.connect(file)
