@@ -6,19 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_unflatten
 
 from ..dispatch.first_call import layout_of
-from ..runtime.protocol.batches import is_plain
-from .prefetching import has_to, moved
+from .parts import Parts, has_to, is_leaf
+from .prefetching import moved
 from .ranks import Ranks
-
-
-def rows_of(batch: Any) -> int | None:
-    """Returns the number of samples in a batch: the size of the first dimension of its first tensor. None where it has
-    no such tensor."""
-    tensors = [leaf for leaf in tree_leaves(batch, is_leaf=_is_leaf) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    return int(tensors[0].shape[0]) if tensors else None
 
 
 def picked(batch: Any, rows: int, which: slice | list[int]) -> Any:
@@ -31,7 +24,7 @@ def picked(batch: Any, rows: int, which: slice | list[int]) -> Any:
             return leaf[which] if isinstance(which, slice) else type(leaf)(leaf[i] for i in which)
         return leaf
 
-    return tree_map(pick, batch, is_leaf=_is_leaf)
+    return tree_map(pick, batch, is_leaf=is_leaf)
 
 
 def sent(batch: Any, rows: Sequence[int], ranks: Ranks) -> Any:
@@ -44,7 +37,7 @@ def sent(batch: Any, rows: Sequence[int], ranks: Ranks) -> Any:
     """
     if not ranks.many and len(rows) == 1:
         return moved(batch, ranks.places[0].device)
-    leaves, spec = tree_flatten_with_path(batch, is_leaf=_is_leaf)
+    leaves, spec = tree_flatten_with_path(batch, is_leaf=is_leaf)
     parts = [_parts(leaf, rows, f"batch{keystr(path)}", ranks) for path, leaf in leaves]
     if ranks.mesh is not None:
         return tree_unflatten(
@@ -56,13 +49,11 @@ def sent(batch: Any, rows: Sequence[int], ranks: Ranks) -> Any:
     ]
 
 
-def _is_leaf(x: Any) -> bool:
-    return is_plain(x) or has_to(x)
-
-
 def _parts(leaf: Any, rows: Sequence[int], path: str, ranks: Ranks) -> Sequence[Any]:
     """Returns what each rank gets of a leaf."""
     whole = sum(rows)
+    if isinstance(leaf, Parts) and [len(part) for part in leaf.tensors] == list(rows):
+        return leaf.tensors
     if isinstance(leaf, torch.Tensor):
         if layout_of(leaf) is not torch.strided:
             raise TypeError(f"distribute: {path} is {layout_of(leaf)}, and can't be cut; x.to_dense()")
@@ -86,7 +77,7 @@ def _parts(leaf: Any, rows: Sequence[int], path: str, ranks: Ranks) -> Sequence[
 
 
 def _on_mesh(parts: Sequence[Any], leaf: Any, ranks: Ranks) -> Any:
-    return ranks.put(parts) if isinstance(leaf, torch.Tensor) else leaf
+    return ranks.put(parts) if isinstance(leaf, (torch.Tensor, Parts)) else leaf
 
 
 def _at(part: Any, device: torch.device) -> Any:

@@ -120,8 +120,9 @@ def distribute(
         seed: that of the order, and of the random numbers that a dataset draws for each sample.
         depth: the number of batches that are sent, or read by nodes, ahead of the one that the consumer has.
         at: "script": batches are read here and cut; the bytes leave from where the loader has put them, without a copy
-            before that. "node": each node reads its own samples, in worker processes, and the script gets no byte of
-            them; the dataset goes there as an argument of ``dt.run`` does.
+            before that, and what workers read for nodes of this host without any. "node": each node reads its own
+            samples, in worker processes, and the script gets no byte of them; the dataset goes there as an argument of
+            ``dt.run`` does.
         uneven: what becomes of an end that does not divide. "drop": whole global batches only. "pad": samples are
             repeated, as by DistributedSampler; ``counts`` of the loader says how many are not. "none": ranks have
             different numbers of samples, on nodes without a mesh; None where a node has none. Of a loader at the

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from ..runtime.node.samples import Plan, loader
-from .cutting import picked, rows_of, sent
+from .cutting import picked, sent
+from .from_workers import placing, taken_over
+from .parts import rows_of
 from .positions import Positions
 from .prefetching import sent_ahead
 from .ranks import Ranks
@@ -21,7 +23,11 @@ class DatasetHere(Positions):
         return sent_ahead(self._read(plan, state["position"], skip), self._sent, self.depth)
 
     def _read(self, plan: Plan, position: int, skip: int) -> Iterator[tuple[dict[str, Any], list[int], Any]]:
-        for rows, real, batch in islice(loader(self.dataset, plan, None, self.options), skip, None):
+        with placing(self.ranks.places, self.ranks.size, self.options.get("num_workers", 0)) as put:
+            yield from self._of(loader(self.dataset, plan, None, self.options, put), position, skip)
+
+    def _of(self, loader: Iterable[Any], position: int, skip: int) -> Iterator[tuple[dict[str, Any], list[int], Any]]:
+        for rows, real, batch in islice(loader, skip, None):
             position = self.after(position)
             yield {"position": position, "counts": tuple(real)}, rows, batch
 
@@ -65,7 +71,7 @@ class LoaderHere:
         count = state["batches"]
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
-        found = iter(self._loader)
+        found = taken_over(self._loader, self._ranks.places, self._ranks.size)
         try:
             for _ in range(count if state["loader"] is None else 0):
                 next(found, None)
@@ -76,8 +82,7 @@ class LoaderHere:
                     rows, real, whole = cut
                     yield {"batches": count, "loader": own, "counts": tuple(real)}, rows, whole
         finally:
-            if hasattr(found, "close"):
-                found.close()
+            found.close()
 
     def _sent(self, read: tuple[dict[str, Any], list[int], Any]) -> list[Any]:
         changed, rows, batch = read

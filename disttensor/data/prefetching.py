@@ -14,6 +14,8 @@ from ..errors.argument_checks import whole_number
 from ..runtime.channel.base import Transfer
 from ..session import current
 from ..session.transfers import lent
+from .from_workers import taken_over
+from .parts import has_to
 
 T = TypeVar("T")
 
@@ -54,16 +56,15 @@ class prefetch(Generic[T]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        return sent_ahead(iter(self.loader), partial(moved, device=self.device), self.depth)
+        session = current.current()
+        places = [session.places.of(self.device)] if session is not None and self.device.type == "node" else []
+        batches = taken_over(self.loader, places, 1) if places else iter(self.loader)
+        return sent_ahead(batches, partial(moved, device=self.device), self.depth)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     """Returns a batch with what has a ``to`` sent to a device."""
     return tree_map(lambda x: x.to(device, non_blocking=True) if has_to(x) else x, batch, is_leaf=has_to)
-
-
-def has_to(x: Any) -> bool:
-    return callable(getattr(x, "to", None))
 
 
 def sent_ahead(batches: Iterator[Any], send: Callable[[Any], Any], depth: int) -> Iterator[Any]:

@@ -72,10 +72,12 @@ def _seed(*of: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=7).digest())
 
 
-def loader(dataset: Any, plan: Plan, rank: int | None, options: Mapping[str, Any]) -> DataLoader[Any]:
+def loader(
+    dataset: Any, plan: Plan, rank: int | None, options: Mapping[str, Any], put: Put | None = None
+) -> DataLoader[Any]:
     """Returns a DataLoader of a rank's batches, or (None) of global ones. Each is (rows of each rank, how many of these
-    are no repeats, the batch)."""
-    collate = InTurns(options.get("collate_fn") or default_collate, 1 if rank is not None else plan.ranks)
+    are no repeats, the batch), which ``put`` collates."""
+    collate = InTurns(options.get("collate_fn") or default_collate, 1 if rank is not None else plan.ranks, put)
     # what it would draw of the process's own generator is another's: a node's, and so a mesh's
     generator = torch.Generator(device="cpu").manual_seed(_seed(plan.seed, plan.epoch, -1))
     more = {**options, "collate_fn": collate, "generator": generator}
@@ -179,14 +181,19 @@ class Stream(IterableDataset[Any]):
                 yield rank < real, sample
 
 
+#: A function of a collate function, samples, and the rows of each rank, that returns the batch.
+Put = Callable[[Callable[[list[Any]], Any], list[Any], list[int]], Any]
+
+
 class InTurns:
     """A collate function for samples of ranks in turns: a batch has the rows of the first rank first, and so on."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], ranks: int) -> None:
-        self._collate, self._ranks = collate, ranks
+    def __init__(self, collate: Callable[[list[Any]], Any], ranks: int, put: Put | None) -> None:
+        self._collate, self._ranks, self._put = collate, ranks, put
 
     def __call__(self, samples: list[tuple[bool, Any]]) -> tuple[list[int], list[int], Any]:
         by_rank = [samples[rank :: self._ranks] for rank in range(self._ranks)]
         rows = [len(each) for each in by_rank]
         real = [sum(is_real for is_real, _ in each) for each in by_rank]
-        return rows, real, self._collate([sample for each in by_rank for _, sample in each])
+        ordered = [sample for each in by_rank for _, sample in each]
+        return rows, real, self._collate(ordered) if self._put is None else self._put(self._collate, ordered, rows)

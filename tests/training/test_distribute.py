@@ -18,7 +18,6 @@ from equal import same
 from limits import HANG
 from mesh_kit import connected
 from telling import said
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.sampler import Sampler
 
@@ -390,56 +389,6 @@ def test_the_script_gets_and_sends_no_bytes_of_what_nodes_read() -> None:
     assert sum(1 for _ in loader) == 4
     dt.synchronize()
     assert dt.channels.stats() == ()
-
-
-class Copies(TorchDispatchMode):
-    """Counts the bytes that operations of this thread write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage().data_ptr() for x in args if type(x) is torch.Tensor}
-        out = op(*args, **(kwargs or {}))
-        seen = op is torch.ops.aten.set_.source_Storage_storage_offset  # a worker's batch, where it is
-        if type(out) is torch.Tensor and out.device.type == "cpu" and not seen:
-            written = op is torch.ops.aten.copy_.default or out.untyped_storage().data_ptr() not in before
-            self.bytes += out.nbytes if written else 0
-        return out
-
-
-def anonymous() -> int:
-    """The bytes of this process that are in no file and shared with nobody."""
-    return 1024 * int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
-
-
-class Large(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.full((1 << 20,), i, dtype=torch.float32)
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
-def test_workers_batches_are_sent_without_a_copy_before() -> None:
-    """The bytes lie in the workers' shared memory, and go from there to the nodes' by the channel's own one copy."""
-    batch = 8 * 4 << 20
-    loader = distribute(Large(), mesh(dp=2, nodes=[0, 1]), batch_size=8, num_workers=4)
-    warm = iter(loader)
-    next(warm), warm.close()  # type: ignore[attr-defined]
-    dt.synchronize()
-    dt.channels.reset_stats()
-    start, most = anonymous(), 0
-    with Copies() as copies:
-        for i, x in enumerate(loader):
-            most = max(most, anonymous() - start)
-            assert x.at(dp=1)[:, 0].tolist() == [8 * i + k for k in (1, 3, 5, 7)]
-    assert copies.bytes < batch / 100
-    assert most < batch / 2
-    sent = [row.sent.bytes for row in dt.channels.stats() if row.at == "master"]
-    assert sum(sent) == 6 * batch
 
 
 class Gates:

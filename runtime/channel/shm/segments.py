@@ -33,7 +33,8 @@ from ..payload import store
 #: The first page is the segment's state; the payload starts on a page of its own.
 HEAD = mmap.PAGESIZE
 FREE, USED, RETIRED = 0, 1, 2
-#: The other bytes of the first page: the receiver has mapped the segment (1), has taken the payload (2); and its id.
+#: The other bytes of the first page: the receiver has mapped the segment (1), has taken the payload (2), the segment is
+#: not used again once it is free (3); and its id.
 _ID, _WORD = slice(8, 16), struct.Struct("<Q")
 _NAME = "disttensor"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -71,10 +72,44 @@ def _mapped(fd: int, nbytes: int, inherited: bool) -> ctypes.Array[ctypes.c_ubyt
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), "mmap")
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    weakref.finalize(memory, _unmapped, address, nbytes, 0 if inherited else os.getpid()).atexit = False
     if not inherited:
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
     return memory
+
+
+def opened(pid: int, fd: int, id: int, nbytes: int, inherited: bool) -> tuple[int, ctypes.Array[ctypes.c_ubyte]]:
+    """Opens and maps a segment of another process; returns a descriptor of this one's, and the memory.
+
+    Raises OSError when this process can't open it, ProtocolError for what is not this segment, MemoryError when there
+    is no room to map it; the segment is free again then.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise ProtocolError(f"{path} is no shared memory of ours")
+    mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(mine).st_size != HEAD + nbytes:
+            raise ProtocolError(f"{path} is not sealed, or not of {nbytes} bytes")
+        try:
+            memory = _mapped(mine, HEAD + nbytes, inherited)
+        except OSError as error:
+            if error.errno != errno.ENOMEM or os.pread(mine, 8, _ID.start) != _WORD.pack(id):
+                raise
+            os.pwrite(mine, bytes([FREE, 0, 1]), 0)  # as `take` and `free` would
+            raise MemoryError(f"{nbytes} bytes of shared memory cannot be mapped") from error
+        if bytes(memory[_ID]) != _WORD.pack(id):  # before anything is written: it may be in use between others
+            raise ProtocolError(f"{path} is another one than the peer's")
+    except BaseException:
+        os.close(mine)
+        raise
+    return mine, memory
+
+
+def _unmapped(address: int, nbytes: int, pid: int) -> None:
+    """Unmaps memory; not in a child of the only process that has it, where something else may lie there by now."""
+    if pid in (0, os.getpid()):
+        _libc.munmap(address, nbytes)
 
 
 class Segment:
@@ -192,26 +227,9 @@ class Mapping:
     """The receiver's side of a segment."""
 
     def __init__(self, pid: int, fd: int, id: int, nbytes: int) -> None:
-        """Raises OSError when this process can't open it, ProtocolError for what is not this segment, MemoryError when
-        there is no room to map it; the segment is free again then."""
-        path = f"/proc/{pid}/fd/{fd}"
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise ProtocolError(f"{path} is no shared memory of ours")
-        mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(mine).st_size != HEAD + nbytes:
-                raise ProtocolError(f"{path} is not sealed, or not of {nbytes} bytes")
-            try:
-                self.map = _mapped(mine, HEAD + nbytes, inherited=True)
-            except OSError as error:
-                if error.errno != errno.ENOMEM or os.pread(mine, 8, _ID.start) != _WORD.pack(id):
-                    raise
-                os.pwrite(mine, bytes([FREE, 0, 1]), 0)  # as `take` and `free` would
-                raise MemoryError(f"{nbytes} bytes of shared memory cannot be mapped") from error
-        finally:
-            os.close(mine)
-        if bytes(self.map[_ID]) != _WORD.pack(id):  # before anything is written: it may be in use between others
-            raise ProtocolError(f"{path} is another one than the peer's")
+        """Raises as ``opened``."""
+        mine, self.map = opened(pid, fd, id, nbytes, inherited=True)
+        os.close(mine)
         self.id, self.nbytes = id, nbytes
         self.map[1] = 1  # the sender may close its descriptor now
         self._pid = os.getpid()
@@ -228,6 +246,11 @@ class Mapping:
     def take(self) -> None:
         """Marks the payload in it as taken: it was wanted, and the sender may announce more."""
         self.map[2] = 1
+
+    @property
+    def over(self) -> bool:
+        """True once the sender is not going to use it again."""
+        return self.map[0] == RETIRED or (bool(self.map[3]) and self.map[0] == FREE)
 
     def lease(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Returns the payload. When it (and every tensor over it) is gone, the segment is free again."""
@@ -258,7 +281,7 @@ class Mappings:
             raise ProtocolError(f"a payload of {nbytes} bytes in a segment of {size}")
         found = self._known.get(id)
         if found is None:
-            for old in [i for i, m in self._known.items() if m.map[0] == RETIRED]:
+            for old in [i for i, m in self._known.items() if m.over]:
                 del self._known[old]
             found = self._known[id] = Mapping(pid, fd, id, size)
         if found.nbytes != size:

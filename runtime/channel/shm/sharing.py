@@ -13,6 +13,7 @@ import torch
 from ...protocol.errors import ProtocolError
 from ..carrier import Carrier, Parcel, Say
 from ..payload import plain
+from . import adopted
 from .segments import DESCRIPTOR, FREE, HEAD, Mapping, Mappings, Segment, Segments
 
 #: The most bytes that the peer has not taken yet, but for one payload of any size.
@@ -83,7 +84,9 @@ class Sharing(Carrier):
         self._hold_back(tensor.numel() * tensor.element_size())
         if tensor.device.type != "cpu" or tensor._is_zerotensor():
             tensor = plain(tensor)
-        filled = self._reserved.pop(tensor.data_ptr(), None) if tensor.is_contiguous() else None
+        filled = None
+        if tensor.is_contiguous():
+            filled = self._reserved.pop(tensor.data_ptr(), None) or adopted.claimed(tensor.data_ptr())
         segment = filled or self._take(tensor.numel() * tensor.element_size())
         if segment is None:
             return None
