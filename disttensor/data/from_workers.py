@@ -126,7 +126,7 @@ class _Batch:
 
 
 class _Filled(Parts):
-    """What a worker has put into segments. In the script it is made of their descriptions."""
+    """A tensor that a worker has put into segments. In the script it is made of their descriptions."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], segments: Sequence[Segment], number: int) -> None:
         super().__init__(tensors)
