@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Iterator
 
 import pytest
-from host_kit import Hosts, hosts_by_ssh
+from host_kit import PATH, Hosts, hosts_by_ssh
+from limits import HANG
 from variants import variants
 
 pytestmark = [pytest.mark.ssh]
@@ -81,3 +84,35 @@ def test_modules_beside_the_script(hosts: Hosts, there: str) -> None:
     assert "['left 42', 'right 42'] 42\n" in out
     assert f'File "{project}/helper/tools.py", line 2, in fail\n    def fail(): raise ValueError(answer())' in out
     assert "ValueError: 42" in out
+
+
+def test_check_of_hosts_with_ipv6(hosts: Hosts) -> None:
+    """By names that have addresses of IPv6 only; and of both kinds, where a host has no route by one of them."""
+    keys = hosts.folder / "ssh"
+    with contextlib.ExitStack() as daemons:
+        for number, host in enumerate(("left", "right"), 1):
+            address, device = f"fd78::{number}", ["dev", "eth0", "nodad"]
+            assert hosts.run("ip", "address", "add", f"{address}/64", *device, host=host).returncode == 0
+            with open(hosts.folder / "hosts", "a") as names:
+                print(f"{address} {host}6\n{address} {host}46\n10.78.0.{number} {host}46", file=names)
+            with open(keys / "known_hosts", "a") as known:
+                print(f"{host}6,{host}46,{address} {(keys / 'host.pub').read_text()}", end="", file=known)
+            config = keys / f"sshd6-{host}"
+            config.write_text((keys / f"sshd-{host}").read_text().replace(f"10.78.0.{number}", f"[{address}]"))
+            daemons.enter_context(
+                hosts.daemon(host, shutil.which("sshd", path=PATH) or "sshd", "-D", "-f", str(config))
+            )
+
+            def answers(host: str = host) -> bool:
+                return hosts.run(str(keys / "client"), f"{host}6", "hostname").stdout == f"{host}\n"
+
+            hosts.wait_until(answers, HANG, f"sshd on {host} does not answer")
+        for names in ("left6,right6", "right6", "left46,right46"):
+            lines = dtrun(hosts, "--check", "--hosts", names).splitlines()
+            assert [line.split()[-1] for line in lines[1:]] == ["ok"] * len(names.split(",")), lines
+        (hosts.folder / "where6.py").write_text(WHERE)
+        assert dtrun(hosts, "--hosts", "left6,right6", "where6.py") == "['left', 'right']\n"  # as a job has it
+        for host in ("left", "right"):
+            assert hosts.run("ip", "-6", "address", "flush", "dev", "eth0", host=host).returncode == 0
+        lines = dtrun(hosts, "--check", "--hosts", "left46,right46").splitlines()
+        assert [line.split()[-1] for line in lines[1:]] == ["ok", "ok"], lines
