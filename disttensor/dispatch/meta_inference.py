@@ -156,7 +156,10 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise
     except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as e:
         if (local := _locally(op, args, kwargs)) is not None:
-            raise local from None
+            try:
+                raise local from None
+            finally:
+                del local  # its frames would have it, and keep a user's tensors until the collector comes
         if not isinstance(e, AssertionError):  # some of torch's meta kernels refuse operands by an assertion
             raise
         raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e

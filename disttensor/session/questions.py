@@ -74,7 +74,10 @@ class Questions:
         first.add_note(self._among(place, at))
         for other, at in others[:3]:
             first.add_note(f"{type(other).__name__}: {str(other).splitlines()[0]}\n{self._among(place, at)}")
-        raise first
+        try:
+            raise first
+        finally:
+            del error, errors, first, others  # as in raise_pending_error
 
     @staticmethod
     def _among(place: MeshPlace, at: list[int]) -> str:
@@ -123,7 +126,10 @@ class Questions:
             error = self.exception(left[0], left[1:])
             for f in left:
                 f.observed = True
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its frames would have it, and keep a user's tensors until the collector comes
 
     def ask_sync(self, rank: int) -> Request:
         """Asks a node to answer when it has done everything so far, transfers included; does not wait."""

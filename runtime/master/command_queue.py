@@ -251,7 +251,10 @@ class CommandQueue:
         """Raises, once, the error of a command that could not be sent."""
         error, self.unsendable = self.unsendable, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its frames would have it, and keep a user's tensors until the collector comes
 
     @property
     def full(self) -> bool:

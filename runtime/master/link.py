@@ -351,7 +351,10 @@ class Link:
             error = lost.again()
             if note := outbox.where(lost.rank):
                 error.add_note(note)
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its frames would have it, and keep a user's tensors until the collector comes
 
     def _send(self, queue: CommandQueue) -> None:
         """Packs a queue, and sends what has been packed for its nodes. The caller holds the lock."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -416,3 +417,33 @@ torch.ones(3, device="node:0").gather(0, torch.tensor([7], device="node:0"))
     assert done.returncode == 1, done  # an error that nobody asked about
     assert "out of bounds" in done.stderr, done
     assert "program.py:19" in done.stderr, done
+
+
+WAYS_TO_FAIL: dict[str, Callable[[torch.Tensor], object]] = {
+    "a mistake": lambda x: x @ torch.ones(3, 3, device=x.device),
+    "a read": lambda x: x.gather(0, torch.full((1, 1), 9, device=x.device)).cpu(),
+    "a wait": lambda x: (x.gather(0, torch.full((1, 1), 9, device=x.device)), dt.synchronize()),
+    "a function": lambda x: dt.run(lambda y: y.view(3), x),
+}
+
+
+@pytest.mark.parametrize("place", ["node", "mesh"])
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_an_error_that_is_gone_keeps_no_tensors(way: str, place: str) -> None:
+    """Its frames are freed with it, and with them a user's tensors: no cycle waits for the collector."""
+    device = dt.mesh(dp=2, nodes=[0, 1]).device if place == "mesh" else torch.device("node:1")
+    refs = []
+
+    def fail() -> None:
+        x = torch.ones(7, 7, device=device)
+        refs.append(weakref.ref(x))
+        WAYS_TO_FAIL[way](x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(Exception):
+            fail()
+        assert refs[0]() is None
+    finally:
+        gc.enable()
