@@ -64,3 +64,49 @@ def test_its_names_and_links_are_there() -> None:
         getattr(dt.collectives.functional, name)
     links = re.findall(r"\]\(([^)#:]+)", PAGE)
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def lines_of_ours() -> list[str]:
+    """The calls in the tables' second columns, but for those that begin or end sessions and nodes."""
+    rows = re.findall(r"^\| .* \| (.*) \|$", PAGE, re.MULTILINE)
+    found = [line for row in rows for line in re.findall(r"`([^`]+)`", row)]
+    calls = [
+        line for line in found if re.match(r"(\w+ = )?(\[|next\()?(dt|group|functional|work|x|levels)\b.*[)\]]", line)
+    ]
+    return [line for line in calls if not re.match(r"dt\.(init_|shutdown|kill)", line)]
+
+
+class Trainer:
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+
+    def train(self, step: int) -> int:
+        return self.start + step
+
+
+def test_the_lines_of_the_tables_run() -> None:
+    """With what their names stand for."""
+    lines = lines_of_ours()
+    assert len(lines) > 60
+    with dt.init_master_worker(nodes=8, launcher="inproc"):
+        mesh, group = dt.mesh(dp=8), dt.collectives.new_group()
+        xs = [torch.full((2,), float(k), device=f"node:{k}") for k in range(8)]
+        work = dt.submit(divmod, 7, 2, node=1)
+        trainers = [dt.actor(Trainer, node=k) for k in range(2)]
+        names = {
+            "dt": dt, "torch": torch, "functional": dt.collectives.functional, "mesh": mesh, "group": group, "node": 3,
+            "levels": group.levels(rack=lambda k: k // 4), "key": lambda k: k % 2, "work": work, "a": work, "b": work,
+            "works": [work], "ops": [dt.collectives.P2POp(dt.collectives.isend, xs[0], 1),
+                                     dt.collectives.P2POp(dt.collectives.irecv, xs[1], 0)],
+            "data": torch.utils.data.TensorDataset(torch.ones(64, 2)), "n": 2, "items": [1, 2], "values": xs,
+            "args": (1,), "obj": [1], "has_batch": [1] * 7 + [0], "steps": [1] * 7 + [2], "tau": 2, "alpha": 0.1,
+            "Counter": Trainer, "Trainer": Trainer, "trainers": trainers,
+            "f": lambda *a: a[0], "g": lambda *a: a[0], "fn": lambda *a: a[0],
+        }  # fmt: skip
+        for line in lines:
+            net = torch.nn.Linear(2, 2).to(mesh.device)
+            net(torch.ones(8, 2, device=mesh.device)).sum().backward()
+            x = torch.ones(2, device=mesh.device if "at(" in line or "node=mesh" in line else "node:0")
+            here = {"x": x, "xs": [t.clone() for t in xs], "outs": [t.new_empty(0) for t in xs]}
+            exec(line, names | here | {"net": net, "model": net, "block": net})
+        dt.synchronize()
