@@ -155,6 +155,7 @@ def test_recv_any_of_ten(endpoint: Endpoint, file: Path, pool: ThreadPoolExecuto
             job.send("done")
 
     running = [pool.submit(client, i) for i in range(10)]
+    endpoint.clients(10, LONG)  # all of them: no client closes before it was answered
     seen = []
     for _ in range(20):
         one, value = endpoint.recv_any(LONG)
