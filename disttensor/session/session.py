@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from ..runtime.protocol.arguments import Addresses
 from ..runtime.protocol.bundle import Bundle
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.transport.base import Hub
+from ..runtime.transport.zmq import ZmqHub
 from . import caches
 from .callbacks import Callbacks
 from .channel_router import ChannelRouter
@@ -66,6 +67,7 @@ class Session:
         nodes are threads of this process. ``protection`` is that of tensors on their way.
         """
         self.job = job
+        self._parts: dict[Any, Any] = {}
         self.channel = channels.data[0]
         self.link = Link(hub, nodes, launcher, self._lost)
         #: the nodes, by rank. One that joins is here when it has been taken in, and in the link's from its key on
@@ -86,6 +88,8 @@ class Session:
         #: the operators that nodes may run
         self.allow = AllowList()
         self.launcher = launcher
+        #: opens one more hub for nodes' connections, given their public keys; None where they have no keys for it
+        self.hub_beside: Callable[[Mapping[int, str]], ZmqHub] | None = None
         self.max_nodes = nodes  #: the largest number of nodes, with those that may still join
         self.bundle: Bundle | None = None  #: the bundle of one more node, but for its rank and keys
         #: nodes that are threads of this process
@@ -94,7 +98,6 @@ class Session:
         self._default_dtype = torch.float32
         self.transfers = Transfers(self.link, self.router, questions.failure, questions.sync)
         self.callbacks = Callbacks()
-        self._parts: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         lost = [node.rank for node in self.nodes if node.lost is not None]
@@ -139,6 +142,9 @@ class Session:
     def _lost(self, error: NodeLost) -> None:
         if hasattr(self, "router"):  # the link is made first, and a host may be lost at once
             self.router.forget(error.rank, error.cause)
+            for part in list(self._parts.values()):
+                if (lost := getattr(part, "lost", None)) is not None:
+                    lost(error)
 
     def check_default_dtype(self) -> None:
         """Tells the nodes the default dtype if it has changed; every plan may depend on it."""
@@ -160,7 +166,8 @@ class Session:
         ``make()``.
 
         A part ends with the session. Its method ``forked``, if it has one, is called in a forked child; ``finish`` at
-        the session's end, with the time until which it may wait for what is under way: it returns errors.
+        the session's end, with the time until which it may wait for what is under way: it returns errors; ``lost`` when
+        a node is lost, under the link's lock.
         """
         found = self._parts.get(make)
         if found is None:

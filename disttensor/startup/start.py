@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -212,7 +213,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         undo.callback(starter.stop, 0)
     count = _count(settings.nodes, starter, settings.spec.least)
     job, secret = job_id(), job_secret()
-    hub, side, bundle, bundles = _hub(settings, starter, count, job, undo)
+    hub, side, more, bundle, bundles = _hub(settings, starter, count, job, undo)
     if starter is not None:
         if settings.output.log_dir:
             starter.show(settings.output)
@@ -224,6 +225,9 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     undo.callback(channels.close)
     session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.protection)
     session.link.side.hub = side
+    session.hub_beside = more
+    if side is not None:
+        session.link.side.keys = {each.rank: each.side_public_key for each in bundles}
     undo.callback(session.close, 0)
     session.allow = AllowList(settings.allow_ops)
     session.bundle = bundle
@@ -246,12 +250,14 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
 
 def _hub(
     settings: Settings, starter: Launcher | None, count: int, job: str, undo: contextlib.ExitStack
-) -> tuple[ZmqHub | InprocHub, ZmqHub | None, b.Bundle, list[b.Bundle]]:
+) -> tuple[ZmqHub | InprocHub, ZmqHub | None, Callable[..., ZmqHub] | None, b.Bundle, list[b.Bundle]]:
     """Opens the master's ends of the control connections and of the side channels, if there can be some.
 
-    Returns them with a bundle for any node (without rank and keys), and the bundle of each node to begin with.
+    Returns them, what opens one more hub for such connections, a bundle for any node (without rank and keys), and the
+    bundle of each node to begin with.
     """
     server, keys, hub, side = ("", ""), [("", "")] * count, None, None
+    more: Callable[..., ZmqHub] | None = None
     silence = settings.spec.silence
     side_keys = keys
     if starter is not None:
@@ -267,6 +273,7 @@ def _hub(
         beside = starter.side_key_pairs(count) if encrypted else keys
         if beside:
             side_keys = beside
+            more = partial(_hub_beside, starter.listen, server if encrypted else None, silence.lost)
             side = ZmqHub(
                 starter.listen, server_keys=server if encrypted else None, node_keys=_public(side_keys),
                 unread=SIDE_UNREAD,
@@ -305,8 +312,14 @@ def _hub(
     if hub is None:
         inproc = InprocHub(count)
         undo.callback(inproc.close)
-        return inproc, None, bundle, bundles
-    return hub, side, bundle, bundles
+        return inproc, None, None, bundle, bundles
+    return hub, side, more, bundle, bundles
+
+
+def _hub_beside(
+    listen: Sequence[str], server: tuple[str, str] | None, silence: float, keys: Mapping[int, str]
+) -> ZmqHub:
+    return ZmqHub(listen, server_keys=server, node_keys=keys, unread=SIDE_UNREAD, silence=silence)
 
 
 def _public(keys: Sequence[tuple[str, str]]) -> dict[int, str]:

@@ -1,24 +1,30 @@
-"""Functions of the user that run on nodes, and other programs that talk to the job. docs/ENDPOINTS.md."""
+"""Functions of the user that run on nodes, and what they share with the script. docs/QUEUES.md, ENDPOINTS.md."""
 
 from ..runtime.endpoints.connection import Connection, connect
+from ..runtime.shared.handles import Channel, ShutDown, current_holder, select
 from .actors import Actor, actor
 from .calls import Each
 from .endpoint import Endpoint
 from .executor import Executor
 from .functions import interrupt, run
+from .held import holder as _holder
 from .here import Here, here
 from .process_groups import device_mesh
 from .shared import Ref, share
 from .submitted import Submitted, submit
 
+current_holder[:] = [_holder]
+
 __all__ = [
     "Actor",
+    "Channel",
     "Connection",
     "Each",
     "Endpoint",
     "Executor",
     "Here",
     "Ref",
+    "ShutDown",
     "Submitted",
     "actor",
     "connect",
@@ -26,6 +32,7 @@ __all__ = [
     "here",
     "interrupt",
     "run",
+    "select",
     "share",
     "submit",
 ]

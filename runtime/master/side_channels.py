@@ -19,6 +19,7 @@ class SideChannels:
     def __init__(self) -> None:
         self.hub: Hub | None = None  #: None where there are none: nodes that are threads
         self.cancelled: dict[int, Cancelled] = {}  #: functions that are to end and have not, by request
+        self.keys: dict[int, str] = {}  #: by rank: the public key of a node's connections beside the first one
         self._losses: list[bytes] = []
         self._untold: dict[int, deque[bytes]] = {}  #: by rank: the words that it has not been sent
 
@@ -30,6 +31,7 @@ class SideChannels:
         """Lets in one more node, which is to hear of all losses."""
         if self.hub is not None:
             self.hub.admit(rank, key)
+            self.keys[rank] = key
             self._untold[rank] = deque(self._losses)
 
     def lost(self, rank: int, cause: str, others: Iterable[Node]) -> None:

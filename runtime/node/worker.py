@@ -38,6 +38,7 @@ from ..protocol.bundle import PROTOCOL, Bundle, read_bundle
 from ..protocol.errors import ClosedError, ProtocolError
 from ..transport.base import Spoke
 from .executor import Executor
+from .own_bundle import set_own
 from .process_groups import ProcessGroups
 from .receive_ahead import Ahead
 from .side_channel import SideChannel
@@ -231,6 +232,7 @@ def start(bundle: Bundle) -> int:
     worker = Worker(bundle, spoke)
     if not bundle.side_addresses:
         return worker.serve()
+    set_own(bundle, addresses.index(address))
     beside = partial(
         ZmqSpoke, bundle.side_addresses[addresses.index(address)], bundle.server_key, bundle.side_public_key,
         bundle.side_secret_key, bundle.rank, silence=bundle.silence,

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
 
+import msgspec
 import torch
 import value_kit
 from fuzzing import JSON, MSGPACK, jsons, messages, packed
@@ -63,11 +64,13 @@ from disttensor.runtime.launch.tree import control
 from disttensor.runtime.launch.tree.framed import MARK, FramedSocket
 from disttensor.runtime.launch.tree.shipping import Sources, unpack
 from disttensor.runtime.master.failures import Failure, Failures
-from disttensor.runtime.protocol import codec, side, values
+from disttensor.runtime.protocol import codec, shared_objects, side, values
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.allow_list import AllowList
 from disttensor.runtime.protocol.bundle import Bundle, read_bundle
 from disttensor.runtime.protocol.errors import BrokenError, ChannelError, ProtocolError, StartError
+from disttensor.runtime.protocol.shared_objects import Joining
+from disttensor.runtime.shared import values as shared_values
 from disttensor.runtime.transport import tunnel, tunnel_io
 from disttensor.startup.settings import Settings
 
@@ -382,6 +385,24 @@ _ENDPOINT = st.one_of(
 )
 
 
+#: Items as shared_values.pack makes them.
+_ITEMS = packed(
+    shared_objects.Item,
+    *(
+        shared_values.pack(x)
+        for x in (None, [1, {"a": (2.0, b"3")}], torch.ones(2, 3), [torch.zeros(0), torch.tensor(True)])
+    ),
+)
+
+
+def _item(data: bytes) -> None:
+    try:
+        found = msgspec.msgpack.decode(data, type=shared_objects.Item)
+    except (ValueError, RecursionError):
+        raise ProtocolError("no item") from None
+    shared_values.unpack(found)
+
+
 def _hears(make: Callable[[Callable[[bytes], None]], Carrier]) -> Callable[[bytes], None]:
     """A decoder of the words that the peer's carrier says: the first byte, and a segment's description beside it."""
 
@@ -596,6 +617,30 @@ DECODERS: tuple[Decoder, ...] = (
             "runtime/node/side_channel.py:SideChannel._serve",
         ),
     ),
+    Decoder(
+        "request of what is shared",
+        st.one_of(packed(kind) for kind in get_args(shared_objects.Request)),
+        shared_objects.decode_request,
+        (ProtocolError,),
+        covers=(
+            "runtime/protocol/shared_objects.py:",
+            "runtime/protocol/shared_objects.py:decode_request",
+        ),
+    ),
+    Decoder(
+        "answer of what is shared",
+        packed(shared_objects.Answer),
+        shared_objects.decode_answer,
+        (ProtocolError,),
+        covers=("runtime/protocol/shared_objects.py:decode_answer",),
+    ),
+    Decoder(
+        "pieces of what is shared",
+        st.binary(max_size=40).map(lambda data: shared_objects.LAST + data),
+        lambda data: Joining().add(data),
+        (ProtocolError,),
+    ),
+    Decoder("item", _ITEMS, _item, (ProtocolError,), covers=("runtime/shared/handles.py:select",)),
     Decoder("report", packed(c.Report, *_REPORTS), _report, (ProtocolError,), examples=150),
     Decoder(
         "value",

@@ -30,6 +30,7 @@ ENGINE_LAYERS = (
     ("transport", "channel"),
     ("collective",),
     ("node", "master"),
+    ("shared",),
     ("launch",),
     ("endpoints",),
     ("contracts",),

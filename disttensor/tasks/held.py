@@ -1,0 +1,84 @@
+"""The part of a session that holds what its script and nodes share, with the service by which nodes reach it."""
+
+from __future__ import annotations
+
+import threading
+
+from ..runtime.protocol.errors import DisttensorError, NodeLost
+from ..runtime.shared import handles
+from ..runtime.shared.callers import Local
+from ..runtime.shared.handles import Where
+from ..runtime.shared.objects import Objects
+from ..runtime.shared.service import Service
+from ..session import current
+from ..session.session import Session
+
+
+class Held:
+    """A part of a session. Nothing is started before a handle is first given to a function."""
+
+    def __init__(self) -> None:
+        self.objects = Objects()
+        self.caller: Local
+        self._session: Session
+        self._service: Service | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._admitted: set[int] = set()
+        self._lock = threading.Lock()
+        self._began = False
+
+    def begin(self, session: Session) -> None:
+        """Ties this part to its session, at first use."""
+        with self._lock:
+            if not self._began:
+                self._began = True
+                self._session = session
+                self.caller = Local(self.objects, session.link.flush_all)
+                # nodes that are threads: what they wait for issues nothing
+                handles.here[session.job] = Local(self.objects, lambda: None)
+                session.changes.callback(self.close)
+
+    def where(self, number: int) -> Where:
+        """Tells functions on nodes how to reach an object. Raises DisttensorError where they can't."""
+        session = self._session
+        with self._lock:
+            if not session.shares_process:
+                if session.hub_beside is None:
+                    raise DisttensorError(
+                        "functions on nodes of this launcher can't use what the script holds for all: these have no "
+                        "keys for a second connection"
+                    )
+                if self._service is None:
+                    self._admitted = set(session.link.side.keys)
+                    hub = session.hub_beside({rank: session.link.side.keys[rank] for rank in self._admitted})
+                    self._addresses = hub.addresses
+                    self._service = Service(hub, self.objects)
+                self._service.admit(session.link.side.keys, self._admitted)
+        self.objects.share(number)
+        return Where(session.job, self._addresses)
+
+    def lost(self, error: NodeLost) -> None:
+        """Tells those who wait of a loss."""
+        self.objects.lost(error.rank, error.cause)
+
+    def forked(self) -> None:
+        """Makes a forked child's copy unusable."""
+        self._lock = threading.Lock()
+        self.objects.forked()
+        if self._service is not None:
+            self._service.forked()
+
+    def close(self) -> None:
+        """Ends all waits, and the connections."""
+        self.objects.end("the session has ended")
+        handles.here.pop(self._session.job, None)
+        if self._service is not None:
+            self._service.close()
+
+
+def holder() -> Held:
+    """Returns what the session holds. Raises DisttensorError without a session."""
+    session = current.session()
+    held = session.part(Held)
+    held.begin(session)
+    return held

@@ -1,0 +1,170 @@
+"""Requests of functions on nodes about the objects that the script's process holds for all (``dt.tasks.Channel``), and
+the answers. Each request has a number, and exactly one answer.
+
+    node: Client  -- Asking (Put, Take, ...) -->  script: Service
+                  <-- Answer --
+                  -- Withdraw -->  the answer comes now; -- Read --> so many bytes of answers have been read
+
+A message of any length goes in pieces, each led by a byte: ``MORE``, or ``LAST``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from .arguments import Message
+from .errors import UNDECODABLE, ProtocolError
+
+#: The most bytes of an item: its plain data and its tensors together.
+MAX_ITEM = 64 << 20
+#: The most bytes of a request or an answer: an item, and what stands around it.
+MAX_WHOLE = MAX_ITEM + (1 << 20)
+#: The most tensors of an item.
+MAX_TENSORS = 4096
+#: The most channels that one ``select`` waits for.
+MAX_SELECTED = 1024
+#: Bytes of a message per piece, well under a message's limit.
+PIECE = 512 << 10
+MORE, LAST = b"\0", b"\1"
+
+#: What an answer says: done; there is no item, or no room, now; closed; a node was lost; refused in words; the session
+#: has ended.
+OK, EMPTY, FULL, SHUT, LOST, REFUSED, ENDED = range(7)
+
+_Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+#: The number of the object that a request is about; each request has a field ``of``.
+_One = Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=1)]
+
+
+class Flat(Message, frozen=True):
+    """A tensor's values, one after the other."""
+
+    dtype: int
+    shape: Annotated[tuple[_Number, ...], Meta(max_length=64)]
+    data: bytes
+
+
+class Item(Message, frozen=True):
+    """A value: plain data, with gaps for tensors, and these."""
+
+    data: bytes
+    tensors: Annotated[tuple[Flat, ...], Meta(max_length=MAX_TENSORS)] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that count for ``MAX_ITEM``."""
+        return len(self.data) + sum(len(flat.data) + 64 for flat in self.tensors)
+
+
+class Put(Message, frozen=True, tag=1):
+    """Puts an item into a channel; waits for room, or not. ``back``: it was taken by nobody, and is the next again."""
+
+    call: _Number
+    of: _One
+    item: Item
+    wait: bool = True
+    back: bool = False
+
+
+class Take(Message, frozen=True, tag=2):
+    """Takes the next item of the first of several channels that has one; waits for one, or not."""
+
+    call: _Number
+    of: Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=MAX_SELECTED)]
+    wait: bool = True
+
+
+class Ask(Message, frozen=True, tag=3):
+    """Asks how many items there are, and whether the channel is closed."""
+
+    call: _Number
+    of: _One
+
+
+class Close(Message, frozen=True, tag=4):
+    """Closes a channel. ``immediate`` drops its items, too."""
+
+    call: _Number
+    of: _One
+    immediate: bool = False
+
+
+class Withdraw(Message, frozen=True, tag=5):
+    """Nobody waits for a request any more. Its answer comes at once, if it has not come yet."""
+
+    call: _Number
+
+
+class Read(Message, frozen=True, tag=6):
+    """So many more bytes of answers were read."""
+
+    nbytes: _Number
+
+
+class Answer(Message, frozen=True, tag=7):
+    """The answer to a request: ``item`` was taken out of the object ``of``; ``count`` and ``closed`` are what was
+    asked."""
+
+    call: _Number
+    said: int
+    of: int = 0
+    item: Item | None = None
+    count: int = 0
+    closed: bool = False
+    why: str = ""
+
+
+Asking: TypeAlias = Put | Take | Ask | Close
+Request: TypeAlias = Asking | Withdraw | Read
+
+encode = msgspec.msgpack.Encoder().encode
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def decode_request(message: bytes) -> Request:
+    """Decodes what a node asks. Raises ProtocolError."""
+    try:
+        return _requests.decode(message)
+    except UNDECODABLE as e:
+        raise ProtocolError(f"a request of {len(message)} bytes is not of this protocol: {e}") from None
+
+
+def decode_answer(message: bytes) -> Answer:
+    """Decodes an answer. Raises ProtocolError."""
+    try:
+        return _answers.decode(message)
+    except UNDECODABLE as e:
+        raise ProtocolError(f"an answer of {len(message)} bytes is not of this protocol: {e}") from None
+
+
+def pieces(message: bytes) -> Iterator[bytes]:
+    """Cuts a message into pieces."""
+    end = max(0, len(message) - 1) // PIECE * PIECE
+    for at in range(0, end, PIECE):
+        yield MORE + message[at : at + PIECE]
+    yield LAST + message[end:]
+
+
+class Joining:
+    """Joins the pieces of one sender's messages."""
+
+    def __init__(self) -> None:
+        self._parts = bytearray()
+
+    def add(self, piece: bytes) -> bytes | None:
+        """Takes a piece; returns the message that it ends, if it does. Raises ProtocolError for what is no piece, and
+        for a message that is too long."""
+        if piece[:1] not in (MORE, LAST):
+            raise ProtocolError(f"a piece of {len(piece)} bytes begins with {piece[:1]!r}")
+        if len(self._parts) + len(piece) > MAX_WHOLE:
+            raise ProtocolError(f"a message is longer than {MAX_WHOLE} bytes")
+        self._parts += memoryview(piece)[1:]
+        if piece[:1] == MORE:
+            return None
+        whole, self._parts = bytes(self._parts), bytearray()
+        return whole

@@ -1,0 +1,1 @@
+"""Objects that the script's process holds for itself and for functions on nodes: channels."""

@@ -1,0 +1,163 @@
+"""How a handle asks: in the script at once, in a function on a node by the node's own connection."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from itertools import count
+from queue import SimpleQueue
+
+from ..node.own_bundle import own
+from ..process.signals import uninterrupted
+from ..protocol import shared_objects as s
+from ..protocol.errors import ChannelError, DisttensorError, ProtocolError
+from ..protocol.shared_objects import Answer
+from ..transport.spoke import ZmqSpoke
+from .objects import SCRIPT, Objects
+from .waiting import Slot
+
+#: Bytes of answers after which the script is told that they were read.
+_TOLD = 1 << 20
+#: Bytes that a message counts beside its own, as in the service.
+_AROUND = 64
+
+
+def back(taken: Answer, call: int) -> s.Put | None:
+    """Returns the request that puts back what was taken; None where nothing was."""
+    if taken.said != s.OK or taken.item is None:
+        return None
+    return s.Put(call, (taken.of,), taken.item, back=True)
+
+
+class Local:
+    """Asks in the script's process. ``begin`` is called before it waits: what was issued is to be on its way."""
+
+    def __init__(self, objects: Objects, begin: Callable[[], None]) -> None:
+        self.objects, self._begin = objects, begin
+
+    def number(self) -> int:
+        return next(self.objects.numbers)
+
+    def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
+        slot = Slot()
+        try:
+            self.objects.ask(SCRIPT, request, slot.fill)
+            if slot.answer is None:
+                self._begin()
+                if slot.wait(timeout) is None:
+                    self.objects.withdraw(SCRIPT, request.call)
+            return slot.wait()  # type: ignore[return-value]
+        except BaseException:
+            self._abandon(request.call, slot)
+            raise
+
+    @uninterrupted
+    def _abandon(self, call: int, slot: Slot) -> None:
+        self.objects.withdraw(SCRIPT, call)
+        if slot.answer is not None and (put := back(slot.answer, self.number())) is not None:
+            self.objects.ask(SCRIPT, put, lambda _: None)
+
+
+class Client:
+    """Asks from a node. Two threads send and receive, so that an interrupt never splits a message."""
+
+    def __init__(self, addresses: tuple[str, ...]) -> None:
+        """``addresses``: the service's, in the order of the script's. Raises BrokenError."""
+        bundle, at = own()
+        self._spoke = ZmqSpoke(
+            addresses[at], bundle.server_key, bundle.side_public_key, bundle.side_secret_key, bundle.rank,
+            silence=bundle.silence,
+        )  # fmt: skip
+        self._numbers = count()
+        self._slots: dict[int, Slot] = {}
+        self._lock = threading.Lock()
+        self._ended = ""
+        self._out: SimpleQueue[s.Request | None] = SimpleQueue()
+        for serve in (self._sending, self._receiving):
+            threading.Thread(target=serve, name="disttensor-service", daemon=True).start()
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
+        own()  # a process that was forked has the connection, and nobody who uses it
+        slot = Slot()
+        try:
+            self._slots[request.call] = slot
+            self._out.put(request)
+            if self._ended:
+                raise DisttensorError(self._ended)
+            if slot.wait(timeout) is None:
+                self._out.put(s.Withdraw(request.call))
+            answer = slot.wait()
+        except BaseException:
+            self._abandon(request.call, slot)
+            raise
+        if answer is None or answer.said == s.ENDED:
+            raise DisttensorError(self._ended or "the session has ended")
+        return answer
+
+    def _abandon(self, call: int, slot: Slot) -> None:
+        with self._lock:
+            slot.abandoned = True
+            answer = slot.answer
+        if answer is None:
+            self._out.put(s.Withdraw(call))
+        elif (put := back(answer, self.number())) is not None:
+            self._out.put(put)
+
+    def _sending(self) -> None:
+        while (request := self._out.get()) is not None:
+            try:
+                for piece in s.pieces(s.encode(request)):
+                    self._spoke.send(piece)
+            except ChannelError:
+                return  # the receiving thread finds it out, too
+
+    def _receiving(self) -> None:
+        joining, read = s.Joining(), 0
+        try:
+            while True:
+                piece = self._spoke.recv()
+                if piece is None:
+                    continue
+                read += len(piece) + _AROUND
+                if read >= _TOLD:
+                    self._out.put(s.Read(read))
+                    read = 0
+                if (whole := joining.add(piece)) is not None:
+                    self._answered(s.decode_answer(whole))
+        except (ChannelError, ProtocolError) as e:
+            self._ended = f"what the script holds for all can't be used here any more: {e}"
+            if isinstance(e, ProtocolError):
+                print(f"disttensor: {self._ended}", file=sys.stderr)
+            self._out.put(None)
+            for slot in list(self._slots.values()):
+                self._fill(slot, Answer(0, s.ENDED))
+
+    def _answered(self, answer: Answer) -> None:
+        slot = self._slots.pop(answer.call, None)
+        refused = slot is not None and not self._fill(slot, answer)
+        if refused and (put := back(answer, self.number())) is not None:
+            self._out.put(put)
+
+    def _fill(self, slot: Slot, answer: Answer) -> bool:
+        """Gives an answer to who waits; returns False where nobody does any more."""
+        with self._lock:
+            if slot.answer is None and not slot.abandoned:
+                slot.fill(answer)
+                return True
+            return False
+
+
+_client: list[Client] = []
+_connecting = threading.Lock()
+
+
+def client(addresses: tuple[str, ...]) -> Client:
+    """Returns this node's connection, which the first call makes, to one of the service's addresses."""
+    with _connecting:
+        if not _client:
+            _client.append(Client(addresses))
+        return _client[0]

@@ -1,0 +1,131 @@
+"""Channels as objects that are shared: items in order, and who waits for items and for room."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from ..protocol import shared_objects as s
+from ..protocol.shared_objects import Answer, Item
+from .objects import OVERHEAD, Object, Objects, Wait
+
+
+class Channel(Object):
+    """A channel: first in, first out."""
+
+    asked = (s.Put, s.Take, s.Ask, s.Close)
+
+    def __init__(self, all: Objects, number: int, maxsize: int = 0) -> None:
+        super().__init__(all, number)
+        self.maxsize, self.closed = maxsize, False
+        self.items: deque[tuple[Item, int, int]] = deque()  #: with who has put it, and its size
+        self.putting: deque[Wait] = deque()
+        self.taking: deque[Wait] = deque()
+
+    @property
+    def tells(self) -> bool:
+        return self.shared and not self.closed
+
+    def ask(self, wait: Wait, found: Sequence[Channel]) -> None:
+        call = wait.request.call
+        match wait.request:
+            case s.Ask():
+                wait.answer(Answer(call, s.OK, count=len(self.items), closed=self.closed))
+            case s.Close():
+                self.closed = True
+                if wait.request.immediate:
+                    while self.items:
+                        self._pop()
+                wait.answer(Answer(call, s.OK))
+                self.settle()
+            case s.Put():
+                wait.size = wait.request.item.nbytes + OVERHEAD
+                self._put(wait, wait.request)
+            case s.Take():
+                self._take(wait, found)
+
+    def _put(self, wait: Wait, request: s.Put) -> None:
+        call = request.call
+        if wait.size > s.MAX_ITEM + OVERHEAD:
+            wait.answer(Answer(call, s.REFUSED, why=f"an item has {wait.size} bytes"))
+        elif request.back and not self.all.room(wait.party, wait.size):
+            wait.answer(Answer(call, s.REFUSED, why=f"node {wait.party} has put too much back"))
+        elif request.back:  # it has been in already: a channel that was closed meanwhile takes it, too
+            self._push(wait, first=True)
+            wait.answer(Answer(call, s.OK))
+            self.settle()
+        elif self.closed:
+            wait.answer(Answer(call, s.SHUT))
+        elif not self.putting and self._room(wait):
+            self._push(wait)
+            wait.answer(Answer(call, s.OK))
+            self.settle()
+        elif not request.wait:
+            wait.answer(Answer(call, s.FULL))
+        elif not self.all.tell(wait, [self]) and self.all.hold(wait):
+            self.putting.append(wait)
+            self.settle()  # those before it may wait for what they have elsewhere, and there is room
+
+    def _take(self, wait: Wait, found: Sequence[Channel]) -> None:
+        request = wait.request
+        first = random.randrange(len(found)) if len(found) > 1 else 0  # select is fair
+        for channel in (*found[first:], *found[:first]):
+            if channel.items:
+                wait.answer(Answer(request.call, s.OK, channel.number, channel._pop()))
+                channel.settle()
+                return
+        if all(channel.closed for channel in found):
+            wait.answer(Answer(request.call, s.SHUT))
+        elif not request.wait:
+            wait.answer(Answer(request.call, s.EMPTY))
+        elif not self.all.tell(wait, found) and self.all.hold(wait):
+            for channel in dict.fromkeys(found):
+                channel.taking.append(wait)
+
+    def waiting(self) -> Iterable[Wait]:
+        return (*self.taking, *self.putting)
+
+    def forget(self, wait: Wait) -> None:
+        queue = self.putting if isinstance(wait.request, s.Put) else self.taking
+        if wait in queue:
+            queue.remove(wait)
+
+    def in_vain(self, wait: Wait) -> int:
+        return s.FULL if isinstance(wait.request, s.Put) else s.EMPTY
+
+    def settle(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for wait in list(self.putting):
+                if wait.over:
+                    continue
+                if self.closed:
+                    self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+                elif self._room(wait):
+                    self._push(wait)
+                    self.all.finish(wait, Answer(wait.request.call, s.OK))
+                    moved = True
+            while self.taking and self.items:
+                wait = self.taking[0]
+                self.all.finish(wait, None)  # before the item is out: that may settle another channel where it waits
+                wait.answer(Answer(wait.request.call, s.OK, self.number, self._pop()))
+                moved = True
+        if self.closed and not self.items:
+            for wait in list(self.taking):
+                if not wait.over and all(other.closed for other in self.all.of_kind(Channel, wait.request.of)):
+                    self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+
+    def _room(self, wait: Wait) -> bool:
+        return not 0 < self.maxsize <= len(self.items) and self.all.room(wait.party, wait.size)
+
+    def _push(self, wait: Wait, first: bool = False) -> None:
+        entry = wait.request.item, wait.party, wait.size
+        (self.items.appendleft if first else self.items.append)(entry)
+        self.all.keep(wait.party, wait.size)
+
+    def _pop(self) -> Item:
+        item, party, size = self.items.popleft()
+        self.all.let_go(party, size, self)
+        return item

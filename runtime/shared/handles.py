@@ -1,0 +1,247 @@
+"""Handles: what a program and its functions on nodes use. A handle is pickled as the number of what it stands for."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ..process import role
+from ..protocol import shared_objects as s
+from ..protocol.errors import DisttensorError, NodeLost
+from ..protocol.shared_objects import Answer
+from . import callers, channels
+from .values import pack, unpack
+from .waiting import Caller
+
+if TYPE_CHECKING:
+
+    class ShutDown(Exception):
+        """Raised by a closed channel: ``queue.ShutDown``, which Python has from 3.13 on."""
+
+elif hasattr(queue, "ShutDown"):
+    ShutDown = queue.ShutDown
+else:
+
+    class ShutDown(Exception):
+        """Raised by a closed channel: ``queue.ShutDown``, which Python has from 3.13 on."""
+
+
+class Where(NamedTuple):
+    """The way by which a function on a node reaches what the script holds."""
+
+    job: str
+    addresses: tuple[str, ...]  #: of the service, in the order of the script's; none where nodes are threads
+
+
+class Holder(Protocol):
+    """The script's end: what holds all for the session."""
+
+    caller: callers.Local
+
+    def where(self, number: int) -> Where:
+        """Tells functions on nodes how to reach a channel, from now on. Raises DisttensorError where they can't."""
+
+
+#: Returns the holder of the script's session; set by the front end.
+current_holder: list[Callable[[], Holder]] = []
+#: Sessions of this process, by job: their nodes may be threads of it.
+here: dict[str, Caller] = {}
+
+
+def caller_at(where: Where) -> Caller:
+    """Returns what asks, where a handle was unpickled."""
+    found = here.get(where.job)
+    if found is not None:
+        return found
+    if not where.addresses:
+        raise DisttensorError("this channel's session has ended")
+    return callers.client(where.addresses)
+
+
+class Channel:
+    """A queue that the script and functions on all nodes use: first in, first out, whoever puts and gets.
+
+        >>> squares = dt.tasks.Channel()
+        >>> def work(out, n):
+        ...     for i in range(n):
+        ...         out.put(i * i)
+        ...     out.close()
+        >>> dt.run(work, squares, 4, node=1)
+        >>> list(squares)
+        [0, 1, 4, 9]
+
+    Items are plain data and tensors (None, numbers, text, bytes, lists, tuples, sets, dicts of them), 64 MiB at most.
+    They are copied when they are put: a tensor on a node is fetched then, and whoever gets it has a local tensor.
+    Methods and exceptions have the names of ``queue.Queue``'s. The script makes channels, and gives them to functions
+    as arguments. A wait raises NodeLost, once, when a node is lost meanwhile: what is waited for may never come; the
+    channel goes on.
+
+    Args:
+        maxsize: how many items it has room for; 0: no limit.
+        name: a name for ``repr``.
+    """
+
+    def __init__(self, maxsize: int = 0, name: str | None = None) -> None:
+        """Raises DisttensorError without a session, and in a function on a node."""
+        if isinstance(maxsize, bool) or not isinstance(maxsize, int):
+            raise TypeError(f"Channel(maxsize={maxsize!r:.60}) takes a number of items")
+        if role.is_node():
+            raise DisttensorError("a channel is made by the script, which gives it to functions as an argument")
+        if not current_holder:
+            raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
+        self._holder: Holder | None = current_holder[0]()
+        self._caller: Caller | None = self._holder.caller
+        self._number = self._holder.caller.objects.make(partial(channels.Channel, maxsize=maxsize))
+        self.maxsize, self.name = maxsize, name
+        self._where: Where | None = None
+
+    def __repr__(self) -> str:
+        return f"<Channel {self.name or self._number}{f' maxsize={self.maxsize}' if self.maxsize > 0 else ''}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        where = self._holder.where(self._number) if self._holder is not None else self._where
+        return _unpickled, (self._number, self.maxsize, self.name, where)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the channel is
+        closed, TypeError and ValueError for what is no item, NodeLost."""
+        _check(timeout)
+        packed = pack(item)
+        block = block and timeout != 0
+        ask = self._asking()
+        self._said(ask.ask(s.Put(ask.number(), (self._number,), packed, block), timeout if block else None))
+
+    def put_nowait(self, item: Any) -> None:
+        """Puts an item in if there is room. Raises as ``put``."""
+        self.put(item, block=False)
+
+    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
+        """Puts items in, one after the other; ``timeout`` is each one's. Raises as ``put``: those before are in."""
+        for item in items:
+            self.put(item, timeout=timeout)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Takes the next item out; waits for one, ``timeout`` seconds at most. Raises queue.Empty, ShutDown once the
+        channel is closed and empty, NodeLost."""
+        return select(self, timeout=timeout if block else 0)[1]
+
+    def get_nowait(self) -> Any:
+        """Takes the next item out if there is one. Raises as ``get``."""
+        return self.get(block=False)
+
+    def qsize(self) -> int:
+        """Returns the number of items that are in now."""
+        return self._state().count
+
+    def empty(self) -> bool:
+        """Returns whether there is no item now."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """Returns whether there is no room now."""
+        return 0 < self.maxsize <= self.qsize()
+
+    def close(self, immediate: bool = False) -> None:
+        """Lets nothing more in. What is in comes out first, unless ``immediate`` drops it; then readers are told by
+        ShutDown. Wakes all who wait in vain. Closing twice is fine."""
+        ask = self._asking()
+        self._said(ask.ask(s.Close(ask.number(), (self._number,), immediate)))
+
+    @property
+    def closed(self) -> bool:
+        """True once the channel was closed."""
+        return self._state().closed
+
+    @property
+    def drained(self) -> bool:
+        """True once the channel is closed, and nothing is left in it."""
+        state = self._state()
+        return state.closed and state.count == 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Takes items out until the channel is closed and empty."""
+        while True:
+            try:
+                item = self.get()
+            except ShutDown:
+                return
+            yield item
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asking(self) -> Caller:
+        if self._caller is None:
+            if self._where is None:
+                raise DisttensorError("this channel has no session")
+            self._caller = caller_at(self._where)
+        return self._caller
+
+    def _state(self) -> Answer:
+        ask = self._asking()
+        return self._said(ask.ask(s.Ask(ask.number(), (self._number,))))
+
+    def _said(self, answer: Answer) -> Answer:
+        return _checked(answer, repr(self))
+
+
+def _unpickled(number: int, maxsize: int, name: str | None, where: Where | None) -> Channel:
+    channel = Channel.__new__(Channel)
+    channel._holder = channel._caller = None
+    channel._number, channel.maxsize, channel.name, channel._where = number, maxsize, name, where
+    return channel
+
+
+def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, Any]:
+    """Takes the next item of whichever channel has one; waits for one, ``timeout`` seconds at most.
+
+        >>> channel, item = dt.tasks.select(squares, cubes)
+
+    Where several have items, each is as likely. Raises queue.Empty, ShutDown once all are closed and empty, ValueError
+    without channels, or for channels of several sessions, NodeLost.
+    """
+    _check(timeout)
+    for channel in channels:
+        if not isinstance(channel, Channel):
+            raise TypeError(f"select takes channels, not {channel!r:.60}")
+    numbers = tuple(dict.fromkeys(channel._number for channel in channels))
+    if not 1 <= len(numbers) <= s.MAX_SELECTED:
+        raise ValueError(f"select takes 1 to {s.MAX_SELECTED} channels, not {len(numbers)}")
+    ask = channels[0]._asking()
+    if any(channel._asking() is not ask for channel in channels):
+        raise ValueError("select takes channels of one session")
+    request = s.Take(ask.number(), numbers, timeout != 0)
+    answer = _checked(ask.ask(request, timeout or None), ", ".join(map(repr, itertools.islice(channels, 4))))
+    if answer.item is None:
+        raise DisttensorError("an item came without a value")
+    return next(channel for channel in channels if channel._number == answer.of), unpack(answer.item)
+
+
+def _check(timeout: float | None) -> None:
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: seconds are not negative")
+
+
+def _checked(answer: Answer, what: str) -> Answer:
+    """Returns an answer that says OK. Raises what the others mean."""
+    match answer.said:
+        case s.OK:
+            return answer
+        case s.EMPTY:
+            raise queue.Empty
+        case s.FULL:
+            raise queue.Full
+        case s.SHUT:
+            raise ShutDown(f"{what}: closed")
+        case s.LOST:
+            raise NodeLost(answer.count, cause=f"{answer.why}; {what} goes on, and may get nothing of that node's")
+        case s.ENDED:
+            raise DisttensorError(f"{what}: {answer.why}")
+        case _:
+            raise DisttensorError(f"{what}: {answer.why or 'refused'}")

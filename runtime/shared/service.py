@@ -1,0 +1,154 @@
+"""The thread that answers nodes' requests, by connections of their own to a hub of its own.
+
+node: Client --pieces--> hub --> Service --> Objects.ask
+             <--pieces-- hub <-- Service <-- answer: by whichever thread has put, taken, or lost something
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ..protocol import shared_objects as s
+from ..protocol.errors import BrokenError, ProtocolError
+from ..transport.base import Hub
+from .objects import Objects
+
+_log = logging.getLogger("disttensor")
+
+#: Bytes of answers that a node has not read, up to which it is sent more.
+WINDOW = 8 << 20
+#: The most answers that wait for a node to read.
+MAX_UNREAD = 8192
+#: Bytes that a message counts beside its own.
+_AROUND = 64
+#: Seconds between two looks at what must not be.
+_LOOK = 1.0
+
+
+class _Peer:
+    """A node's connection."""
+
+    def __init__(self) -> None:
+        self.joining = s.Joining()
+        self.answers: deque[s.Answer] = deque()  #: not sent yet
+        self.pieces: deque[bytes] = deque()  #: of the answer that is being sent
+        self.unread = 0
+
+
+class Service:
+    """The thread, and the hub, which it alone uses."""
+
+    def __init__(self, hub: Hub, objects: Objects) -> None:
+        self._hub, self._objects = hub, objects
+        self._peers: dict[int, _Peer] = {}
+        self._ready: deque[int] = deque()  #: nodes for which there are answers
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="disttensor-service", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Service {self._hub!r} {self._objects!r}>"
+
+    def admit(self, keys: Mapping[int, str], known: set[int]) -> None:
+        """Lets in further nodes, by their public keys; ``known`` are in already."""
+        for rank, key in list(keys.items()):
+            if rank not in known:
+                known.add(rank)
+                self._hub.admit(rank, key)
+
+    def close(self) -> None:
+        """Ends the thread, and the connections."""
+        if not self._closed:
+            self._closed = True
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            os.close(self._wake)
+            self._hub.close()
+
+    def forked(self) -> None:
+        """Closes a forked child's copy of the connections."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._wake)
+            self._hub.forked()
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.register(self._hub.fileno(), select.POLLIN)
+        looked = time.monotonic()
+        while not self._closed:
+            poller.poll(_LOOK * 1000)
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            # until there is nothing more: a send may have consumed what makes the hub readable
+            while self._turn() and not self._closed:
+                pass
+            if time.monotonic() - looked >= _LOOK:
+                looked = time.monotonic()
+                self._hub.cut_deaf()
+                self._hub.cut_endless()
+
+    def _turn(self) -> bool:
+        """Takes what has come, and sends what can be sent. Returns whether there was something."""
+        messages = self._hub.drain()
+        for rank, message in messages:
+            try:
+                self._take(rank, message)
+            except ProtocolError as e:
+                _log.warning("node %d can use nothing that the script holds for all any more: %s", rank, e)
+                self._drop(rank)
+                self._hub.cut(rank)
+        for rank in self._hub.gone():
+            self._drop(rank)
+        sent = False
+        while self._ready:
+            sent = True
+            rank = self._ready.popleft()
+            if (peer := self._peers.get(rank)) is not None:
+                self._send(rank, peer)
+        return bool(messages) or sent
+
+    def _take(self, rank: int, message: bytes) -> None:
+        peer = self._peers.setdefault(rank, _Peer())
+        whole = peer.joining.add(message)
+        if whole is None:
+            return
+        match request := s.decode_request(whole):
+            case s.Withdraw():
+                self._objects.withdraw(rank, request.call)
+            case s.Read():
+                peer.unread = max(0, peer.unread - request.nbytes)
+                self._send(rank, peer)
+            case _:
+                if len(peer.answers) >= MAX_UNREAD:
+                    raise ProtocolError(f"it has not read {len(peer.answers)} answers")
+
+                def answer(said: s.Answer) -> None:
+                    peer.answers.append(said)
+                    self._ready.append(rank)
+                    if threading.current_thread() is not self._thread and not self._closed:
+                        os.eventfd_write(self._wake, 1)
+
+                self._objects.ask(rank, request, answer)
+
+    def _send(self, rank: int, peer: _Peer) -> None:
+        with suppress(BrokenError):
+            while peer.unread < WINDOW and (peer.pieces or peer.answers):
+                if not peer.pieces:
+                    peer.pieces.extend(s.pieces(s.encode(peer.answers.popleft())))
+                piece = peer.pieces.popleft()
+                peer.unread += len(piece) + _AROUND
+                self._hub.send(rank, piece)
+
+    def _drop(self, rank: int) -> None:
+        self._peers.pop(rank, None)
+        self._objects.gone(rank)

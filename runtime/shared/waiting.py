@@ -1,0 +1,54 @@
+"""One call's wait for its answer, in the script or in a function on a node."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from ..protocol.shared_objects import Answer, Asking
+
+#: Seconds between two looks of a thread for its interrupt: one that is not the main thread gets it between two of the
+#: interpreter's instructions, and none runs while it waits.
+_LOOK = 0.05
+
+
+class Slot:
+    """The place of an answer."""
+
+    __slots__ = ("_come", "abandoned", "answer")
+
+    def __init__(self) -> None:
+        self._come = threading.Lock()
+        self._come.acquire()
+        self.answer: Answer | None = None
+        self.abandoned = False
+
+    def fill(self, answer: Answer) -> None:
+        """Puts the answer in."""
+        self.answer = answer
+        self._come.release()
+
+    def wait(self, timeout: float | None = None) -> Answer | None:
+        """Returns the answer, or None after ``timeout`` seconds. Interruptible in every thread."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        main = threading.current_thread() is threading.main_thread()
+        while self.answer is None:
+            left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not main:
+                left = _LOOK if left < 0 else min(left, _LOOK)
+            self._come.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+            if self.answer is None and deadline is not None and time.monotonic() >= deadline:
+                return None
+        return self.answer
+
+
+class Caller(Protocol):
+    """The one that asks: the script's, or a node's."""
+
+    def number(self) -> int:
+        """Returns a number for a request."""
+
+    def ask(self, request: Asking, timeout: float | None = None) -> Answer:
+        """Asks, and waits for the answer; after ``timeout`` seconds withdraws the request. One that is interrupted puts
+        back what it has taken."""
