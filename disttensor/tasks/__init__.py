@@ -2,6 +2,7 @@
 
 from ..runtime.endpoints.connection import Connection, connect
 from ..runtime.shared.handles import Channel, ShutDown, current_holder, select
+from ..runtime.shared.lock_handles import Barrier, Lock
 from .actors import Actor, actor
 from .calls import Each
 from .endpoint import Endpoint
@@ -17,12 +18,14 @@ current_holder[:] = [_holder]
 
 __all__ = [
     "Actor",
+    "Barrier",
     "Channel",
     "Connection",
     "Each",
     "Endpoint",
     "Executor",
     "Here",
+    "Lock",
     "Ref",
     "ShutDown",
     "Submitted",

@@ -20,7 +20,7 @@ from ..protocol import commands as c
 from ..protocol import values
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
-from . import where
+from . import holders, where
 from .held import Held
 from .interruption import Interruption
 from .store import Other, shared
@@ -121,7 +121,7 @@ class Functions:
         self._interruption.cancel(request)
 
     def _run(self, command: c.Run, job: Job, tensors: Tensors) -> Returned:
-        with where.at(self._where(command)):
+        with where.at(self._where(command)), holders.during(command.what):
             return self._interruption.run(command.request, command.what, partial(job, tensors))
 
     def _where(self, command: c.Run) -> where.Where:

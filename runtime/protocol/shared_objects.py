@@ -34,10 +34,13 @@ MORE, LAST = b"\0", b"\1"
 #: What an answer says: done; there is no item, or no room, now; closed; a node was lost; refused in words; the session
 #: has ended.
 OK, EMPTY, FULL, SHUT, LOST, REFUSED, ENDED = range(7)
+#: And of a barrier: it is broken; all have come, and who is told so does the action.
+BROKEN, ACT = 20, 21
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 #: The number of the object that a request is about; each request has a field ``of``.
 _One = Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=1)]
+_Words = Annotated[str, Meta(max_length=300)]
 
 
 class Flat(Message, frozen=True):
@@ -79,7 +82,8 @@ class Take(Message, frozen=True, tag=2):
 
 
 class Ask(Message, frozen=True, tag=3):
-    """Asks how many items there are, and whether the channel is closed."""
+    """Asks how many items there are, and whether the channel is closed; who wait, and whether a lock is held, a barrier
+    broken."""
 
     call: _Number
     of: _One
@@ -118,7 +122,61 @@ class Answer(Message, frozen=True, tag=7):
     why: str = ""
 
 
-Asking: TypeAlias = Put | Take | Ask | Close
+class Acquire(Message, frozen=True, tag=20):
+    """Acquires a lock for a holder: a function, or a thread; waits for it or not, ``forever`` or for a
+    time."""
+
+    call: _Number
+    of: _One
+    holder: _Number
+    who: _Words  #: the holder in words
+    wait: bool = True
+    forever: bool = True
+
+
+class Release(Message, frozen=True, tag=21):
+    """Releases a lock. ``back``: nobody has used it; ``ended``: its holder has ended, if it still has it."""
+
+    call: _Number
+    of: _One
+    holder: _Number
+    back: bool = False
+    ended: bool = False
+
+
+class Arrive(Message, frozen=True, tag=22):
+    """Waits at a barrier."""
+
+    call: _Number
+    of: _One
+    who: _Words
+
+
+class Passed(Message, frozen=True, tag=23):
+    """The barrier's action is done: all may go on."""
+
+    call: _Number
+    of: _One
+
+
+class Abort(Message, frozen=True, tag=24):
+    """Breaks a barrier; with ``acting``, if the request of that number was told to do the action and has not."""
+
+    call: _Number
+    of: _One
+    who: _Words
+    why: _Words  #: what that has done
+    acting: _Number | None = None
+
+
+class Reset(Message, frozen=True, tag=25):
+    """Empties a barrier, and mends it."""
+
+    call: _Number
+    of: _One
+
+
+Asking: TypeAlias = Put | Take | Ask | Close | Acquire | Release | Arrive | Passed | Abort | Reset
 Request: TypeAlias = Asking | Withdraw | Read
 
 encode = msgspec.msgpack.Encoder().encode

@@ -23,11 +23,16 @@ _TOLD = 1 << 20
 _AROUND = 64
 
 
-def back(taken: Answer, call: int) -> s.Put | None:
-    """Returns the request that puts back what was taken; None where nothing was."""
-    if taken.said != s.OK or taken.item is None:
-        return None
-    return s.Put(call, (taken.of,), taken.item, back=True)
+def back(asked: s.Asking, taken: Answer, call: int) -> s.Asking | None:
+    """Returns the request that gives back what nobody is there to have; None where there is nothing."""
+    match asked:
+        case s.Take() if taken.said == s.OK and taken.item is not None:
+            return s.Put(call, (taken.of,), taken.item, back=True)
+        case s.Acquire() if taken.said == s.OK:
+            return s.Release(call, asked.of, asked.holder, back=True)
+        case s.Arrive() if taken.said == s.ACT:
+            return s.Abort(call, asked.of, asked.who, "was interrupted", acting=asked.call)
+    return None
 
 
 class Local:
@@ -40,7 +45,7 @@ class Local:
         return next(self.objects.numbers)
 
     def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
-        slot = Slot()
+        slot = Slot(request)
         try:
             self.objects.ask(SCRIPT, request, slot.fill)
             if slot.answer is None:
@@ -49,14 +54,17 @@ class Local:
                     self.objects.withdraw(SCRIPT, request.call)
             return slot.wait()  # type: ignore[return-value]
         except BaseException:
-            self._abandon(request.call, slot)
+            self._abandon(slot)
             raise
 
+    def tell(self, request: s.Asking) -> None:
+        self.objects.ask(SCRIPT, request, lambda _: None)
+
     @uninterrupted
-    def _abandon(self, call: int, slot: Slot) -> None:
-        self.objects.withdraw(SCRIPT, call)
-        if slot.answer is not None and (put := back(slot.answer, self.number())) is not None:
-            self.objects.ask(SCRIPT, put, lambda _: None)
+    def _abandon(self, slot: Slot) -> None:
+        self.objects.withdraw(SCRIPT, slot.request.call)
+        if slot.answer is not None and (put := back(slot.request, slot.answer, self.number())) is not None:
+            self.tell(put)
 
 
 class Client:
@@ -82,7 +90,7 @@ class Client:
 
     def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
         own()  # a process that was forked has the connection, and nobody who uses it
-        slot = Slot()
+        slot = Slot(request)
         try:
             self._slots[request.call] = slot
             self._out.put(request)
@@ -92,19 +100,22 @@ class Client:
                 self._out.put(s.Withdraw(request.call))
             answer = slot.wait()
         except BaseException:
-            self._abandon(request.call, slot)
+            self._abandon(slot)
             raise
         if answer is None or answer.said == s.ENDED:
             raise DisttensorError(self._ended or "the session has ended")
         return answer
 
-    def _abandon(self, call: int, slot: Slot) -> None:
+    def tell(self, request: s.Asking) -> None:
+        self._out.put(request)
+
+    def _abandon(self, slot: Slot) -> None:
         with self._lock:
             slot.abandoned = True
             answer = slot.answer
         if answer is None:
-            self._out.put(s.Withdraw(call))
-        elif (put := back(answer, self.number())) is not None:
+            self._out.put(s.Withdraw(slot.request.call))
+        elif (put := back(slot.request, answer, self.number())) is not None:
             self._out.put(put)
 
     def _sending(self) -> None:
@@ -138,8 +149,9 @@ class Client:
 
     def _answered(self, answer: Answer) -> None:
         slot = self._slots.pop(answer.call, None)
-        refused = slot is not None and not self._fill(slot, answer)
-        if refused and (put := back(answer, self.number())) is not None:
+        if slot is None or self._fill(slot, answer):
+            return
+        if (put := back(slot.request, answer, self.number())) is not None:
             self._out.put(put)
 
     def _fill(self, slot: Slot, answer: Answer) -> bool:

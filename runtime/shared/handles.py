@@ -188,7 +188,7 @@ class Channel:
         return self._said(ask.ask(s.Ask(ask.number(), (self._number,))))
 
     def _said(self, answer: Answer) -> Answer:
-        return _checked(answer, repr(self))
+        return checked(answer, repr(self))
 
 
 def _unpickled(number: int, maxsize: int, name: str | None, where: Where | None) -> Channel:
@@ -217,7 +217,7 @@ def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, A
     if any(channel._asking() is not ask for channel in channels):
         raise ValueError("select takes channels of one session")
     request = s.Take(ask.number(), numbers, timeout != 0)
-    answer = _checked(ask.ask(request, timeout or None), ", ".join(map(repr, itertools.islice(channels, 4))))
+    answer = checked(ask.ask(request, timeout or None), ", ".join(map(repr, itertools.islice(channels, 4))))
     if answer.item is None:
         raise DisttensorError("an item came without a value")
     return next(channel for channel in channels if channel._number == answer.of), unpack(answer.item)
@@ -228,7 +228,7 @@ def _check(timeout: float | None) -> None:
         raise ValueError(f"timeout={timeout!r}: seconds are not negative")
 
 
-def _checked(answer: Answer, what: str) -> Answer:
+def checked(answer: Answer, what: str) -> Answer:
     """Returns an answer that says OK. Raises what the others mean."""
     match answer.said:
         case s.OK:

@@ -135,7 +135,7 @@ class Service:
                 def answer(said: s.Answer) -> None:
                     peer.answers.append(said)
                     self._ready.append(rank)
-                    if threading.current_thread() is not self._thread and not self._closed:
+                    if threading.get_ident() != self._thread.ident and not self._closed:
                         os.eventfd_write(self._wake, 1)
 
                 self._objects.ask(rank, request, answer)

@@ -16,9 +16,10 @@ _LOOK = 0.05
 class Slot:
     """The place of an answer."""
 
-    __slots__ = ("_come", "abandoned", "answer")
+    __slots__ = ("_come", "abandoned", "answer", "request")
 
-    def __init__(self) -> None:
+    def __init__(self, request: Asking) -> None:
+        self.request = request
         self._come = threading.Lock()
         self._come.acquire()
         self.answer: Answer | None = None
@@ -52,3 +53,6 @@ class Caller(Protocol):
     def ask(self, request: Asking, timeout: float | None = None) -> Answer:
         """Asks, and waits for the answer; after ``timeout`` seconds withdraws the request. One that is interrupted puts
         back what it has taken."""
+
+    def tell(self, request: Asking) -> None:
+        """Asks, and drops the answer."""

@@ -1,0 +1,249 @@
+"""Handles of locks and barriers: what a program and its functions on nodes use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from ..node import holders, where
+from ..node.holders import Holder
+from ..process import role
+from ..protocol import shared_objects as s
+from ..protocol.errors import DisttensorError
+from ..protocol.shared_objects import Answer
+from . import locks
+from .handles import Where, caller_at, checked, current_holder
+from .objects import Object, Objects
+from .waiting import Caller
+
+#: The most characters of a holder's name that the script is told.
+_WORDS = 200
+
+
+class _Handle:
+    """A lock or a barrier, as the script or a function has it."""
+
+    def __init__(self, kind: Callable[[Objects, int], Object], name: str | None) -> None:
+        what = type(self).__name__
+        if where.found() is not None:
+            raise DisttensorError(f"a {what} is made by the script, which gives it to functions as an argument")
+        if not current_holder:
+            raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
+        self.name = name
+        self._session = current_holder[0]()
+        self._caller: Caller | None = self._session.caller
+        self._number = self._session.caller.objects.make(kind)
+        self._where: Where | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name or self._number}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = self.__dict__.copy()
+        session = kept.pop("_session", None)
+        if session is not None:
+            kept["_where"] = session.where(self._number)
+        kept["_caller"] = None
+        return kept
+
+    def _asking(self) -> Caller:
+        if self._caller is None:
+            if self._where is None:
+                raise DisttensorError(f"this {type(self).__name__} has no session")
+            self._caller = caller_at(self._where)
+        return self._caller
+
+    def _said(self, answer: Answer) -> Answer:
+        return checked(answer, repr(self))
+
+    def _state(self) -> Answer:
+        ask = self._asking()
+        return self._said(ask.ask(s.Ask(ask.number(), (self._number,))))
+
+
+class Lock(_Handle):
+    """A lock of the script and of functions on all nodes, with the names of ``threading.Lock``'s.
+
+        >>> lock = dt.tasks.Lock()
+        >>> def work(lock, path):
+        ...     with lock:
+        ...         with open(path, "a") as f:
+        ...             f.write("whole line\\n")
+        >>> work_on_each = [dt.submit(work, lock, "/shared/log", node=k) for k in range(4)]
+
+    Who waits gets it in the order in which they came. A function's call has it, or a thread that runs none; only that
+    may release it. Where one ends without a release, or its node is lost, the next one gets the lock and is told by
+    ``abandoned``, as what the lock guards may be half done.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        """``name``: for ``repr``. Raises DisttensorError without a session, and in a function on a node."""
+        super().__init__(locks.Lock, name)
+        #: Who had it before and did not release it, in words; None where it was released. Each acquire sets it.
+        self.abandoned: str | None = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Acquires the lock; waits for it, ``timeout`` seconds at most, or without an end (-1). Returns whether it has
+        it now. Raises DisttensorError where the caller has it already, and would wait for itself."""
+        if not blocking and timeout != -1:
+            raise ValueError("can't specify a timeout for a non-blocking call")
+        if timeout != -1 and not timeout >= 0:
+            raise ValueError(f"timeout={timeout!r}: seconds are not negative, but for -1, which is no limit")
+        if timeout > threading.TIMEOUT_MAX:
+            raise OverflowError(f"timeout={timeout!r}: at most {threading.TIMEOUT_MAX:.0f} seconds")
+        ask, holder = self._asking(), holders.current()
+        key = ask, self._number
+        had = key in holder
+        if not had:
+            holder.at_end(key, partial(self._ended, ask, holder))
+        wait, forever = blocking and timeout != 0, timeout == -1
+        request = s.Acquire(ask.number(), (self._number,), holder.number, _who(holder), wait, forever)
+        answer = ask.ask(request, None if forever or not wait else timeout)
+        if answer.said == s.OK:
+            self.abandoned = answer.why or None
+            return True
+        if not had:
+            holder.forget(key)
+        if answer.said != s.EMPTY:
+            self._said(answer)
+        return False
+
+    def release(self) -> None:
+        """Releases the lock. Raises DisttensorError, a RuntimeError, where the caller does not have it."""
+        ask, holder = self._asking(), holders.current()
+        self._said(ask.ask(s.Release(ask.number(), (self._number,), holder.number)))
+        holder.forget((ask, self._number))
+
+    def locked(self) -> bool:
+        """Returns whether somebody has it now."""
+        return self._state().closed
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _ended(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:
+        request = s.Release(ask.number(), (self._number,), holder.number, ended=True)
+        with suppress(DisttensorError):  # the session has ended
+            if holder.is_function:  # when the script gets its result, the lock is free
+                ask.ask(request)
+            else:  # a thread that is about to be gone, where nothing may wait
+                ask.tell(request)
+
+
+class Barrier(_Handle):
+    """A barrier of the script and of functions on nodes, with the names of ``threading.Barrier``'s.
+
+        >>> barrier = dt.tasks.Barrier(2)
+        >>> def both(barrier):
+        ...     return barrier.wait()
+        >>> sorted(w.result() for w in [dt.submit(both, barrier, node=k) for k in range(2)])
+        [0, 1]
+
+    It breaks for all, and says who it was, when one that waits gives up; when a function that has it raises an
+    exception; and when a node is lost, for that may be one that has not come yet. ``reset`` mends it.
+    """
+
+    def __init__(
+        self,
+        parties: int,
+        action: Callable[[], object] | None = None,
+        timeout: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        """
+        Args:
+            parties: how many have to come.
+            action: called by the last one to come, before all go on.
+            timeout: seconds that ``wait`` waits if it is not told otherwise.
+            name: for ``repr``.
+
+        Raises DisttensorError without a session, and in a function on a node.
+        """
+        if isinstance(parties, bool) or not isinstance(parties, int):
+            raise TypeError(f"Barrier({parties!r:.60}) takes a number of parties")
+        if parties < 1:
+            raise ValueError(f"Barrier({parties}): parties must be > 0")
+        if action is not None and not callable(action):
+            raise TypeError(f"Barrier(action={action!r:.60}) takes a function")
+        _check(timeout)
+        super().__init__(partial(locks.Barrier, parties=parties, acts=action is not None), name)
+        self.parties, self._action, self._timeout = parties, action, timeout
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._watch()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until all have come. Returns which one of them this is, from 0 on, in the order in which they came.
+
+        Raises threading.BrokenBarrierError, a RuntimeError, that says what has broken it; after ``timeout`` seconds
+        this does."""
+        limit = self._timeout if timeout is None else timeout
+        _check(limit)
+        self._watch()
+        ask = self._asking()
+        arrive = s.Arrive(ask.number(), (self._number,), _who(holders.current()))
+        try:
+            answer = ask.ask(arrive, limit)
+            if answer.said == s.ACT:
+                if self._action is not None:
+                    self._action()
+                answer = ask.ask(s.Passed(ask.number(), (self._number,)))
+        except BaseException as e:
+            why = f"did its action, which raised {type(e).__name__}"[:_WORDS]
+            ask.tell(s.Abort(ask.number(), (self._number,), arrive.who, why, acting=arrive.call))
+            raise
+        if answer.said == s.BROKEN:
+            raise threading.BrokenBarrierError(f"{self!r} is broken: {answer.why}")
+        return self._said(answer).count
+
+    def abort(self) -> None:
+        """Breaks the barrier: all who wait raise, and whoever comes."""
+        ask = self._asking()
+        who = _who(holders.current())
+        self._said(ask.ask(s.Abort(ask.number(), (self._number,), who, "has called abort()")))
+
+    def reset(self) -> None:
+        """Makes it as new; those who wait raise."""
+        ask = self._asking()
+        self._said(ask.ask(s.Reset(ask.number(), (self._number,))))
+
+    @property
+    def n_waiting(self) -> int:
+        """The number of those who wait now."""
+        return self._state().count
+
+    @property
+    def broken(self) -> bool:
+        """True while the barrier is broken."""
+        return self._state().closed
+
+    def _watch(self) -> None:
+        """Has the barrier break if the function that has it raises an exception: the others would wait in vain."""
+        holder = holders.current()
+        if holder.is_function:
+            holder.at_end((id(self), self._number), partial(self._failed, holder))
+
+    def _failed(self, holder: Holder, error: BaseException | None) -> None:
+        if error is not None:
+            with suppress(DisttensorError):  # the session has ended
+                ask, why = self._asking(), f"has raised {type(error).__name__}"[:_WORDS]
+                ask.ask(s.Abort(ask.number(), (self._number,), _who(holder), why))
+
+
+def _who(holder: Holder) -> str:
+    """Returns a holder in words; the script adds the number of a node's process."""
+    found = where.found()
+    place = f" on node {found.node}" if found is not None and not role.is_node() else ""
+    return holder.what[:_WORDS] + place
+
+
+def _check(timeout: float | None) -> None:
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: seconds are not negative")
