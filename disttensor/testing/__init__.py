@@ -136,6 +136,7 @@ _LIMITS = {
     "idle": ("runtime.master.link", "IDLE"),
     "tick": ("runtime.master.link", "TICK"),
     "slow": ("runtime.master.link", "SLOW"),
+    "unheeded": ("runtime.master.patience", "UNHEEDED"),
     "staged": ("session.transfers", "STAGE"),
     "leaving": ("runtime.node.store", "LEAVING"),
     "room": ("runtime.channel.shm.sharing", "AHEAD"),
@@ -156,6 +157,7 @@ def limit(name: str) -> float:
     "idle"    seconds after which commands leave that nothing else sends
     "tick"    seconds after which a waiting thread looks at the nodes by itself
     "slow"    seconds of waiting at a full window, after which the wait is logged
+    "unheeded" seconds after which a function is named that was cancelled and goes on
     "staged"  bytes of copies of uploads under way, from which on an upload waits
     "leaving" bytes of copies from a node that are under way, from which on it waits before it begins another
     "room"    bytes that a shared-memory channel keeps for tensors that leave before their receiver asks for them

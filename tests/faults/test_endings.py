@@ -12,6 +12,8 @@ from limits import HANG
 from processes import alive_after
 from variants import variants
 
+pytestmark = pytest.mark.whole
+
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
 WORK = """

@@ -1,0 +1,153 @@
+"""Waits for functions that others end: Ctrl-C, a node that stands still; and functions that heed no cancel."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from began import Began, tell
+from doors import Door, until
+from limits import HANG
+
+import disttensor as dt
+from disttensor import testing
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with dt.init_master_worker(nodes=2, threads=1):
+        for node in range(2):  # connections are made at first use: have them before the tests look for leaks
+            torch.ones(1).to(f"node:{node}").cpu()
+        yield
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def tell_and_wait(told: int, door: int) -> str:
+    tell(told)
+    return until(door)
+
+
+def loop(port: int) -> None:
+    tell(port)
+    while True:
+        pass
+
+
+def forever() -> None:
+    while True:
+        pass
+
+
+@contextlib.contextmanager
+def ctrl_c_in_a_wait() -> Iterator[None]:
+    """Ctrl-C comes once the block's thread waits for a node; the block has to end by it."""
+    waiting = threading.Event()
+
+    def press() -> None:
+        if waiting.wait(HANG):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with testing.at("wait", waiting.set), pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join()
+
+
+WAITS: dict[str, Callable[[Any], object]] = {
+    "result": lambda work: work.result(),
+    "result with a limit": lambda work: work.result(HANG),
+    "wait": lambda work: work.wait(),
+    "exception": lambda work: work.exception(),
+    "as_completed": lambda work: next(dt.futures.as_completed([work])),
+    "an argument of another node's": lambda work: dt.submit(add, work, "?", node=0),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_ctrl_c_ends_the_wait_and_not_the_function(name: str) -> None:
+    with Door() as door:
+        work = dt.submit(until, door.port, node=1)
+        for _ in range(2):
+            with ctrl_c_in_a_wait():
+                WAITS[name](work)
+            assert not work.is_completed()
+        door.open()
+        assert work.result() == "!"
+    assert dt.submit(add, 1, 2, node=0).result() == 3
+    dt.synchronize()
+
+
+def test_what_ctrl_c_has_left_can_be_cancelled() -> None:
+    begun = threading.Event()
+    with Began(begun.set) as port:
+        work = dt.submit(loop, port, node=1)
+        assert begun.wait(HANG)
+    with ctrl_c_in_a_wait():
+        work.result()
+    assert work.cancel()
+    with pytest.raises(dt.errors.CancelledError, match=r"^loop\(\) was cancelled"):
+        work.result()
+    assert work.cancelled()
+    assert dt.run(add, 1, 2, node=1) == 3
+
+
+def test_a_node_that_stands_still_is_waited_for_as_long_as_was_said() -> None:
+    testing.stop(1)
+    try:
+        endless, work = dt.submit(forever, node=1), dt.submit(add, 1, 2, node=1)
+        with pytest.raises(TimeoutError, match=r"add\(\) on node 1 has not ended within 0\.05 s; it goes on"):
+            work.result(0.05)
+        assert endless.cancel()
+        assert dt.submit(add, 1, 2, node="any").result() == 3  # the other one goes on
+    finally:
+        testing.resume(1)
+    assert work.result() == 3
+    with pytest.raises(dt.errors.CancelledError, match=r"forever\(\) was cancelled"):
+        endless.result()
+
+
+def test_who_heeds_no_cancel_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """What waits in the kernel, beside a node's own thread, is not interrupted, as no C library is."""
+    said = threading.Event()
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "goes on" in record.getMessage():
+                said.set()
+
+    handler = Said()
+    logging.getLogger("disttensor").addHandler(handler)
+    try:
+        with Door() as door, testing.limits(unheeded=0.1):
+            begun = threading.Event()
+            with Began(begun.set) as port:
+                work = dt.submit(tell_and_wait, port, door.port, node=1, beside=True)
+                assert begun.wait(HANG)
+            assert work.cancel()
+            assert said.wait(HANG)
+            assert not work.is_completed()
+            door.open()  # back in Python, it is interrupted
+            with pytest.raises(dt.errors.CancelledError, match=r"tell_and_wait\(\) was cancelled"):
+                work.result()
+    finally:
+        logging.getLogger("disttensor").removeHandler(handler)
+    (text,) = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
+    pid = dt.nodes()[1]["pid"]
+    assert re.match(
+        rf"node 1 \(host \S+, pid {pid}\): tell_and_wait\(\), issued at \S*test_submit_waits\.py:\d+ in ", text
+    )
+    assert re.search(r"was cancelled \d+ s ago and goes on; .*disttensor\.kill\(1\) ends the node", text)
