@@ -73,7 +73,8 @@ class Channel:
         >>> list(squares)
         [0, 1, 4, 9]
 
-    Items are plain data and tensors (None, numbers, text, bytes, lists, tuples, sets, dicts of them), 64 MiB at most.
+    Items are plain data, tensors and channels (None, numbers, text, bytes, lists, tuples, sets, dicts of them), 64 MiB
+    at most.
     They are copied when they are put: a tensor on a node is fetched then, and whoever gets it has a local tensor.
     Methods and exceptions have the names of ``queue.Queue``'s. The script makes channels, and gives them to functions
     as arguments. A wait raises NodeLost, once, when a node is lost meanwhile: what is waited for may never come; the
@@ -109,7 +110,7 @@ class Channel:
         """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the channel is
         closed, TypeError and ValueError for what is no item, NodeLost."""
         _check(timeout)
-        packed = pack(item)
+        packed = pack(item, self._refers)
         block = block and timeout != 0
         ask = self._asking()
         self._said(ask.ask(s.Put(ask.number(), (self._number,), packed, block), timeout if block else None))
@@ -176,6 +177,27 @@ class Channel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _refers(self, value: Any) -> list[Any] | None:
+        """Returns what stands for a channel that is put in, from where whoever gets it can use it; None for others."""
+        if type(value) is not Channel:
+            return None
+        if value._asking() is not self._asking():
+            raise ValueError(f"{value!r} is of another session than {self!r}, into which it is put")
+        if value._holder is not None:
+            value._holder.where(value._number)
+        return [value._number, value.maxsize, value.name]
+
+    def _referred(self, told: list[Any]) -> Channel:
+        number, maxsize, name = told
+        if type(number) is not int or type(maxsize) is not int or not isinstance(name, str | None):
+            raise ValueError(f"{told!r:.100} is no channel")
+        # what a node has put may name an object that the script has for itself
+        if self._holder is not None and not self._holder.caller.objects.is_shared(number, channels.Channel):
+            raise ValueError(f"no channel that nodes have has the number {number}")
+        channel = _unpickled(number, maxsize, name, self._where)
+        channel._holder, channel._caller = self._holder, self._caller
+        return channel
+
     def _asking(self) -> Caller:
         if self._caller is None:
             if self._where is None:
@@ -220,7 +242,8 @@ def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, A
     answer = checked(ask.ask(request, timeout or None), ", ".join(map(repr, itertools.islice(channels, 4))))
     if answer.item is None:
         raise DisttensorError("an item came without a value")
-    return next(channel for channel in channels if channel._number == answer.of), unpack(answer.item)
+    found = next(channel for channel in channels if channel._number == answer.of)
+    return found, unpack(answer.item, found._referred)
 
 
 def _check(timeout: float | None) -> None:

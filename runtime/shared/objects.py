@@ -122,6 +122,11 @@ class Objects:
         with self._lock:
             self._objects[number].shared = True
 
+    def is_shared(self, number: int, kind: type[Object]) -> bool:
+        """Returns whether functions on nodes may have an object, and it is of this kind."""
+        found = self._objects.get(number)
+        return isinstance(found, kind) and found.shared
+
     @uninterrupted
     def ask(self, party: int, request: s.Asking, answer: Callable[[Answer], None]) -> None:
         """Answers a request, now or when it can be."""

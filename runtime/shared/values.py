@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from ..protocol.errors import ProtocolError
 from ..protocol.shared_objects import MAX_ITEM, MAX_TENSORS, Flat, Item
 
 
-def pack(value: Any) -> Item:
-    """Makes an item of a value. A tensor on a node is fetched. Raises TypeError for other than plain data and tensors,
-    ValueError for what is too large, and what fetching raises."""
+def pack(value: Any, refers: Callable[[Any], list[Any] | None] | None = None) -> Item:
+    """Makes an item of a value. A tensor on a node is fetched; ``refers`` as for ``values.encode``.
+
+    Raises TypeError for other than plain data and tensors, ValueError for what is too large, and what fetching raises.
+    """
     tensors: list[torch.Tensor] = []
     classes: set[type] = set()
-    data = values.encode(value, tensors, "an item has", beside=False, classes=classes)
+    data = values.encode(value, tensors, "an item has", beside=False, classes=classes, refers=refers)
     if classes:
         raise TypeError(
             f"an item has a {values.name_of(min(classes, key=values.name_of))}, and is made of tensors and plain data; "
@@ -34,10 +37,11 @@ def pack(value: Any) -> Item:
     return Item(data, tuple(_flat(x) for x in tensors))
 
 
-def unpack(item: Item) -> Any:
-    """Makes the value of an item, with tensors in this process's memory. Raises ProtocolError."""
+def unpack(item: Item, referred: Callable[[list[Any]], Any] | None = None) -> Any:
+    """Makes the value of an item, with tensors in this process's memory; ``referred`` as for ``values.decode``. Raises
+    ProtocolError."""
     try:
-        return values.decode(item.data, [_tensor(flat) for flat in item.tensors])
+        return values.decode(item.data, [_tensor(flat) for flat in item.tensors], referred=referred)
     except values.Unannounced as e:
         raise ProtocolError(str(e)) from None
 

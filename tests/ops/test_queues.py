@@ -13,6 +13,8 @@ import torch
 import disttensor as dt
 from disttensor.tasks import Channel, ShutDown, select
 
+pytestmark = pytest.mark.row("I22")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def reached(either: None) -> None:
@@ -253,6 +255,38 @@ def test_select(at: Callable[..., Any]) -> None:
     found = at(choose, a, b, c)
     assert found[:5] == ["empty", "empty", True, None, True]
     assert found[6:] == ["shut", "c is open"]
+
+
+def answers(requests: Any) -> int:
+    """Answers each question by the channel that came with it."""
+    count = 0
+    for asked in requests:
+        asked["to"][0].put(asked["x"] * 2)
+        count += 1
+    return count
+
+
+@FROM
+def test_a_channel_through_a_channel(at: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
+    """Whoever gets it can use it, and so can whom it is handed on to."""
+    requests, passed = Channel(name="requests"), Channel(maxsize=3)
+    replies = [Channel(maxsize=2, name=f"to {i}") for i in range(2)]
+    work = pool.submit(dt.run, answers, requests, node=0)
+    for i, reply in enumerate(replies):
+        passed.put((reply,))
+        at(lambda a, b, x: b.put({"to": list(a.get()), "x": x}), passed, requests, torch.full((2,), float(i)))
+    assert [reply.get(timeout=60).tolist() for reply in replies] == [[0.0, 0.0], [2.0, 2.0]]
+    passed.put(passed)
+    assert passed.get() is not passed
+    passed.put([replies[1]])
+    found = passed.get()[0]
+    assert (repr(found), found.maxsize) == ("<Channel to 1 maxsize=2>", 2)
+    found.put("back")
+    assert replies[1].get() == "back"
+    with pytest.raises(TypeError, match="Channel"):
+        passed.put({replies[0]: 1})
+    requests.close()
+    assert work.result() == 2
 
 
 def test_select_refuses() -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from disttensor.runtime.protocol import shared_objects as s
+from disttensor.runtime.protocol import values
 from disttensor.runtime.protocol.errors import ClosedError, ProtocolError
 from disttensor.runtime.protocol.keys import curve_pair
+from disttensor.runtime.shared import handles, service
 from disttensor.runtime.shared import objects as held
-from disttensor.runtime.shared import service
 from disttensor.runtime.shared.callers import Local
 from disttensor.runtime.shared.channels import Channel
+from disttensor.runtime.shared.locks import Lock
 from disttensor.runtime.shared.objects import SCRIPT, Objects
 from disttensor.runtime.shared.service import Service
 from disttensor.runtime.shared.values import pack, unpack
@@ -192,3 +196,27 @@ def test_tensors_that_are_none(flat: s.Flat) -> None:
     item = s.Item(pack(torch.ones(1)).data, (flat,))
     with pytest.raises(ProtocolError):
         unpack(item)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [[1], [True, 0, None], [1, "x", None], [1, 0, b"x"], [7, 0, None], [], [1, 0, None, 1], [0, 0, None], [2, 0, None]],
+)
+def test_a_reference_to_what_is_no_channel_of_nodes(told: list[Any]) -> None:
+    """A node may put any number; the script does not take it for a channel that it has for itself, nor for a lock."""
+    objects = Objects()
+    mine, theirs, lock = (objects.make(kind) for kind in (Channel, Channel, Lock))
+    for number in (theirs, lock):
+        objects.share(number)
+    channel = handles.Channel.__new__(handles.Channel)
+    channel._holder = cast(Any, SimpleNamespace(caller=Local(objects, lambda: None)))
+    channel._caller = channel._where = None
+
+    def item(told: list[Any]) -> s.Item:
+        return s.Item(values.encode(object(), [], refers=lambda _: told), ())
+
+    assert unpack(item([theirs, 3, "x"]), channel._referred)._number == theirs
+    with pytest.raises(ProtocolError):
+        unpack(item(told), channel._referred)
+    assert mine == 0
+    assert lock == 2

@@ -300,6 +300,7 @@ HOSTILE: dict[str, Any] = {
     "no code": ext(99, [1]),
     "an object of one part": ext(form.OBJECT, ["dataclass"]),
     "a name that is a list": ext(form.OBJECT, ["dataclass", [1], []]),
+    "a reference where there may be none": ext(form.REFERENCE, [1, 0, None]),
     "a name of control characters": ext(form.OBJECT, ["dataclass", "\x1b[2J", []]),
 }
 

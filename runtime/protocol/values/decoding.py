@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,11 +17,17 @@ from .announced import Announced, Unannounced
 from .plain_types import UNPACK
 
 
-def decode(data: bytes, tensors: Sequence[Any], classes: Iterable[type] = ()) -> Any:
+def decode(
+    data: bytes,
+    tensors: Sequence[Any],
+    classes: Iterable[type] = (),
+    referred: Callable[[list[Any]], Any] | None = None,
+) -> Any:
     """Decodes a value: what ``encode`` was given, with ``tensors`` in place of its tensors.
 
     Those that are parts of the value are brought here: ``.cpu()`` is called on them. ``classes``: those that are
-    announced; objects of theirs are made without any of their code being run.
+    announced; objects of theirs are made without any of their code being run. ``referred`` returns the object that a
+    reference stands for, or raises ValueError; without it there may be none.
 
     Raises ProtocolError; Unannounced, a TypeError, for an object of another class; what ``.cpu()`` raises.
     """
@@ -32,7 +38,7 @@ def decode(data: bytes, tensors: Sequence[Any], classes: Iterable[type] = ()) ->
     if not body and not brought:
         raise ProtocolError("a value of no bytes")
     whole: Any = body or brought.pop()
-    decoding = _Decoding(announced, rest, brought)
+    decoding = _Decoding(announced, rest, brought, referred)
     try:
         return decoding.value(whole)
     except Unannounced:
@@ -83,7 +89,14 @@ class _Part:
 class _Decoding:
     """One value on its way out of bytes."""
 
-    def __init__(self, announced: Announced, tensors: Sequence[Any], brought: Sequence[np.ndarray[Any, Any]]) -> None:
+    def __init__(
+        self,
+        announced: Announced,
+        tensors: Sequence[Any],
+        brought: Sequence[np.ndarray[Any, Any]],
+        referred: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self._referred = referred
         self._announced, self._tensors, self._brought = announced, deque(tensors), deque(brought)
         self._parts = False
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._extension)
@@ -158,6 +171,8 @@ class _Decoding:
                 return arrays.array_of(described, np.frombuffer(bytearray(data), np.uint8))[()]
             case form.SCALAR_TEXT:
                 return np.str_(value.items) if type(value.items) is str else np.bytes_(value.items)
+            case form.REFERENCE if self._referred is not None and not key:
+                return self._referred(self._all(value.items, depth))
             case form.OBJECT:
                 kind, name, parts = value.items
                 return self._object(kind, name, parts, depth, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -31,15 +31,17 @@ def encode(
     what: str = "a function on a node returned",
     beside: bool = True,
     classes: set[type] | None = None,
+    refers: Callable[[Any], list[Any] | None] | None = None,
 ) -> bytes:
     """Encodes a value, and appends its tensors to ``tensors``, with those that its large parts are.
 
     ``beside``: whether large parts may be such tensors; they are in the bytes otherwise. ``classes``
-    gets the classes of users' objects in it.
+    gets the classes of users' objects in it. ``refers`` returns what stands for an object that does not cross itself,
+    or None.
 
     Raises TypeError for what can't cross, with ``what`` to say of it; ValueError for what is too large, or too deep.
     """
-    into = _Encoding(tensors, what, beside, set() if classes is None else classes)
+    into = _Encoding(tensors, what, beside, set() if classes is None else classes, refers)
     body = _encoder.encode(into.plain(value, 0))
     if len(body) > form.MAX_DATA:
         raise ValueError(
@@ -55,7 +57,15 @@ def encode(
 class _Encoding:
     """One value on its way into bytes."""
 
-    def __init__(self, tensors: list[torch.Tensor], what: str, beside: bool, classes: set[type]) -> None:
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        what: str,
+        beside: bool,
+        classes: set[type],
+        refers: Callable[[Any], list[Any] | None] | None,
+    ) -> None:
+        self._refers = refers
         self.tensors, self._what, self._beside, self._classes = tensors, what, beside, classes
         self.brought: list[bytes] = []  #: the places in ``tensors`` of those that are parts
         self._bytes = 0
@@ -161,6 +171,8 @@ class _Encoding:
 
     def _object(self, value: Any, depth: int, key: bool) -> Any:
         kind: Any = type(value)
+        if self._refers is not None and not key and (told := self._refers(value)) is not None:
+            return _ext(form.REFERENCE, self._values(told, depth))
         if not is_announcable(kind):
             raise TypeError(self._refusal(value))
         try:

@@ -23,7 +23,7 @@ MAX_DEPTH = 100
 #: Extension values, for good: a new kind gets another number. From 32 on they are plain_types.py's.
 TENSOR = 1
 TUPLE, SET, FROZENSET, DICT, ORDERED, COUNTER, DEFAULT, DEQUE, RETURN_TYPE = range(2, 11)
-ARRAY, LARGE_ARRAY, LARGE_BYTES, SCALAR, SCALAR_TEXT, OBJECT = range(11, 17)
+ARRAY, LARGE_ARRAY, LARGE_BYTES, SCALAR, SCALAR_TEXT, OBJECT, REFERENCE = range(11, 18)
 
 #: What a defaultdict may make.
 FACTORIES = (None, list, dict, set, tuple, int, float, str, bytes, bool, complex, frozenset)
