@@ -369,6 +369,7 @@ def test_killed(dtrun: Dtrun, victim: str) -> None:
 
 
 @pytest.mark.row("M22")
+@pytest.mark.cold  # what is read in /proc is a program's own
 def test_the_real_thing(tmp_path: Path) -> None:
     """The installed command, real workers, and secrets that nobody sees."""
     script = tmp_path / "script.py"

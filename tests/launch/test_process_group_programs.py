@@ -187,6 +187,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.cold  # by whose command line it is found
 def test_the_stores_host_is_ended(dtrun: Dtrun) -> None:
     with dtrun(WAITING) as process:
         others = family(process)

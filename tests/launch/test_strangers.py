@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Case, Callable[[int, Job], bool]]] = {
 
 
 @pytest.mark.parametrize("name", variants(list(CASES)))
+@pytest.mark.cold  # torch's store is found by its command line
 def test_strangers_at_every_port(name: str, tmp_path: Path) -> None:
     case, may_listen = CASES[name]
     with case.running(tmp_path) as (job, pids):

@@ -346,4 +346,5 @@ def test_commands() -> None:
         g = y.detach()
         with testing.MessageLog() as log:
             backward()
-    assert len(log[1].commands) <= 4 + 1  # and a free, that of the gradients before
+    # frees are those of the gradients before, and of whatever garbage the collector has just found
+    assert len([command for command in log[1].commands if command != "Free"]) <= 4

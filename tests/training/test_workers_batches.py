@@ -110,7 +110,7 @@ def test_the_script_touches_no_byte(made: Any) -> None:
             assert found == [8 * i + k for k in range(8)]
     assert copies.bytes < BATCH / 100
     assert most[0] < BATCH / 2
-    assert most[1] < BATCH / 50, "a page of each segment is its state's"
+    assert most[1] < BATCH / 10, "a page of each segment is its state's, and the kernel maps up to 16 around it"
     sent = [row.sent.bytes for row in dt.channels.stats() if row.at == "master"]
     assert sum(sent) == 6 * BATCH, "that many bytes have gone to nodes"
 

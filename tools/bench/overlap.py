@@ -1,4 +1,4 @@
-"""python tools/bench/overlap.py [--mib 8] [--batches 24] [--repeats 7] [--gbit 10 2.5 1]
+"""python tools/bench/overlap.py [--mib 8] [--batches 24] [--repeats 7] [--gbit 10 2.5 1] [--what gradients]
 
 The same transfer-heavy loop with overlap and without, in turns in one run, one compute thread per node. Round trip: a
 batch goes to a node, is computed with, and the result of its size comes back; node to node: node 0 makes it, node 1
@@ -136,6 +136,9 @@ class Gradients:
             self.train(self.models[0])
 
 
+KINDS: dict[str, type[Loop | Gradients]] = {"trip": Loop, "nodes": Between, "gradients": Gradients}
+
+
 def collect(works: Iterable[dt.futures.Work]) -> list[torch.Tensor]:
     """Their results, while a few are under way."""
     out, under_way = [], deque[dt.futures.Work]()
@@ -158,6 +161,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--gbit", type=float, nargs="*", default=[10.0, 2.5, 1.0], help="speeds of networks")
+    parser.add_argument("--what", nargs="*", choices=KINDS, default=[*KINDS])
     options = parser.parse_args()
     torch.set_num_threads(1)
     dt.channels.register_channel("network", Network)
@@ -165,8 +169,8 @@ def main() -> None:
         channel, name = ("shm", "shared memory") if gbit is None else ("network", f"{gbit:g} Gbit/s")
         os.environ[GBIT] = str(gbit)
         with dt.init_master_worker(channel, nodes=2, threads=1):
-            for kind in (Loop, Between, Gradients):
-                loop = kind(options.mib, options.batches)
+            for kind in options.what:
+                loop = KINDS[kind](options.mib, options.batches)
                 print(f"{loop.name}, {options.batches} times {options.mib} MiB, {name}:", flush=True)
                 compare(loop, options.repeats)
 
