@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,16 +231,6 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 def cold(request: pytest.FixtureRequest) -> Iterator[None]:
     """Has programs of tests that are marked so started as ever, and not as forks of one that has imported torch."""
     with warm.cold() if request.node.get_closest_marker("cold") else contextlib.nullcontext():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def ends(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Has programs of tests of how they end, and of every fourth other one, taken apart to the last (warm.py)."""
-    node = request.node
-    asked = node.get_closest_marker("whole") or node.path.stem.endswith("_ends")
-    fourth = zlib.crc32(node.nodeid.encode()) % 4 == 0
-    with warm.whole() if asked or fourth or node.get_closest_marker("slow") else contextlib.nullcontext():
         yield
 
 

@@ -16,8 +16,6 @@ from aftermath import aftermath, probe, within
 import disttensor as dt
 from disttensor import testing
 
-pytestmark = pytest.mark.whole
-
 
 def leaves() -> None:
     os._exit(3)

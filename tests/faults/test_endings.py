@@ -12,8 +12,6 @@ from limits import HANG
 from processes import alive_after
 from variants import variants
 
-pytestmark = pytest.mark.whole
-
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
 WORK = """

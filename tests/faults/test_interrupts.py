@@ -8,8 +8,6 @@ from collections.abc import Callable
 import pytest
 from variants import variants
 
-pytestmark = pytest.mark.whole
-
 PROGRAM = """
 import os, random, signal, sys, threading, torch, disttensor as dt
 import aftermath

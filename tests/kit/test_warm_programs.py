@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,8 +19,6 @@ import pytest
 import warm
 from limits import HANG
 from processes import alive_after
-
-from disttensor.runtime.process.lifetime import die_with_parent
 
 #: Prints what a program can see of how it was started.
 PROBE = """
@@ -46,7 +43,6 @@ print(json.dumps({
 def everybody_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was asked for most before."""
     monkeypatch.setattr(warm._state, "asked", Counter())
-    monkeypatch.setattr(warm._state, "whole", 0)  # nor what conftest.py has chosen
 
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:
@@ -234,75 +230,3 @@ print(stays.pid, stays.stdout.readline())
     assert any(f"process {pid}:" in left for left in leaks.Held.now().since(before))
     os.kill(pid, signal.SIGKILL)
     leaks.check(before, "a program that was left")
-
-
-#: Tells what is taken apart at its end: what it has itself, and what somebody has hung on a library.
-TAKEN_APART = """
-import atexit, ctypes, os, torch
-class Last:
-    def __init__(self, what): self.what = what
-    def __del__(self, write=os.write): write(1, self.what)
-mine, cycle = Last(b"mine "), [Last(b"cycle ")]
-cycle.append(cycle)
-apart = {"os": os}
-exec("class Theirs:\\n    def __del__(self, write=os.write): write(1, b'theirs ')", apart)
-torch.theirs = apart.pop("Theirs")()
-atexit.register(lambda: (torch.ones(3).sum().item(), os.write(1, b"atexit ")))
-print("python", end=" ")
-ctypes.CDLL(None).printf(b"libc ")
-"""
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_a_program_has_made_is_taken_apart(whole: bool, tmp_path: Path) -> None:
-    """And so is what it has hung on a library, where the whole end is asked for. What it has printed is there."""
-    (tmp_path / "program.py").write_text(TAKEN_APART)
-
-    def run() -> list[str]:
-        command = [sys.executable, str(tmp_path / "program.py")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)
-        assert done.stderr == ""
-        return sorted(done.stdout.split())
-
-    with warm.whole() if whole else contextlib.nullcontext():
-        ours, ordinary = both(run)
-    assert ordinary == ["atexit", "cycle", "libc", "mine", "python", "theirs"]
-    assert ours == [word for word in ordinary if whole or word != "theirs"]
-
-
-def test_what_a_program_with_a_whole_end_starts_has_one() -> None:
-    asks = "import sys; print(sys.modules['warm']._state.whole)"
-    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {asks!r}], check=True)"
-
-    def run() -> str:
-        return subprocess.run([sys.executable, "-c", inner], capture_output=True, text=True, check=True).stdout
-
-    with warm.whole():
-        assert run() == "1\n"
-    assert run() == "0\n"
-
-
-def test_what_is_to_run_before_a_program_runs_in_it() -> None:
-    """A function of the product's, which the zygote lacks; one that can't be sent has the program started as ever."""
-    me, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    probe = (
-        "import ctypes, signal, sys; found = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(found), 0, 0, 0)\n"
-        "print(found.value, sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), 'disttensor' in sys.modules)"
-    )
-
-    def settle() -> None:
-        die_with_parent(me, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGUSR2])
-
-    def run(first: Callable[[], None]) -> str:
-        command = [sys.executable, "-c", probe]
-        return subprocess.run(command, preexec_fn=first, capture_output=True, text=True, check=True).stdout
-
-    try:
-        ours, ordinary = both(lambda: run(settle))
-        assert ours == ordinary == f"{signal.SIGTERM} [{signal.SIGUSR2!r}] False\n"
-        lock, count = threading.Lock(), warm.started()
-        assert run(lambda: lock.acquire() and settle()) == ordinary
-        assert warm.started() == count
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -11,10 +11,6 @@ runs the program as ``__main__`` in a module of its own. Only third-party module
 imported anew. What differs: /proc/PID/cmdline and environ are the zygote's, and torch's import is over at once. So a
 test of these things is `cold` (a marker of conftest.py); and whatever `_fits` does not know is started as ever.
 
-A program also ends in a tenth of a second less: what the zygote has imported is not taken apart (`_light`), neither by
-the interpreter nor by the destructors of C++ libraries. The program's own modules and disttensor's are, after threads
-and atexit, as ever. What is about ends has the whole end: `whole`, by which conftest.py chooses a part of all others.
-
 What was tried and does not work: forking from the pytest process itself (it has threads); a single zygote for all (a
 process that a program starts has to be that one's child, and only an ancestor can be given a process's orphan).
 """
@@ -24,17 +20,13 @@ from __future__ import annotations
 import array
 import atexit
 import builtins
-import collections
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
 import io
-import itertools
 import json
 import os
-import pickle
 import resource
 import signal
 import socket
@@ -118,7 +110,6 @@ class _State:
         self.makes = False  #: may start further zygotes
         self.asked: Counter[str] = Counter()  #: how often for each: those that are asked for most have a place
         self.off = 0  #: how many have asked for cold starts
-        self.whole = 0  #: how many have asked for whole ends
         self.started = 0  #: how many programs have been started warm
 
 
@@ -147,16 +138,6 @@ def cold() -> Iterator[None]:
         _state.off -= 1
 
 
-@contextlib.contextmanager
-def whole() -> Iterator[None]:
-    """Programs that are started meanwhile, and what these start, end as ever."""
-    _state.whole += 1
-    try:
-        yield
-    finally:
-        _state.whole -= 1
-
-
 def held() -> tuple[set[int], set[int]]:
     """The pids of this process's zygotes and the descriptors that lead to them: no test has to give these back."""
     zygotes = list(_state.zygotes.values())
@@ -173,8 +154,7 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
           errread: int, errwrite: int, *rest: Any) -> None:  # fmt: skip
     restore_signals, gid, gids, uid, umask, start_new_session, process_group = rest
     pid = None
-    first = None if preexec_fn is None else _by_value(preexec_fn)
-    ordinary = (shell, executable, gid, gids, uid) == (False, None, None, None, None) and first != ""
+    ordinary = (preexec_fn, shell, executable, gid, gids, uid) == (None, False, None, None, None, None)
     ordinary = ordinary and close_fds and restore_signals and umask < 0 and process_group in (-1, None)
     # what Popen has been given stays open for it to fall back on
     if ordinary and not isinstance(args, (str, bytes)) and _state.owner == os.getpid() and not _state.off:
@@ -200,8 +180,6 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
                         "mask": [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
                         "ignored": [s for s in (1, 2, 3, 15) if signal.getsignal(s) is signal.SIG_IGN],
                         "affinity": sorted(os.sched_getaffinity(0)),
-                        "first": first,
-                        "whole": bool(_state.whole),
                     }
                     pid = zygote.spawn(request, [own for own, _ in wanted])
     if pid is None:
@@ -211,26 +189,6 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
     _state.started += 1
     self.pid, self._child_created = pid, True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-
-
-def _by_value(function: Callable[[], object]) -> str:
-    """A preexec_fn, for a process without the modules that it comes from; empty where it can't be sent."""
-    import cloudpickle
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, thing: Any) -> Any:
-            if isinstance(thing, ctypes.CDLL):
-                return ctypes.CDLL, (thing._name,)
-            if isinstance(thing, types.FunctionType) and thing.__module__.startswith("disttensor."):
-                return self._dynamic_function_reduce(thing)
-            return super().reducer_override(thing)
-
-    file = io.BytesIO()
-    try:
-        Pickler(file).dump(function)
-    except Exception:
-        return ""
-    return file.getvalue().hex()
 
 
 def _is_open(fd: int) -> bool:
@@ -391,11 +349,6 @@ def _settle(request: dict[str, Any], fds: list[int], sock: socket.socket) -> Non
     os.environ.clear()
     os.environ.update(request["environ"])
     _state.__init__()  # type: ignore[misc]
-    _state.whole = int(request["whole"])
-    if request["first"]:
-        before = signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-        pickle.loads(bytes.fromhex(request["first"]))()
-        request["mask"] = [int(s) for s in signal.pthread_sigmask(signal.SIG_SETMASK, before)]
     with contextlib.suppress(OSError):
         os.write(asked, b"!")
     os.close(asked)
@@ -494,32 +447,8 @@ def _run(call: Callable[[], object]) -> None:
         raise SystemExit(1) from None
 
 
-#: Of a zygote: what is not taken apart when a fork of it ends.
-_imported: dict[str, types.ModuleType] = {}
-
-
-def _light() -> None:
-    """The last function of atexit: the interpreter no longer knows what was imported before the program."""
-    if _state.whole:
-        return
-    kept, modules = dict(_imported), sys.modules
-    names = [name for name, module in kept.items() if modules.get(name) is module]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    # in one call: no other thread may run before the interpreter ends, and find that torch is not imported
-    collections.deque(map(modules.pop, names, itertools.repeat(None)), 0)
-
-
-def _without_destructors() -> None:
-    """Has libc end this process before it runs the destructors of what is loaded by now."""
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)
-    libc.on_exit(libc.fcloseall, None)  # runs first
-
-
 def _main(fd: int) -> None:
     gc.disable()
-    atexit.register(_light)  # before torch's own: the first comes last
-    before = set(sys.modules)
     for name in IMPORTS:
         importlib.import_module(name)
     import torch
@@ -527,8 +456,6 @@ def _main(fd: int) -> None:
     # what the first session of a process has torch import (dispatch/meta_inference.py)
     x = torch.empty(2, 2, device="meta")
     torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
-    _imported.update({name: module for name, module in sys.modules.items()
-                      if name not in before and name.partition(".")[0] not in sys.stdlib_module_names})  # fmt: skip
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -540,8 +467,6 @@ def _main(fd: int) -> None:
         _settle(request, fds, sock)
         arguments = request["program"]["arguments"]
         sock = None if arguments[:1] and arguments[0] in _LEAVES else _split(request)
-    if not _state.whole:
-        _without_destructors()
     _signals(request)
     _streams()
     _run(_prepare(request))
