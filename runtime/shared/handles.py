@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..node import where
 from ..process import role
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError, NodeLost
 from ..protocol.shared_objects import Answer
 from . import callers, channels
+from .objects import Object, Objects
 from .values import pack, unpack
 from .waiting import Caller
 
@@ -61,7 +63,45 @@ def caller_at(where: Where) -> Caller:
     return callers.client(where.addresses)
 
 
-class Channel:
+class Handle:
+    """A shared object, as the script or a function on a node has it. It is pickled as its number, and where to ask."""
+
+    def __init__(self, kind: Callable[[Objects, int], Object], name: str | None) -> None:
+        """Raises DisttensorError without a session, and in a function on a node."""
+        if where.found() is not None or role.is_node():
+            what = type(self).__name__
+            raise DisttensorError(f"a {what} is made by the script, which gives it to functions as an argument")
+        if not current_holder:
+            raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
+        self.name = name
+        self._holder: Holder | None = current_holder[0]()
+        self._caller: Caller | None = self._holder.caller
+        self._number = self._holder.caller.objects.make(kind)
+        self._where: Where | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name or self._number}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        found = self._where if self._holder is None else self._holder.where(self._number)
+        return {**self.__dict__, "_holder": None, "_caller": None, "_where": found}
+
+    def _asking(self) -> Caller:
+        if self._caller is None:
+            if self._where is None:
+                raise DisttensorError(f"this {type(self).__name__} has no session")
+            self._caller = caller_at(self._where)
+        return self._caller
+
+    def _state(self) -> Answer:
+        ask = self._asking()
+        return self._said(ask.ask(s.Ask(ask.number(), (self._number,))))
+
+    def _said(self, answer: Answer) -> Answer:
+        return checked(answer, repr(self))
+
+
+class Channel(Handle):
     """A queue that the script and functions on all nodes use: first in, first out, whoever puts and gets.
 
         >>> squares = dt.tasks.Channel()
@@ -89,22 +129,11 @@ class Channel:
         """Raises DisttensorError without a session, and in a function on a node."""
         if isinstance(maxsize, bool) or not isinstance(maxsize, int):
             raise TypeError(f"Channel(maxsize={maxsize!r:.60}) takes a number of items")
-        if role.is_node():
-            raise DisttensorError("a channel is made by the script, which gives it to functions as an argument")
-        if not current_holder:
-            raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
-        self._holder: Holder | None = current_holder[0]()
-        self._caller: Caller | None = self._holder.caller
-        self._number = self._holder.caller.objects.make(partial(channels.Channel, maxsize=maxsize))
-        self.maxsize, self.name = maxsize, name
-        self._where: Where | None = None
+        super().__init__(partial(channels.Channel, maxsize=maxsize), name)
+        self.maxsize = maxsize
 
     def __repr__(self) -> str:
-        return f"<Channel {self.name or self._number}{f' maxsize={self.maxsize}' if self.maxsize > 0 else ''}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        where = self._holder.where(self._number) if self._holder is not None else self._where
-        return _unpickled, (self._number, self.maxsize, self.name, where)
+        return f"{super().__repr__()[:-1]}{f' maxsize={self.maxsize}' if self.maxsize > 0 else ''}>"
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the channel is
@@ -194,30 +223,9 @@ class Channel:
         # what a node has put may name an object that the script has for itself
         if self._holder is not None and not self._holder.caller.objects.is_shared(number, channels.Channel):
             raise ValueError(f"no channel that nodes have has the number {number}")
-        channel = _unpickled(number, maxsize, name, self._where)
-        channel._holder, channel._caller = self._holder, self._caller
+        channel = Channel.__new__(Channel)
+        channel.__dict__ |= {**self.__dict__, "_number": number, "maxsize": maxsize, "name": name}
         return channel
-
-    def _asking(self) -> Caller:
-        if self._caller is None:
-            if self._where is None:
-                raise DisttensorError("this channel has no session")
-            self._caller = caller_at(self._where)
-        return self._caller
-
-    def _state(self) -> Answer:
-        ask = self._asking()
-        return self._said(ask.ask(s.Ask(ask.number(), (self._number,))))
-
-    def _said(self, answer: Answer) -> Answer:
-        return checked(answer, repr(self))
-
-
-def _unpickled(number: int, maxsize: int, name: str | None, where: Where | None) -> Channel:
-    channel = Channel.__new__(Channel)
-    channel._holder = channel._caller = None
-    channel._number, channel.maxsize, channel.name, channel._where = number, maxsize, name, where
-    return channel
 
 
 def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, Any]:

@@ -13,58 +13,15 @@ from ..node.holders import Holder
 from ..process import role
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
-from ..protocol.shared_objects import Answer
 from . import locks
-from .handles import Where, caller_at, checked, current_holder
-from .objects import Object, Objects
+from .handles import Handle
 from .waiting import Caller
 
 #: The most characters of a holder's name that the script is told.
 _WORDS = 200
 
 
-class _Handle:
-    """A lock or a barrier, as the script or a function has it."""
-
-    def __init__(self, kind: Callable[[Objects, int], Object], name: str | None) -> None:
-        what = type(self).__name__
-        if where.found() is not None:
-            raise DisttensorError(f"a {what} is made by the script, which gives it to functions as an argument")
-        if not current_holder:
-            raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
-        self.name = name
-        self._session = current_holder[0]()
-        self._caller: Caller | None = self._session.caller
-        self._number = self._session.caller.objects.make(kind)
-        self._where: Where | None = None
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name or self._number}>"
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = self.__dict__.copy()
-        session = kept.pop("_session", None)
-        if session is not None:
-            kept["_where"] = session.where(self._number)
-        kept["_caller"] = None
-        return kept
-
-    def _asking(self) -> Caller:
-        if self._caller is None:
-            if self._where is None:
-                raise DisttensorError(f"this {type(self).__name__} has no session")
-            self._caller = caller_at(self._where)
-        return self._caller
-
-    def _said(self, answer: Answer) -> Answer:
-        return checked(answer, repr(self))
-
-    def _state(self) -> Answer:
-        ask = self._asking()
-        return self._said(ask.ask(s.Ask(ask.number(), (self._number,))))
-
-
-class Lock(_Handle):
+class Lock(Handle):
     """A lock of the script and of functions on all nodes, with the names of ``threading.Lock``'s.
 
         >>> lock = dt.tasks.Lock()
@@ -136,7 +93,7 @@ class Lock(_Handle):
                 ask.tell(request)
 
 
-class Barrier(_Handle):
+class Barrier(Handle):
     """A barrier of the script and of functions on nodes, with the names of ``threading.Barrier``'s.
 
         >>> barrier = dt.tasks.Barrier(2)

@@ -376,6 +376,6 @@ def test_refusals() -> None:
         Barrier(1, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not negative"):
         Barrier(1).wait(-1)
-    for make in (Lock, lambda: Barrier(2)):
+    for make in (Lock, lambda: Barrier(2), Channel):
         with pytest.raises(dt.DisttensorError, match="is made by the script"):
             dt.run(make, node=0)
