@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from ..runtime.endpoints import frames
-from ..runtime.endpoints.connection import Connection, check_tag, check_timeout, printable
+from ..runtime.endpoints.connection import Connection, check_tag
 from ..runtime.endpoints.frames import Come, Hello, Refused, Welcome
 from ..runtime.endpoints.wires import Wire, Wires
 from ..runtime.host.addresses import LOOPBACK
 from ..runtime.host.interfaces import addresses_of
 from ..runtime.launch.rendezvous.credentials import ConnectionFile, fresh, invite
 from ..runtime.node import where
+from ..runtime.protocol.codec import printable
 from ..runtime.protocol.errors import BrokenError, ClosedError, DisttensorError, ProtocolError
+from ..runtime.shared.waiting import check_timeout
 from ..runtime.transport.tunnel import TunnelServer
 from ..session import current
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..launch.rendezvous.credentials import read_connection_file
+from ..protocol.codec import printable
 from ..protocol.errors import BrokenError, ProtocolError
+from ..shared.waiting import check_timeout
 from ..transport.tunnel import TunnelClient
 from . import frames
 from .frames import Come, Hello, Refused, Welcome
@@ -200,21 +202,11 @@ def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: 
     return Connection(wires, wire, answers[0].id, tag, invitation.addresses[0], end)
 
 
-def check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: seconds are not negative")
-
-
 def check_tag(tag: str) -> None:
     if not isinstance(tag, str):
         raise TypeError(f"tag={tag!r:.60} is no text")
     if len(tag) > MAX_TAG:
         raise ValueError(f"a tag has {len(tag)} characters, and may have {MAX_TAG}")
-
-
-def printable(words: str) -> str:
-    """Returns words of another program without what does something to a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in words)
 
 
 def _unfit(value: Any, into: torch.Tensor) -> str | None:

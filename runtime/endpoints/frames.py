@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -12,8 +11,9 @@ from msgspec import Meta
 
 from ..protocol import values
 from ..protocol.arguments import Message
-from ..protocol.dtypes import DTYPES, IDS, QUANTIZED
+from ..protocol.dtypes import IDS
 from ..protocol.errors import UNDECODABLE, ProtocolError
+from ..shared.values import bytes_of, check_filled, decode_plain, empty, encode_plain, fetched, nbytes_of
 
 #: The version of these messages.
 VERSION = 1
@@ -97,31 +97,22 @@ def pack(value: Any) -> list[memoryview]:
     Raises TypeError for other than plain data and tensors, ValueError for what is too large, and what fetching raises.
     """
     tensors: list[torch.Tensor] = []
-    classes: set[type] = set()
-    data = values.encode(value, tensors, "a message has", classes=classes)
-    if classes:
-        raise TypeError(
-            f"a message has a {values.name_of(min(classes, key=values.name_of))}, and is made of tensors and plain "
-            "data; send what it is made of, such as dataclasses.asdict(x)"
-        )
+    data = encode_plain(value, tensors, "a message", "send")
     size = sum(x.numel() * x.element_size() for x in tensors)
     if size > MAX_BYTES or len(tensors) > MAX_TENSORS:
         raise ValueError(
             f"a message has {len(tensors)} tensors of {size} bytes, and may have {MAX_TENSORS} of {MAX_BYTES >> 30} GiB"
         )
-    here = [_here(x) for x in tensors]
+    here = [fetched(x, "a message") for x in tensors]
     head = frame(Value(data, tuple(Shape(IDS[x.dtype], tuple(x.shape)) for x in here)))
-    return [memoryview(head), *(_bytes_of(x) for x in here if x.numel())]
+    return [memoryview(head), *(bytes_of(x) for x in here if x.numel())]
 
 
 def unpack(come: Come) -> Any:
     """Returns the value of a message. Raises ProtocolError."""
     if not isinstance(come.said, Value):
         raise ProtocolError(f"a value was to come, not {type(come.said).__name__}")
-    try:
-        return values.decode(come.said.data, come.tensors)
-    except values.Unannounced as e:
-        raise ProtocolError(str(e)) from None
+    return decode_plain(come.said.data, come.tensors)
 
 
 class Reader:
@@ -158,11 +149,10 @@ class Reader:
             yield memoryview(body)
             said, tensors = decode_head(body), []
             for shape in said.tensors if isinstance(said, Value) else ():
-                tensors.append(made := _empty(shape))
+                tensors.append(made := empty(shape.dtype, shape.sizes, "a message"))
                 if made.numel():
-                    yield _bytes_of(made)
-                    if made.dtype is torch.bool and int(made.view(torch.uint8).max()) > 1:
-                        raise ProtocolError("a bool of a message is neither 0 nor 1")
+                    yield bytes_of(made)
+                    check_filled(made, "a message")
             self._done = Come(said, tensors)
 
 
@@ -173,29 +163,7 @@ def decode_head(body: bytes | bytearray) -> Said:
     except UNDECODABLE as e:
         raise ProtocolError(f"a head of {len(body)} bytes is not of this protocol: {e}") from None
     if isinstance(said, Value):
-        size = 0
-        for shape in said.tensors:
-            dtype = DTYPES.get(shape.dtype)
-            if dtype is None or dtype in QUANTIZED:
-                raise ProtocolError(f"a tensor of a message has the dtype number {shape.dtype}")
-            size += math.prod(shape.sizes) * dtype.itemsize
+        size = sum(nbytes_of(shape.dtype, shape.sizes, "a message") for shape in said.tensors)
         if size > MAX_BYTES:
             raise ProtocolError(f"a message has tensors of {size} bytes, and may have {MAX_BYTES}")
     return said
-
-
-def _here(x: torch.Tensor) -> torch.Tensor:
-    if x.layout is not torch.strided or x.dtype not in IDS or x.dtype in QUANTIZED:
-        raise TypeError(f"a tensor of a message has the layout {x.layout} and the dtype {x.dtype}; make it a plain one")
-    return x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def _empty(shape: Shape) -> torch.Tensor:
-    try:
-        return torch.empty(shape.sizes, dtype=DTYPES[shape.dtype], device="cpu")
-    except RuntimeError as e:  # no memory; or sizes whose product is no 64-bit number, beside one that is 0
-        raise ProtocolError(f"a tensor of a message can't be made: {e}") from None
-
-
-def _bytes_of(x: torch.Tensor) -> memoryview:
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]

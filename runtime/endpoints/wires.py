@@ -19,14 +19,13 @@ from itertools import count
 from typing import Any
 
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ProtocolError
+from ..shared.waiting import LOOK
 from .frames import Bye, Come, Reader, Refused, Value, frame, unpack
 
 #: Bytes of messages, and messages, that nobody has taken, beyond which no more of a wire is read.
 FULL_BYTES, FULL_MESSAGES = 64 << 20, 1024
 #: The most bytes that are read from one wire, or written to it, in one turn.
 _TURN = 4 << 20
-#: Seconds between two looks of a thread for its interrupt, where it is not the main thread (shared/waiting.py).
-_LOOK = 0.05
 #: Seconds in which a close sends what is left.
 FLUSH = 5.0
 
@@ -97,7 +96,7 @@ class Wires:
         if self.is_own_thread():
             raise DisttensorError("a callback of recv_async() runs in the thread that moves messages: it can't wait")
         deadline = None if timeout is None else time.monotonic() + timeout
-        tick = None if threading.current_thread() is threading.main_thread() else _LOOK
+        tick = None if threading.current_thread() is threading.main_thread() else LOOK
         while not until():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:

@@ -158,9 +158,14 @@ def check_reply(reply: c.Reply) -> None:
         check(reply)
 
 
+def printable(text: str) -> str:
+    """Returns somebody else's text without what does something to a terminal."""
+    return "".join(ch if ch.isprintable() else "?" for ch in text)
+
+
 def one_line(text: str) -> str:
     """Returns a text as the master takes it for a reason: one line of printable characters, of MAX_REASON at most."""
-    line = "".join(ch if ch.isprintable() else "?" for ch in " ".join(text.split()))
+    line = printable(" ".join(text.split()))
     return line if len(line) <= MAX_REASON else line[: MAX_REASON - 4] + " ..."
 
 

@@ -16,7 +16,7 @@ from ..protocol.shared_objects import Answer
 from . import callers, channels
 from .objects import Object, Objects
 from .values import pack, unpack
-from .waiting import Caller
+from .waiting import Caller, check_timeout
 
 if TYPE_CHECKING:
 
@@ -138,7 +138,7 @@ class Channel(Handle):
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the channel is
         closed, TypeError and ValueError for what is no item, NodeLost."""
-        _check(timeout)
+        check_timeout(timeout)
         packed = pack(item, self._refers)
         block = block and timeout != 0
         ask = self._asking()
@@ -236,7 +236,7 @@ def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, A
     Where several have items, each is as likely. Raises queue.Empty, ShutDown once all are closed and empty, ValueError
     without channels, or for channels of several sessions, NodeLost.
     """
-    _check(timeout)
+    check_timeout(timeout)
     for channel in channels:
         if not isinstance(channel, Channel):
             raise TypeError(f"select takes channels, not {channel!r:.60}")
@@ -252,11 +252,6 @@ def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, A
         raise DisttensorError("an item came without a value")
     found = next(channel for channel in channels if channel._number == answer.of)
     return found, unpack(answer.item, found._referred)
-
-
-def _check(timeout: float | None) -> None:
-    if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: seconds are not negative")
 
 
 def checked(answer: Answer, what: str) -> Answer:

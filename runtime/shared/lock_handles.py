@@ -15,7 +15,7 @@ from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
 from . import locks
 from .handles import Handle
-from .waiting import Caller
+from .waiting import Caller, check_timeout
 
 #: The most characters of a holder's name that the script is told.
 _WORDS = 200
@@ -128,7 +128,7 @@ class Barrier(Handle):
             raise ValueError(f"Barrier({parties}): parties must be > 0")
         if action is not None and not callable(action):
             raise TypeError(f"Barrier(action={action!r:.60}) takes a function")
-        _check(timeout)
+        check_timeout(timeout)
         super().__init__(partial(locks.Barrier, parties=parties, acts=action is not None), name)
         self.parties, self._action, self._timeout = parties, action, timeout
 
@@ -142,7 +142,7 @@ class Barrier(Handle):
         Raises threading.BrokenBarrierError, a RuntimeError, that says what has broken it; after ``timeout`` seconds
         this does."""
         limit = self._timeout if timeout is None else timeout
-        _check(limit)
+        check_timeout(limit)
         self._watch()
         ask = self._asking()
         arrive = s.Arrive(ask.number(), (self._number,), _who(holders.current()))
@@ -199,8 +199,3 @@ def _who(holder: Holder) -> str:
     found = where.found()
     place = f" on node {found.node}" if found is not None and not role.is_node() else ""
     return holder.what[:_WORDS] + place
-
-
-def _check(timeout: float | None) -> None:
-    if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: seconds are not negative")

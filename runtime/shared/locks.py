@@ -7,18 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..protocol import shared_objects as s
+from ..protocol.codec import printable
 from ..protocol.shared_objects import Answer
 from .objects import SCRIPT, Object, Objects, Wait
 
 
 def _named(who: str, party: int) -> str:
     """Returns a holder in words."""
-    return _printable(who) if party == SCRIPT else f"{_printable(who)} on node {party}"
-
-
-def _printable(words: str) -> str:
-    """Returns a node's words, which may be anything, without what does something to a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in words)
+    return printable(who) if party == SCRIPT else f"{printable(who)} on node {party}"
 
 
 class Lock(Object):
@@ -138,7 +134,7 @@ class Barrier(Object):
                 acting = self._acting
                 it = None if acting is None else (acting.party, acting.request.call)
                 if request.acting is None or it == (wait.party, request.acting):
-                    self._break(f"{_named(request.who, wait.party)} {_printable(request.why)}")
+                    self._break(f"{_named(request.who, wait.party)} {printable(request.why)}")
                 wait.answer(Answer(call, s.OK))
             case s.Reset():
                 self._break("it was emptied while somebody waited")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,7 @@ def pack(value: Any, refers: Callable[[Any], list[Any] | None] | None = None) ->
     Raises TypeError for other than plain data and tensors, ValueError for what is too large, and what fetching raises.
     """
     tensors: list[torch.Tensor] = []
-    classes: set[type] = set()
-    data = values.encode(value, tensors, "an item has", beside=False, classes=classes, refers=refers)
-    if classes:
-        raise TypeError(
-            f"an item has a {values.name_of(min(classes, key=values.name_of))}, and is made of tensors and plain data; "
-            "put what it is made of, such as dataclasses.asdict(x)"
-        )
+    data = encode_plain(value, tensors, "an item", "put", beside=False, refers=refers)
     if len(tensors) > MAX_TENSORS:
         raise ValueError(f"an item has {len(tensors)} tensors, and may have {MAX_TENSORS}; torch.cat makes them one")
     size = len(data) + sum(x.numel() * x.element_size() + 64 for x in tensors)
@@ -34,38 +28,88 @@ def pack(value: Any, refers: Callable[[Any], list[Any] | None] | None = None) ->
         raise ValueError(
             f"an item has {size} bytes, and may have {MAX_ITEM >> 20} MiB; send it in parts, or use x.to('node:k')"
         )
-    return Item(data, tuple(_flat(x) for x in tensors))
+    here = [fetched(x, "an item") for x in tensors]
+    return Item(data, tuple(Flat(IDS[x.dtype], tuple(x.shape), bytes(bytes_of(x))) for x in here))
 
 
 def unpack(item: Item, referred: Callable[[list[Any]], Any] | None = None) -> Any:
     """Makes the value of an item, with tensors in this process's memory; ``referred`` as for ``values.decode``. Raises
     ProtocolError."""
+    return decode_plain(item.data, [_tensor(flat) for flat in item.tensors], referred)
+
+
+def _tensor(flat: Flat) -> torch.Tensor:
+    size = nbytes_of(flat.dtype, flat.shape, "an item")
+    if size != len(flat.data):
+        raise ProtocolError(f"a tensor of shape {flat.shape!s:.200} has {size} bytes, and {len(flat.data)} came")
+    made = empty(flat.dtype, flat.shape, "an item")
+    bytes_of(made)[:] = flat.data
+    check_filled(made, "an item")
+    return made
+
+
+# ---- plain data and tensors that are copied: items here, and messages in endpoints/frames.py -------------------------
+
+
+def encode_plain(
+    value: Any,
+    tensors: list[torch.Tensor],
+    what: str,
+    verb: str,
+    beside: bool = True,
+    refers: Callable[[Any], list[Any] | None] | None = None,
+) -> bytes:
+    """Encodes a value as ``values.encode`` does; ``what`` it is, in words.
+
+    Raises TypeError for an object of a user's class, which says to ``verb`` what that is made of.
+    """
+    classes: set[type] = set()
+    data = values.encode(value, tensors, f"{what} has", beside=beside, classes=classes, refers=refers)
+    if classes:
+        raise TypeError(
+            f"{what} has a {values.name_of(min(classes, key=values.name_of))}, and is made of tensors and plain data; "
+            f"{verb} what it is made of, such as dataclasses.asdict(x)"
+        )
+    return data
+
+
+def decode_plain(data: bytes, tensors: list[torch.Tensor], referred: Callable[[list[Any]], Any] | None = None) -> Any:
+    """Decodes what ``encode_plain`` has encoded. Raises ProtocolError."""
     try:
-        return values.decode(item.data, [_tensor(flat) for flat in item.tensors], referred=referred)
+        return values.decode(data, tensors, referred=referred)
     except values.Unannounced as e:
         raise ProtocolError(str(e)) from None
 
 
-def _flat(x: torch.Tensor) -> Flat:
+def fetched(x: torch.Tensor, what: str) -> torch.Tensor:
+    """Returns a tensor here, contiguous. Raises TypeError for a sparse or quantized one, and what fetching raises."""
     if x.layout is not torch.strided or x.dtype not in IDS or x.dtype in QUANTIZED:
-        raise TypeError(f"a tensor of an item has the layout {x.layout} and the dtype {x.dtype}; make it a plain one")
-    here = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if here.numel() == 0:
-        return Flat(IDS[x.dtype], tuple(x.shape), b"")
-    return Flat(IDS[x.dtype], tuple(x.shape), here.reshape(-1).view(torch.uint8).numpy().tobytes())
+        raise TypeError(f"a tensor of {what} has the layout {x.layout} and the dtype {x.dtype}; make it a plain one")
+    return x.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _tensor(flat: Flat) -> torch.Tensor:
-    dtype = DTYPES.get(flat.dtype)
-    if dtype is None or dtype in QUANTIZED:
-        raise ProtocolError(f"a tensor of an item has the dtype number {flat.dtype}")
-    if math.prod(flat.shape) * dtype.itemsize != len(flat.data):
-        raise ProtocolError(f"a tensor of {dtype} and shape {flat.shape!s:.200} does not have {len(flat.data)} bytes")
-    if not flat.data:
-        try:
-            return torch.empty(flat.shape, dtype=dtype, device="cpu")
-        except RuntimeError as e:  # sizes whose product is no 64-bit number, beside one that is 0
-            raise ProtocolError(f"a tensor of an item can't be made: {e}") from None
-    if dtype is torch.bool and flat.data.strip(b"\0\1"):
-        raise ProtocolError("a bool of an item is neither 0 nor 1")
-    return torch.frombuffer(bytearray(flat.data), dtype=torch.uint8).view(dtype).reshape(flat.shape)
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor as bytes."""
+    return memoryview(x.reshape(-1).view(torch.uint8).numpy()).cast("B") if x.numel() else memoryview(bytearray())  # type: ignore[arg-type]
+
+
+def nbytes_of(dtype: int, shape: Sequence[int], what: str) -> int:
+    """Returns the bytes of a tensor that somebody describes. Raises ProtocolError for a dtype that none has."""
+    known = DTYPES.get(dtype)
+    if known is None or known in QUANTIZED:
+        raise ProtocolError(f"a tensor of {what} has the dtype number {dtype}")
+    return math.prod(shape) * known.itemsize
+
+
+def empty(dtype: int, shape: Sequence[int], what: str) -> torch.Tensor:
+    """Makes a tensor that is to be filled, of a size that was checked. Raises ProtocolError."""
+    try:
+        return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+    except RuntimeError as e:  # no memory; or sizes whose product is no 64-bit number, beside one that is 0
+        raise ProtocolError(f"a tensor of {what} can't be made: {e}") from None
+
+
+def check_filled(x: torch.Tensor, what: str) -> None:
+    """Raises ProtocolError for bytes that are none of the dtype's."""
+    if x.dtype is torch.bool and x.numel() and int(x.view(torch.uint8).max()) > 1:
+        raise ProtocolError(f"a bool of {what} is neither 0 nor 1")

@@ -10,7 +10,7 @@ from ..protocol.shared_objects import Answer, Asking
 
 #: Seconds between two looks of a thread for its interrupt: one that is not the main thread gets it between two of the
 #: interpreter's instructions, and none runs while it waits.
-_LOOK = 0.05
+LOOK = 0.05
 
 
 class Slot:
@@ -37,11 +37,17 @@ class Slot:
         while self.answer is None:
             left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
             if not main:
-                left = _LOOK if left < 0 else min(left, _LOOK)
+                left = LOOK if left < 0 else min(left, LOOK)
             self._come.acquire(timeout=min(left, threading.TIMEOUT_MAX))
             if self.answer is None and deadline is not None and time.monotonic() >= deadline:
                 return None
         return self.answer
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raises ValueError for a time limit that is below 0, or no number."""
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: seconds are not negative")
 
 
 class Caller(Protocol):
