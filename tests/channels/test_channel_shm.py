@@ -306,6 +306,18 @@ def test_what_was_filled_in_shared_memory_is_not_copied_again(pair, monkeypatch)
     assert len([s for s in segments(pair[0], 0) if s.nbytes >= 8 * LARGE]) == 1
 
 
+def test_staging_that_a_forked_child_drops_stays_its_parents(pair):
+    """The child has none of the memory, which another process may have been given meanwhile."""
+    staged = pair[0].staging((LARGE,), torch.int32, 0)
+    staged.fill_(3)
+    if (child := os.fork()) == 0:
+        del staged
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(move(pair, staged), torch.full((LARGE,), 3, dtype=torch.int32))
+
+
 def test_staging_that_is_not_sent_is_used_again(pair):
     address = pair[0].staging((LARGE,), torch.float64, 0).data_ptr()
     again = pair[0].staging((LARGE,), torch.float64, 0)

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 
-import numpy as np
 import torch
 
 from ...protocol.errors import ProtocolError
-from .segments import FREE, HEAD, RETIRED, Segment, Segments, opened, unpacked
+from .segments import HEAD, RETIRED, Segment, Segments, opened, unpacked
 
 #: Segments whose payloads nobody has sent yet, by the payload's address.
 _waiting: dict[int, Segment] = {}
@@ -78,23 +76,12 @@ class _Adopted(Segment):
     def __init__(self, pid: int, fd: int, id: int, nbytes: int) -> None:
         self.nbytes, self.id, self.fd = nbytes, id, -1
         self.fd, self._map = opened(pid, fd, id, nbytes, inherited=False)
-        self._pid = os.getpid()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
         if count * dtype.itemsize > self.nbytes:
             raise ProtocolError(f"{count} elements of {dtype} in a segment of {self.nbytes} bytes")
-        payload = np.frombuffer(memoryview(self._map), dtype=np.uint8, count=count * dtype.itemsize, offset=HEAD)
-        address = payload.ctypes.data
-        _waiting[address] = self
-        weakref.finalize(payload, self._drop, address).atexit = False
-        return torch.frombuffer(payload, dtype=dtype).view(shape)
-
-    def _drop(self, address: int) -> None:
-        """Frees it when the tensor is gone, unless a peer has it now. Not in a forked child."""
-        if os.getpid() == self._pid and _waiting.get(address) is self:
-            del _waiting[address]
-            self.state = FREE
+        return self.offer(count * dtype.itemsize, _waiting).view(dtype).view(shape)
 
     def forgotten(self) -> bool:
         """Closes what is not needed any more. Returns whether its owner has let go of it."""

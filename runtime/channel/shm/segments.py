@@ -162,6 +162,20 @@ class Segment:
         target = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEAD, count=nbytes)
         store(target.view(tensor.dtype).view(tensor.shape), tensor)
 
+    def offer(self, nbytes: int, waiting: dict[int, Segment]) -> torch.Tensor:
+        """Returns the memory of a payload as flat bytes. ``waiting`` has the segment by their address until somebody
+        takes it out, who sends it; where nobody does, it is free again when the memory is gone."""
+        memory = np.frombuffer(memoryview(self._map), dtype=np.uint8, count=nbytes, offset=HEAD)
+        address = memory.ctypes.data
+        waiting[address] = self
+        weakref.finalize(memory, self._drop, address, waiting, os.getpid()).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _drop(self, address: int, waiting: dict[int, Segment], pid: int) -> None:
+        if os.getpid() == pid and waiting.get(address) is self:  # a forked child has none of the memory
+            del waiting[address]
+            self.state = FREE
+
     def forget_descriptor(self) -> None:
         """Closes the descriptor once the receiver has mapped the segment: processes have few of them."""
         if self.fd >= 0 and self._map[1]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 
-import numpy as np
 import torch
 
 from ...protocol.errors import ProtocolError
 from ..carrier import Carrier, Parcel, Say
 from ..payload import plain
 from . import adopted
-from .segments import DESCRIPTOR, FREE, HEAD, Mapping, Mappings, Segment, Segments
+from .segments import DESCRIPTOR, FREE, Mapping, Mappings, Segment, Segments
 
 #: The most bytes that the peer has not taken yet, but for one payload of any size.
 AHEAD = 16 << 20
@@ -55,19 +53,7 @@ class Sharing(Carrier):
 
     def reserve(self, nbytes: int) -> torch.Tensor | None:
         segment = self._take(nbytes) if self.works else None
-        if segment is None:
-            return None
-        memory = np.frombuffer(memoryview(segment.memory), dtype=np.uint8, count=nbytes, offset=HEAD)
-        address = memory.ctypes.data
-        self._reserved[address] = segment
-        weakref.finalize(memory, self._drop, address, segment).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def _drop(self, address: int, segment: Segment) -> None:
-        """Frees a reserved segment whose tensor is gone, unless it was sent."""
-        if self._reserved.get(address) is segment:
-            del self._reserved[address]
-            segment.state = FREE
+        return None if segment is None else segment.offer(nbytes, self._reserved)
 
     def _take(self, nbytes: int) -> Segment | None:
         try:
