@@ -272,20 +272,20 @@ def test_a_channel_through_a_channel(at: Callable[..., Any], pool: ThreadPoolExe
     requests, passed = Channel(name="requests"), Channel(maxsize=3)
     replies = [Channel(maxsize=2, name=f"to {i}") for i in range(2)]
     work = pool.submit(dt.run, answers, requests, node=0)
-    for i, reply in enumerate(replies):
-        passed.put((reply,))
-        at(lambda a, b, x: b.put({"to": list(a.get()), "x": x}), passed, requests, torch.full((2,), float(i)))
-    assert [reply.get(timeout=60).tolist() for reply in replies] == [[0.0, 0.0], [2.0, 2.0]]
-    passed.put(passed)
-    assert passed.get() is not passed
-    passed.put([replies[1]])
-    found = passed.get()[0]
-    assert (repr(found), found.maxsize) == ("<Channel to 1 maxsize=2>", 2)
-    found.put("back")
-    assert replies[1].get() == "back"
-    with pytest.raises(TypeError, match="Channel"):
-        passed.put({replies[0]: 1})
-    requests.close()
+    with requests:  # closed at the end, whatever happens: the pool waits for its work
+        for i, reply in enumerate(replies):
+            passed.put((reply,))
+            at(lambda a, b, x: b.put({"to": list(a.get()), "x": x}), passed, requests, torch.full((2,), float(i)))
+        assert [reply.get(timeout=60).tolist() for reply in replies] == [[0.0, 0.0], [2.0, 2.0]]
+        passed.put(passed)
+        assert passed.get() is not passed
+        passed.put([replies[1]])
+        found = passed.get()[0]
+        assert (repr(found), found.maxsize) == ("<Channel to 1 maxsize=2>", 2)
+        found.put("back")
+        assert replies[1].get() == "back"
+        with pytest.raises(TypeError, match="Channel"):
+            passed.put({replies[0]: 1})
     assert work.result() == 2
 
 
