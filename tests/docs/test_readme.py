@@ -44,18 +44,6 @@ def test_the_first_program(flags: list[str], tmp_path: Path) -> None:
     assert python(*flags, "first.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
-def test_the_streams_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/STREAMS.md").read_text()).groups()
-    (tmp_path / "streams.py").write_text(program)
-    assert python("streams.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_transfers_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/TRANSFERS.md").read_text()).groups()
-    (tmp_path / "transfers.py").write_text(program)
-    assert python("transfers.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
 def test_the_memory_page(tmp_path: Path) -> None:
     """But for what is this machine's, and this process's in memory."""
     program, shown = SHOWN.search((ROOT / "docs/MEMORY.md").read_text()).groups()
@@ -65,47 +53,11 @@ def test_the_memory_page(tmp_path: Path) -> None:
     assert re.sub(varying, "...", printed) == re.sub(varying, "...", textwrap.dedent(shown))
 
 
-def test_the_graphs_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/GRAPHS.md").read_text()).groups()
-    (tmp_path / "graphs.py").write_text(program)
-    assert python("graphs.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_meshes_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/MESHES.md").read_text()).groups()
-    (tmp_path / "meshes.py").write_text(program)
-    assert python("meshes.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_data_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/DATA.md").read_text()).groups()
-    (tmp_path / "data.py").write_text(program)
-    assert python("data.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_data_parallel_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/DATA_PARALLEL.md").read_text()).groups()
-    (tmp_path / "data_parallel.py").write_text(program)
-    assert python("data_parallel.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_checkpoints_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/CHECKPOINTS.md").read_text()).groups()
-    (tmp_path / "checkpoints.py").write_text(program)
-    assert python("checkpoints.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
 def test_mesh_data_parallel() -> None:
     """The losses of one process; the program compares them, too."""
     lines = python(str(ROOT / "examples/mesh_data_parallel.py"), "--nodes", "4", cwd=ROOT).splitlines()
     assert [line.startswith(f"epoch {i}: loss ") for i, line in enumerate(lines[:5])] == [True] * 5
     assert float(lines[5].removeprefix("accuracy ")) > 0.93
-
-
-def test_the_pipeline_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/PIPELINE.md").read_text()).groups()
-    (tmp_path / "pipeline.py").write_text(program)
-    assert python("pipeline.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
 def test_pipeline() -> None:
@@ -118,24 +70,6 @@ def test_pipeline() -> None:
     assert float(lines[4].removeprefix("accuracy ")) > 0.93
     assert lines[5].split() == ["stage", "node", "busy", "expected"]
     assert [line.split()[::3] for line in lines[6:]] == [[str(k), "80%"] for k in range(3)]
-
-
-def test_the_asynchronous_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/ASYNCHRONOUS.md").read_text()).groups()
-    (tmp_path / "asynchronous.py").write_text(program)
-    assert python("asynchronous.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_sharded_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/SHARDED.md").read_text()).groups()
-    (tmp_path / "sharded.py").write_text(program)
-    assert python("sharded.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_actors_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/ACTORS.md").read_text()).groups()
-    (tmp_path / "actors.py").write_text(program)
-    assert python("actors.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(400, marks=pytest.mark.slow)])
@@ -171,12 +105,6 @@ def test_language_model() -> None:
     ]
 
 
-def test_the_tensor_parallel_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/TENSOR_PARALLEL.md").read_text()).groups()
-    (tmp_path / "tensor_parallel.py").write_text(program)
-    assert python("tensor_parallel.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
 @pytest.mark.row("T52")
 def test_tensor_parallel() -> None:
     """The losses and the weights of one process; the program compares them, too."""
@@ -197,12 +125,6 @@ def test_the_collectives_page(section: str, tmp_path: Path) -> None:
     program, shown = SHOWN.search(section).groups()
     (tmp_path / "program.py").write_text(program)
     assert python("program.py", cwd=tmp_path) == textwrap.dedent(shown)
-
-
-def test_the_channels_page(tmp_path: Path) -> None:
-    program, shown = SHOWN.search((ROOT / "docs/CHANNELS.md").read_text()).groups()
-    (tmp_path / "channels.py").write_text(program)
-    assert python("channels.py", cwd=tmp_path) == textwrap.dedent(shown)
 
 
 def test_links_lead_somewhere() -> None:
