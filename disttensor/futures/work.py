@@ -55,13 +55,19 @@ class Work:
         Raises TimeoutError after ``timeout`` seconds (the work goes on), the error that made the tensor fail, NodeLost,
         DisttensorError if the session was shut down before the end.
         """
-        self._end(seconds_of(timeout))
+        try:
+            self._end(seconds_of(timeout))
+        finally:
+            del self  # which may have the error, whose frames have this one: a circle that keeps a user's tensors
         return True
 
     def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
         """Waits, and returns the tensor: the same object each time. Raises as ``wait``."""
-        self.wait(timeout)
-        return self._value()
+        try:
+            self.wait(timeout)
+            return self._value()
+        finally:
+            del self  # as in ``wait``
 
     def exception(self, timeout: float | timedelta | None = None) -> Exception | None:
         """Waits, and returns the error that ``wait`` would raise, or None.
@@ -76,6 +82,8 @@ class Work:
             self.wait()
         except Exception as e:
             return e
+        finally:
+            del self  # as in ``wait``
         return None
 
     def add_done_callback(self, fn: Callable[[Work], object]) -> None:

@@ -176,8 +176,10 @@ class _Mapping:
             if isinstance(error, NodeLost) and left > 0:
                 self._lost(error, number, item, left)
             else:
-                self._done[number] = error if error is not None else work.result()
-                if error is not None and wanted in (None, number):
+                failed = error is not None
+                self._done[number] = error if failed else work.result()
+                del work, error  # as in _raise
+                if failed and wanted in (None, number):
                     self._raise(number)  # before others begin
             self._feed()
         number = next(iter(self._done)) if wanted is None else wanted
@@ -189,7 +191,10 @@ class _Mapping:
         error = self._done.pop(number)
         if isinstance(error, NodeLost):
             advise_retries(error, "map", f"item {number}")
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its frames would have it, and keep a user's tensors until the collector comes
 
     def _lost(self, error: NodeLost, number: int, item: tuple[Any, ...], left: int) -> None:
         if left <= 0:

@@ -285,8 +285,11 @@ class Submitted(Result):
             self._session.link.check(self.parts[0].call.place.outbox)
 
     def _end(self, timeout: float | None) -> None:
-        self._await_end(timeout)
-        self._value()
+        try:
+            self._await_end(timeout)
+            self._value()
+        finally:
+            del self  # as in ``wait``
 
     def _value(self) -> Any:
         with self._lock:
@@ -294,11 +297,14 @@ class Submitted(Result):
                 try:
                     self._outcome = True, self._made()
                 except Exception as error:
-                    self._outcome = False, error
+                    self._outcome = False, error.with_traceback(None)  # whose frames have this Work
             well, value = self._outcome
-        if not well:
-            raise value
-        return value
+        try:
+            if not well:
+                raise value
+            return value
+        finally:
+            del self, value  # as in ``wait``
 
     def _made(self) -> Any:
         results: list[Any] = []

@@ -424,6 +424,9 @@ WAYS_TO_FAIL: dict[str, Callable[[torch.Tensor], object]] = {
     "a read": lambda x: x.gather(0, torch.full((1, 1), 9, device=x.device)).cpu(),
     "a wait": lambda x: (x.gather(0, torch.full((1, 1), 9, device=x.device)), dt.synchronize()),
     "a function": lambda x: dt.run(lambda y: y.view(3), x),
+    "a submitted function": lambda x: dt.submit(lambda y: y.view(3), x).result(),
+    "a map": lambda x: list(dt.map(lambda y: y.view(3), [x])),
+    "a fetch": lambda x: dt.fetch(x.gather(0, torch.full((1, 1), 9, device=x.device))).result(),
 }
 
 

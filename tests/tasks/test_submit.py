@@ -116,6 +116,22 @@ def test_beside_runs_beside_its_node_and_in_order_with_its_arguments() -> None:
         assert (found.result() + 1).sum().item() == 1000 * (step + 1)
 
 
+def fill_after(port: int, x: torch.Tensor) -> None:
+    until(port)
+    x.fill_(7)
+
+
+def test_beside_waits_for_the_stream_that_makes_its_arguments() -> None:
+    x = torch.zeros(10, device="node:0")
+    with Door() as door, dt.stream(dt.Stream(node=0)):
+        filled = dt.submit(fill_after, door.port, x, node=0)
+        copied = dt.submit(torch.clone, x, node=0, beside=True)
+        assert dt.submit(add, 1, 2, node=0, beside=True).result() == 3  # what comes after it does not wait
+        door.open()
+        assert copied.result().tolist() == [7] * 10
+        filled.result()
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_cancel_interrupts_and_poisons_and_the_node_is_usable(beside: bool) -> None:
     begun = threading.Event()

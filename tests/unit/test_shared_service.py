@@ -135,13 +135,17 @@ def test_two_of_one_process_wait_side_by_side(pool: ThreadPoolExecutor) -> None:
     number = objects.make(Channel)
     callers = [Local(objects, lambda: None) for _ in range(3)]
     waiting = [pool.submit(one.ask, s.Take(one.number(), (number,))) for one in callers]
-    while len(objects._objects[number].taking) < len(callers):  # type: ignore[attr-defined]
-        time.sleep(0.001)
-    assert len(objects._waits) == len(callers)
-    for one in callers:
-        one.ask(s.Put(one.number(), (number,), ITEM))
-    assert [one.result(30).said for one in waiting] == [s.OK] * len(callers)
-    assert not objects._waits
+    try:
+        while len(objects._objects[number].taking) < len(callers):  # type: ignore[attr-defined]
+            assert not any(one.done() for one in waiting)
+            time.sleep(0.001)
+        assert len(objects._waits) == len(callers)
+        for one in callers:
+            one.ask(s.Put(one.number(), (number,), ITEM))
+        assert [one.result(30).said for one in waiting] == [s.OK] * len(callers)
+        assert not objects._waits
+    finally:
+        objects.end("the test is over")
 
 
 def test_a_number_that_waits_already_is_refused() -> None:
