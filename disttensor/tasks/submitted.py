@@ -56,7 +56,8 @@ def submit(
         fn, *args, **kwargs, nodes: as for ``run``.
         node: as for ``run``; or "any": the node for which the fewest functions wait.
         beside: the function runs on a stream of its own, beside what its node does otherwise, when everything that was
-            issued before for its arguments is done. Else it runs in its turn.
+            issued before for its arguments is done. Else it runs in its turn, and what is issued to its node later
+            begins after it, on whatever stream.
 
     The function is begun in its turn on its node, whether anybody waits or not. ``work.cancel()`` has it not begin, or
     ends it by a KeyboardInterrupt. A Work that is dropped goes on; an error that nobody asked for is raised by

@@ -32,7 +32,6 @@ PROGRAMS = SHOWN.findall(PAGE.partition("\n## Horovod\n")[2])
 @pytest.mark.parametrize(("ranks", "theirs", "ours", "printed"), PAIRS, ids=["ddp", "collectives"])
 def test_a_pair(ranks: str, theirs: str, ours: str, printed: str, tmp_path: Path) -> None:
     """torchrun and ours print the same, and what they save has the same bits."""
-    saved = []
     for name, text in (("theirs", theirs), ("ours", ours)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "program.py").write_text(text)
