@@ -21,12 +21,12 @@ from disttensor.meshes import Mesh
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 # Each time that samples are made torch searches the whole stack, with the text of each line, for unittest's test.
-vars(common_utils)["extract_test_fn"] = lambda: None
+vars(core)["extract_test_fn"] = lambda: None
 
 NODE = "node:0"
 CPU = torch.device("cpu")
