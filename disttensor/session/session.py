@@ -21,6 +21,7 @@ from ..runtime.master.link import Link
 from ..runtime.master.node import Node
 from ..runtime.master.outbox import Outbox
 from ..runtime.master.requests import Request
+from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import AllowList
@@ -60,16 +61,18 @@ class Session:
         launcher: Launcher | None,
         backend: str = "",
         protection: Protection = Protection(),  # noqa: B008 - frozen
+        interrupts: Interrupts | None = None,
     ) -> None:
         """Begins with ``nodes`` nodes, which have not said hello yet.
 
         ``backend`` names the session's own data channel, which is open in ``channels``. ``launcher`` is None where the
-        nodes are threads of this process. ``protection`` is that of tensors on their way.
+        nodes are threads of this process. ``protection`` is that of tensors on their way. ``interrupts``
+        have wrapped the handlers of signals already.
         """
         self.job = job
         self._parts: dict[Any, Any] = {}
         self.channel = channels.data[0]
-        self.link = Link(hub, nodes, launcher, self._lost)
+        self.link = Link(hub, nodes, launcher, self._lost, interrupts)
         #: the nodes, by rank. One that joins is here when it has been taken in, and in the link's from its key on
         self.nodes: list[Node] = list(self.link.nodes)
         self.questions = questions = Questions(self.link)

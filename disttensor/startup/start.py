@@ -27,6 +27,7 @@ from ..runtime.host.launcher import Exited, Launcher
 from ..runtime.launch import get_launcher, registry
 from ..runtime.node.rng_lock import guarded
 from ..runtime.node.worker import Worker
+from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import bundle as b
 from ..runtime.protocol.allow_list import AllowList
 from ..runtime.protocol.errors import DisttensorError, NodeLost, StartError
@@ -207,6 +208,9 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     """Starts nodes and returns a session with them, which is not yet the process's. ``undo`` gets what has to be undone
     if that fails."""
     check_protection(settings.channel, usable_channel(settings.channel, MASTER).capabilities, settings.protection)
+    interrupts = Interrupts()
+    undo.callback(interrupts.restore)
+    interrupts.look()
     starter: Launcher | None = None
     if settings.launcher != "inproc":
         starter = get_launcher(settings.launcher).of(settings.spec)
@@ -223,7 +227,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     context = ChannelContext(MASTER, job, listen[0], listen[1:], settings.protection)
     channels = Channels(maker(context), settings.channel, collective=False)
     undo.callback(channels.close)
-    session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.protection)
+    session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.protection, interrupts)
     session.link.side.hub = side
     session.hub_beside = more
     if side is not None:

@@ -74,7 +74,15 @@ _log = logging.getLogger("disttensor")
 class Link:
     """The master's connection with all nodes."""
 
-    def __init__(self, hub: Hub, nodes: int, launcher: Launcher | None, on_lost: Callable[[NodeLost], None]) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        nodes: int,
+        launcher: Launcher | None,
+        on_lost: Callable[[NodeLost], None],
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        """``interrupts``: those that have wrapped the handlers of signals already."""
         self.hub = hub
         self._hub_fd = hub.fileno()
         self.side = SideChannels()
@@ -86,7 +94,7 @@ class Link:
         self.failures = Failures()
         self.losses: list[NodeLost] = []  #: the first one most likely explains the others
         self.reported_losses: set[int] = set()  #: lost nodes whose loss was raised to a caller
-        self.interrupts = Interrupts()
+        self.interrupts = interrupts or Interrupts()
         self.reports = 0  #: messages received (for tests and status)
         self.patient = True  #: whether a full window blocks; False at the end of a script
         self.closing = False  #: whether nodes have been told to end, so that their end is no loss

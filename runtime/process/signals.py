@@ -9,9 +9,12 @@ inside such a function is noted, and its handler runs when that function has ret
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import signal
 import sys
 import threading
+import time
 from _signal import getsignal  # type: ignore[import-not-found]  # the public one takes a microsecond: it makes enums
 from collections.abc import Callable
 from operator import is_
@@ -32,6 +35,9 @@ SIGNALS = (
     signal.SIGUSR2,
     signal.SIGCHLD,
 )
+
+#: Seconds after which a signal whose exception was swallowed arrives again.
+_AGAIN = 0.02
 
 #: Invariant 11: no handler of a signal runs in a function whose code is in here, or in what it calls.
 _uninterrupted: set[CodeType] = set()
@@ -98,6 +104,10 @@ class Interrupts:
         if callable(getsignal(number)) and _MAIN is not None:
             signal.pthread_kill(_MAIN, number)
 
+    def _soon(self) -> None:
+        time.sleep(_AGAIN)
+        self.remind()
+
     def _swallowed(self, what: Any) -> None:
         """Replaces ``sys.unraisablehook``: notes again a signal whose handler raised where Python swallows exceptions.
 
@@ -106,6 +116,9 @@ class Interrupts:
         raised = getattr(what.exc_value, "_disttensor_signal", None)
         if raised is not None and not self._over:
             self.pending.append(raised)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: there are no more threads
+                # not a threading.Thread, whose locks the main thread may hold just here
+                _thread.start_new_thread(self._soon, ())
         elif self._unraisable is not None:
             self._unraisable(what)
 

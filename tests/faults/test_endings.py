@@ -204,6 +204,39 @@ def test_ctrl_c_while_nodes_start(script: Script) -> None:
     assert done.returncode == 0, done.stderr
 
 
+IN_A_FINALIZER_AT_THE_START = """
+import os, signal, sys
+import aftermath
+import disttensor as dt
+import torch
+
+class Presses:
+    def __del__(self): os.kill(os.getpid(), signal.SIGINT)
+
+class Somewhere:  # the nodes are given the script's path, before they are started
+    def __fspath__(self):
+        Presses()
+        return "/"
+
+sys.path.append(Somewhere())
+try:
+    dt.init_master_worker(nodes=2)
+    torch.ones(3, device="node:1").sum().item()
+except KeyboardInterrupt:
+    print("interrupted")
+dt.shutdown()
+sys.path.pop()
+with dt.init_master_worker(nodes=2):
+    print(torch.ones(3, device="node:1").sum().item())
+"""
+
+
+@pytest.mark.fault(18)
+def test_ctrl_c_in_a_finalizer_while_nodes_start(script: Script) -> None:
+    done = script(IN_A_FINALIZER_AT_THE_START)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n3.0\n", "")
+
+
 IMPORTING = """
 import os, signal, sys, threading
 import torch

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +34,9 @@ def add(a: Any, b: Any) -> Any:
     return a + b
 
 
-def tell_and_wait(told: int, door: int) -> str:
-    tell(told)
-    return until(door)
+def tell_and_wait(told: str, door: str) -> None:
+    """Waits in one call of C's, which tells when it has begun: nothing can interrupt it between the two."""
+    os.system(f"echo begun > {told}; read line < {door}")
 
 
 def loop(port: int) -> None:
@@ -120,7 +121,7 @@ def test_a_node_that_stands_still_is_waited_for_as_long_as_was_said() -> None:
         endless.result()
 
 
-def test_who_heeds_no_cancel_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_heeds_no_cancel_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """What waits in the kernel, beside a node's own thread, is not interrupted, as no C library is."""
     said = threading.Event()
 
@@ -132,15 +133,16 @@ def test_who_heeds_no_cancel_is_named(caplog: pytest.LogCaptureFixture) -> None:
     handler = Said()
     logging.getLogger("disttensor").addHandler(handler)
     try:
-        with Door() as door, testing.limits(unheeded=0.1):
-            begun = threading.Event()
-            with Began(begun.set) as port:
-                work = dt.submit(tell_and_wait, port, door.port, node=1, beside=True)
-                assert begun.wait(HANG)
+        told, door = tmp_path / "told", tmp_path / "door"
+        for path in (told, door):
+            os.mkfifo(path)
+        with testing.limits(unheeded=0.1):
+            work = dt.submit(tell_and_wait, str(told), str(door), node=1, beside=True)
+            assert told.read_text() == "begun\n"
             assert work.cancel()
             assert said.wait(HANG)
             assert not work.is_completed()
-            door.open()  # back in Python, it is interrupted
+            door.write_text("go on\n")  # back in Python, it is interrupted
             with pytest.raises(dt.errors.CancelledError, match=r"tell_and_wait\(\) was cancelled"):
                 work.result()
     finally:
