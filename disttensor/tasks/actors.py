@@ -30,11 +30,20 @@ from ..session.node_context import current_node
 from ..session.places import MeshPlace, Place
 from ..session.session import Session
 from ..streams import Stream
+from .announcing import Announcing
 from .calls import Call
 from .submitted import Submitted
 
 
-def actor(kind: type, /, *args: Any, node: int | str | torch.device | None = None, **kwargs: Any) -> Actor:
+def actor(
+    kind: type,
+    /,
+    *args: Any,
+    node: int | str | torch.device | None = None,
+    returns: Any = (),
+    raises: Any = (),
+    **kwargs: Any,
+) -> Actor:
     """Makes an object of a class on a node (the current one by default), and returns its handle at once.
 
         >>> class Counter:
@@ -54,6 +63,8 @@ def actor(kind: type, /, *args: Any, node: int | str | torch.device | None = Non
         kind: any class; it goes to the node as functions of ``run`` do.
         *args, **kwargs: those of its ``__init__``.
         node: a number, a device or a text such as "node:1".
+        returns, raises: as for ``run``, for all methods, and ``raises`` for ``__init__`` too. What the return
+            annotation of a method names may come back from that method.
 
     Each method of the class is one of the handle, which returns a ``Work`` at once. The calls of an actor are done in
     the order in which they are issued, one at a time, on a stream of its own: beside those of other actors, and beside
@@ -82,7 +93,7 @@ def actor(kind: type, /, *args: Any, node: int | str | torch.device | None = Non
     for name in _names(kind).intersection(_OWN):
         raise TypeError(f"actor: {kind.__name__} has a {name!r}, and so has the handle of an actor; rename it")
     _fits(f"{kind.__name__}()", kind, args, kwargs)
-    return Actor(session, place, kind, args, kwargs, here())
+    return Actor(session, place, kind, args, kwargs, here(), Announcing(None, returns, raises, "dt.actor"))
 
 
 class Actor:
@@ -93,7 +104,10 @@ class Actor:
         ready: a Work that ends when ``__init__`` has; its result is None.
     """
 
-    def __init__(self, session: Session, place: Place, kind: type, args: Any, kwargs: Any, site: Any) -> None:
+    def __init__(
+        self, session: Session, place: Place, kind: type, args: Any, kwargs: Any, site: Any, announcing: Announcing
+    ) -> None:
+        self._announcing = announcing
         self.node = place.node
         self._session, self._place, self._kind, self._site = session, place, kind, site
         self._closing: ActorWork | None = None
@@ -123,12 +137,16 @@ class Actor:
             raise DisttensorError(f"{self} is closed")
         return kept
 
-    def _issue(self, fn: Callable[..., Any], args: tuple[Any, ...], what: str, made: int = 0) -> ActorWork:
-        """Issues one of the node's functions on the actor's stream. ``made``: the ref of the token that it returns."""
+    def _issue(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], what: str, made: int = 0, method: Any = None
+    ) -> ActorWork:
+        """Issues one of the node's functions on the actor's stream. ``made``: the ref of the token that it returns;
+        ``method``: that of the class which it calls."""
         waits("an actor's call")
         token, stream = self._alive()
+        back = self._announcing._replace(fn=method)
         try:
-            call = Call(self._session, self._place, fn, args, {}, here(3), what=what, token=token)
+            call = Call(self._session, self._place, fn, args, {}, here(3), what=what, token=token, announcing=back)
             try:
                 return ActorWork(self, call, stream, what, made)
             finally:
@@ -168,7 +186,9 @@ class Actor:
             raise TypeError(f"{what} is async, and an actor's methods are not: no event loop runs on the node for it")
         bound = isinstance(static, (staticmethod, classmethod))
         _fits(what, method, args if bound else (self, *args), kwargs)
-        return self._issue(node_side.call, (self._alive()[0], name, args, kwargs), what)
+        if name == "__call__" and issubclass(kind, torch.nn.Module):
+            method = kind.forward
+        return self._issue(node_side.call, (self._alive()[0], name, args, kwargs), what, method=method)
 
     def __enter__(self) -> Actor:
         return self

@@ -7,25 +7,39 @@ and those that the annotations of their fields name. A node that names another c
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
-from types import MethodType
-from typing import Any
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
 
 from ..runtime.protocol.errors import ProtocolError, RemoteError
 from ..runtime.protocol.values import Announced, Unannounced, decode, is_announcable
 
 
-def announced_by(fn: Callable[..., Any], of_arguments: Iterable[type], returns: Any, raises: Any) -> Announced:
+class Announcing(NamedTuple):
+    """A call, as far as it says whose objects may come back from it."""
+
+    fn: Any  #: the user's function, whose return annotation counts
+    returns: Any = ()
+    raises: Any = ()
+    where: str = "the call"  #: the line that has ``returns=`` and ``raises=``, in words
+
+
+def announced_by(call: Announcing, of_arguments: Iterable[type] = ()) -> Announced:
     """Returns what a call announces. Raises TypeError for ``returns`` and ``raises`` that name no class that can be."""
     announced = Announced()
-    for what, form in (("returns", returns), ("raises", raises)):
+    for what, form in (("returns", call.returns), ("raises", call.raises)):
         named = list(_classes_in(form))
         if form not in ((), None) and not named:
             raise TypeError(
-                f"{what}={form!r:.100} names no dataclass, namedtuple, enum or exception of yours; plain data need not "
-                "be announced, and other classes can't come back"
+                f"{what}={form!r:.100} names no dataclass, namedtuple, enum or exception of yours; plain data and "
+                "Python's own exceptions need not be announced, and other classes can't come back"
             )
         for cls in named:
             if what == "raises" and not issubclass(cls, BaseException):
@@ -33,7 +47,7 @@ def announced_by(fn: Callable[..., Any], of_arguments: Iterable[type], returns: 
                     f"raises={form!r:.100}: {cls.__name__} is no exception; returns= is for what is returned"
                 )
             announced.add(cls)  # or says why its objects can't come
-    todo = [*announced, *of_arguments, *_classes_in(_return_of(fn))]
+    todo = [*announced, *of_arguments, *_classes_in(_return_of(call.fn))]
     seen = set[type]()
     while todo:
         cls = todo.pop()
@@ -54,15 +68,18 @@ def arguments_within(fn: Any) -> bool:
     return isinstance(fn, (partial, MethodType))
 
 
-def raised(error: Exception, announced: Announced) -> Exception:
-    """Returns the exception of an announced class for which a RemoteError stands, with its notes; else the error."""
+def raised(error: Exception, announced: Announced, where: str) -> Exception:
+    """Returns the exception of an announced class for which a RemoteError stands, with its notes; else the error.
+    ``where``: as in Announcing."""
     told = error.told if isinstance(error, RemoteError) else b""
     if not told:
         return error
     try:
         made = decode(told, [], announced)
     except Unannounced:
-        error.add_note("  raises=[...] in the call, with this class, has it raised as what it is")
+        note = f"  raises=[...] in {where}, with this class, has it raised as what it is"
+        if note not in getattr(error, "__notes__", ()):  # one that several Works raise
+            error.add_note(note)
         return error
     except ProtocolError as e:
         error.add_note(f"  it can't be raised as what it is: {e}")
@@ -80,18 +97,34 @@ def _return_of(fn: Any) -> Any:
         fn = fn.func
     if isinstance(fn, type):
         return fn
-    return _hints(fn).get("return", ())
+    if isinstance(fn, torch.nn.Module):
+        fn = fn.forward
+    hints = _hints(fn)
+    if "return" not in hints and isinstance(called := type(fn).__call__, FunctionType):  # an object with a __call__
+        hints = _hints(called)
+    return hints.get("return", ())
 
 
 def _hints(value: Any) -> dict[str, Any]:
     """Returns the annotations of a function or class, those in quotes too where their names can be found."""
     try:
-        plain = dict(getattr(value, "__annotations__", None) or {})
-        if not plain:
-            return {}
-        return typing.get_type_hints(value)
-    except Exception:  # a name that is there for type checkers only, or local
-        return plain
+        return typing.get_type_hints(value) if isinstance(value, type) or value.__annotations__ else {}
+    except Exception:
+        return _hints_one_by_one(value)
+
+
+def _hints_one_by_one(value: Any) -> dict[str, Any]:
+    """Returns the annotations but for those with a name that is there for type checkers only, or local."""
+    found: dict[str, Any] = {}
+    value = inspect.unwrap(getattr(value, "__func__", value))
+    if not isinstance(value, (type, FunctionType)):
+        return found
+    for owner in reversed(value.__mro__) if isinstance(value, type) else [value]:
+        names = getattr(owner, "__globals__", None) or vars(sys.modules.get(owner.__module__, typing))
+        for name, form in (getattr(owner, "__annotations__", None) or {}).items():
+            with suppress(Exception):
+                found |= typing.get_type_hints(SimpleNamespace(__annotations__={name: form}), names)
+    return found
 
 
 def _classes_in(form: Any) -> Iterator[type]:

@@ -20,7 +20,7 @@ from ..runtime.protocol.errors import NodeLost, PeerFailed
 from ..session.current import session_of
 from ..session.places import Place
 from ..session.session import Session
-from .announcing import announced_by, arguments_within, raised
+from .announcing import Announcing, announced_by, arguments_within, raised
 from .sending import Keep, known_functions, pickled, send
 from .targets import Targets
 
@@ -68,14 +68,17 @@ class Call:
         ready: Ready | None = None,
         what: str = "",
         token: DistributedTensor | None = None,
+        announcing: Announcing | None = None,
     ) -> None:
-        """``returns`` and ``raises`` among ``kwargs`` are not the function's: see announcing.py. Raises TypeError for
-        what they can't be, and as ``pickled``. ``what``: the function in words, if not its name. ``token``: of what it
-        belongs to, as in Keep."""
+        """``what``: the function in words, if not its name. ``token``: of what it belongs to, as in Keep.
+        ``announcing``: what may come back; without it ``returns`` and ``raises`` among ``kwargs`` say it, and are not
+        the function's. Raises TypeError for what they can't be, and as ``pickled``."""
         self.place = place
         self._site = site
-        kwargs = dict(kwargs)
-        returns, raises = kwargs.pop("returns", ()), kwargs.pop("raises", ())
+        if announcing is None:
+            kwargs = dict(kwargs)
+            announcing = Announcing(fn, kwargs.pop("returns", ()), kwargs.pop("raises", ()))
+        self._named_in = announcing.where
         self._what = what or f"{name_of(fn)}()"
         self._sent = known_functions(session)
         self._keep = Keep(token)
@@ -97,7 +100,7 @@ class Call:
                 ready.data = arguments
         arguments += once
         self._arguments = key_of(arguments)
-        self._announced = announced_by(fn, self._keep.classes, returns, raises)
+        self._announced = announced_by(announcing, self._keep.classes)
         session.link.interrupts.look()
         known = None if self._holds_tensors else self._sent
         send(place, known, (self._function, function), (self._arguments, arguments), site)
@@ -149,13 +152,14 @@ class Call:
             return values.decode(reply.data, tensors, self._announced)
         except values.Unannounced as e:
             raise values.Unannounced(
-                f"{self._what} on node {self.place.node}: {e}; objects of your classes come back if the call has "
-                "named the class: returns=Class, a return annotation of the function, or an argument that has one"
+                f"{self._what} on node {self.place.node}: {e}; objects of your classes come back if "
+                f"{self._named_in} has named the class: returns=Class, a return annotation of the function, or an "
+                "argument that has one"
             ) from None
 
     def raised(self, error: Exception) -> Exception:
         """Returns what the function has raised: of its own class, if that was announced."""
-        return raised(error, self._announced)
+        return raised(error, self._announced, self._named_in)
 
     def issued(self) -> None:
         """Drops what the script keeps for it: it is queued, and its result has an owner."""

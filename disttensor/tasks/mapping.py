@@ -16,6 +16,7 @@ from ..runtime.master.route import waits
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
 from ..session.session import Session
+from .announcing import Announcing, announced_by
 from .submitted import Submitted, begin
 
 
@@ -69,6 +70,8 @@ def map(
     per_node: int = 1,
     ordered: bool = True,
     retries: int = 0,
+    returns: Any = (),
+    raises: Any = (),
 ) -> Iterator[Any]:
     """Yields ``fn(*items)`` for the items of the iterables, computed on nodes that are free.
 
@@ -86,6 +89,7 @@ def map(
         ordered: the results come in the order of the items; else as they are there.
         retries: how often an item whose node is lost is given to another one. By default not at all, as it may have
             done something already: NodeLost is raised, with a note that says so.
+        returns, raises: as for ``run``: classes of yours whose objects, and exceptions, may come back.
 
     The first error is raised, of the items in their order or, not ``ordered``, of those that end; then, and when the
     iterator is dropped, what is under way is cancelled. Raises at once TypeError, ValueError for arguments that can't
@@ -98,18 +102,28 @@ def map(
         raise TypeError(f"map takes a function and its arguments, and {fn!r:.60} can't be called")
     flag("ordered", ordered)
     waits("map")
+    announced_by(Announcing(fn, returns, raises))  # what they can't be is said now
     slots = Slots(session, nodes, per_node, retries)
-    return _Mapping(session, fn, zip(*iterables, strict=False), slots, ordered, retries).results()
+    back = {"returns": returns, "raises": raises}
+    return _Mapping(session, fn, zip(*iterables, strict=False), slots, ordered, retries, back).results()
 
 
 class _Mapping:
     """One call of ``map``."""
 
     def __init__(
-        self, session: Session, fn: Any, items: Iterator[tuple[Any, ...]], slots: Slots, ordered: bool, retries: int
+        self,
+        session: Session,
+        fn: Any,
+        items: Iterator[tuple[Any, ...]],
+        slots: Slots,
+        ordered: bool,
+        retries: int,
+        back: dict[str, Any],
     ) -> None:
+        """``back``: ``returns`` and ``raises``."""
         self._session, self._fn, self._items, self._slots = session, fn, items, slots
-        self._ordered, self._retries, self._site = ordered, retries, here(3)
+        self._ordered, self._retries, self._back, self._site = ordered, retries, back, here(3)
         self._again = deque[tuple[int, tuple[Any, ...], int]]()  #: (number, item, retries left) of nodes that were lost
         self._running: dict[int, tuple[Submitted, int, tuple[Any, ...], int]] = {}  #: by number
         self._ended = deque[int]()  #: numbers, appended in any thread
@@ -149,7 +163,7 @@ class _Mapping:
                     break
                 self._next += 1
             try:
-                work = begin(self._session, self._fn, item, {}, node, self._site, self._slots.beside)
+                work = begin(self._session, self._fn, item, self._back, node, self._site, self._slots.beside)
             except NodeLost as error:
                 self._slots.give_back(node)
                 self._lost(error, number, item, left)

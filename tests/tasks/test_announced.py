@@ -34,6 +34,10 @@ def annotated() -> list[Pair] | None:
     return [Pair(1, 2)]
 
 
+def annotated_for(x: int) -> Pair | Point:
+    return Pair(x, Point(x))
+
+
 def raising(error: BaseException) -> None:
     raise error
 
@@ -123,6 +127,105 @@ def test_announced_exceptions_are_raised_as_what_they_are() -> None:
     with pytest.raises(NoFile) as found:
         dt.run(lambda: raising(NoFile(2, "no", "/x")), node=1, raises=NoFile)
     assert (found.value.errno, found.value.filename) == (2, "/x")
+
+
+def point_or_broken(x: int) -> Any:
+    return Point(x) if x % 2 == 0 else raising(Broken(x, where="here"))
+
+
+def test_map_announces_for_all_its_calls() -> None:
+    kit.RAN.clear()
+    assert list(dt.map(lambda x: Point(x), [1, 2], returns=Point)) == [Point(1), Point(2)]
+    kit.RAN.clear()
+    assert list(dt.map(lambda p: p, [Point(1), Pair(2)], per_node=2)) == [Point(1), Pair(2)]
+    assert list(dt.map(annotated_for, [3, 4])) == [Pair(3, Point(3)), Pair(4, Point(4))]
+    kit.RAN.clear()
+    results = dt.map(point_or_broken, [2, 3], returns=[Point], raises=Broken)
+    assert next(results).x == 2
+    with pytest.raises(Broken) as caught:
+        next(results)
+    assert (caught.value.code, caught.value.where) == (3, "here")
+    assert not kit.RAN
+    with pytest.raises(TypeError, match=r"what came is the dataclass value_kit\.Point, .*returns=Class"):
+        list(dt.map(lambda x: Point(x), [1]))
+    with pytest.raises(TypeError, match="names no dataclass"):
+        dt.map(pow, [1], [2], returns=int)
+    with pytest.raises(dt.errors.RemoteError, match=r"value_kit\.Broken: broken 1"):
+        list(dt.map(point_or_broken, [1], returns=Point))
+    assert list(dt.map(pow, [2], [3])) == [8]
+
+
+class Counter:
+    """Has methods that say what they return, and some that do not."""
+
+    def __init__(self, start: int) -> None:
+        if start < 0:
+            raise Broken(start, where="init")
+        self.count = start
+
+    def stats(self) -> Stats | Point:
+        return stats(self.count)
+
+    def history(self) -> list[Pair]:
+        return [Pair(k, torch.full((2,), float(k))) for k in range(self.count)]
+
+    def point(self, x: Any) -> Any:
+        return x if isinstance(x, Point) else Point(self.count)
+
+    def fail(self) -> None:
+        raise Broken(self.count, where="here")
+
+    def itself(self) -> Counter:
+        return self
+
+
+class Net(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Pair:
+        return Pair(x + 1, x * 2)
+
+
+def test_the_methods_of_an_actor_announce_and_so_does_its_maker() -> None:
+    actor = dt.actor(Counter, 2, node=1)
+    kit.RAN.clear()
+    made, history = actor.stats().result(), actor.history().result()
+    given = actor.point(Point(7, "y")).result()  # announced by the argument
+    assert kit.RAN == ["__post_init__"], "of this line's own Point, and of nothing that came"
+    assert (type(made), made.loss, made.inner[0].x.device) == (Stats, 2, torch.device("node:1"))
+    assert [pair.second.tolist() for pair in history] == [[0, 0], [1, 1]]
+    assert given == Point(7, "y")
+    with pytest.raises(TypeError, match=r"Counter\.point\(\) on node 1: .*Point, .* if dt\.actor has named the class"):
+        actor.point(0).result()
+    with pytest.raises(dt.errors.RemoteError, match=r"value_kit\.Broken: broken 2") as other:
+        actor.fail().result()
+    assert "raises=[...] in dt.actor" in other.value.__notes__[-1]
+    net = dt.actor(Net, node=1)(torch.ones(1)).result()
+    assert (type(net), net.first.item(), net.second.item()) == (Pair, 2, 2)
+
+    named = dt.actor(Counter, 5, node=1, returns=Point, raises=[Broken])
+    assert named.point(0).result() == Point(5)
+    with pytest.raises(Broken) as caught:
+        named.fail().result()
+    assert (caught.value.code, caught.value.where) == (5, "here")
+    assert "Counter.fail() on node 1" in "".join(caught.value.__notes__)
+    assert actor.stats().result().steps == 2
+
+
+def test_an_announced_exception_of_init_is_raised_by_ready_and_by_each_call() -> None:
+    kit.RAN.clear()
+    actor = dt.actor(Counter, -1, node=1, raises=Broken)
+    for work in (actor.stats(), actor.ready, actor.stats(), actor.close()):
+        with pytest.raises(Broken) as caught:
+            work.result()
+        assert (caught.value.code, caught.value.where) == (-1, "init")
+    assert not kit.RAN
+    other = dt.actor(Counter, -1, node=1)
+    for work in (other.ready, other.stats()):
+        with pytest.raises(dt.errors.RemoteError, match=r"value_kit\.Broken: broken -1") as told:
+            work.result()
+        assert sum("raises=" in note for note in told.value.__notes__) == 1
+    for wrong, says in (({"returns": int}, "names no dataclass"), ({"raises": Point}, "is no exception")):
+        with pytest.raises(TypeError, match=says):
+            dt.actor(Counter, 1, node=1, **wrong)
 
 
 def test_others_are_remote_errors_that_say_what_to_do() -> None:
