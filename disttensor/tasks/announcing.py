@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.protocol.errors import ProtocolError, RemoteError
-from ..runtime.protocol.values import Announced, Unannounced, decode, is_announcable
+from ..runtime.protocol.values import Announced, Unannounced, decode, is_announcable, name_of
 
 
 class Announcing(NamedTuple):
@@ -85,6 +85,9 @@ def raised(error: Exception, announced: Announced, where: str) -> Exception:
         error.add_note(f"  it can't be raised as what it is: {e}")
         return error
     if not isinstance(made, Exception):
+        kind = str(error).partition(":")[0]
+        if isinstance(made, str) and any(name_of(cls) == kind for cls in announced):
+            error.add_note(f"  it can't be raised as what it is: {made:.1000}")
         return error
     for note in getattr(error, "__notes__", ()):
         BaseException.add_note(made, note)

@@ -10,13 +10,13 @@ from typing import Any
 from ..errors.missing import advised
 from ..proxy.meta import Handle, meta_told, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
-from ..runtime.master.failures import Site, in_short
+from ..runtime.master.failures import Site, in_short, line_of
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.node.user_functions import key_of
 from ..runtime.protocol import commands as c
 from ..runtime.protocol import values
-from ..runtime.protocol.errors import NodeLost, PeerFailed
+from ..runtime.protocol.errors import NodeLost, PeerFailed, ProtocolError
 from ..session.current import session_of
 from ..session.places import Place
 from ..session.session import Session
@@ -150,12 +150,18 @@ class Call:
         self._adopted = True
         try:
             return values.decode(reply.data, tensors, self._announced)
-        except values.Unannounced as e:
-            raise values.Unannounced(
-                f"{self._what} on node {self.place.node}: {e}; objects of your classes come back if "
+        except (values.Unannounced, ProtocolError) as e:
+            error = e
+        if isinstance(error, values.Unannounced):
+            error = values.Unannounced(
+                f"{self._what} on node {self.place.node}: {error}; objects of your classes come back if "
                 f"{self._named_in} has named the class: returns=Class, a return annotation of the function, or an "
                 "argument that has one"
-            ) from None
+            )
+        hello = self.place.hello
+        where = f"{self._what} on node {self.place.node} (host {hello.host}, pid {hello.pid})"
+        error.add_note(f"  failed: {where}\n  issued: {line_of(self._site)}")
+        raise error from None
 
     def raised(self, error: Exception) -> Exception:
         """Returns what the function has raised: of its own class, if that was announced."""

@@ -26,14 +26,24 @@ _from_memory.restype = ctypes.py_object
 def dtype_id(tensor: torch.Tensor) -> int:
     """Returns the wire id of ``tensor``'s dtype.
 
-    Raises TypeError for one that cannot travel (sparse, quantized, sub-byte).
+    Raises TypeError for one that cannot travel (sparse, quantized, sub-byte, without memory).
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel as one; send its dense parts")
+    if not has_memory(tensor):
+        raise TypeError(f"a {type(tensor).__name__} without memory cannot travel")
     try:
         return _IDS[tensor.dtype]
     except KeyError:
         raise TypeError(f"{tensor.dtype} cannot travel; view or convert it to a plain dtype first") from None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether a strided tensor has memory for its elements, or is autograd's zeros, which need none. Those on
+    the meta device, of storages that were freed, and what only stands for other tensors (a FakeTensor) have none."""
+    if tensor.device.type != "cpu":
+        return tensor.device.type != "meta"
+    return not tensor.numel() or tensor._is_zerotensor() or bool(tensor.data_ptr())
 
 
 def describe(dtype: int, numel: int) -> str:

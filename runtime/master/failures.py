@@ -34,7 +34,8 @@ _KNOWN: dict[str, type[Exception]] = {
 
 _CANCELLED = f"{CancelledError.__module__}.{CancelledError.__name__}"
 
-#: The number of failures kept with their traceback and their whole message; later ones are kept without.
+#: The number of failures kept with their traceback and their whole message. Later ones are kept without, but that the
+#: oldest of those that were observed give theirs up first.
 MAX_TRACES = 256
 #: The most later failures that are attached to the exception of the earliest.
 MAX_ATTACHED = 8
@@ -141,6 +142,10 @@ def in_short(error: BaseException) -> str:
 class Failures(dict[tuple[int, int], Failure]):
     """The failures, by node and command, oldest first. Bounded, however many nodes report."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: dict[tuple[int, int], Failure] = {}  #: those with their traceback and whole message
+
     def keep(self, failure: Failure) -> None:
         """Adds a failure. When there are too many, half of them are dropped.
 
@@ -151,9 +156,14 @@ class Failures(dict[tuple[int, int], Failure]):
             by_worth = [f for f in self.values() if not f.observed] + [f for f in reversed(self.values()) if f.observed]
             for f in by_worth[MAX_FAILURES // 2 :]:
                 del self[f.rank, f.seq]
+                self._whole.pop((f.rank, f.seq), None)
         failure.observed = failure.observed or failure.told.kind == _CANCELLED  # by the script itself
-        failure.told = _cut(failure.told, MAX_TEXT if len(self) < MAX_TRACES else 0)
-        self[failure.rank, failure.seq] = failure
+        self[failure.rank, failure.seq] = self._whole[failure.rank, failure.seq] = failure
+        failure.told = _cut(failure.told, MAX_TEXT)
+        if len(self._whole) > MAX_TRACES:
+            seen = next((key for key, each in self._whole.items() if each.observed and each is not failure), None)
+            given_up = self._whole.pop(seen or (failure.rank, failure.seq))
+            given_up.told = _cut(given_up.told, 0)
 
 
 def _cut(told: c.Failed, most: int) -> c.Failed:

@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import traceback
+from functools import partial
 
 import torch
 
@@ -69,16 +70,21 @@ def told(number: int, op: str, error: Exception, holdings: c.Holdings | None = N
 
 
 def _value(error: Exception) -> bytes:
-    """Returns an exception of a user's class as an encoded value, for a script that has announced the class; nothing
-    where it can't be one, or is too long."""
+    """Returns an exception of a user's class as an encoded value, for a script that has announced the class; or,
+    where it can't be one, a text that says why."""
+    if type(error) in _BUILTIN:
+        return b""
+    tensors: list[torch.Tensor] = []
     try:
-        if type(error) in _BUILTIN:
-            return b""
-        tensors: list[torch.Tensor] = []
-        value = values.encode(error, tensors, beside=False)
+        value = values.encode(error, tensors, "it has", beside=False)
+        if not tensors and len(value) <= MAX_TEXT:
+            return value
+        why = "it has tensors" if tensors else f"it has {len(value)} bytes, and {MAX_TEXT >> 10} KiB may come"
+    except (TypeError, ValueError) as e:
+        why = attempt(partial(str, e), "why")
     except BaseException:
         return b""
-    return value if not tensors and len(value) <= MAX_TEXT else b""
+    return values.encode(_clean(why[: MAX_TEXT >> 1]), [], beside=False)
 
 
 def _clean(text: str) -> str:

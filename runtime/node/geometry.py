@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 
+from ..channel.payload import has_memory
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import GeometryError
@@ -19,6 +20,24 @@ def of(tensor: torch.Tensor) -> c.Expected:
         tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
         (tensor.is_conj(), tensor.is_neg()),
     )  # fmt: skip
+
+
+def check_returned(tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor of a user's function that can't have a proxy, and says what can in its place."""
+    if tensor.is_nested:
+        raise TypeError("a nested tensor can't have a proxy; return x.unbind(), the tensors in it")
+    found = of(tensor)
+    if tensor.is_quantized:
+        raise TypeError(
+            f"a quantized tensor ({tensor.dtype}) can't have a proxy; return x.dequantize() or x.int_repr()"
+        )
+    last = found.offset + sum((n - 1) * step for n, step in zip(found.shape, found.stride, strict=True))
+    inside = tensor.untyped_storage().nbytes() >= (last + 1) * tensor.element_size() if tensor.numel() else True
+    if not has_memory(tensor) or not (inside or tensor._is_zerotensor()):
+        raise TypeError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)!s:.200} has no memory: its storage was freed, it "
+            "is on the meta device, or its values are other tensors'; return a tensor that has values"
+        )
 
 
 def expected(

@@ -171,6 +171,8 @@ class NodeState:
         """Answers a Run with its function's result. Returns what the command has refs for: tensors, and the whole."""
         if command.outs and len(tensors) != len(command.outs):
             raise ProtocolError(f"{command.what} returned {len(tensors)} tensors, and not {len(command.outs)}")
+        for tensor in tensors:
+            geometry.check_returned(tensor)
         geometries = tuple(map(self.geometry, tensors))
         made: list[Any] = list(tensors) if command.outs else []
         if command.token:

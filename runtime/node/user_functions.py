@@ -175,24 +175,28 @@ class _Function:
 
 
 def _run(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -> Returned:
+    try:
+        return _result_of(function, arguments, beside, tensor)
+    except SystemExit as e:
+        status = attempt(partial(repr, e.code), "the code")
+        raise DisttensorError(f"the function called sys.exit({status}); the node goes on; let it return instead") from e
+    except Exception as e:
+        if type(e) is RuntimeError and str(e).endswith(_NO_DEVICE):
+            e.args = (f"{e}; {_ON_A_NODE}",)
+        raise
+    except BaseException as e:  # KeyboardInterrupt, CancelledError: such an exception would end the node
+        text = attempt(partial(str, e), "its text")
+        raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
+
+
+def _result_of(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -> Returned:
+    """Calls a function. Users' code is run where it is unpickled and its result is encoded, too, and may raise
+    anything."""
     call = function.get(tensor)
     args, kwargs = _loads_from_master(arguments, tensor)
     tensors: list[torch.Tensor] = []
     with torch.enable_grad():
-        try:
-            result = call(*args, **kwargs)
-        except SystemExit as e:
-            status = attempt(partial(repr, e.code), "the code")
-            raise DisttensorError(
-                f"the function called sys.exit({status}); the node goes on; let it return instead"
-            ) from e
-        except Exception as e:
-            if type(e) is RuntimeError and str(e).endswith(_NO_DEVICE):
-                e.args = (f"{e}; {_ON_A_NODE}",)
-            raise
-        except BaseException as e:  # KeyboardInterrupt, CancelledError: such an exception would end the node
-            text = attempt(partial(str, e), "its text")
-            raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
+        result = call(*args, **kwargs)
     classes: set[type] = set()
     data = values.encode(result, tensors, beside=beside, classes=classes)
     if getattr(call, "keeps_state", False):

@@ -135,6 +135,79 @@ class Unannounced:
     x: int = 1
 
 
+class Reducing:
+    """Would have a function called by who unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return RAN.append, ("__reduce__",)
+
+
+class Lying:
+    """Says that it is a tensor."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        RAN.append("__class__")
+        return torch.Tensor
+
+
+class Angry:
+    """Answers everything with the end of the process."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise SystemExit(1)
+
+    def __eq__(self, other: object) -> bool:
+        raise SystemExit(2)
+
+    def __hash__(self) -> int:
+        raise SystemExit(3)
+
+    def __repr__(self) -> str:
+        raise SystemExit(4)
+
+    def __call__(self) -> None: ...
+
+
+class AngryKind(type):
+    """A metaclass that does so."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        raise SystemExit(1)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        raise SystemExit(2)
+
+    def __subclasscheck__(cls, value: Any) -> bool:
+        raise SystemExit(3)
+
+
+def of_angry_kind() -> Any:
+    """Makes an object of a class of that metaclass."""
+    return AngryKind("OfAngry", (), {"__module__": __name__})()
+
+
+class Exiting(torch.Tensor):
+    """A tensor that ends the process when torch's functions get it."""
+
+    def __new__(cls) -> Exiting:
+        return torch.ones(1).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise SystemExit(5)
+
+
+class AngryError(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise SystemExit(6)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise SystemExit(7)
+
+
 CLASSES = (Stats, Point, OwnHash, Pair, NewPair, Colour, Broken, NoFile)
 
 VALUES: list[Any] = [

@@ -453,6 +453,14 @@ def test_failures_are_bounded() -> None:
     assert sum(bool(f.told.traceback) for f in kept.values()) == MAX_TRACES
 
 
+def test_an_error_after_many_that_were_raised_is_whole() -> None:
+    kept = Failures()
+    for seq in range(2 * MAX_TRACES):
+        kept.keep(failure(seq))
+        assert "trace" in kept[0, seq].exception().__notes__[-1]
+    assert sum(bool(f.told.traceback) for f in kept.values()) == MAX_TRACES
+
+
 def test_observed_failures_go_first() -> None:
     kept = Failures()
     for seq in range(MAX_FAILURES + 1):

@@ -21,19 +21,23 @@ from ..errors import ProtocolError
 MAX_ATTRIBUTES = 256
 
 _namespace = type.__dict__["__dict__"].__get__
-_mro = type.__dict__["__mro__"].__get__
+mro_of = type.__dict__["__mro__"].__get__
+_module, _qualname = type.__dict__["__module__"].__get__, type.__dict__["__qualname__"].__get__
 _args = vars(BaseException)["args"]
 #: Python's own exceptions, whose ``__new__`` those of users are made by.
 _BUILTIN = frozenset(
     kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, BaseException)
 )
+#: Why what comes may not fit a class that has its name.
+_ANOTHER = "; the node has another class of that name: make their names differ"
 #: Theirs whose objects are made of more than arguments and attributes: an ExceptionGroup has other exceptions.
 _NOT_THESE = (BaseExceptionGroup, UnicodeError)
 
 
 def name_of(cls: type) -> str:
-    """Returns the name under which a class is announced: "train.Stats"."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """Returns the name under which a class is announced: "train.Stats". A metaclass is not asked."""
+    module = _module(cls)
+    return f"{module if isinstance(module, str) else '?'}.{_qualname(cls)}"
 
 
 class Unannounced(TypeError):
@@ -86,7 +90,7 @@ class Announced:
                 raise Unannounced(f"what came is a {name}, and two different classes of that name were announced")
             raise Unannounced(f"what came is the {kind} {name}, which was not announced")
         if plan.kind != kind:
-            raise ProtocolError(f"{name} is no {kind}")
+            raise ProtocolError(f"{name} is no {kind}{_ANOTHER}")
         return plan
 
 
@@ -95,7 +99,7 @@ def blueprint(cls: type) -> Blueprint:
     """Returns what objects of a class are made of. Raises TypeError, in words, for a class whose objects can't come."""
     if not isinstance(cls, type):
         raise TypeError(f"{cls!r:.100} is no class")
-    if any("__del__" in _namespace(base) for base in _mro(cls)):
+    if any("__del__" in _namespace(base) for base in mro_of(cls)):
         raise TypeError(f"{name_of(cls)} has a __del__, which would run for what others have sent")
     if issubclass(cls, BaseException):
         return _Exceptions(cls)
@@ -103,19 +107,19 @@ def blueprint(cls: type) -> Blueprint:
         return _Members(cls)
     if _is_namedtuple(cls):
         return _Tuples(cls)
-    if isinstance(_found(cls, "__dataclass_fields__"), dict):
+    if isinstance(found_in(cls, "__dataclass_fields__"), dict):
         return _Dataclasses(cls)
     raise TypeError(f"{name_of(cls)} is no dataclass, namedtuple, enum or exception")
 
 
-def _found(cls: type, name: str) -> Any:
+def found_in(cls: type, name: str) -> Any:
     """Returns an attribute of a class as it stands there, without asking a metaclass or a descriptor."""
-    return next((_namespace(base)[name] for base in _mro(cls) if name in _namespace(base)), None)
+    return next((_namespace(base)[name] for base in mro_of(cls) if name in _namespace(base)), None)
 
 
 def _dict_of(cls: type) -> Callable[[Any], dict[str, Any]] | None:
     """Returns what gets an object's dictionary, which is C's own; None where objects have none."""
-    for base in _mro(cls):
+    for base in mro_of(cls):
         if "__dict__" in _namespace(base):
             getter = _namespace(base)["__dict__"]
             return getter.__get__ if type(getter) is types.GetSetDescriptorType else None
@@ -123,7 +127,7 @@ def _dict_of(cls: type) -> Callable[[Any], dict[str, Any]] | None:
 
 
 def _is_cached(cls: type, name: str) -> bool:
-    return isinstance(_found(cls, name), functools.cached_property)
+    return isinstance(found_in(cls, name), functools.cached_property)
 
 
 def _hashes_plainly(cls: type) -> bool:
@@ -132,7 +136,7 @@ def _hashes_plainly(cls: type) -> bool:
 
 
 def _generated(cls: type, name: str) -> bool:
-    for base in _mro(cls):
+    for base in mro_of(cls):
         found = _namespace(base).get(name)
         if found is None:
             if name in _namespace(base):
@@ -154,10 +158,10 @@ class _Dataclasses:
         self.hashable = _hashes_plainly(cls)
         self._dict = _dict_of(cls)
         self._slots: dict[str, Any] = {}  #: C's own descriptors, of fields that are in slots
-        fields = _found(cls, "__dataclass_fields__")
+        fields = found_in(cls, "__dataclass_fields__")
         self._fields = [name for name, field in fields.items() if field._field_type.name == "_FIELD"]
         for name in self._fields:
-            there = _found(cls, name)
+            there = found_in(cls, name)
             if type(there) is types.MemberDescriptorType:
                 self._slots[name] = there
             elif hasattr(type(there), "__set__") or hasattr(type(there), "__delete__"):
@@ -183,7 +187,7 @@ class _Dataclasses:
             case [dict(values)] if values.keys() == set(self._fields):
                 pass
             case _:
-                raise ProtocolError(f"a {name_of(self.cls)} is made of its {len(self._fields)} fields")
+                raise ProtocolError(f"a {name_of(self.cls)} is made of its {len(self._fields)} fields{_ANOTHER}")
         made = _new(self.cls)
         inside = {} if self._dict is None else self._dict(made)
         for name, value in values.items():
@@ -202,7 +206,7 @@ class _Tuples:
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self.hashable = _hashes_plainly(cls)
-        self._count = len(_found(cls, "_fields"))
+        self._count = len(found_in(cls, "_fields"))
         self._dict = _dict_of(cls)
         self._others = _slots_but(cls, ())
         try:
@@ -220,7 +224,7 @@ class _Tuples:
 
     def make(self, parts: list[Any]) -> Any:
         if len(parts) != self._count:
-            raise ProtocolError(f"a {name_of(self.cls)} has {self._count} values, not {len(parts)}")
+            raise ProtocolError(f"a {name_of(self.cls)} has {self._count} values, not {len(parts)}{_ANOTHER}")
         return tuple.__new__(self.cls, parts)
 
 
@@ -232,7 +236,7 @@ class _Members:
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self.hashable = _hashes_plainly(cls)
-        self._members: Mapping[str, Any] = _found(cls, "_member_map_")
+        self._members: Mapping[str, Any] = found_in(cls, "_member_map_")
 
     def parts(self, value: Any) -> list[Any]:
         name = next((name for name, member in self._members.items() if member is value), None)
@@ -244,7 +248,7 @@ class _Members:
         match parts:
             case [str(name)] if name in self._members:
                 return self._members[name]
-        raise ProtocolError(f"{parts!r:.100} is no member of {name_of(self.cls)}")
+        raise ProtocolError(f"{parts!r:.100} is no member of {name_of(self.cls)}{_ANOTHER}")
 
 
 class _Exceptions:
@@ -259,17 +263,17 @@ class _Exceptions:
             raise TypeError(f"{name_of(cls)} is made of more than arguments and attributes")
         if cls in _BUILTIN:
             raise TypeError(f"{name_of(cls)} is Python's own, and need not be announced")
-        base = next(base for base in _mro(cls) if base in _BUILTIN)
-        self._new: Callable[[type], Any] = _found(base, "__new__")
+        base = next(base for base in mro_of(cls) if base in _BUILTIN)
+        self._new: Callable[[type], Any] = found_in(base, "__new__")
         self._dict = _dict_of(cls)
         self._slots = {
             name: slot
-            for kind in _mro(cls)
+            for kind in mro_of(cls)
             if kind is not object and kind is not BaseException
             for name, slot in _namespace(kind).items()
             if type(slot) in (types.MemberDescriptorType, types.GetSetDescriptorType)
             and not (name.startswith("__") and name.endswith("__"))
-            and _found(cls, name) is slot
+            and found_in(cls, name) is slot
         }
         if self._dict is None:
             raise TypeError(f"{name_of(cls)} hides its __dict__")
@@ -294,7 +298,7 @@ class _Exceptions:
         """Returns whether an attribute of this name may come: none that hides a method, or what Python itself uses."""
         if not isinstance(name, str) or (name.startswith("__") and name.endswith("__")):
             return False
-        there = _found(self.cls, name)
+        there = found_in(self.cls, name)
         return name in self._slots or there is None or not hasattr(type(there), "__get__") or _is_cached(self.cls, name)
 
     def make(self, parts: list[Any]) -> Any:
@@ -329,7 +333,7 @@ def _slots_but(cls: type, fields: Iterable[str]) -> dict[str, Any]:
     """Returns slots of a class that are not among ``fields``."""
     return {
         name: slot
-        for base in _mro(cls)
+        for base in mro_of(cls)
         for name, slot in _namespace(base).items()
         if type(slot) is types.MemberDescriptorType and name not in fields
     }
@@ -355,8 +359,8 @@ def is_announcable(cls: type) -> bool:
     """Returns whether a class is a dataclass, a namedtuple, an enum or a user's exception."""
     if issubclass(cls, (BaseException, enum.Enum)):
         return cls not in _BUILTIN
-    return _is_namedtuple(cls) or isinstance(_found(cls, "__dataclass_fields__"), dict)
+    return _is_namedtuple(cls) or isinstance(found_in(cls, "__dataclass_fields__"), dict)
 
 
 def _is_namedtuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and isinstance(_found(cls, "_fields"), tuple)
+    return issubclass(cls, tuple) and isinstance(found_in(cls, "_fields"), tuple)

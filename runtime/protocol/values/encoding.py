@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from ..failure_ids import attempt
 from . import arrays, form
 from .announced import blueprint, is_announcable, name_of
 from .instead import instead
@@ -100,14 +102,14 @@ class _Encoding:
             return value if len(value) <= form.INLINE or not self._beside else self._large_bytes(value)
         if kind in _CONTAINERS:
             return self._container(kind, value, depth, key)
-        if isinstance(value, torch.Tensor):
+        if issubclass(kind, torch.Tensor):  # not isinstance, which believes what an object says of its class
             self.tensors.append(value.detach())
             return msgspec.msgpack.Ext(form.TENSOR, b"")
         if kind in PACK:
             return self._leaf(value)
         if kind is np.ndarray:
             return self._array(value)
-        if isinstance(value, np.generic):
+        if issubclass(kind, np.generic):
             return self._scalar(value, depth)
         if kind in _RETURN_TYPES:
             return _ext(form.RETURN_TYPE, [kind.__name__, *self._values(value, depth)])
@@ -134,12 +136,14 @@ class _Encoding:
         if kind is deque:
             return _ext(form.DEQUE, [value.maxlen, *self._values(value, depth)])
         if kind is collections.defaultdict:
-            if value.default_factory not in form.FACTORIES:
+            factory = next((i for i, known in enumerate(form.FACTORIES) if known is value.default_factory), None)
+            if factory is None:
+                name = attempt(partial(repr, value.default_factory), "its factory")
                 raise TypeError(
-                    f"{self._what} a defaultdict of {value.default_factory!r:.100}; for x return dict(x) "
-                    "(only those of Python's own plain types can cross)"
+                    f"{self._what} a defaultdict of {name:.100}; for x return dict(x) (only those of Python's own "
+                    "plain types can cross)"
                 )
-            return _ext(form.DEFAULT, [form.FACTORIES.index(value.default_factory), *self._pairs(value, depth)])
+            return _ext(form.DEFAULT, [factory, *self._pairs(value, depth)])
         return _ext(form.ORDERED if kind is collections.OrderedDict else form.COUNTER, self._pairs(value, depth))
 
     def _leaf(self, value: Any) -> Any:
@@ -210,9 +214,8 @@ class _Encoding:
         return [args, found, left]
 
     def _refusal(self, value: Any) -> str:
-        kind = type(value)
         return (
-            f"{self._what} a {kind.__module__}.{kind.__qualname__}; {instead(value)} (only tensors and plain data "
+            f"{self._what} a {name_of(type(value))}; {instead(value)} (only tensors and plain data "
             "(None, numbers, text, bytes, dates, paths, arrays of numpy, lists, tuples, sets, dicts of them; "
             "dataclasses, namedtuples, enums and exceptions of classes that the call has named) come back, because "
             "nothing that a node sends is unpickled)"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
+
+from .announced import found_in, mro_of, name_of
 
 #: For each class, the expression that gives the same content as something that can cross. Classes first that are
 #: subclasses of others here.
@@ -20,6 +20,8 @@ _INSTEAD = {
     "enum.Enum": "x.value",
     "builtins.BaseException": "repr(x)",
     "builtins.memoryview": "bytes(x)",
+    "builtins.coroutine": "asyncio.run(x)",
+    "_io._IOBase": "x.read()",
     "types.SimpleNamespace": "vars(x)",
     "collections.abc.Iterator": "list(x)",
     "os.PathLike": "pathlib.Path(x)",
@@ -36,10 +38,11 @@ _INSTEAD = {
 
 def instead(value: Any) -> str:
     """Returns a hint: "for x return list(x)"."""
-    names = [f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__]
-    if isinstance(value, Iterator):
+    kind = type(value)
+    names = [name_of(base) for base in mro_of(kind)]
+    if found_in(kind, "__next__") is not None:
         names.append("collections.abc.Iterator")
-    if isinstance(value, os.PathLike):
+    if found_in(kind, "__fspath__") is not None:
         names.append("os.PathLike")
     found = next((_INSTEAD[name] for name in names if name in _INSTEAD), None)
     return f"for x return {found}" if found else "return what it is made of, or a dataclass"

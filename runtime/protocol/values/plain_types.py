@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..dtypes import DTYPES, IDS
+from ..failure_ids import attempt
 
 #: The most bytes of a Fraction's numerator, and of its denominator: what is longer takes long to make.
 MAX_FRACTION = 4096
@@ -83,7 +84,8 @@ def _pack_zone(zone: Any) -> list[Any] | None:
         return None
     if type(zone) is not dates.timezone:
         raise TypeError(
-            f"time zones other than datetime.timezone's can't cross, and this is {zone!r:.100}; for x return "
+            f"time zones other than datetime.timezone's can't cross, and this is "
+            f"{attempt(lambda: repr(zone), 'a zone'):.100}; for x return "
             "x.astimezone(datetime.timezone.utc)"
         )
     offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
