@@ -3,107 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor as StandardExecutor
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from ..dispatch.call_site import here
-from ..runtime.protocol.errors import NodeLost
 from ..session import current
-from ..session.session import Session
-from .mapping import Slots, advise_retries
-from .submitted import Submitted, begin
-
-
-class _Item:
-    """A call that is due: its future, what is called, and how often it may be given again to another node."""
-
-    def __init__(self, future: Future[Any], call: Callable[..., Submitted], retries: int) -> None:
-        self.future, self.call, self.retries = future, call, retries
-
-
-class _Dispatcher:
-    """Gives items to nodes that are free, in a thread of its own, which knows nothing of the Executor: that may be
-    dropped."""
-
-    def __init__(self, session: Session, slots: Slots) -> None:
-        self._session, self._slots = session, slots
-        self.events: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._pending = deque[_Item]()
-        self._running = 0
-        self._ending = False
-        self.thread = threading.Thread(target=self._run, name="disttensor-executor", daemon=True)
-        self.thread.start()
-
-    def add(self, item: _Item) -> None:
-        self.events.put(partial(self._pending.append, item))
-
-    def end(self, cancel: bool) -> None:
-        """Has the thread end when all is done, or has been cancelled. Takes no lock: a finalizer may call it."""
-        self.events.put(partial(self._end, cancel))
-
-    def _run(self) -> None:
-        while not (self._ending and not self._pending and not self._running):
-            self.events.get()()
-            self._fill()
-
-    def _end(self, cancel: bool) -> None:
-        self._ending = True
-        while cancel and self._pending:
-            item = self._pending.popleft()
-            item.future.cancel()
-            item.future.set_running_or_notify_cancel()  # tells those who wait
-
-    def _fill(self) -> None:
-        while self._pending:
-            try:
-                node = self._slots.take(self._session)
-            except Exception as error:  # no node is left, or the session has ended
-                self._fail_all(error)
-                return
-            if node is None:
-                return
-            item = self._pending.popleft()
-            if not item.future.running() and not item.future.set_running_or_notify_cancel():
-                self._slots.give_back(node)
-                continue
-            try:
-                work = item.call(node=node, beside=self._slots.beside)
-            except Exception as error:
-                self._slots.give_back(node)
-                self._failed(item, error)
-                continue
-            self._running += 1
-            work._transfer.add_done_callback(partial(self.events.put, partial(self._ended, node, item, work)))
-
-    def _ended(self, node: int, item: _Item, work: Submitted) -> None:
-        self._running -= 1
-        self._slots.give_back(node)
-        error = work.exception()
-        if error is None:
-            item.future.set_result(work.result())
-        else:
-            self._failed(item, error)
-
-    def _failed(self, item: _Item, error: Exception) -> None:
-        if isinstance(error, NodeLost):
-            if item.retries > 0:
-                item.retries -= 1
-                self._pending.appendleft(item)
-                return
-            advise_retries(error, "Executor")
-        item.future.set_exception(error)
-
-    def _fail_all(self, error: Exception) -> None:
-        while self._pending:
-            item = self._pending.popleft()
-            if item.future.running() or item.future.set_running_or_notify_cancel():
-                item.future.set_exception(error)
+from .announcing import Announcing, announced_by
+from .calls import name_of
+from .dispatching import Dispatcher, Item
+from .mapping import Slots
+from .submitted import begin
 
 
 class Executor(StandardExecutor):
@@ -122,64 +37,115 @@ class Executor(StandardExecutor):
         retries: how often a call whose node is lost is given to another one. By default not at all, as it may have
             done something already: its future raises NodeLost.
 
-    Raises DisttensorError without a session, ValueError for nodes that do not exist and numbers below one.
+        returns, raises: as for ``run``: classes of yours whose objects, and exceptions, may come back. They are named
+            here, as all arguments of ``submit`` are the function's.
+
+    At the end of the script, and in ``dt.shutdown()``, all calls are finished first; Ctrl-C cancels them then.
+
+    Raises DisttensorError without a session, ValueError for nodes that do not exist and numbers below one, TypeError
+    for ``returns`` and ``raises`` that name no such class.
     """
 
-    def __init__(self, nodes: Iterable[int] | None = None, *, per_node: int = 1, retries: int = 0) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[int] | None = None,
+        *,
+        per_node: int = 1,
+        retries: int = 0,
+        returns: Any = (),
+        raises: Any = (),
+    ) -> None:
         self._session = session = current.session()
         self._retries = retries
-        self._dispatcher = _Dispatcher(session, Slots(session, nodes, per_node, retries))
-        self._closing = threading.Lock()
-        self._closed = False
+        self._announcing = Announcing(None, returns, raises, "the Executor")
+        announced_by(self._announcing)  # what they can't be is said now
+        self._dispatcher = Dispatcher(session, Slots(session, nodes, per_node, retries))
+        weakref.finalize(self, self._dispatcher.end, False).atexit = False  # dropped: it ends when all is done
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Has ``fn(*args, **kwargs)`` run on the next node that is free, and returns its Future.
 
-        Raises RuntimeError after ``shutdown``.
+        Raises RuntimeError after ``shutdown``, and at the interpreter's end; DisttensorError after the session's end.
         """
-        if not callable(fn):
-            raise TypeError(f"submit takes a function and its arguments, and {fn!r:.60} can't be called")
-        site = here()
-        with self._closing:
-            if self._closed:
-                raise RuntimeError("cannot schedule new futures after shutdown")
-            future: Future[Any] = Future()
-            call = partial(begin, self._session, fn, args, kwargs, site=site)
-            self._dispatcher.add(_Item(future, call, self._retries))
-            return future
+        return self._submit(fn, fn, args, kwargs, here())
+
+    def _submit(self, named: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, site: Any) -> Future[Any]:
+        """``named``: the user's function, which ``fn`` calls."""
+        if not callable(named):
+            raise TypeError(f"submit takes a function and its arguments, and {named!r:.60} can't be called")
+        what, announcing = f"{name_of(named)}()", self._announcing._replace(fn=named)
+        call = partial(begin, self._session, fn, args, kwargs, site=site, announcing=announcing, what=what)
+        item = Item(call, what, site, self._retries)
+        self._dispatcher.add(item)
+        return item.future
 
     def map(
-        self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
     ) -> Iterator[Any]:
         """Does what ``Executor.map`` does: takes all items at once, and yields the results in their order.
 
-        ``chunksize``: how many items are one call. ``dt.map`` takes items as their turn comes. Raises TimeoutError.
+        The first error, and TimeoutError ``timeout`` seconds after this call, end it, and calls that have not begun are
+        cancelled; so they are when the iterator is closed or dropped.
+
+        Args:
+            chunksize: how many items are one call.
+            buffersize: how many calls are under way at most, or have results that were not taken; None: all at once.
+                ``dt.map`` takes items as nodes become free.
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
-        if chunksize == 1:
-            return super().map(fn, *iterables, timeout=timeout)
-        chunks = _chunks(chunksize, *iterables)
-        return itertools.chain.from_iterable(super().map(partial(_each, fn), chunks, timeout=timeout))
+        if buffersize is not None and not isinstance(buffersize, int):
+            raise TypeError("buffersize must be an integer or None")
+        if buffersize is not None and buffersize < 1:
+            raise ValueError("buffersize must be None or > 0")
+        site, until = here(), None if timeout is None else time.monotonic() + timeout
+        items: Iterator[tuple[Any, ...]] = zip(*iterables, strict=False)
+        each = fn if chunksize == 1 else partial(_each, fn)
+        calls = items if chunksize == 1 else _chunks(chunksize, items)
+        futures = (self._submit(fn, each, args, {}, site) for args in calls)
+        results = _results(deque(itertools.islice(futures, buffersize)), futures, until)
+        return results if chunksize == 1 else _flat(results)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no more functions; those that it has go on, unless ``cancel_futures`` cancels those that have not
         begun. ``wait``: returns when all have ended."""
-        with self._closing:
-            self._closed = True
-        self._dispatcher.end(cancel_futures)
-        if wait:
-            self._dispatcher.thread.join()
-
-    def __del__(self) -> None:
-        if dispatcher := getattr(self, "_dispatcher", None):
-            dispatcher.end(False)
+        self._dispatcher.close(cancel_futures, wait)
 
 
-def _chunks(size: int, *iterables: Iterable[Any]) -> Iterator[list[tuple[Any, ...]]]:
-    items = zip(*iterables, strict=False)
+def _results(due: deque[Future[Any]], more: Iterator[Future[Any]], until: float | None) -> Iterator[Any]:
+    """Yields the results of futures, and takes one more for each."""
+    try:
+        while due:
+            due.extend(itertools.islice(more, 1))
+            yield _result(due.popleft(), until)  # kept by nobody here
+    finally:
+        for future in due:
+            future.cancel()
+
+
+def _result(future: Future[Any], until: float | None) -> Any:
+    try:
+        return future.result(None if until is None else until - time.monotonic())
+    finally:
+        future.cancel()  # if it has not begun in time
+        del future  # whose error has this frame
+
+
+def _chunks(size: int, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[list[tuple[Any, ...]]]]:
     while chunk := list(itertools.islice(items, size)):
-        yield chunk
+        yield (chunk,)
+
+
+def _flat(chunks: Iterator[list[Any]]) -> Iterator[Any]:
+    for chunk in chunks:
+        chunk.reverse()
+        while chunk:
+            yield chunk.pop()
 
 
 def _each(fn: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> list[Any]:

@@ -39,7 +39,7 @@ class Slots:
     def take_none(self, session: Session) -> None:
         """Forgets nodes that are lost. Raises NodeLost, or what makes the session unusable, where none is left."""
         lost = [node for node in self._of if session.nodes[node].lost is not None]
-        if len(lost) == len(self._of) or session.link.closed:
+        if len(lost) == len(self._of) or session.link.closed or session.link.is_forked:
             session.link.check(session.nodes[next(iter(self._of))].outbox)
 
     def take(self, session: Session) -> int | None:

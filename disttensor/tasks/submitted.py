@@ -25,6 +25,7 @@ from ..session import current
 from ..session.places import Place
 from ..session.session import Session
 from ..streams.streams import Event, Owned, Stream, current_stream
+from .announcing import Announcing
 from .calls import Call, Each, first_of, name_of
 from .functions import check_call, check_each, place_of_call
 from .process_groups import worlds_of
@@ -92,12 +93,22 @@ def submit(
 
 
 def begin(
-    session: Session, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, node: int, site: Any, beside: bool
+    session: Session,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Any,
+    node: int,
+    site: Any,
+    beside: bool,
+    announcing: Announcing | None = None,
+    what: str = "",
 ) -> Submitted:
-    """Does what ``submit`` does on one node, for a line of the user's that is another one than the caller's."""
-    call = Call(session, session.places.at(node), fn, args, kwargs, site)
+    """Does what ``submit`` does on one node, for a line of the user's that is another one than the caller's.
+    ``announcing``, ``what``: as for Call."""
+    what = what or f"{name_of(fn)}()"
+    call = Call(session, session.places.at(node), fn, args, kwargs, site, what=what, announcing=announcing)
     try:
-        return issue(session, [call], f"{name_of(fn)}()", site, beside=beside)
+        return issue(session, [call], what, site, beside=beside)
     finally:
         call.end()
 
@@ -154,7 +165,8 @@ class _Part:
         """Returns what the function has returned; raises its error, NodeLost, DisttensorError after shutdown."""
         reply: Any = self.request.reply
         if reply is None:
-            session.link.check(self.call.place.outbox)
+            if not session.link.closed or self.call.place.outbox.lost is not None:
+                session.link.check(self.call.place.outbox)
             raise DisttensorError("the session was shut down before the function had ended")
         if isinstance(reply, c.Poisoned):
             raise self.call.raised(session.questions.failure(reply.rank, reply.seq, self.call.place.node))
@@ -243,7 +255,7 @@ class Submitted(Result):
         """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
         if not self._ended.is_completed():
             self._session.link.drain()
-        return self._ended.is_completed()
+        return self._ended.is_completed() or self._session.link.is_forked
 
     def cancel(self) -> bool:
         """Has the function not begin, or ends it by a KeyboardInterrupt on its node. Does not wait.
@@ -253,12 +265,12 @@ class Submitted(Result):
         result. What a C library does goes on until it is back in Python; a warning says so after 5 s. A second cancel
         does nothing.
         """
-        told = False
+        told, link = False, self._session.link
         for part in self.parts:
             if not part.ended.is_completed():
-                self._session.link.cancel(part.request.node, part.request.id)
+                link.cancel(part.request.node, part.request.id)
                 told = True
-        return told and not self._session.shares_process
+        return told and not (self._session.shares_process or link.is_forked)
 
     def cancelled(self) -> bool:
         """Returns whether it has ended by CancelledError. Does not wait for it."""

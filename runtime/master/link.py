@@ -99,7 +99,7 @@ class Link:
         self.patient = True  #: whether a full window blocks; False at the end of a script
         self.closing = False  #: whether nodes have been told to end, so that their end is no loss
         self.closed = False
-        self._forked = False
+        self.is_forked = False  #: whether this is a forked child's copy, which nothing answers
         self._on_lost = on_lost
         self._lock = threading.RLock()
         #: nodes whose connection ended and whose end the launcher has not explained: (cause so far, deadline)
@@ -268,7 +268,7 @@ class Link:
                 (outbox.queue or outbox.dead or outbox.pieces or outbox.ready or outbox.unheld)
                 and outbox is not but
                 and outbox.there
-                and not self._forked
+                and not self.is_forked
             ):
                 self.interrupts.look()
                 self._push(outbox)
@@ -347,7 +347,7 @@ class Link:
 
     def check(self, outbox: CommandQueue) -> None:
         """Raises the error that makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""
-        if self._forked:
+        if self.is_forked:
             raise ForkError("this process was forked from the master; only the master can use its nodes")
         if self.closed:
             outbox.discard()
@@ -427,7 +427,7 @@ class Link:
 
     def _drain(self) -> None:
         """Takes in what has arrived. The caller holds the lock."""
-        if self.closed:
+        if self.closed or self.is_forked:
             return
         for rank, message in self.hub.drain():
             node = self.nodes[rank]
@@ -621,11 +621,11 @@ class Link:
     def cancel(self, rank: int, request: int) -> None:
         """Has the function of a request interrupted on its node, if it has not ended. Does not wait.
 
-        Nothing happens where the node has no side channel, and where it is lost.
+        Nothing happens where the node has no side channel, where it is lost, and in a forked child.
         """
         with self._lock:
             node = self.nodes[rank]
-            if self.closed or self.side.hub is None or request in self.side.cancelled:
+            if self.closed or self.is_forked or self.side.hub is None or request in self.side.cancelled:
                 return
             if self._under_way(node, request):
                 self.side.cancel(node, request)
@@ -897,7 +897,7 @@ class Link:
 
     def forked(self) -> None:
         """Makes a forked child's copy unusable: nothing works any more, and nothing leaves."""
-        self._forked = True
+        self.is_forked = True
         self._lock = threading.RLock()  # a thread of the parent may have held the old one
         self._asking = threading.Lock()
         self._unexplained.clear()  # nothing of the launcher's is to be asked here, nor touched
