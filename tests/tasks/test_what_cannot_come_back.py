@@ -39,7 +39,7 @@ class Ways:
 
     def __init__(self) -> None:
         self.actor = dt.actor(Doer, node=1, raises=[Broken])
-        self.executor = dt.tasks.Executor()
+        self.executor = dt.tasks.Executor(raises=[Broken])
 
     def run(self, make: Any) -> Any:
         return dt.run(call, make, node=1, raises=[Broken])
@@ -254,7 +254,7 @@ def test_it_ends_in_a_sentence_and_harms_nothing(name: str, ways: Ways) -> None:
     assert all(node["alive"] for node in dt.nodes())
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "pool"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("make", "says"),
     [(with_a_file, "it has a _io.TextIOWrapper"), (with_a_tensor, "it has tensors")],
