@@ -1,10 +1,29 @@
-"""``dt.map``, ``dt.tasks.share`` and ``dt.here``: many items on nodes, what they share, and where they are."""
+"""``dt.map``, ``dt.tasks.share`` and ``dt.here``: many items on nodes, what they share, and where they are.
+
+The cases of torch-ipc's test/test_map.lua, where ``ipc.map(n, fn, x):join()`` is ``list(dt.map(fn, [x] * n))``:
+
+| theirs | here |
+|---|---|
+| testSingle, testSingleWithN, testMultiple, testMultipleWithN | test_one_value_and_several_from_each_call |
+| testNil | test_none_goes_in_and_comes_back |
+| testErrors, testMoreErrors | test_an_error_of_any_call_is_raised |
+| testUpvalueError | test_a_function_has_globals_of_its_own_and_its_closure; theirs refused closures |
+| testCheckErrors | test_errors_are_seen_while_others_run_which_can_still_be_joined |
+| testLuaCheckStack | test_a_thousand_calls; theirs were as many threads, and about the size of Lua's stack |
+| testLastArg | test_a_call_knows_which_one_it_is |
+| testBigArguments, testBigReturns | test_large_tables_in_and_out |
+| testFunctionMapId | test_a_table_of_all_kinds_beside_the_number |
+
+``map_extended``, a function for set-up that may have no closure, has no counterpart: modules are imported, and
+``dt.tasks.share`` sends once what all calls need.
+"""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +31,7 @@ from typing import Any
 import pytest
 import torch
 from began import Began, tell
+from doors import Door, until
 from limits import HANG
 
 import disttensor as dt
@@ -22,9 +42,16 @@ def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=3, threads=1):
         # connections are made at first use: have them before the tests look for leaks
         dt.run(torch.distributed.get_rank, nodes=[0, 1, 2])
+        lock = dt.tasks.Lock()
         for node in range(3):
             torch.ones(1).to(f"node:{node}").cpu()
+            dt.run(with_lock, lock, node=node)
         yield
+
+
+def with_lock(lock: dt.tasks.Lock) -> None:
+    with lock:
+        pass
 
 
 def square(x: int) -> int:
@@ -211,6 +238,105 @@ def test_what_it_asks_of_the_session_is_refused_in_words_that_are_right_there(as
 def test_devices_of_nodes_are_refused_there() -> None:
     with pytest.raises(RuntimeError, match="functions on a node have local tensors"):
         dt.run(lambda: torch.zeros(2, device="node:1"), node=1)
+
+
+GLOBAL: int | None = None
+
+
+def same(*args: Any) -> Any:
+    return args if len(args) > 1 else args[0]
+
+
+def boom_at(number: int) -> int:
+    if number == 1:
+        raise ValueError("boom")
+    return 42
+
+
+def own_global() -> int | None:
+    return GLOBAL
+
+
+def set_global() -> int | None:
+    global GLOBAL
+    GLOBAL = 46
+    return own_global()
+
+
+@pytest.mark.row("I20")
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_value_and_several_from_each_call(n: int) -> None:
+    assert list(dt.map(same, [42] * n)) == [42] * n
+    assert list(dt.map(same, ["hi"] * n, [42] * n, [{"k": 2}] * n)) == [("hi", 42, {"k": 2})] * n
+
+
+def test_none_goes_in_and_comes_back() -> None:
+    assert list(dt.map(same, [None], [42])) == [(None, 42)]
+    assert list(dt.map(same, [None, 1])) == [None, 1]
+
+
+@pytest.mark.row("I20")
+@pytest.mark.parametrize("calls", [[1], [0, 1], [1, 0]])
+def test_an_error_of_any_call_is_raised(calls: list[int]) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        list(dt.map(boom_at, calls))
+
+
+@pytest.mark.row("I20")
+def test_a_function_has_globals_of_its_own_and_its_closure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "GLOBAL", 32)
+    assert list(dt.map(lambda _: own_global(), range(3))) == [None] * 3
+    assert dt.run(set_global, node=0) == 46
+    assert GLOBAL == 32
+    i, j = 1, 2
+    assert list(dt.map(lambda k: i + j + k, [1])) == [4]
+
+
+@pytest.mark.row("I20")
+def test_errors_are_seen_while_others_run_which_can_still_be_joined() -> None:
+    with Door() as door:
+        works = [dt.submit(boom_at, 1, node=0), dt.submit(until, door.port, node=1)]
+        first = next(dt.futures.as_completed(works))
+        assert first is works[0]
+        assert isinstance(first.exception(), ValueError)
+        assert not works[1].is_completed()
+        door.open()
+        assert works[1].result() == "!"
+
+
+def test_a_thousand_calls() -> None:
+    assert sum(dt.map(lambda _: 1, range(1000), per_node=2)) == 1000
+
+
+@pytest.mark.row("I20")
+def test_a_call_knows_which_one_it_is() -> None:
+    assert list(dt.map(same, ["hi"] * 4, range(1, 5))) == [("hi", k) for k in range(1, 5)]
+    assert dt.run(lambda _: dt.here().node, "hi", node=[2, 0, 1]) == [2, 0, 1]
+
+
+def test_large_tables_in_and_out() -> None:
+    data = list(range(1000))
+    assert list(dt.map(list.__getitem__, [data] * 3, [0, 500, 999])) == [0, 500, 999]
+    assert list(dt.map(lambda _: list(range(1000)), range(3))) == [data] * 3
+
+
+@pytest.mark.row("I20")
+def test_a_table_of_all_kinds_beside_the_number() -> None:
+    there = torch.zeros(10, device="node:1")
+    options = {
+        "asts": {f"asdfasdfa{k}": k for k in range(1000)}, "verbose": 3232, "mode": "string", "barrier": True,
+        "mutex": dt.tasks.Lock(), "partitions": torch.arange(10), "there": there, "report_every": 200,
+    }  # fmt: skip
+
+    def use(opt: dict[str, Any], number: int) -> tuple[Any, ...]:
+        with opt["mutex"]:
+            opt["there"][number] = 1  # the node's own tensor, and no copy
+        kinds = [type(opt[name]) for name in ("asts", "verbose", "mode", "barrier", "report_every")]
+        named = kinds == [dict, int, str, bool, int] and type(number) is int
+        return named, opt["asts"]["asdfasdfa999"], opt["partitions"].sum().item(), (GLOBAL or 3) + 5
+
+    assert list(dt.map(use, [options] * 3, range(3), nodes=[1])) == [(True, 999, 45, 8)] * 3
+    assert there.tolist() == [1.0] * 3 + [0.0] * 7
 
 
 @pytest.mark.row("I20")
