@@ -115,9 +115,8 @@ def interrupt(node: int | str | torch.device) -> int:
     place = session.places.at(node)
     session.link.check(place.outbox)
     requests = session.link.waited_for(place.node, c.Result)
-    for request in reversed(requests):  # or the next one begins when that which runs has been interrupted
-        session.link.cancel(place.node, request)
-    return len(requests)
+    # from the last one, or the next one would begin when that which runs has been interrupted
+    return sum([session.link.cancel(place.node, request) for request in reversed(requests)])
 
 
 def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[bool, bool, Place | Targets]:

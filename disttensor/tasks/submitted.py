@@ -260,17 +260,14 @@ class Submitted(Result):
     def cancel(self) -> bool:
         """Has the function not begin, or ends it by a KeyboardInterrupt on its node. Does not wait.
 
-        Returns False if it has ended already, or can't be told: nodes that are threads can't be interrupted. The Work
-        ends with CancelledError, unless the function catches the KeyboardInterrupt and returns; so does what uses its
-        result. What a C library does goes on until it is back in Python; a warning says so after 5 s. A second cancel
-        does nothing.
+        Returns False if it has ended already, or can't be told: on nodes that are threads functions go on, which the
+        log says. Else the Work ends with CancelledError, unless the function catches the KeyboardInterrupt and
+        returns; so does what uses its result. What a C library does goes on until it is back in Python; a warning says
+        so after 5 s. A second cancel does nothing.
         """
-        told, link = False, self._session.link
-        for part in self.parts:
-            if not part.ended.is_completed():
-                link.cancel(part.request.node, part.request.id)
-                told = True
-        return told and not (self._session.shares_process or link.is_forked)
+        link = self._session.link
+        told = [link.cancel(part.request.node, part.request.id) for part in self.parts if not part.ended.is_completed()]
+        return any(told)
 
     def cancelled(self) -> bool:
         """Returns whether it has ended by CancelledError. Does not wait for it."""

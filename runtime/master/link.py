@@ -99,6 +99,7 @@ class Link:
         self.patient = True  #: whether a full window blocks; False at the end of a script
         self.closing = False  #: whether nodes have been told to end, so that their end is no loss
         self.closed = False
+        self._said_deaf = False
         self.is_forked = False  #: whether this is a forked child's copy, which nothing answers
         self._on_lost = on_lost
         self._lock = threading.RLock()
@@ -618,18 +619,31 @@ class Link:
             self._on_lost(lost)
 
     @uninterrupted
-    def cancel(self, rank: int, request: int) -> None:
-        """Has the function of a request interrupted on its node, if it has not ended. Does not wait.
+    def cancel(self, rank: int, request: int) -> bool:
+        """Has the function of a request interrupted on its node. Does not wait.
 
-        Nothing happens where the node has no side channel, where it is lost, and in a forked child.
+        Returns False, and does nothing, where it has ended, the node is lost, or this is a forked child; and where the
+        node has no side channel, which is said once.
         """
         with self._lock:
             node = self.nodes[rank]
-            if self.closed or self.is_forked or self.side.hub is None or request in self.side.cancelled:
-                return
-            if self._under_way(node, request):
+            if self.closed or self.is_forked or not self._under_way(node, request):
+                return False
+            if self.side.hub is None:
+                if not self._said_deaf:
+                    self._said_deaf = True
+                    _log.warning(
+                        "a function on node %d was cancelled, and goes on: functions can't be interrupted on %s",
+                        rank,
+                        "nodes that are threads of the script (launcher='inproc')"
+                        if self.launcher is None
+                        else "nodes of a launcher that gives them no side channel",
+                    )
+                return False
+            if request not in self.side.cancelled:
                 self.side.cancel(node, request)
                 self._wake.set()
+            return True
 
     def _under_way(self, node: Node, request: int) -> bool:
         """Returns whether the node has not answered a request, whether anybody waits for that or not."""

@@ -152,9 +152,9 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
     wait, raised, began = link.wait, list[BaseException](), threading.Event()
     cancel, told = link.cancel, list[int]()
 
-    def cancels(rank: int, request: int) -> None:
+    def cancels(rank: int, request: int) -> bool:
         told.append(request)
-        cancel(rank, request)
+        return cancel(rank, request)
 
     def first(port: int) -> None:
         try:

@@ -72,6 +72,23 @@ def test_a_session_that_does_not_wait_tells_the_futures_and_says_so(caplog: pyte
     executor.shutdown()
 
 
+def test_functions_on_nodes_that_are_threads_are_not_cancelled_which_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with dt.init_master_worker(nodes=1, launcher="inproc"), Door() as door:
+        work, behind = dt.submit(until, door.port, node=0), dt.submit(pow, 2, 3, node=0)
+        assert not work.cancel()
+        assert not behind.cancel()
+        assert dt.tasks.interrupt(0) == 0
+        door.open()
+        assert (work.result(), behind.result()) == ("!", 8)
+        assert not work.cancelled()
+        assert not work.cancel()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "a function on node 0 was cancelled, and goes on: functions can't be interrupted on nodes that are threads of "
+        "the script (launcher='inproc')"
+    )
+
+
 LATE = """
 import atexit, os, signal, sys, threading, time
 from began import Began, tell

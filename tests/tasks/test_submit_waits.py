@@ -17,6 +17,7 @@ import torch
 from began import Began, tell
 from doors import Door, until
 from limits import HANG
+from side_channels import not_yet_connected
 
 import disttensor as dt
 from disttensor import testing
@@ -103,6 +104,24 @@ def test_what_ctrl_c_has_left_can_be_cancelled() -> None:
     with pytest.raises(dt.errors.CancelledError, match=r"^loop\(\) was cancelled"):
         work.result()
     assert work.cancelled()
+    assert dt.run(add, 1, 2, node=1) == 3
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_cancel_before_the_side_channel_is_up_comes_when_it_is(beside: bool) -> None:
+    begun = threading.Event()
+    with not_yet_connected():
+        with Began(begun.set) as port:
+            work = dt.submit(loop, port, node=1, beside=beside)
+            behind = dt.submit(add, work, 2, node=1)
+            assert begun.wait(HANG)
+        assert behind.cancel()
+        assert work.cancel()
+        with pytest.raises(TimeoutError):
+            work.result(0.05)
+    for each in (work, behind):
+        with pytest.raises(dt.errors.CancelledError, match="was cancelled"):
+            each.result(HANG)
     assert dt.run(add, 1, 2, node=1) == 3
 
 
