@@ -17,6 +17,7 @@ import torch
 
 from ..process.torch_threads import compute_as_told
 from ..protocol.errors import DisttensorError
+from ..protocol.values import is_announcable
 from .own_draws import OwnDraws
 from .tokens import behind, token_of
 
@@ -66,7 +67,13 @@ def call(token: torch.Tensor, method: str, args: Sequence[Any], kwargs: dict[str
     if actor.object is None:
         raise DisttensorError(f"the actor {actor.name} is closed")
     with actor.draws:
-        return getattr(actor.object, method)(*args, **kwargs)
+        result = getattr(actor.object, method)(*args, **kwargs)
+        if result is actor.object and not is_announcable(type(result)):
+            raise TypeError(
+                f"{actor.name}.{method}() returned the actor's object, which stays on its node; return None, or what "
+                "the script is to know of it"
+            )
+        return result
 
 
 #: Tensors of a method's result that the actor keeps too are copied: it may write them in its next call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dates
 import pathlib
 from collections.abc import Iterator
@@ -176,6 +177,20 @@ class Counter:
         raise Broken(self.count, where="here")
 
     def itself(self) -> Counter:
+        self.count += 1
+        return self
+
+
+@dataclasses.dataclass
+class Weights:
+    """An actor that is a dataclass: what it is made of can come back."""
+
+    weight: torch.Tensor
+    steps: int = 0
+
+    def step(self) -> Weights:
+        self.weight += 1
+        self.steps += 1
         return self
 
 
@@ -208,6 +223,24 @@ def test_the_methods_of_an_actor_announce_and_so_does_its_maker() -> None:
     assert (caught.value.code, caught.value.where) == (5, "here")
     assert "Counter.fail() on node 1" in "".join(caught.value.__notes__)
     assert actor.stats().result().steps == 2
+
+
+def test_a_method_that_returns_its_object() -> None:
+    plain = dt.actor(Counter, 2, node=1)
+    for _ in range(2):
+        with pytest.raises(
+            TypeError, match=r"Counter\.itself\(\) returned the actor's object, .*; return None, or what"
+        ):
+            plain.itself().result()
+    assert plain.stats().result().loss == 4  # it has run each time
+    actor = dt.actor(Weights, torch.zeros(2), node=1)
+    first, second = actor.step().result(), actor.step().result()
+    assert [(type(each), each.steps, each.weight.tolist()) for each in (first, second)] == [
+        (Weights, 1, [1, 1]),  # a copy, of then
+        (Weights, 2, [2, 2]),
+    ]
+    first.weight.zero_()
+    assert actor.step().result().weight.tolist() == [3, 3]
 
 
 def test_an_announced_exception_of_init_is_raised_by_ready_and_by_each_call() -> None:

@@ -93,6 +93,78 @@ def test_ctrl_c_ends_the_wait_and_not_the_function(name: str) -> None:
     dt.synchronize()
 
 
+class Keeper:
+    """Keeps what it was told, after a while."""
+
+    def __init__(self, door: int = 0) -> None:
+        self.lines = [until(door)] if door else []
+
+    def add(self, line: str, door: int = 0) -> list[str]:
+        self.lines.append(until(door) if door else line)
+        return list(self.lines)
+
+
+def leave(actor: Any) -> None:
+    with actor:
+        pass
+
+
+ACTOR_WAITS: dict[str, Callable[[Any, Any, Any], object]] = {
+    "what runs": lambda actor, running, queued: running.result(),
+    "what is queued": lambda actor, running, queued: queued.exception(),
+    "both": lambda actor, running, queued: list(dt.futures.as_completed([queued, running])),
+    "an argument of another node's": lambda actor, running, queued: dt.submit(len, running, node=0),
+    "the end of its block": lambda actor, running, queued: leave(actor),
+    "its end": lambda actor, running, queued: actor.close().wait(),
+}
+
+
+@pytest.mark.parametrize("name", ACTOR_WAITS)
+def test_ctrl_c_twice_ends_the_wait_and_not_the_actor(name: str) -> None:
+    with Door() as door:
+        actor = dt.actor(Keeper, node=1)
+        running, queued = actor.add("", door.port), actor.add("a")
+        for _ in range(2):
+            with ctrl_c_in_a_wait():
+                ACTOR_WAITS[name](actor, running, queued)
+            assert not running.is_completed()
+            assert not queued.is_completed()
+        door.open()
+        assert queued.result() == ["!", "a"]
+        assert running.result() == ["!"]
+    if "end" in name:
+        assert actor.close().wait()
+    else:
+        assert actor.add("b").result() == ["!", "a", "b"]
+    assert dt.run(add, 1, 2, node=1) == 3
+    dt.synchronize()
+
+
+def test_ctrl_c_twice_while_an_actor_is_made() -> None:
+    with Door() as door:
+        actor = dt.actor(Keeper, door.port, node=1)
+        for wait in (actor.ready.result, actor.add("a").result):
+            with ctrl_c_in_a_wait():
+                wait()
+        door.open()
+        assert actor.add("b").result() == ["!", "a", "b"]
+    dt.synchronize()
+
+
+def test_ctrl_c_ends_another_function_of_its_node_and_not_a_method() -> None:
+    with Door() as door:
+        actor = dt.actor(Keeper, node=1)
+        running = actor.add("", door.port)
+        for _ in range(2):
+            with ctrl_c_in_a_wait():
+                dt.run(forever, node=1)
+            assert not running.is_completed()
+        door.open()
+        assert running.result() == ["!"]
+    assert actor.add("a").result() == ["!", "a"]
+    dt.synchronize()
+
+
 def test_what_ctrl_c_has_left_can_be_cancelled() -> None:
     begun = threading.Event()
     with Began(begun.set) as port:

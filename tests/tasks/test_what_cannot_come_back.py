@@ -264,3 +264,18 @@ def test_why_an_announced_exception_is_not_raised_as_it_is(make: Any, says: str,
     with pytest.raises(dt.errors.RemoteError) as caught:
         getattr(ways, way)(lambda: raising(make()))
     assert f"it can't be raised as what it is: {says}" in caught.value.__notes__[-1]
+
+
+def free(x: torch.Tensor) -> None:
+    x.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("numel", [4, 1 << 20])
+def test_what_a_function_has_freed_does_not_leave_and_the_connection_stays(numel: int, ways: Ways) -> None:
+    for leave in (lambda x: x.cpu(), lambda x: x.to("node:0").cpu()):
+        x, other = torch.ones(numel, device="node:1"), torch.ones(2, device="node:1")
+        dt.run(free, x, node=1)
+        with pytest.raises(TypeError, match="a Tensor without memory cannot travel"):
+            leave(x)
+        assert leave(other).tolist() == [1, 1]
+    dt.synchronize()
