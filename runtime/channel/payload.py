@@ -43,7 +43,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     the meta device, of storages that were freed, and what only stands for other tensors (a FakeTensor) have none."""
     if tensor.device.type != "cpu":
         return tensor.device.type != "meta"
-    return not tensor.numel() or tensor._is_zerotensor() or bool(tensor.data_ptr())
+    return bool(tensor.data_ptr()) or not tensor.numel() or tensor._is_zerotensor()
 
 
 def describe(dtype: int, numel: int) -> str:
