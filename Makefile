@@ -45,7 +45,9 @@ unit: dev
 	$(BIN)/pytest -q tests/unit
 
 # The files in their order: sorted by numbers of tests, those with a few long ones come last, and are waited for.
+# Compiled before: with PYTHONDONTWRITEBYTECODE each program of a test would do it anew, and take twice the time.
 test: dev
+	$(BIN)/python -m compileall -q dtrun.py disttensor runtime tests/kit
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: dev

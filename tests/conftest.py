@@ -53,6 +53,9 @@ if not os.environ.get("DISTTENSOR_TESTS_COLD") and not LEAKY:
 for devices in (torch.cuda, torch.xpu, torch.mtia):
     vars(devices)["traceback"] = SimpleNamespace(format_stack=list)
 
+#: How the names of files end whose tests are about how programs end.
+ABOUT_ENDS = ("_ends", "_endings", "_crashes")
+
 #: Seconds after which a teardown hangs.
 HANGS = 300.0
 
@@ -228,9 +231,14 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(autouse=True)
-def cold(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Has programs of tests that are marked so started as ever, and not as forks of one that has imported torch."""
-    with warm.cold() if request.node.get_closest_marker("cold") else contextlib.nullcontext():
+def warm_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Has programs of tests that are marked `cold` start as ever, and not as forks of one that has imported torch; has
+    those of tests about ends, by their marks or their files' names, take apart all that they were forked with."""
+    about_ends = request.node.path.stem.endswith(ABOUT_ENDS) or request.node.get_closest_marker("whole_ends")
+    with (
+        warm.cold() if request.node.get_closest_marker("cold") else contextlib.nullcontext(),
+        warm.whole_ends() if about_ends else contextlib.nullcontext(),
+    ):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -112,6 +113,14 @@ def test_it_sees_what_an_ordinary_one_sees(kind: str, tmp_path: Path) -> None:
     assert ours == ordinary
 
 
+#: Says when what it leaves is torn down.
+LEFT = """
+class A:
+    def __del__(self):
+        print("gone")
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "code"),
     [
@@ -126,6 +135,12 @@ def test_it_sees_what_an_ordinary_one_sees(kind: str, tmp_path: Path) -> None:
          "threading.Thread(target=lambda: print('thread')).start()", 0),
         ("this is no program", 1),
         ("print('kept'); import sys; sys.stderr.write('half a line')", 0),
+        ("import torch\nclass A:\n    def __del__(self):\n        try: import torch\n"
+         "        except ImportError as error: print(error)\na = A()", 0),
+        ("import atexit, torch; atexit.register(lambda: print(__import__('torch.nn').nn.Linear))", 0),
+        ("import ctypes; libc = ctypes.CDLL(None); libc.__cxa_atexit(libc.puts, b'a library', None)", 0),
+        ("import ctypes; libc = ctypes.CDLL(None); libc.__cxa_atexit(libc.abort, None, None)", -signal.SIGABRT),
+        (f"import torch.distributed\n{LEFT}torch.distributed.left = A()", 0),
     ],
 )  # fmt: skip
 def test_it_ends_as_an_ordinary_one(program: str, code: int, tmp_path: Path) -> None:
@@ -141,6 +156,64 @@ def test_it_ends_as_an_ordinary_one(program: str, code: int, tmp_path: Path) -> 
     ours, ordinary = both(run)
     assert ours[0] == code
     assert ours == ordinary
+
+
+@pytest.mark.parametrize("starts", ["itself", "another"])
+def test_where_ends_are_the_subject_all_is_torn_down(starts: str) -> None:
+    """Elsewhere what the zygote has brought stays as it is."""
+    code = f"import torch{LEFT}torch.left = A()"
+    if starts == "another":
+        code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+
+    def run() -> str:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG).stdout
+
+    assert run() == ""
+    with warm.whole_ends():
+        assert both(run) == ("gone\n", "gone\n")
+    assert run() == ""
+
+
+#: Prints the signal that comes with the parent's end, and the blocked ones.
+SET = """
+import ctypes, signal
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)
+print(number.value, sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))))
+"""
+
+
+def test_what_disttensors_own_functions_set_before_the_start() -> None:
+    def settle() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+
+    def run() -> str:
+        command = [sys.executable, "-c", SET]
+        return subprocess.run(command, capture_output=True, text=True, timeout=HANG, preexec_fn=settle).stdout
+
+    settle.__module__ = "disttensor.runtime"
+    ours, ordinary = both(run)
+    assert ours == ordinary == f"{int(signal.SIGTERM)} [{int(signal.SIGUSR2)}]\n"
+    settle.__module__ = __name__  # somebody else's may do anything: such a program is an ordinary one
+    before = warm.started()
+    assert run() == ordinary
+    assert warm.started() == before
+
+
+def test_who_ends_with_its_parent_ends_where_that_is_gone_before(tmp_path: Path) -> None:
+    """It asks the kernel to be ended with its parent when this may have ended already."""
+    code = """
+import ctypes, os, signal, subprocess, sys
+def settle():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+settle.__module__ = "disttensor.runtime"
+program = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], preexec_fn=settle)
+print(program.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
+    assert alive_after(HANG, [int(done.stdout)]) == []
 
 
 def test_what_it_starts_is_its_child_and_warm_as_well(tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ runs the program as ``__main__`` in a module of its own. Only third-party module
 imported anew. What differs: /proc/PID/cmdline and environ are the zygote's, and torch's import is over at once. So a
 test of these things is `cold` (a marker of conftest.py); and whatever `_fits` does not know is started as ever.
 
+A program's end is its own, too: its threads are awaited, atexit's functions run, what it has imported and made is torn
+down, and so are the libraries that it has loaded. What the zygote has brought is left as it is, modules and libraries,
+as it would take a fifth of a second of CPU to take it apart. A test about ends is marked `whole_ends`: there all goes.
+
 What was tried and does not work: forking from the pytest process itself (it has threads); a single zygote for all (a
 process that a program starts has to be that one's child, and only an ancestor can be given a process's orphan).
 """
@@ -21,6 +25,7 @@ import array
 import atexit
 import builtins
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -53,6 +58,9 @@ _LEAVES = ("server",)
 #: How many zygotes a pytest process has at a time; each has 300 MB.
 _MOST = 3
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CORE)
+
+_SET_PDEATHSIG, _GET_PDEATHSIG = 1, 2
+_libc = ctypes.CDLL(None)
 
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -110,6 +118,7 @@ class _State:
         self.makes = False  #: may start further zygotes
         self.asked: Counter[str] = Counter()  #: how often for each: those that are asked for most have a place
         self.off = 0  #: how many have asked for cold starts
+        self.whole = 0  #: how many have asked for ends at which all is torn down
         self.started = 0  #: how many programs have been started warm
 
 
@@ -138,6 +147,16 @@ def cold() -> Iterator[None]:
         _state.off -= 1
 
 
+@contextlib.contextmanager
+def whole_ends() -> Iterator[None]:
+    """Programs that are started meanwhile, and what these start, take all apart at their ends."""
+    _state.whole += 1
+    try:
+        yield
+    finally:
+        _state.whole -= 1
+
+
 def held() -> tuple[set[int], set[int]]:
     """The pids of this process's zygotes and the descriptors that lead to them: no test has to give these back."""
     zygotes = list(_state.zygotes.values())
@@ -154,7 +173,8 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
           errread: int, errwrite: int, *rest: Any) -> None:  # fmt: skip
     restore_signals, gid, gids, uid, umask, start_new_session, process_group = rest
     pid = None
-    ordinary = (preexec_fn, shell, executable, gid, gids, uid) == (None, False, None, None, None, None)
+    ordinary = (shell, executable, gid, gids, uid) == (False, None, None, None, None)
+    ordinary = ordinary and (preexec_fn is None or preexec_fn.__module__.partition(".")[0] == "disttensor")
     ordinary = ordinary and close_fds and restore_signals and umask < 0 and process_group in (-1, None)
     # what Popen has been given stays open for it to fall back on
     if ordinary and not isinstance(args, (str, bytes)) and _state.owner == os.getpid() and not _state.off:
@@ -170,6 +190,7 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
                               for std, own in enumerate((p2cread, c2pwrite, errwrite))]  # fmt: skip
                     wanted += [(fd, fd) for fd in pass_fds if fd > 2]
                     wanted = [(own, number) for own, number in wanted if _is_open(own)]
+                    mask, dies = _made(preexec_fn)
                     request = {
                         "argv": argv,
                         "program": program,
@@ -177,9 +198,12 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
                         "cwd": folder,
                         "fds": [number for _, number in wanted],
                         "session": bool(start_new_session),
-                        "mask": [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+                        "mask": mask,
+                        "dies": dies,
+                        "asker": os.getpid(),
                         "ignored": [s for s in (1, 2, 3, 15) if signal.getsignal(s) is signal.SIG_IGN],
                         "affinity": sorted(os.sched_getaffinity(0)),
+                        "whole": bool(_state.whole),
                     }
                     pid = zygote.spawn(request, [own for own, _ in wanted])
     if pid is None:
@@ -189,6 +213,32 @@ def _warm(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any
     _state.started += 1
     self.pid, self._child_created = pid, True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _made(preexec_fn: Callable[[], object] | None) -> tuple[list[int], int]:
+    """The blocked signals, and the one that comes with the parent's end: what disttensor's own functions set.
+
+    They can be called in a child of this process only: so one is made for it, which tells of itself.
+    """
+    if preexec_fn is None:
+        return [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])], 0
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            preexec_fn()
+            dies = ctypes.c_int()
+            _libc.prctl(_GET_PDEATHSIG, ctypes.byref(dies), 0, 0, 0)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            os.write(tell, json.dumps([[int(s) for s in blocked], dies.value]).encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    with open(told, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    mask, dies_with = json.loads(answer)
+    return mask, dies_with
 
 
 def _is_open(fd: int) -> bool:
@@ -349,6 +399,7 @@ def _settle(request: dict[str, Any], fds: list[int], sock: socket.socket) -> Non
     os.environ.clear()
     os.environ.update(request["environ"])
     _state.__init__()  # type: ignore[misc]
+    _state.whole = int(request["whole"])
     with contextlib.suppress(OSError):
         os.write(asked, b"!")
     os.close(asked)
@@ -382,6 +433,10 @@ def _signals(request: dict[str, Any]) -> None:
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    if number := request["dies"]:
+        _libc.prctl(_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != request["asker"]:
+            os.kill(os.getpid(), number)
 
 
 #: Of stdin, stdout and stderr; the locale decides.
@@ -447,7 +502,49 @@ def _run(call: Callable[[], object]) -> None:
         raise SystemExit(1) from None
 
 
+# ---- how a program ends ----------------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """What stands for a module when its program ends: it is none, so the interpreter does not clear it."""
+
+
+def _keep(brought: list[types.ModuleType]) -> None:
+    """The last that atexit calls, as it is the first that is registered. Imports find what they have found before."""
+    if _state.whole:
+        return
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(brought))  # nobody gives this back: they outlive the interpreter
+    for module in brought:
+        if sys.modules.get(module.__name__) is module:
+            stand_in = _Kept()
+            stand_in.__dict__ = module.__dict__
+            sys.modules[module.__name__] = stand_in  # type: ignore[assignment]
+
+
+def _third_party() -> list[types.ModuleType]:
+    """But torch.distributed: what a program puts there, such as groups with threads, ends with it."""
+    return [
+        module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] not in sys.stdlib_module_names
+        and name not in ("__main__", "warm")
+        and not name.startswith("torch.distributed")
+        and isinstance(vars(module), dict)
+    ]
+
+
+def _leave_libraries() -> None:
+    """Ends this process with the status that it has when whatever libc is told of from here on has been called.
+
+    That is what libraries that are loaded later have to do; those that are there already are left as they are.
+    """
+    _libc.on_exit(ctypes.cast(_libc._exit, ctypes.c_void_p), None)
+    _libc.__cxa_atexit(ctypes.cast(_libc.fflush, ctypes.c_void_p), None, None)  # the latest is called first
+
+
 def _main(fd: int) -> None:
+    brought: list[types.ModuleType] = []
+    atexit.register(_keep, brought)
     gc.disable()
     for name in IMPORTS:
         importlib.import_module(name)
@@ -456,6 +553,7 @@ def _main(fd: int) -> None:
     # what the first session of a process has torch import (dispatch/meta_inference.py)
     x = torch.empty(2, 2, device="meta")
     torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
+    brought += _third_party()
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -467,6 +565,8 @@ def _main(fd: int) -> None:
         _settle(request, fds, sock)
         arguments = request["program"]["arguments"]
         sock = None if arguments[:1] and arguments[0] in _LEAVES else _split(request)
+    if not request["whole"]:
+        _leave_libraries()
     _signals(request)
     _streams()
     _run(_prepare(request))
