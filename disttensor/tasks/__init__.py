@@ -1,7 +1,8 @@
 """Functions of the user that run on nodes, and what they share with the script. docs/QUEUES.md, ENDPOINTS.md."""
 
 from ..runtime.endpoints.connection import Connection, connect
-from ..runtime.shared.handles import Channel, ShutDown, current_holder, select
+from ..runtime.shared.channel_handles import Channel, select
+from ..runtime.shared.handles import ShutDown, current_holder
 from ..runtime.shared.lock_handles import Barrier, Lock
 from .actors import Actor, actor
 from .calls import Each

@@ -640,7 +640,7 @@ DECODERS: tuple[Decoder, ...] = (
         lambda data: Joining().add(data),
         (ProtocolError,),
     ),
-    Decoder("item", _ITEMS, _item, (ProtocolError,), covers=("runtime/shared/handles.py:select",)),
+    Decoder("item", _ITEMS, _item, (ProtocolError,), covers=("runtime/shared/channel_handles.py:select",)),
     Decoder("report", packed(c.Report, *_REPORTS), _report, (ProtocolError,), examples=150),
     Decoder(
         "value",
