@@ -2,8 +2,10 @@
 
 from ..runtime.endpoints.connection import Connection, connect
 from ..runtime.shared.channel_handles import Channel, select
-from ..runtime.shared.handles import ShutDown, current_holder
+from ..runtime.shared.handles import Dropped, ShutDown, current_holder
 from ..runtime.shared.lock_handles import Barrier, Lock
+from ..runtime.shared.table_handles import SharedDict
+from ..runtime.shared.work_queue_handles import WorkQueue
 from .actors import Actor, actor
 from .calls import Each
 from .endpoint import Endpoint
@@ -22,14 +24,17 @@ __all__ = [
     "Barrier",
     "Channel",
     "Connection",
+    "Dropped",
     "Each",
     "Endpoint",
     "Executor",
     "Here",
     "Lock",
     "Ref",
+    "SharedDict",
     "ShutDown",
     "Submitted",
+    "WorkQueue",
     "actor",
     "connect",
     "device_mesh",

@@ -73,6 +73,8 @@ class Call:
         """``what``: the function in words, if not its name. ``token``: of what it belongs to, as in Keep.
         ``announcing``: what may come back; without it ``returns`` and ``raises`` among ``kwargs`` say it, and are not
         the function's. Raises TypeError for what they can't be, and as ``pickled``."""
+        if session.before_functions is not None:
+            session.before_functions(place, site)
         self.place = place
         self._site = site
         if announcing is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.shared import handles
@@ -11,7 +12,10 @@ from ..runtime.shared.handles import Where
 from ..runtime.shared.objects import Objects
 from ..runtime.shared.service import Service
 from ..session import current
+from ..session.places import Place
 from ..session.session import Session
+from .calls import Call
+from .submitted import issue
 
 
 class Held:
@@ -26,6 +30,9 @@ class Held:
         self._admitted: set[int] = set()
         self._lock = threading.Lock()
         self._began = False
+        self.named: dict[tuple[str, str], handles.Handle] = {}
+        self._names: list[handles.Handle] = []  #: all that have names, in the order in which they were made
+        self._told: dict[int, int] = {}  #: by node: how many of these it was told
 
     def begin(self, session: Session) -> None:
         """Ties this part to its session, at first use."""
@@ -56,6 +63,23 @@ class Held:
                 self._service.admit(session.link.side.keys, self._admitted)
         self.objects.share(number)
         return Where(session.job, self._addresses)
+
+    def note(self, handle: handles.Handle, name: str) -> None:
+        """Has a handle be found by its name."""
+        self.named[type(handle).__name__, name] = handle
+        self._names.append(handle)
+        self._session.before_functions = self._tell
+
+    def _tell(self, place: Place, site: Any) -> None:
+        """Tells a node the names that it has not been told, before a function that may ask for one."""
+        told, self._told[place.node] = self._told.get(place.node, 0), len(self._names)
+        new = self._names[told:]
+        if new and (self._session.shares_process or self._session.hub_beside is not None):
+            call = Call(self._session, place, handles.learn, (new,), {}, site)
+            try:
+                issue(self._session, [call], "learn()", site)
+            finally:
+                call.end()
 
     def lost(self, error: NodeLost) -> None:
         """Tells those who wait of a loss."""

@@ -36,11 +36,19 @@ MORE, LAST = b"\0", b"\1"
 OK, EMPTY, FULL, SHUT, LOST, REFUSED, ENDED = range(7)
 #: And of a barrier: it is broken; all have come, and who is told so does the action.
 BROKEN, ACT = 20, 21
+#: And of a queue of work: an item was given up.
+DROPPED = 30
+#: What an ``Entry`` asks for: the value of a key; whether it is there; to set it, where it is absent, where it has a
+#: version; to take it out, or the last one, or all; to wait until it is there.
+GET, HAS, SET, SET_DEFAULT, SWAP, POP, POP_LAST, CLEAR, WAIT = range(9)
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 #: The number of the object that a request is about; each request has a field ``of``.
 _One = Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=1)]
 _Words = Annotated[str, Meta(max_length=300)]
+#: The most bytes of a dictionary's key.
+MAX_KEY = 64 << 10
+_Key = Annotated[bytes, Meta(max_length=MAX_KEY)]
 
 
 class Flat(Message, frozen=True):
@@ -83,7 +91,7 @@ class Take(Message, frozen=True, tag=2):
 
 class Ask(Message, frozen=True, tag=3):
     """Asks how many items there are, and whether the channel is closed; who wait, and whether a lock is held, a barrier
-    broken."""
+    broken; how many keys there are, and their bytes."""
 
     call: _Number
     of: _One
@@ -110,8 +118,8 @@ class Read(Message, frozen=True, tag=6):
 
 
 class Answer(Message, frozen=True, tag=7):
-    """The answer to a request: ``item`` was taken out of the object ``of``; ``count`` and ``closed`` are what was
-    asked."""
+    """The answer to a request: ``item`` was taken out of the object ``of``; ``count``, ``closed`` and ``left`` are what
+    was asked. ``trusted``: it was the script that had put the item in, so that functions in it may be unpickled."""
 
     call: _Number
     said: int
@@ -120,6 +128,10 @@ class Answer(Message, frozen=True, tag=7):
     count: int = 0
     closed: bool = False
     why: str = ""
+    left: int = 0
+    trusted: bool = False
+    keys: tuple[bytes, ...] = ()
+    items: tuple[Item, ...] = ()
 
 
 class Acquire(Message, frozen=True, tag=20):
@@ -176,7 +188,68 @@ class Reset(Message, frozen=True, tag=25):
     of: _One
 
 
-Asking: TypeAlias = Put | Take | Ask | Close | Acquire | Release | Arrive | Passed | Abort | Reset
+class Lease(Message, frozen=True, tag=30):
+    """Takes the next item of a queue of work, for a holder, until it is done; waits for one, or not."""
+
+    call: _Number
+    of: _One
+    holder: _Number
+    who: _Words  #: the holder in words
+    wait: bool = True
+
+
+class Done(Message, frozen=True, tag=31):
+    """Ends the oldest lease of a holder, and puts what has come out among the answers; waits for room there."""
+
+    call: _Number
+    of: _One
+    holder: _Number
+    item: Item | None = None
+
+
+class Return(Message, frozen=True, tag=32):
+    """Gives back an item that a holder has leased, or all: they are the next again. ``counted``: that was one try."""
+
+    call: _Number
+    of: _One
+    holder: _Number
+    lease: _Number | None = None
+    counted: bool = False
+    why: _Words = ""  #: what the holder has done
+
+
+class Join(Message, frozen=True, tag=33):
+    """Waits until nothing of a queue of work is left to be done."""
+
+    call: _Number
+    of: _One
+
+
+class Entry(Message, frozen=True, tag=40):
+    """Reads or writes what a dictionary has for a key. ``do``: what; see ``GET`` and so on."""
+
+    call: _Number
+    of: _One
+    do: Annotated[int, Meta(ge=GET, le=WAIT)]
+    key: _Key = b""  #: the same bytes for keys that are equal
+    shown: _Key = b""  #: the key as it was given
+    item: Item | None = None
+    version: _Number = 0  #: of the value that a ``SWAP`` replaces; 0 for none
+
+
+class Page(Message, frozen=True, tag=41):
+    """Asks for keys in the order in which they came, behind one of them; with their values or not."""
+
+    call: _Number
+    of: _One
+    after: _Number = 0
+    values: bool = False
+
+
+Asking: TypeAlias = (
+    Put | Take | Ask | Close | Acquire | Release | Arrive | Passed | Abort | Reset | Lease | Done | Return | Join
+    | Entry | Page
+)  # fmt: skip
 Request: TypeAlias = Asking | Withdraw | Read
 
 encode = msgspec.msgpack.Encoder().encode

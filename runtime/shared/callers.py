@@ -32,6 +32,8 @@ def back(asked: s.Asking, taken: Answer, call: int) -> s.Asking | None:
             return s.Release(call, asked.of, asked.holder, back=True)
         case s.Arrive() if taken.said == s.ACT:
             return s.Abort(call, asked.of, asked.who, "was interrupted", acting=asked.call)
+        case s.Lease() if taken.said == s.OK:
+            return s.Return(call, asked.of, asked.holder, lease=taken.count)
     return None
 
 

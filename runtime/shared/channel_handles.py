@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
@@ -27,17 +27,19 @@ class Channel(Handle):
         >>> list(squares)
         [0, 1, 4, 9]
 
-    Items are plain data, tensors and channels (None, numbers, text, bytes, lists, tuples, sets, dicts of them), 64 MiB
-    at most.
-    They are copied when they are put: a tensor on a node is fetched then, and whoever gets it has a local tensor.
-    Methods and exceptions have the names of ``queue.Queue``'s. The script makes channels, and gives them to functions
-    as arguments. A wait raises NodeLost, once, when a node is lost meanwhile: what is waited for may never come; the
-    channel goes on.
+    Items are plain data (None, numbers, text, bytes, lists, tuples, sets, dicts of them), tensors, and what the script
+    holds for all, such as channels; 64 MiB at most. They are copied when they are put: a tensor on a node is fetched
+    then, and whoever gets it has a local tensor. Methods and exceptions have the names of ``queue.Queue``'s. The script
+    makes channels, and gives them to functions as arguments. A wait raises NodeLost, once, when a node is lost
+    meanwhile: what is waited for may never come; the channel goes on.
 
     Args:
         maxsize: how many items it has room for; 0: no limit.
-        name: a name for ``repr``.
+        name: a name for ``repr``, and by which ``Channel.named`` finds it.
     """
+
+    _object = channels.Channel
+    _crosses: ClassVar = {"maxsize": int}
 
     def __init__(self, maxsize: int = 0, name: str | None = None) -> None:
         """Raises DisttensorError without a session, and in a function on a node."""
@@ -120,27 +122,6 @@ class Channel(Handle):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _refers(self, value: Any) -> list[Any] | None:
-        """Returns what stands for a channel that is put in, from where whoever gets it can use it; None for others."""
-        if type(value) is not Channel:
-            return None
-        if value._asking() is not self._asking():
-            raise ValueError(f"{value!r} is of another session than {self!r}, into which it is put")
-        if value._holder is not None:
-            value._holder.where(value._number)
-        return [value._number, value.maxsize, value.name]
-
-    def _referred(self, told: list[Any]) -> Channel:
-        number, maxsize, name = told
-        if type(number) is not int or type(maxsize) is not int or not isinstance(name, str | None):
-            raise ValueError(f"{told!r:.100} is no channel")
-        # what a node has put may name an object that the script has for itself
-        if self._holder is not None and not self._holder.caller.objects.is_shared(number, channels.Channel):
-            raise ValueError(f"no channel that nodes have has the number {number}")
-        channel = Channel.__new__(Channel)
-        channel.__dict__ |= {**self.__dict__, "_number": number, "maxsize": maxsize, "name": name}
-        return channel
-
 
 def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, Any]:
     """Takes the next item of whichever channel has one; waits for one, ``timeout`` seconds at most.
@@ -161,7 +142,8 @@ def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, A
     if any(channel._asking() is not ask for channel in channels):
         raise ValueError("select takes channels of one session")
     request = s.Take(ask.number(), numbers, timeout != 0)
-    answer = checked(ask.ask(request, timeout or None), ", ".join(map(repr, itertools.islice(channels, 4))))
+    said, what = ask.ask(request, timeout or None), ", ".join(map(repr, itertools.islice(channels, 4)))
+    answer = checked(said, what, channels[0]._referred)
     if answer.item is None:
         raise DisttensorError("an item came without a value")
     found = next(channel for channel in channels if channel._number == answer.of)

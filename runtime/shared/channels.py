@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Answer, Item
@@ -14,7 +15,7 @@ from .objects import OVERHEAD, Object, Objects, Wait
 class Channel(Object):
     """A channel: first in, first out."""
 
-    asked = (s.Put, s.Take, s.Ask, s.Close)
+    asked: ClassVar[tuple[type, ...]] = (s.Put, s.Take, s.Ask, s.Close)
 
     def __init__(self, all: Objects, number: int, maxsize: int = 0) -> None:
         super().__init__(all, number)
@@ -75,6 +76,10 @@ class Channel(Object):
                 wait.answer(Answer(request.call, s.OK, channel.number, channel._pop()))
                 channel.settle()
                 return
+        for channel in found:
+            if (news := channel.news(request.call)) is not None:
+                wait.answer(news)
+                return
         if all(channel.closed for channel in found):
             wait.answer(Answer(request.call, s.SHUT))
         elif not request.wait:
@@ -82,6 +87,10 @@ class Channel(Object):
         elif not self.all.tell(wait, found) and self.all.hold(wait):
             for channel in dict.fromkeys(found):
                 channel.taking.append(wait)
+
+    def news(self, call: int) -> Answer | None:
+        """Returns what somebody has to be told who finds no item, if there is something."""
+        return None
 
     def waiting(self) -> Iterable[Wait]:
         return (*self.taking, *self.putting)

@@ -1,10 +1,16 @@
-"""Handles: what a program and its functions on nodes use. A handle is pickled as the number of what it stands for."""
+"""Handles: what a program and its functions on nodes use. A handle is pickled as the number of what it stands for.
+
+One that has a name is found by it, too, in the script and in functions on nodes: the script tells a node of all names
+before the next function that it sends there.
+"""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from importlib import import_module
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ..node import where
 from ..process import role
@@ -13,6 +19,7 @@ from ..protocol.errors import DisttensorError, NodeLost
 from ..protocol.shared_objects import Answer
 from . import callers
 from .objects import Object, Objects
+from .values import unpack
 from .waiting import Caller
 
 if TYPE_CHECKING:
@@ -28,6 +35,14 @@ else:
         """Raised by a closed channel: ``queue.ShutDown``, which Python has from 3.13 on."""
 
 
+class Dropped(DisttensorError):
+    """Raised when an item of a WorkQueue was given up: all who have tried it have ended. ``item`` is what it was."""
+
+    def __init__(self, message: str, item: Any = None) -> None:
+        super().__init__(message)
+        self.item = item
+
+
 class Where(NamedTuple):
     """The way by which a function on a node reaches what the script holds."""
 
@@ -39,6 +54,10 @@ class Holder(Protocol):
     """The script's end: what holds all for the session."""
 
     caller: callers.Local
+    named: dict[tuple[str, str], Handle]  #: by the names of a kind and of one of these
+
+    def note(self, handle: Handle, name: str) -> None:
+        """Has a handle be found by its name."""
 
     def where(self, number: int) -> Where:
         """Tells functions on nodes how to reach a channel, from now on. Raises DisttensorError where they can't."""
@@ -48,6 +67,17 @@ class Holder(Protocol):
 current_holder: list[Callable[[], Holder]] = []
 #: Sessions of this process, by job: their nodes may be threads of it.
 here: dict[str, Caller] = {}
+#: On a node: the handles that have names.
+_told: dict[tuple[str, str], Handle] = {}
+#: The kinds of handles, and the modules here that have them: a node may not have imported one that comes in an item.
+_KINDS = {
+    "Channel": "channel_handles",
+    "WorkQueue": "work_queue_handles",
+    "SharedDict": "table_handles",
+    "Lock": "lock_handles",
+    "Barrier": "lock_handles",
+}
+_Kind = TypeVar("_Kind", bound="Handle")
 
 
 def caller_at(where: Where) -> Caller:
@@ -63,18 +93,47 @@ def caller_at(where: Where) -> Caller:
 class Handle:
     """A shared object, as the script or a function on a node has it. It is pickled as its number, and where to ask."""
 
+    #: What it stands for.
+    _object: ClassVar[type[Object]]
+    #: Its attributes that cross with it when it is an item, or in one, and what these may be.
+    _crosses: ClassVar[dict[str, type | UnionType]] = {}
+
     def __init__(self, kind: Callable[[Objects, int], Object], name: str | None) -> None:
         """Raises DisttensorError without a session, and in a function on a node."""
+        if not isinstance(name, str | None):
+            raise TypeError(f"{type(self).__name__}(name={name!r:.60}) takes a text")
+        holder = self._made_by()
+        self.name = name
+        self._holder: Holder | None = holder
+        self._caller: Caller | None = holder.caller
+        self._number = holder.caller.objects.make(kind)
+        self._where: Where | None = None
+        if name is not None:
+            holder.note(self, name)
+
+    @classmethod
+    def _made_by(cls) -> Holder:
+        """Returns who holds what is made now."""
         if where.found() is not None or role.is_node():
-            what = type(self).__name__
-            raise DisttensorError(f"a {what} is made by the script, which gives it to functions as an argument")
+            raise DisttensorError(f"a {cls.__name__} is made by the script, which gives it to functions as an argument")
         if not current_holder:
             raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
-        self.name = name
-        self._holder: Holder | None = current_holder[0]()
-        self._caller: Caller | None = self._holder.caller
-        self._number = self._holder.caller.objects.make(kind)
-        self._where: Where | None = None
+        return current_holder[0]()
+
+    @classmethod
+    def named(cls: type[_Kind], name: str) -> _Kind:
+        """Returns the one that the script has made with this name, the last one of several: in the script, and in
+        functions that were sent to nodes since. Raises LookupError where there is none."""
+        here = where.found() is None and not role.is_node()
+        known = (current_holder[0]().named if current_holder else {}) if here else _told
+        found = known.get((cls.__name__, name))
+        if isinstance(found, cls):
+            return found
+        others = sorted(other for kind, other in known if kind == cls.__name__)
+        raise LookupError(
+            f"no {cls.__name__} has the name {name!r:.60}; "
+            + (f"there are {', '.join(map(repr, others[:8]))}" if others else "the script makes it, with that name")
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name or self._number}>"
@@ -82,6 +141,53 @@ class Handle:
     def __getstate__(self) -> dict[str, Any]:
         found = self._where if self._holder is None else self._holder.where(self._number)
         return {**self.__dict__, "_holder": None, "_caller": None, "_where": found}
+
+    # ---- a handle in an item -----------------------------------------------------------------------------------------
+
+    def _refers(self, value: Any) -> list[Any] | None:
+        """Returns what stands for a handle that is put into this one, from where whoever gets it can use it; None for
+        others."""
+        if not isinstance(value, Handle):
+            return None
+        if value._asking() is not self._asking():
+            raise ValueError(f"{value!r} is of another session than {self!r}, into which it is put")
+        parts = {name: getattr(value, name) for name in value._crosses}
+        for name, part in parts.items():
+            if not isinstance(part, value._crosses[name]):
+                raise TypeError(f"{value!r} can't be put into {self!r}: its {name.strip('_')} can't cross")
+        if value._holder is not None:
+            value._holder.where(value._number)
+        return [type(value).__name__, value._number, value.name, *parts.values()]
+
+    def _referred(self, told: list[Any]) -> Any:
+        """Returns the handle that ``_refers`` has told. Raises ValueError."""
+        kind, number, name, *parts = told
+        module = _KINDS.get(kind) if isinstance(kind, str) else None
+        cls: type[Handle] | None = getattr(import_module(f".{module}", __package__), kind) if module else None
+        allowed = cls._crosses if cls is not None else {}
+        if (
+            cls is None
+            or type(number) is not int
+            or not isinstance(name, str | None)
+            or len(parts) != len(allowed)
+            or not all(map(isinstance, parts, allowed.values()))
+            or any(isinstance(part, bool) for part in parts)
+        ):
+            raise ValueError(f"{told!r:.100} is nothing that the script holds for all")
+        # what a node has put may name an object that the script has for itself
+        if self._holder is not None and not self._holder.caller.objects.is_shared(number, cls._object):
+            raise ValueError(f"no {cls.__name__} that nodes have has the number {number}")
+        return self._beside(cls, number, name, dict(zip(allowed, parts, strict=True)))
+
+    def _beside(self, cls: type[_Kind], number: int, name: str | None, parts: dict[str, Any]) -> _Kind:
+        """Makes a handle of another object of this session."""
+        made = cls.__new__(cls)
+        mine = {key: self.__dict__[key] for key in ("_holder", "_caller", "_where")}
+        made.__setstate__({**mine, "_number": number, "name": name, **parts})
+        return made
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
 
     def _asking(self) -> Caller:
         if self._caller is None:
@@ -98,8 +204,13 @@ class Handle:
         return checked(answer, repr(self))
 
 
-def checked(answer: Answer, what: str) -> Answer:
-    """Returns an answer that says OK. Raises what the others mean."""
+def learn(handles: list[Handle]) -> None:
+    """Has functions on this node find handles by their names. The script runs it."""
+    _told.update({(type(handle).__name__, handle.name): handle for handle in handles if handle.name is not None})
+
+
+def checked(answer: Answer, what: str, referred: Callable[[list[Any]], Any] | None = None) -> Answer:
+    """Returns an answer that says OK. Raises what the others mean. ``referred``: as for ``unpack``."""
     match answer.said:
         case s.OK:
             return answer
@@ -113,5 +224,7 @@ def checked(answer: Answer, what: str) -> Answer:
             raise NodeLost(answer.count, cause=f"{answer.why}; {what} goes on, and may get nothing of that node's")
         case s.ENDED:
             raise DisttensorError(f"{what}: {answer.why}")
+        case s.DROPPED:
+            raise Dropped(f"{what}: {answer.why}", answer.item and unpack(answer.item, referred))
         case _:
             raise DisttensorError(f"{what}: {answer.why or 'refused'}")

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from types import NoneType
+from typing import Any, ClassVar
 
 from ..node import holders, where
 from ..node.holders import Holder
@@ -18,7 +19,7 @@ from .handles import Handle
 from .waiting import Caller, check_timeout
 
 #: The most characters of a holder's name that the script is told.
-_WORDS = 200
+WORDS = 200
 
 
 class Lock(Handle):
@@ -36,11 +37,14 @@ class Lock(Handle):
     ``abandoned``, as what the lock guards may be half done.
     """
 
+    _object = locks.Lock
+    #: Who had it before and did not release it, in words; None where it was released. Each acquire sets it.
+    abandoned: str | None = None
+
     def __init__(self, name: str | None = None) -> None:
-        """``name``: for ``repr``. Raises DisttensorError without a session, and in a function on a node."""
+        """``name``: for ``repr`` and ``Lock.named``. Raises DisttensorError without a session, and in a function on a
+        node."""
         super().__init__(locks.Lock, name)
-        #: Who had it before and did not release it, in words; None where it was released. Each acquire sets it.
-        self.abandoned: str | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquires the lock; waits for it, ``timeout`` seconds at most, or without an end (-1). Returns whether it has
@@ -57,7 +61,7 @@ class Lock(Handle):
         if not had:
             holder.at_end(key, partial(self._ended, ask, holder))
         wait, forever = blocking and timeout != 0, timeout == -1
-        request = s.Acquire(ask.number(), (self._number,), holder.number, _who(holder), wait, forever)
+        request = s.Acquire(ask.number(), (self._number,), holder.number, who(holder), wait, forever)
         answer = ask.ask(request, None if forever or not wait else timeout)
         if answer.said == s.OK:
             self.abandoned = answer.why or None
@@ -106,6 +110,9 @@ class Barrier(Handle):
     exception; and when a node is lost, for that may be one that has not come yet. ``reset`` mends it.
     """
 
+    _object = locks.Barrier
+    _crosses: ClassVar = {"parties": int, "_timeout": float | int | None, "_action": NoneType}
+
     def __init__(
         self,
         parties: int,
@@ -118,7 +125,7 @@ class Barrier(Handle):
             parties: how many have to come.
             action: called by the last one to come, before all go on.
             timeout: seconds that ``wait`` waits if it is not told otherwise.
-            name: for ``repr``.
+            name: for ``repr`` and ``Barrier.named``.
 
         Raises DisttensorError without a session, and in a function on a node.
         """
@@ -145,7 +152,7 @@ class Barrier(Handle):
         check_timeout(limit)
         self._watch()
         ask = self._asking()
-        arrive = s.Arrive(ask.number(), (self._number,), _who(holders.current()))
+        arrive = s.Arrive(ask.number(), (self._number,), who(holders.current()))
         try:
             answer = ask.ask(arrive, limit)
             if answer.said == s.ACT:
@@ -153,7 +160,7 @@ class Barrier(Handle):
                     self._action()
                 answer = ask.ask(s.Passed(ask.number(), (self._number,)))
         except BaseException as e:
-            why = f"did its action, which raised {type(e).__name__}"[:_WORDS]
+            why = f"did its action, which raised {type(e).__name__}"[:WORDS]
             ask.tell(s.Abort(ask.number(), (self._number,), arrive.who, why, acting=arrive.call))
             raise
         if answer.said == s.BROKEN:
@@ -163,8 +170,8 @@ class Barrier(Handle):
     def abort(self) -> None:
         """Breaks the barrier: all who wait raise, and whoever comes."""
         ask = self._asking()
-        who = _who(holders.current())
-        self._said(ask.ask(s.Abort(ask.number(), (self._number,), who, "has called abort()")))
+        abort = s.Abort(ask.number(), (self._number,), who(holders.current()), "has called abort()")
+        self._said(ask.ask(abort))
 
     def reset(self) -> None:
         """Makes it as new; those who wait raise."""
@@ -190,12 +197,12 @@ class Barrier(Handle):
     def _failed(self, holder: Holder, error: BaseException | None) -> None:
         if error is not None:
             with suppress(DisttensorError):  # the session has ended
-                ask, why = self._asking(), f"has raised {type(error).__name__}"[:_WORDS]
-                ask.ask(s.Abort(ask.number(), (self._number,), _who(holder), why))
+                ask, why = self._asking(), f"has raised {type(error).__name__}"[:WORDS]
+                ask.ask(s.Abort(ask.number(), (self._number,), who(holder), why))
 
 
-def _who(holder: Holder) -> str:
+def who(holder: Holder) -> str:
     """Returns a holder in words; the script adds the number of a node's process."""
     found = where.found()
     place = f" on node {found.node}" if found is not None and not role.is_node() else ""
-    return holder.what[:_WORDS] + place
+    return holder.what[:WORDS] + place

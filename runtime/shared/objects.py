@@ -52,6 +52,10 @@ class Object:
         self.shared = False  #: whether functions on nodes may have it
         self.told: deque[tuple[int, str]] = deque()  #: losses of nodes that the script has to be told before it waits
 
+    def share(self) -> None:
+        """Notes that functions on nodes may have it."""
+        self.shared = True
+
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         """Answers a request about the objects ``found``, of which this is the first; or has it wait (``all.hold``)."""
         raise NotImplementedError
@@ -120,7 +124,7 @@ class Objects:
     def share(self, number: int) -> None:
         """Notes that functions on nodes may have an object."""
         with self._lock:
-            self._objects[number].shared = True
+            self._objects[number].share()
 
     def is_shared(self, number: int, kind: type[Object]) -> bool:
         """Returns whether functions on nodes may have an object, and it is of this kind."""
@@ -228,6 +232,10 @@ class Objects:
         """Returns whether a party may have so many bytes more kept. It may have one item of any size."""
         held = self._held.get(party, 0)
         return party == SCRIPT or not held or held + size <= MAX_HELD
+
+    def held(self, party: int) -> int:
+        """Returns the bytes that are kept for a party."""
+        return self._held.get(party, 0)
 
     def keep(self, party: int, size: int) -> None:
         """Counts bytes that are kept for a party."""

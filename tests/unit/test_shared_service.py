@@ -15,7 +15,7 @@ from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.protocol import values
 from disttensor.runtime.protocol.errors import ClosedError, ProtocolError
 from disttensor.runtime.protocol.keys import curve_pair
-from disttensor.runtime.shared import handles, service
+from disttensor.runtime.shared import channel_handles, service
 from disttensor.runtime.shared import objects as held
 from disttensor.runtime.shared.callers import Local
 from disttensor.runtime.shared.channels import Channel
@@ -204,22 +204,29 @@ def test_tensors_that_are_none(flat: s.Flat) -> None:
 
 @pytest.mark.parametrize(
     "told",
-    [[1], [True, 0, None], [1, "x", None], [1, 0, b"x"], [7, 0, None], [], [1, 0, None, 1], [0, 0, None], [2, 0, None]],
-)
+    [
+        [], [1], ["Channel"], ["Channel", 1], ["Channel", 1, None], ["Channel", True, None, 0],
+        ["Channel", 1, None, "x"], ["Channel", 1, None, False], ["Channel", 1, b"x", 0], ["Channel", 1, None, 0, 1],
+        ["Channel", 7, None, 0], ["Channel", 0, None, 0], ["Channel", 2, None, 0], ["Lock", 1, None],
+        ["Lock", 2, None, 0], ["Barrier", 2, None, 1],
+        ["Handle", 1, None], ["select", 1, None], ["handles", 1, None], [["Channel"], 1, None, 0], [b"x", 1, None, 0],
+    ],
+)  # fmt: skip
 def test_a_reference_to_what_is_no_channel_of_nodes(told: list[Any]) -> None:
-    """A node may put any number; the script does not take it for a channel that it has for itself, nor for a lock."""
+    """A node may put any number; the script does not take it for what it has for itself, nor for another kind."""
     objects = Objects()
     mine, theirs, lock = (objects.make(kind) for kind in (Channel, Channel, Lock))
     for number in (theirs, lock):
         objects.share(number)
-    channel = handles.Channel.__new__(handles.Channel)
+    channel = channel_handles.Channel.__new__(channel_handles.Channel)
     channel._holder = cast(Any, SimpleNamespace(caller=Local(objects, lambda: None)))
     channel._caller = channel._where = None
 
     def item(told: list[Any]) -> s.Item:
         return s.Item(values.encode(object(), [], refers=lambda _: told), ())
 
-    assert unpack(item([theirs, 3, "x"]), channel._referred)._number == theirs
+    assert unpack(item(["Channel", theirs, "x", 3]), channel._referred)._number == theirs
+    assert unpack(item(["Lock", lock, None]), channel._referred)._number == lock
     with pytest.raises(ProtocolError):
         unpack(item(told), channel._referred)
     assert mine == 0

@@ -1,0 +1,267 @@
+"""Queues of work as objects that are shared: items that are leased until they are done, and what has come out of them.
+
+    put --> items --Lease--> a holder's, until  Done   --> its result is among the answers
+              ^--------------------------------  Return, its end, its node's loss: another one's try; or the last one
+
+A queue that is closed closes its answers, once nothing of it is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from ..protocol import shared_objects as s
+from ..protocol.codec import printable
+from ..protocol.shared_objects import Answer, Item
+from .channels import Channel
+from .objects import OVERHEAD, SCRIPT, Objects, Wait
+
+
+class Task:
+    """An item that is to be done."""
+
+    __slots__ = ("ends", "item", "number", "party", "rank", "size")
+
+    def __init__(self, number: int, item: Item, party: int, size: int) -> None:
+        self.number, self.item, self.party, self.size = number, item, party, size
+        self.ends: list[str] = []  #: how the tries before have ended, in words
+        self.rank = -1  #: the node of the last one, if that was lost
+
+
+class Answers(Channel):
+    """The channel of what has come out of a queue of work. Who finds nothing in it is told what was given up."""
+
+    def __init__(self, all: Objects, number: int) -> None:
+        super().__init__(all, number)
+        self.work: WorkQueue | None = None
+
+    def news(self, call: int) -> Answer | None:
+        return self.work.dropped(call) if self.work is not None else None
+
+    def lost(self, rank: int, why: str) -> None:
+        if self.work is None or self.work.misses(rank):
+            super().lost(rank, why)
+
+
+class WorkQueue(Channel):
+    """A queue of work."""
+
+    asked = (s.Put, s.Ask, s.Close, s.Lease, s.Done, s.Return, s.Join)
+
+    def __init__(self, all: Objects, number: int, maxsize: int, tries: int, answers: int) -> None:
+        """``tries``: after how many an item is given up; ``answers``: the number of that channel."""
+        super().__init__(all, number, maxsize)
+        self.tries = tries
+        (self.answers,) = all.of_kind(Answers, [answers])
+        self.answers.work = self
+        self._tasks: deque[Task] = deque()  #: those that nobody has
+        self._numbers = count()
+        #: by party and number of a holder there: who it is, and what it has, the oldest first
+        self._leases: dict[tuple[int, int], tuple[str, deque[Task]]] = {}
+        self._unfinished = 0
+        self._joining: deque[Wait] = deque()
+        self._finishing: deque[Wait] = deque()  #: results for which there is no room
+        self._given_up: deque[Task] = deque()  #: of which nobody has been told
+        self._workers: set[int] = set()  #: parties that have taken something
+        self._makers: set[int] = set()  #: and that have put something
+
+    def share(self) -> None:
+        super().share()
+        self.answers.share()
+
+    def ask(self, wait: Wait, found: Sequence[Any]) -> None:
+        call, party = wait.request.call, wait.party
+        match wait.request:
+            case s.Ask():
+                wait.answer(Answer(call, s.OK, count=len(self._tasks), closed=self.closed, left=self._unfinished))
+            case s.Close() as request:
+                self.closed = True
+                if request.immediate:
+                    while self._tasks:
+                        self._finished(self._tasks.popleft())
+                wait.answer(Answer(call, s.OK))
+                self.settle()
+            case s.Put(back=False):
+                super().ask(wait, found)
+            case s.Lease() as request:
+                if self._tasks:
+                    self._give(wait)
+                    self.settle()
+                elif self._over:
+                    wait.answer(Answer(call, s.SHUT))
+                elif not request.wait:
+                    wait.answer(Answer(call, s.EMPTY))
+                elif not self.all.tell(wait, [self]) and self.all.hold(wait):
+                    self.taking.append(wait)
+            case s.Done(holder=holder) as request:
+                wait.size = request.item.nbytes + OVERHEAD if request.item is not None else 0
+                if wait.size > s.MAX_ITEM + OVERHEAD:
+                    wait.answer(Answer(call, s.REFUSED, why=f"a result has {wait.size} bytes"))
+                elif not self._finish(wait) and self.all.hold(wait):
+                    self._finishing.append(wait)
+            case s.Return(holder=holder) as request:
+                if (party, holder) in self._leases:
+                    self._back(party, holder, request.lease, request.why if request.counted else "", -1)
+                wait.answer(Answer(call, s.OK))
+                self.settle()
+            case s.Join():
+                if self._unfinished:
+                    if not self.all.tell(wait, [self]) and self.all.hold(wait):
+                        self._joining.append(wait)
+                else:
+                    wait.answer(self.dropped(call) or Answer(call, s.OK))
+            case _:
+                wait.answer(Answer(call, s.REFUSED, why="what is put back into it was leased"))
+
+    # ---- who waits ---------------------------------------------------------------------------------------------------
+
+    def waiting(self) -> Iterable[Wait]:
+        return (*super().waiting(), *self._joining)
+
+    def forget(self, wait: Wait) -> None:
+        for queue in (self.putting, self.taking, self._finishing, self._joining):
+            if wait in queue:
+                queue.remove(wait)
+
+    def in_vain(self, wait: Wait) -> int:
+        return s.FULL if isinstance(wait.request, s.Put | s.Done) else s.EMPTY
+
+    def gone(self, party: int) -> None:
+        self._workers.discard(party)
+        for of, holder in [key for key in self._leases if key[0] == party]:
+            self._back(of, holder, None, "had it when its node was lost", party)
+        self.settle()
+
+    @property
+    def tells(self) -> bool:
+        return self.shared and not (self.closed and not self._unfinished)
+
+    def misses(self, rank: int) -> bool:
+        """Returns whether those who wait may do so in vain without a node: none is left of those that took something,
+        or it may have been about to put something."""
+        return rank in self._makers or not self._workers
+
+    def lost(self, rank: int, why: str) -> None:
+        """Tells who waits, unless others do that node's work."""
+        if self.misses(rank):
+            super().lost(rank, why)
+
+    def dropped(self, call: int) -> Answer | None:
+        """Returns what says that an item was given up, if one was and nobody has been told."""
+        if not self._given_up:
+            return None
+        task = self._given_up.popleft()
+        why = f"item {task.number} was tried {len(task.ends)} times, and is given up: {'; '.join(task.ends)}"
+        trusted = task.party == SCRIPT
+        return Answer(call, s.DROPPED, self.number, task.item, task.rank, why=why, trusted=trusted)
+
+    # ---- what is done ------------------------------------------------------------------------------------------------
+
+    @property
+    def _over(self) -> bool:
+        """True when there will be no item any more: what is leased may come back."""
+        return self.closed and not self._tasks and not self._leases
+
+    def _room(self, wait: Wait) -> bool:
+        return not 0 < self.maxsize <= len(self._tasks) and self.all.room(wait.party, wait.size)
+
+    def _push(self, wait: Wait, first: bool = False) -> None:
+        self._tasks.append(Task(next(self._numbers), wait.request.item, wait.party, wait.size))
+        self._unfinished += 1
+        self._makers.add(wait.party)
+        self.all.keep(wait.party, wait.size)
+
+    def _give(self, wait: Wait) -> None:
+        task, request = self._tasks.popleft(), wait.request
+        self._workers.add(wait.party)
+        self._leases.setdefault((wait.party, request.holder), (printable(request.who), deque()))[1].append(task)
+        trusted = task.party == SCRIPT
+        wait.answer(Answer(request.call, s.OK, self.number, task.item, task.number, trusted=trusted))
+
+    def _finish(self, wait: Wait) -> bool:
+        """Ends the oldest lease of a holder, if there is room for what has come out. Returns False where there is
+        none."""
+        call, key, item = wait.request.call, (wait.party, wait.request.holder), wait.request.item
+        has, shut = key in self._leases, self.answers.closed
+        if has and item is not None and not shut and not self.all.room(wait.party, wait.size):
+            return False
+        if wait in self._finishing:
+            self.all.finish(wait, None)
+        if not has:
+            wait.answer(Answer(call, s.EMPTY))
+            return True
+        leased = self._leases[key][1]
+        task = leased.popleft()
+        if not leased:
+            del self._leases[key]
+        if item is not None and not shut:
+            self.answers._push(wait)
+        wait.answer(Answer(call, s.SHUT if item is not None and shut else s.OK, left=len(leased)))
+        self.answers.settle()
+        self._finished(task)
+        return True
+
+    def _finished(self, task: Task) -> None:
+        self._unfinished -= 1
+        self._settle_ends()
+        self.all.let_go(task.party, task.size, self)
+
+    def _back(self, party: int, holder: int, number: int | None, why: str, rank: int) -> None:
+        """Takes back what a holder has leased, or one item of that; ``why``: what it has done, where that was a try."""
+        who, leased = self._leases[party, holder]
+        back = [task for task in leased if number in (None, task.number)]
+        for task in back:
+            leased.remove(task)
+        if not leased:
+            del self._leases[party, holder]
+        for task in reversed(back):
+            if why:
+                task.rank = rank
+                task.ends.append(f"{who}{f' on node {party}' if party != SCRIPT else ''} {printable(why)}")
+            if len(task.ends) < self.tries:
+                self._tasks.appendleft(task)
+            else:
+                self._given_up.append(task)
+                self._finished(task)
+
+    def settle(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for wait in list(self.putting):
+                if wait.over:
+                    continue
+                if self.closed:
+                    self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+                elif self._room(wait):
+                    self._push(wait)
+                    self.all.finish(wait, Answer(wait.request.call, s.OK))
+                    moved = True
+            while self.taking and self._tasks:
+                wait = self.taking[0]
+                self.all.finish(wait, None)
+                self._give(wait)
+                moved = True
+            for wait in list(self._finishing):
+                if not wait.over:
+                    moved = self._finish(wait) or moved
+        self._settle_ends()
+
+    def _settle_ends(self) -> None:
+        """Tells what was given up, and that all is done, to those who wait for it."""
+        if self._over:
+            for wait in list(self.taking):
+                self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+        for waiting in (self.answers.taking, self._joining):
+            while self._given_up and waiting and (waiting is not self._joining or not self._unfinished):
+                wait = waiting[0]
+                self.all.finish(wait, self.dropped(wait.request.call))
+        if not self._unfinished:
+            while self._joining:
+                self.all.finish(self._joining[0], Answer(self._joining[0].request.call, s.OK))
+            if self.closed and not self.answers.closed:
+                self.answers.closed = True
+                self.answers.settle()

@@ -1,0 +1,197 @@
+"""Queues of work and dictionaries against nodes that ask what they like: nothing is lost, doubled, or kept for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttensor.runtime.protocol import shared_objects as s
+from disttensor.runtime.protocol import values
+from disttensor.runtime.protocol.errors import ProtocolError
+from disttensor.runtime.shared import objects as held
+from disttensor.runtime.shared.objects import SCRIPT, Objects
+from disttensor.runtime.shared.tables import Table
+from disttensor.runtime.shared.values import pack, unpack
+from disttensor.runtime.shared.work_queue_handles import WorkQueue as Handle
+from disttensor.runtime.shared.work_queues import Answers, WorkQueue
+
+ITEM = pack([1, "two"])
+SIZE = ITEM.nbytes + held.OVERHEAD
+
+
+class Asking:
+    """Objects, and what each request was answered."""
+
+    def __init__(self, maxsize: int = 0, tries: int = 3) -> None:
+        self.objects = Objects()
+        self.objects.make(Table)  # so that no object of these has the number 0
+        self.answers = self.objects.make(Answers)
+        self.queue = self.objects.make(lambda all, n: WorkQueue(all, n, maxsize, tries, self.answers))
+        self.table = self.objects.make(Table)
+        for number in (self.queue, self.table):
+            self.objects.share(number)
+        self.said: dict[tuple[int, int], list[s.Answer]] = {}
+        self._call = 0
+
+    def ask(self, party: int, kind: Any, of: int | None = None, **more: Any) -> list[s.Answer]:
+        """Asks; returns the list of the answers, which has one when it has come."""
+        self._call += 1
+        answers = self.said[party, self._call] = []
+        number = self.queue if of is None else of
+        self.objects.ask(party, kind(self._call, (number,), **more), answers.append)
+        return answers
+
+    def one(self, *args: Any, **more: Any) -> s.Answer:
+        (answer,) = self.ask(*args, **more)
+        return answer
+
+
+def lease(a: Asking, party: int, holder: int = 1, wait: bool = False) -> list[s.Answer]:
+    return a.ask(party, s.Lease, holder=holder, who="f()", wait=wait)
+
+
+def test_what_is_another_s_is_not_touched() -> None:
+    a = Asking()
+    a.one(SCRIPT, s.Put, item=ITEM)
+    (mine,) = lease(a, 1)
+    assert (mine.said, mine.trusted) == (s.OK, True)
+    assert a.one(2, s.Done, holder=1, item=ITEM).said == s.EMPTY
+    assert a.one(1, s.Done, holder=2, item=ITEM).said == s.EMPTY
+    for party, holder, number in ((2, 1, None), (1, 2, None), (1, 1, mine.count + 1), (2, 1, mine.count)):
+        a.one(party, s.Return, holder=holder, lease=number, counted=True, why="has lied")
+    state = a.one(SCRIPT, s.Ask)
+    assert (state.count, state.left) == (0, 1)
+    assert a.one(1, s.Take).said == s.REFUSED
+    assert a.one(1, s.Put, item=ITEM, back=True).said == s.REFUSED
+    assert a.one(1, s.Done, holder=1).said == s.OK
+    assert a.one(SCRIPT, s.Ask).left == 0
+
+
+def test_a_result_waits_for_room_among_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a node's share; it is leased meanwhile, and who gives it back instead has done nothing."""
+    monkeypatch.setattr(held, "MAX_HELD", 2 * SIZE)
+    a = Asking()
+    for _ in range(4):
+        a.one(SCRIPT, s.Put, item=ITEM)
+    for holder in range(4):
+        lease(a, 1, holder)
+    done = [a.ask(1, s.Done, holder=holder, item=ITEM) for holder in range(4)]
+    assert [len(x) for x in done] == [1, 1, 0, 0]
+    assert a.one(SCRIPT, s.Ask).left == 2
+    a.one(1, s.Return, holder=3)
+    assert [x.said for x in done[3]] == [s.EMPTY]
+    assert a.one(SCRIPT, s.Ask).count == 1
+    assert a.one(SCRIPT, s.Take, of=a.answers).said == s.OK
+    assert [x.said for x in done[2]] == [s.OK]
+    assert a.one(SCRIPT, s.Ask).left == 1
+    big = a.one(1, s.Done, holder=9, item=s.Item(bytes(s.MAX_ITEM + 1)))
+    assert big.said == s.REFUSED
+
+
+def test_a_function_that_a_node_has_put_in_is_not_unpickled() -> None:
+    ran: list[int] = []
+    told = [cloudpickle.dumps(ran.append)]
+    item = s.Item(values.encode(object(), [], refers=lambda _: told), ())
+    a = Asking()
+    handle = Handle.__new__(Handle)
+    for party, trusted in ((1, False), (SCRIPT, True)):
+        a.one(party, s.Put, item=item)
+        (answer,) = lease(a, 2, holder=party + 5)
+        assert answer.trusted is trusted
+        assert answer.item is not None
+        if trusted:
+            assert callable(unpack(answer.item, lambda told: handle._found(True, told)))
+        else:
+            with pytest.raises(ProtocolError, match="a function that the script has not put in"):
+                unpack(answer.item, lambda told: handle._found(False, told))
+
+
+#: What parties do; each with a party, a holder and a number.
+ACTS = st.sampled_from(["put", "lease", "wait", "done", "result", "return", "try", "gone", "take", "join", "withdraw"])
+STEPS = st.lists(st.tuples(ACTS, st.sampled_from([SCRIPT, 1, 2]), st.integers(1, 2)), max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.integers(1, 3), st.integers(0, 2), st.booleans())
+def test_each_item_is_done_or_given_up_once(
+    steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: bool
+) -> None:
+    """Whatever they do, in whichever order: at the end each item was done or given up, and nothing is kept."""
+    a = Asking(maxsize, tries)
+    put, done, given_up, results = list[list[s.Answer]](), 0, 0, 0
+    for act, party, holder in steps:
+        match act:
+            case "put":
+                put.append(a.ask(party, s.Put, item=ITEM))
+            case "lease" | "wait":
+                lease(a, party, holder, wait=act == "wait")
+            case "done" | "result":
+                a.ask(party, s.Done, holder=holder, item=ITEM if act == "result" else None)
+            case "return" | "try":
+                a.ask(party, s.Return, holder=holder, counted=act == "try", why="has ended" if act == "try" else "")
+            case "gone" if party != SCRIPT:
+                for key in [key for key in a.said if key[0] == party and not a.said[key]]:
+                    a.said[key].append(s.Answer(key[1], s.ENDED))  # it is not told
+                a.objects.gone(party)
+            case "take":
+                a.ask(party, s.Take, of=a.answers, wait=False)
+            case "join":
+                a.ask(party, s.Join)
+            case "withdraw":
+                for key in [key for key in a.said if key[0] == party and not a.said[key]]:
+                    a.objects.withdraw(*key)
+    queue = a.objects._objects[a.queue]
+    assert isinstance(queue, WorkQueue)
+    if early:
+        a.one(SCRIPT, s.Close)
+    for party in (1, 2):
+        for key in [key for key in a.said if key[0] == party and not a.said[key]]:
+            a.said[key].append(s.Answer(key[1], s.ENDED))
+        a.objects.gone(party)
+    for key in [key for key in a.said if key[0] == SCRIPT and not a.said[key]]:
+        a.objects.withdraw(*key)
+    for holder in (1, 2):
+        a.one(SCRIPT, s.Return, holder=holder)
+    a.one(SCRIPT, s.Close)
+    while lease(a, SCRIPT, 3)[0].said == s.OK:
+        assert a.one(SCRIPT, s.Done, holder=3, item=ITEM).said == s.OK
+    while (answer := a.one(SCRIPT, s.Take, of=a.answers)).said != s.SHUT:
+        assert answer.said in (s.OK, s.DROPPED)
+    for answers in a.said.values():
+        assert len(answers) == 1
+    for (_, call), (answer,) in a.said.items():
+        assert answer.call == call
+        results += answer.said == s.OK and answer.of == a.answers
+        given_up += answer.said == s.DROPPED
+    kinds = [answer.said for answers in put for answer in answers]
+    done = next(queue._numbers) - given_up  # of those that were put in
+    assert kinds.count(s.OK) <= done + given_up  # a node that has put one may have gone before it was told
+    assert results <= done
+    state = a.one(SCRIPT, s.Ask)
+    assert (state.count, state.left) == (0, 0)
+    assert not any(a.objects._held.values())
+    assert not a.objects._waits
+    assert not queue._leases
+
+
+def test_what_a_node_may_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MAX_HELD", 3 * SIZE)
+    a = Asking()
+
+    def sets(party: int, key: bytes) -> int:
+        return a.one(party, s.Entry, of=a.table, do=s.SET, key=key, shown=key, item=ITEM).said
+
+    assert [sets(1, key) for key in (b"a", b"b", b"c")] == [s.OK, s.OK, s.REFUSED]
+    assert [sets(1, b"b"), sets(2, b"c"), sets(SCRIPT, b"b"), sets(1, b"d")] == [s.OK] * 4
+    assert sets(1, b"e") == s.REFUSED
+    pages = a.one(SCRIPT, s.Page, of=a.table)
+    assert (pages.keys, pages.closed) == ((b"a", b"b", b"c", b"d"), True)
+    assert a.one(1, s.Entry, of=a.table, do=s.CLEAR).said == s.OK
+    assert not any(a.objects._held.values())
+    for entry in ({"do": s.SET}, {"do": s.SET, "item": s.Item(bytes(s.MAX_ITEM + 1))}):
+        assert a.one(1, s.Entry, of=a.table, key=b"x", **entry).said == s.REFUSED
+    assert a.one(1, s.Take, of=a.table).said == s.REFUSED
