@@ -177,6 +177,9 @@ class WorkQueue(Channel):
     def _give(self, wait: Wait) -> None:
         task, request = self._tasks.popleft(), wait.request
         self._workers.add(wait.party)
+        for x in (self, self.answers):  # a loss of one that only worked: another does it now
+            if x.told:
+                x.told = deque(told for told in x.told if told[0] in self._makers)
         self._leases.setdefault((wait.party, request.holder), (printable(request.who), deque()))[1].append(task)
         trusted = task.party == SCRIPT
         wait.answer(Answer(request.call, s.OK, self.number, task.item, task.number, trusted=trusted))

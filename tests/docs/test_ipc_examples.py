@@ -28,6 +28,11 @@ def test_a_pipeline_of_layers(tmp_path: Path) -> None:
     assert python(str(IPC / "pipeline.py"), cwd=tmp_path) == told(IPC / "pipeline.py")
 
 
+@pytest.mark.row("I21", "I35")
+def test_a_queue_of_work(tmp_path: Path) -> None:
+    assert python(str(IPC / "workqueue.py"), cwd=tmp_path) == told(IPC / "workqueue.py")
+
+
 @pytest.mark.row("I37")
 def test_a_benchmark_whose_sums_are_compared(tmp_path: Path) -> None:
     """Up to 32 KiB go through pages that all can read, 256 KiB do not."""

@@ -11,7 +11,7 @@ from checkout import ROOT
 from test_readme import SHOWN, python
 
 #: Pages on which each program prints something.
-WHOLE = ["ENDPOINTS", "LOCKS", "QUEUES", "RESULTS", "TASKS"]
+WHOLE = ["ENDPOINTS", "LOCKS", "QUEUES", "RESULTS", "SHARED_DICTS", "TASKS"]
 #: Pages that have other snippets beside.
 PARTLY = [
     "ACTORS", "ASYNCHRONOUS", "CHANNELS", "CHECKPOINTS", "DATA", "DATA_PARALLEL", "GRAPHS", "MESHES", "PIPELINE",

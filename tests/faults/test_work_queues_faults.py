@@ -146,6 +146,9 @@ def test_a_node_that_is_lost_before_anybody_worked_is_told(session: None) -> Non
         q.join(timeout=0.01)
     with pytest.raises(dt.NodeLost):
         dt.synchronize()
+    q.close()
+    assert dt.run(square, q, node=0) == 1  # and who waits for answers need not be told: somebody works
+    assert list(q.answers) == [1]
 
 
 @pytest.mark.row("I23")
