@@ -15,6 +15,7 @@ from ..session import current
 from ..session.places import Place
 from ..session.session import Session
 from .calls import Call
+from .sending import pickled_alone
 from .submitted import issue
 
 
@@ -63,6 +64,10 @@ class Held:
                 self._service.admit(session.link.side.keys, self._admitted)
         self.objects.share(number)
         return Where(session.job, self._addresses)
+
+    def pickled(self, function: Any, what: str) -> bytes:
+        """Pickles a function that is in an item. Raises TypeError."""
+        return pickled_alone(function, what)
 
     def note(self, handle: handles.Handle, name: str) -> None:
         """Has a handle be found by its name."""

@@ -183,6 +183,36 @@ class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
         return 0 if isinstance(value, torch.Tensor) else None
 
 
+def pickled_alone(value: Any, what: str) -> bytes:
+    """Pickles a value for whichever node, with its tensors, which are local.
+
+    Raises TypeError that names the part that can't be pickled, one with a tensor on a node among them.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Alone(buffer).dump(value)
+    except (TypeError, cloudpickle.pickle.PicklingError) as e:
+        found = culprit(value, what, _fails_alone)
+        raise TypeError(f"{what} can't be sent to whichever node takes it: {found or e} ({e})") from None
+    return buffer.getvalue()
+
+
+def _fails_alone(value: Any) -> bool:
+    try:
+        _Alone(io.BytesIO()).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+class _Alone(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler of what goes to no node in particular."""
+
+    def persistent_id(self, value: Any) -> None:
+        if isinstance(value, DistributedTensor | Shared | Work):
+            raise TypeError(f"a {type(value).__name__} is on a node; give it to the workers as an argument")
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, place: Place, keep: Keep, modules: Modules) -> None:
         super().__init__(file)

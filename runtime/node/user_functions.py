@@ -209,6 +209,15 @@ def _loads_from_master(data: bytes, tensor: Tensors) -> Any:
     return _FromMaster(data, tensor).load()
 
 
+def function_of(data: bytes) -> Any:
+    """Returns a function that the script has pickled by itself, into what it holds for all."""
+    return _loads_from_master(data, _no_tensor)
+
+
+def _no_tensor(ref: int) -> Any:
+    raise ProtocolError(f"a function by itself names the tensor {ref}")
+
+
 #: Invariant 9: a node unpickles here only; nothing that a node sends is unpickled.
 class _FromMaster(pickle.Unpickler):
     """The unpickler of what the master sends, which owns this worker: the one place where a worker unpickles.

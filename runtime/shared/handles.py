@@ -56,6 +56,9 @@ class Holder(Protocol):
     caller: callers.Local
     named: dict[tuple[str, str], Handle]  #: by the names of a kind and of one of these
 
+    def pickled(self, function: Any, what: str) -> bytes:
+        """Pickles a function that is in an item. Raises TypeError."""
+
     def note(self, handle: Handle, name: str) -> None:
         """Has a handle be found by its name."""
 

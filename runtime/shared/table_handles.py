@@ -70,12 +70,15 @@ class SharedDict(Handle, MutableMapping[Any, Any]):
             yield key
 
     def items(self) -> ItemsView[Any, Any]:
+        """Returns a view of the keys with their values, which come in pages."""
         return _Items(self)
 
     def values(self) -> ValuesView[Any]:
+        """Returns a view of the values, which come in pages."""
         return _Values(self)
 
     def pop(self, key: Any, default: Any = _NONE) -> Any:
+        """Takes a key out; returns its value. Raises KeyError for one that is not there, without a ``default``."""
         answer = self._of(s.POP, key)
         return default if answer.said == s.EMPTY and default is not _NONE else self._value(answer, key)
 
@@ -87,10 +90,12 @@ class SharedDict(Handle, MutableMapping[Any, Any]):
         return decode_plain(answer.keys[0], []), self._value(answer, None)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Returns a key's value, which is set to ``default`` where there is none."""
         answer = self._of(s.SET_DEFAULT, key, pack(default, self._refers))
         return default if answer.item is None else self._value(answer, key)
 
     def clear(self) -> None:
+        """Takes all keys out."""
         self._of(s.CLEAR)
 
     def modify(self, key: Any, function: Callable[[Any], Any], default: Any = _NONE) -> Any:

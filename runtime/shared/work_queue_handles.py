@@ -8,10 +8,9 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, ClassVar
 
-import cloudpickle
-
 from ..node import holders
 from ..node.holders import Holder
+from ..node.user_functions import function_of
 from ..protocol import shared_objects as s
 from ..protocol.errors import CancelledError, DisttensorError
 from ..protocol.shared_objects import Answer
@@ -188,14 +187,14 @@ class WorkQueue(Handle):
     def _refers(self, value: Any) -> list[Any] | None:
         """Returns what stands for a function of the script's, and for what it holds for all."""
         if self._holder is not None and isinstance(value, _FUNCTIONS):
-            return [cloudpickle.dumps(value)]
+            return [self._holder.pickled(value, f"a function in an item of {self!r}")]
         return super()._refers(value)
 
     def _found(self, trusted: bool, told: list[Any]) -> Any:
         if len(told) == 1:
             if not trusted or not isinstance(told[0], bytes):  # nothing that a node sends is unpickled
                 raise ValueError("a function that the script has not put in")
-            return cloudpickle.loads(told[0])
+            return function_of(told[0])
         return self._referred(told)
 
     def _ended(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:

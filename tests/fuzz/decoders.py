@@ -395,6 +395,26 @@ _ITEMS = packed(
 )
 
 
+#: Requests of several fields, which hardly any message of chance gets right.
+_REQUESTS: dict[Any, list[Any]] = {
+    shared_objects.Put: [shared_objects.Put(1, (0,), shared_values.pack(1))],
+    shared_objects.Lease: [shared_objects.Lease(1, (0,), 2, "f()")],
+    shared_objects.Done: [shared_objects.Done(1, (0,), 2, shared_values.pack("x"))],
+    shared_objects.Return: [shared_objects.Return(1, (0,), 2, 3, True, "raised ValueError")],
+    shared_objects.Entry: [shared_objects.Entry(1, (0,), do, b"k", b"k") for do in range(9)],
+    shared_objects.Page: [shared_objects.Page(1, (0,), 2, True)],
+}
+
+#: What makes a value of an item that was decoded as part of an answer.
+_UNPACKS = (
+    "runtime/shared/channel_handles.py:select",
+    "runtime/shared/handles.py:checked",
+    "runtime/shared/table_handles.py:SharedDict._pages",
+    "runtime/shared/table_handles.py:SharedDict._value",
+    "runtime/shared/work_queue_handles.py:WorkQueue.get",
+)
+
+
 def _item(data: bytes) -> None:
     try:
         found = msgspec.msgpack.decode(data, type=shared_objects.Item)
@@ -619,7 +639,7 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder(
         "request of what is shared",
-        st.one_of(packed(kind) for kind in get_args(shared_objects.Request)),
+        st.one_of(packed(kind, *_REQUESTS.get(kind, ())) for kind in get_args(shared_objects.Request)),
         shared_objects.decode_request,
         (ProtocolError,),
         covers=(
@@ -640,7 +660,7 @@ DECODERS: tuple[Decoder, ...] = (
         lambda data: Joining().add(data),
         (ProtocolError,),
     ),
-    Decoder("item", _ITEMS, _item, (ProtocolError,), covers=("runtime/shared/channel_handles.py:select",)),
+    Decoder("item", _ITEMS, _item, (ProtocolError,), covers=_UNPACKS),
     Decoder("report", packed(c.Report, *_REPORTS), _report, (ProtocolError,), examples=150),
     Decoder(
         "value",

@@ -105,6 +105,12 @@ def test_functions_of_the_script_s(pool: ThreadPoolExecutor) -> None:
     if dt.nodes()[1]["pid"] != dt.nodes()[0]["pid"]:  # where nodes are threads, they are the script
         assert "builtins.function" in dt.run(puts, refused, node=0)
         assert refused.qsize() == 0
+    on_a_node = torch.ones(1, device="node:0")
+    for bad in (lambda: on_a_node, functools.partial(print, threading.Lock())):
+        with pytest.raises(
+            TypeError, match=r"a function in an item of <WorkQueue \d+> can't be sent to whichever node"
+        ):
+            q.put(bad)
     q.close()
     assert worker.result() == 3
 
