@@ -101,6 +101,8 @@ class Held:
         """Ends all waits, and the connections."""
         self.objects.end("the session has ended")
         handles.here.pop(self._session.job, None)
+        if self._session.shares_process:
+            handles.forget_names()
         if self._service is not None:
             self._service.close()
 

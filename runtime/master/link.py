@@ -99,7 +99,6 @@ class Link:
         self.patient = True  #: whether a full window blocks; False at the end of a script
         self.closing = False  #: whether nodes have been told to end, so that their end is no loss
         self.closed = False
-        self._said_deaf = False
         self.is_forked = False  #: whether this is a forked child's copy, which nothing answers
         self._on_lost = on_lost
         self._lock = threading.RLock()
@@ -630,8 +629,8 @@ class Link:
             if self.closed or self.is_forked or not self._under_way(node, request):
                 return False
             if self.side.hub is None:
-                if not self._said_deaf:
-                    self._said_deaf = True
+                if not self.side.said_deaf:
+                    self.side.said_deaf = True
                     _log.warning(
                         "a function on node %d was cancelled, and goes on: functions can't be interrupted on %s",
                         rank,

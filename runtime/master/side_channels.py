@@ -18,6 +18,7 @@ class SideChannels:
 
     def __init__(self) -> None:
         self.hub: Hub | None = None  #: None where there are none: nodes that are threads
+        self.said_deaf = False  #: whether it was said that functions can't be interrupted without them
         self.cancelled: dict[int, Cancelled] = {}  #: functions that are to end and have not, by request
         self.keys: dict[int, str] = {}  #: by rank: the public key of a node's connections beside the first one
         self._losses: list[bytes] = []

@@ -34,6 +34,9 @@ def back(asked: s.Asking, taken: Answer, call: int) -> s.Asking | None:
             return s.Abort(call, asked.of, asked.who, "was interrupted", acting=asked.call)
         case s.Lease() if taken.said == s.OK:
             return s.Return(call, asked.of, asked.holder, lease=taken.count)
+        case s.Entry(do=s.POP | s.POP_LAST) if taken.said == s.OK and len(taken.keys) == 2:
+            shown, key = taken.keys  # where nobody has set it meanwhile
+            return s.Entry(call, asked.of, s.SET_DEFAULT, key, shown, taken.item)
     return None
 
 

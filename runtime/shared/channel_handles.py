@@ -47,6 +47,7 @@ class Channel(Handle):
             raise TypeError(f"Channel(maxsize={maxsize!r:.60}) takes a number of items")
         super().__init__(partial(channels.Channel, maxsize=maxsize), name)
         self.maxsize = maxsize
+        self._be_found()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}{f' maxsize={self.maxsize}' if self.maxsize > 0 else ''}>"

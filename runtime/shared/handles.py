@@ -111,8 +111,11 @@ class Handle:
         self._caller: Caller | None = holder.caller
         self._number = holder.caller.objects.make(kind)
         self._where: Where | None = None
-        if name is not None:
-            holder.note(self, name)
+
+    def _be_found(self) -> None:
+        """Has it be found by its name; called when it is whole."""
+        if self.name is not None and self._holder is not None:
+            self._holder.note(self, self.name)
 
     @classmethod
     def _made_by(cls) -> Holder:
@@ -210,6 +213,11 @@ class Handle:
 def learn(handles: list[Handle]) -> None:
     """Has functions on this node find handles by their names. The script runs it."""
     _told.update({(type(handle).__name__, handle.name): handle for handle in handles if handle.name is not None})
+
+
+def forget_names() -> None:
+    """Forgets what ``learn`` has told: the session has ended whose nodes are threads of this process."""
+    _told.clear()
 
 
 def checked(answer: Answer, what: str, referred: Callable[[list[Any]], Any] | None = None) -> Answer:

@@ -45,6 +45,7 @@ class Lock(Handle):
         """``name``: for ``repr`` and ``Lock.named``. Raises DisttensorError without a session, and in a function on a
         node."""
         super().__init__(locks.Lock, name)
+        self._be_found()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquires the lock; waits for it, ``timeout`` seconds at most, or without an end (-1). Returns whether it has
@@ -138,6 +139,7 @@ class Barrier(Handle):
         check_timeout(timeout)
         super().__init__(partial(locks.Barrier, parties=parties, acts=action is not None), name)
         self.parties, self._action, self._timeout = parties, action, timeout
+        self._be_found()
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)

@@ -47,6 +47,7 @@ class SharedDict(Handle, MutableMapping[Any, Any]):
         no key or value."""
         super().__init__(tables.Table, name)
         self.update(items)
+        self._be_found()
 
     def __getitem__(self, key: Any) -> Any:
         return self._value(self._of(s.GET, key), key)

@@ -68,11 +68,10 @@ class Table(Object):
                     self._tell(wait, entry, s.FULL)
             case s.HAS:
                 wait.answer(Answer(call, s.OK if entry is not None else s.EMPTY))
+            case s.POP if entry is not None:
+                self._pop(wait, request.key)
             case s.POP_LAST if self._entries:
-                key = next(reversed(self._entries))
-                entry = self._entries[key]
-                wait.answer(Answer(call, s.OK, self.number, entry.item, keys=(entry.shown,)))
-                self._drop(key)
+                self._pop(wait, next(reversed(self._entries)))
             case s.CLEAR:
                 wait.answer(Answer(call, s.OK))
                 for key in list(self._entries):
@@ -80,10 +79,8 @@ class Table(Object):
             case s.WAIT if entry is None:
                 if not self.all.tell(wait, [self]) and self.all.hold(wait):
                     self._waiting.append(wait)
-            case _:  # to read it, or to take it out
+            case _:  # to read it, or there is none
                 self._tell(wait, entry, s.OK if entry is not None else s.EMPTY)
-                if request.do == s.POP and entry is not None:
-                    self._drop(request.key)
 
     def _tell(self, wait: Wait, entry: _Entry | None, said: int) -> None:
         item, version = (entry.item, entry.version) if entry is not None else (None, 0)
@@ -112,6 +109,12 @@ class Table(Object):
             self.all.finish(other, Answer(other.request.call, s.OK, self.number, item, entry.version))
         if before[1]:
             self.all.let_go(*before, self)
+
+    def _pop(self, wait: Wait, key: bytes) -> None:
+        entry = self._entries[key]
+        keys = entry.shown, key  # with which who is interrupted puts it back
+        wait.answer(Answer(wait.request.call, s.OK, self.number, entry.item, entry.version, keys=keys))
+        self._drop(key)
 
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)

@@ -54,7 +54,7 @@ class WorkQueue(Handle):
     """
 
     _object = work_queues.WorkQueue
-    _crosses: ClassVar = {"maxsize": int, "tries": int, "_answers": int}
+    _crosses: ClassVar = {"maxsize": int, "tries": int}
 
     def __init__(self, maxsize: int = 0, name: str | None = None, tries: int = 3) -> None:
         """Raises DisttensorError without a session, and in a function on a node."""
@@ -65,12 +65,14 @@ class WorkQueue(Handle):
             raise ValueError(f"WorkQueue(tries={tries}): an item is tried once at least")
         answers = self._made_by().caller.objects.make(work_queues.Answers)
         super().__init__(partial(work_queues.WorkQueue, maxsize=maxsize, tries=tries, answers=answers), name)
-        self.maxsize, self.tries, self._answers = maxsize, tries, answers
+        self.maxsize, self.tries = maxsize, tries
+        self._be_found()
 
     @property
     def answers(self) -> Channel:
         """The channel of the results."""
-        return self._beside(Channel, self._answers, f"answers of {self.name or self._number}", {"maxsize": 0})
+        number = self._state().of  # which the script says: a handle may have come from a node
+        return self._beside(Channel, number, f"answers of {self.name or self._number}", {"maxsize": 0})
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the queue is

@@ -76,7 +76,8 @@ class WorkQueue(Channel):
         call, party = wait.request.call, wait.party
         match wait.request:
             case s.Ask():
-                wait.answer(Answer(call, s.OK, count=len(self._tasks), closed=self.closed, left=self._unfinished))
+                count, left, of = len(self._tasks), self._unfinished, self.answers.number
+                wait.answer(Answer(call, s.OK, of, count=count, closed=self.closed, left=left))
             case s.Close() as request:
                 self.closed = True
                 if request.immediate:

@@ -221,3 +221,17 @@ def test_ctrl_c_ends_a_wait_and_nothing_is_taken(session: None) -> None:
     q.close(immediate=True)
     with pytest.raises(ShutDown):
         q.get()
+
+
+def find(name: str) -> int:
+    return WorkQueue.named(name).qsize()
+
+
+def test_names_end_with_their_session() -> None:
+    """Also where nodes are threads of a process that goes on."""
+    with dt.init_master_worker(nodes=1, threads=1, launcher="inproc"):
+        WorkQueue(name="x").put(1)
+        assert dt.run(find, "x", node=0) == 1
+    none = pytest.raises(LookupError, match="no WorkQueue has the name 'x'; the script makes it, with that name")
+    with dt.init_master_worker(nodes=1, threads=1, launcher="inproc"), none:
+        dt.run(find, "x", node=0)

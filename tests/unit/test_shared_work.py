@@ -13,6 +13,7 @@ from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.protocol import values
 from disttensor.runtime.protocol.errors import ProtocolError
 from disttensor.runtime.shared import objects as held
+from disttensor.runtime.shared.callers import back
 from disttensor.runtime.shared.objects import SCRIPT, Objects
 from disttensor.runtime.shared.tables import Table
 from disttensor.runtime.shared.values import pack, unpack
@@ -108,6 +109,29 @@ def test_a_function_that_a_node_has_put_in_is_not_unpickled() -> None:
         else:
             with pytest.raises(ProtocolError, match="a function that the script has not put in"):
                 unpack(answer.item, lambda told: handle._found(False, told))
+
+
+def test_what_nobody_is_there_to_have_is_put_back() -> None:
+    """An item that was leased, and a key that was taken out, where nobody has set it meanwhile."""
+    a = Asking()
+    a.one(SCRIPT, s.Put, item=ITEM)
+    undo = back(s.Lease(1, (a.queue,), 1, "f()", True), lease(a, 1)[0], 99)
+    assert isinstance(undo, s.Return)
+    a.objects.ask(1, undo, lambda _: None)
+    assert a.one(SCRIPT, s.Ask).count == 1
+    more = {"key": b"k", "shown": b"K"}
+    for do in (s.POP, s.POP_LAST):
+        a.one(1, s.Entry, of=a.table, do=s.SET, item=ITEM, **more)
+        asked = {"do": do, **more} if do == s.POP else {"do": do}
+        taken = a.one(1, s.Entry, of=a.table, **asked)
+        undo = back(s.Entry(1, (a.table,), **asked), taken, 100 + do)  # type: ignore[arg-type]
+        assert undo is not None
+        assert a.one(1, s.Entry, of=a.table, do=s.GET, **more).said == s.EMPTY
+        a.objects.ask(1, undo, lambda _: None)
+        found = a.one(1, s.Entry, of=a.table, do=s.GET, **more)
+        assert (found.said, found.item) == (s.OK, ITEM)
+    assert a.one(SCRIPT, s.Page, of=a.table).keys == (b"K",)
+    assert back(s.Entry(1, (a.table,), s.GET, b"k"), s.Answer(1, s.OK, item=ITEM), 2) is None
 
 
 #: What parties do; each with a party, a holder and a number.
