@@ -242,6 +242,7 @@ def test_nothing_is_left_when_dtrun_is_killed(runs: Runs) -> None:
         runs.settle(10)
 
 
+@pytest.mark.cold  # it finds processes by their command lines
 def test_strangers_at_every_port(tmp_path: Path) -> None:
     """Those of the session are ours; Ray's library listens in the driver. (A cluster of its own: Ray keeps spare
     processes for jobs that last.)"""
