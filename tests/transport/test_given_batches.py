@@ -18,6 +18,18 @@ def given() -> tuple[list[str], list[torch.Tensor]]:
     return ["told"], [torch.ones(2)]
 
 
+def heard() -> bool:
+    """Waits on a node until it has heard of a cancel, which comes by another connection than commands."""
+    import gc
+    import time
+
+    from disttensor.runtime.node.interruption import Interruption
+
+    while not any(x._ahead for x in gc.get_objects() if type(x) is Interruption):
+        time.sleep(0.001)
+    return True
+
+
 def test_a_batch_that_the_script_has_is_not_cancelled_with_its_loop() -> None:
     """It was, where a node had not begun to give it. What only tells of batches is cancelled."""
     with dt.init_master_worker(nodes=1, threads=1):
@@ -28,6 +40,7 @@ def test_a_batch_that_the_script_has_is_not_cancelled_with_its_loop() -> None:
         gives, tells = (Issued(session, Targets(session, [0]), given, (), [outs], None) for outs in ((new_ref(),), ()))
         tells.cancel()
         gives.cancel()
+        assert run_on(beside, heard)
         assert run_on(beside, release, "giving")
         holder.join()
         assert gives.results()[0][0] == ["told"]
