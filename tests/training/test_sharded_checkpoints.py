@@ -403,7 +403,7 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 import warnings
 import torch, torch.distributed as dist
-from test_checkpoints import job
+from test_sharded_checkpoints import job
 dist.init_process_group("gloo")
 found = job(sys.argv[3], int(sys.argv[4]), sys.argv[5] == "loads")
 if not dist.get_rank():
