@@ -67,7 +67,7 @@ class Held:
 
     def pickled(self, function: Any, what: str) -> bytes:
         """Pickles a function that is in an item. Raises TypeError."""
-        return pickled_alone(function, what)
+        return pickled_alone(function, self._session, what)
 
     def note(self, handle: handles.Handle, name: str) -> None:
         """Has a handle be found by its name."""

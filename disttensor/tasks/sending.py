@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from types import FunctionType, ModuleType
 from typing import Any
@@ -122,12 +123,10 @@ def pickled(value: Any, place: Place, keep: Keep, what: str) -> bytes:
     Raises TypeError that names the part that can't be pickled, ValueError for a pickle above MAX_PICKLE bytes.
     """
     buffer, modules = io.BytesIO(), _modules(session_of(place))
-    pickler = _Pickler(buffer, place, keep, modules)
     try:
-        with _by_value(stale) if (stale := modules.stale()) else contextlib.nullcontext():
-            pickler.dump(value)
+        _dump(_Pickler(buffer, place, keep, modules), value, modules)
     except (TypeError, cloudpickle.pickle.PicklingError) as e:
-        if (found := culprit(value, what, _fails)) is not None:
+        if (found := culprit(value, what, partial(_fails, _Dry))) is not None:
             e.args = (f"{what} can't be sent to node {place.node}: {found} ({e}); {REMEDY}",)
         raise
     data = buffer.getvalue()
@@ -136,6 +135,26 @@ def pickled(value: Any, place: Place, keep: Keep, what: str) -> bytes:
             f"arguments of {len(data)} bytes exceed {MAX_PICKLE >> 20} MiB when pickled; pass them as tensors"
         )
     return data
+
+
+def pickled_alone(value: Any, session: Session, what: str) -> bytes:
+    """Pickles a value for whichever node of a session, with its tensors, which are local.
+
+    Raises TypeError that names the part that can't be pickled, one with a tensor on a node among them.
+    """
+    buffer, modules = io.BytesIO(), _modules(session)
+    try:
+        _dump(_Alone(buffer, modules), value, modules)
+    except (TypeError, cloudpickle.pickle.PicklingError) as e:
+        found = culprit(value, what, partial(_fails, partial(_Alone, modules=modules)))
+        why = f"{found} ({e})" if found is not None else str(e)
+        raise TypeError(f"{what} can't be sent to whichever node takes it: {why}") from None
+    return buffer.getvalue()
+
+
+def _dump(pickler: _Noting, value: Any, modules: Modules) -> None:
+    with _by_value(stale) if (stale := modules.stale()) else contextlib.nullcontext():
+        pickler.dump(value)
 
 
 def _modules(session: Session) -> Modules:
@@ -167,10 +186,10 @@ def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def _fails(value: Any) -> bool:
+def _fails(pickler: Callable[[io.BytesIO], Any], value: Any) -> bool:
     """Returns whether a value can't be pickled."""
     try:
-        _Dry(io.BytesIO()).dump(value)
+        pickler(io.BytesIO()).dump(value)
     except Exception:
         return True
     return False
@@ -183,29 +202,20 @@ class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
         return 0 if isinstance(value, torch.Tensor) else None
 
 
-def pickled_alone(value: Any, what: str) -> bytes:
-    """Pickles a value for whichever node, with its tensors, which are local.
+class _Noting(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that notes of which of the user's modules nodes have something."""
 
-    Raises TypeError that names the part that can't be pickled, one with a tensor on a node among them.
-    """
-    buffer = io.BytesIO()
-    try:
-        _Alone(buffer).dump(value)
-    except (TypeError, cloudpickle.pickle.PicklingError) as e:
-        found = culprit(value, what, _fails_alone)
-        raise TypeError(f"{what} can't be sent to whichever node takes it: {found or e} ({e})") from None
-    return buffer.getvalue()
+    def __init__(self, file: io.BytesIO, modules: Modules) -> None:
+        super().__init__(file)
+        self._modules = modules
 
-
-def _fails_alone(value: Any) -> bool:
-    try:
-        _Alone(io.BytesIO()).dump(value)
-    except Exception:
-        return True
-    return False
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type, ModuleType)):
+            self._modules.note(value)
+        return super().reducer_override(value)
 
 
-class _Alone(cloudpickle.Pickler):  # type: ignore[misc]
+class _Alone(_Noting):
     """A pickler of what goes to no node in particular."""
 
     def persistent_id(self, value: Any) -> None:
@@ -213,16 +223,13 @@ class _Alone(cloudpickle.Pickler):  # type: ignore[misc]
             raise TypeError(f"a {type(value).__name__} is on a node; give it to the workers as an argument")
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(_Noting):
     def __init__(self, file: io.BytesIO, place: Place, keep: Keep, modules: Modules) -> None:
-        super().__init__(file)
+        super().__init__(file, modules)
         self._place = place
         self._keep = keep
-        self._modules = modules
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (FunctionType, type, ModuleType)):
-            self._modules.note(value)
         kind = value if isinstance(value, type) else type(value)
         if is_announcable(kind):
             self._keep.classes.add(kind)

@@ -92,7 +92,24 @@ def test_libraries_are_not_looked_at() -> None:
     assert not modules._seen
 
 
-@pytest.mark.usefixtures("processes")
+def on_node(fn: Callable[[], Any]) -> Any:
+    return dt.run(fn, node=1)
+
+
+def by_a_queue(fn: Callable[[], Any]) -> Any:
+    """Has a node take a function out of a queue of work, and call it."""
+    queue = dt.tasks.WorkQueue()
+    queue.put(fn)
+    return dt.run(lambda queue: queue.get()(), queue, node=1)
+
+
+@pytest.fixture(scope="module")
+def reached(processes: None) -> None:
+    """The node has its connection to what is shared before the tests look for leaks."""
+    assert dt.run(dt.tasks.WorkQueue.qsize, dt.tasks.WorkQueue(), node=1) == 0
+
+
+@pytest.mark.usefixtures("reached")
 class TestOnNodes:
     @pytest.fixture(autouse=True)
     def path(self, tmp_path: Path) -> None:
@@ -103,7 +120,8 @@ class TestOnNodes:
 
         dt.run(insert, str(tmp_path), node=range(2))
 
-    def test_function_class_and_module(self, write: Write) -> None:
+    @pytest.mark.parametrize("run", [on_node, by_a_queue])
+    def test_function_class_and_module(self, write: Write, run: Callable[..., Any]) -> None:
         text = "def f(): return {0}\nclass A:\n    def g(self): return {0} * 10\n"
         module = write("edited_on_nodes", text.format(1))
         user = write("edited_user_on_nodes", "import edited_on_nodes as m\ndef h(): return m.f() + 100")
@@ -112,7 +130,7 @@ class TestOnNodes:
             return int(module.f())
 
         def all_of_it() -> list[Any]:
-            return [dt.run(fn, node=1) for fn in (module.f, module.A().g, user.h, through_module)]
+            return [run(fn) for fn in (module.f, module.A().g, user.h, through_module)]
 
         assert all_of_it() == [1, 10, 101, 1]
         module = write("edited_on_nodes", text.format(2))
