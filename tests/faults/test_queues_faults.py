@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from everywhere import await_waits
 
 import disttensor as dt
 from disttensor.tasks import Channel, ShutDown
@@ -32,12 +32,6 @@ def tell_and_wait(c: Channel, begun: Channel) -> object:
     return c.get()
 
 
-def await_waiting(c: Channel) -> None:
-    """Waits until somebody waits at a channel, which nobody is told."""
-    while not c._holder.caller.objects._waits:  # type: ignore[union-attr]
-        time.sleep(0.001)
-
-
 def test_a_node_is_killed_while_others_wait(session: None, pool: ThreadPoolExecutor) -> None:
     """Who waits is told, in the script and on another node; the channel goes on; what the node has put is there."""
     c, begun = Channel(), Channel()
@@ -54,7 +48,7 @@ def test_a_node_is_killed_while_others_wait(session: None, pool: ThreadPoolExecu
 
     other = pool.submit(dt.run, caught, left, begun, node=0)
     assert begun.get() == 0
-    await_waiting(left)
+    await_waits(left)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(dt.NodeLost, match="node 1"):
         begun.get()
@@ -107,7 +101,7 @@ def test_ctrl_c_ends_a_wait_of_the_script(session: None) -> None:
     main = threading.get_ident()
 
     def strike() -> None:
-        await_waiting(c)
+        await_waits(c)
         signal.pthread_kill(main, signal.SIGINT)
 
     striking = threading.Thread(target=strike)
@@ -123,7 +117,7 @@ def test_the_end_of_the_session_ends_waits(pool: ThreadPoolExecutor) -> None:
     with dt.init_master_worker(nodes=1, threads=1):
         c = Channel()
         waiting = pool.submit(c.get)
-        await_waiting(c)
+        await_waits(c)
     with pytest.raises(dt.DisttensorError, match="the session has ended"):
         waiting.result()
     with pytest.raises(dt.DisttensorError, match="the session has ended"):

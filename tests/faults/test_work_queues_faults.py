@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from everywhere import await_waits
 
 import disttensor as dt
 from disttensor.tasks import Channel, Dropped, Lock, SharedDict, ShutDown, WorkQueue
@@ -67,8 +68,7 @@ def test_what_a_killed_node_had_is_done_by_another(session: None, pool: ThreadPo
     worker = dt.submit(square_after, q, told, go, node=2)
     assert told.get() == 0
     done = [pool.submit(lambda: sorted(q.answers)), pool.submit(q.join), pool.submit(dt.run, WorkQueue.join, q, node=0)]
-    while len(q._holder.caller.objects._waits) < 4:  # type: ignore[union-attr]  # and go's
-        pass
+    await_waits(q, 4)
     assert killed_with_an_item(q, Channel(), 1) == 1
     q.close()
     go.release()
@@ -96,8 +96,7 @@ def test_who_waits_when_the_last_worker_is_lost_is_told(session: None, pool: Thr
     q, told = WorkQueue(), Channel()
     q.put(1)
     waiting = [pool.submit(q.join), pool.submit(q.answers.get)]
-    while len(q._holder.caller.objects._waits) < 2:  # type: ignore[union-attr]
-        pass
+    await_waits(q, 2)
     assert killed_with_an_item(q, told, 1) == 1
     for work in waiting:
         with pytest.raises(dt.NodeLost, match="node 1"):
@@ -125,8 +124,7 @@ def test_a_function_that_is_interrupted_gives_back_what_it_has(
         assert q.qsize() == 1
     assert q.get() == "x"
     work = dt.submit(has_one, q, told, node=1, beside=beside)
-    while len(q._holder.caller.objects._waits) < 1:  # type: ignore[union-attr]
-        pass
+    await_waits(q, 1)
     work.cancel()
     with pytest.raises(dt.errors.CancelledError):
         work.result()
@@ -170,8 +168,7 @@ def test_a_node_is_killed_while_others_wait_for_a_key(session: None, pool: Threa
     work, other = dt.submit(sets, t, node=1), dt.submit(waits, t, node=2)
     waiting = pool.submit(t.wait, "never")
     pid = t.wait("pid")
-    while len(t._holder.caller.objects._waits) < 2:  # type: ignore[union-attr]
-        pass
+    await_waits(t, 2)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(dt.NodeLost):
         waiting.result()
@@ -186,8 +183,7 @@ def test_the_end_of_the_session_ends_waits(pool: ThreadPoolExecutor) -> None:
         q, t = WorkQueue(), SharedDict({"k": 1})
         q.put(1)
         waiting = [pool.submit(q.join), pool.submit(q.answers.get), pool.submit(t.wait, "x")]
-        while len(q._holder.caller.objects._waits) < 3:  # type: ignore[union-attr]
-            pass
+        await_waits(q, 3)
     for work in waiting:
         with pytest.raises(dt.DisttensorError, match="the session has ended"):
             work.result()
@@ -200,8 +196,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_is_taken(session: None) -> None:
     q, t = WorkQueue(), SharedDict()
 
     def press() -> None:
-        while not q._holder.caller.objects._waits:  # type: ignore[union-attr]
-            pass
+        await_waits(q)
         os.kill(os.getpid(), signal.SIGINT)
 
     for wait in (q.get, lambda: t.wait("x")):

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from everywhere import FROM
 
 import disttensor as dt
 from disttensor.tasks import Barrier, Channel, Lock
@@ -32,17 +33,6 @@ def reached(either: None) -> None:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as made:
         yield made
-
-
-def here(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-def on_node(fn: Callable[..., Any], *args: Any) -> Any:
-    return dt.run(fn, *args, node=1)
-
-
-FROM = pytest.mark.parametrize("at", [here, on_node])
 
 
 def holds(lock: Lock, told: Channel, go: Channel) -> None:

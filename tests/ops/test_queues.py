@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from everywhere import here, on_node
 
 import disttensor as dt
 from disttensor.tasks import Channel, ShutDown, select
@@ -27,14 +28,6 @@ def reached(either: None) -> None:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(6) as made:
         yield made
-
-
-def here(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-def on_node(fn: Callable[..., Any], *args: Any) -> Any:
-    return dt.run(fn, *args, node=1)
 
 
 def on_lane(fn: Callable[..., Any], *args: Any) -> Any:

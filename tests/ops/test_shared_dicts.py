@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from everywhere import FROM, here, on_node
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import disttensor as dt
@@ -33,17 +34,6 @@ def reached(either: None) -> None:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(6) as made:
         yield made
-
-
-def here(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-def on_node(fn: Callable[..., Any], *args: Any) -> Any:
-    return dt.run(fn, *args, node=1)
-
-
-FROM = pytest.mark.parametrize("at", [here, on_node])
 
 
 def everything(t: Any) -> list[Any]:
@@ -258,6 +248,9 @@ KEYS = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2).map(tuple)
 
 
 @settings(max_examples=60, deadline=None)
+@example([(1, 0), (1.0, 1), (True, 2), ("1", 3)])
+@example([(-0.0, 0), (False, 1), (0, 2), (None, 3), (2.0**70, 4), (2**70, 5), (float("inf"), 6)])
+@example([((1, ("a", 2.0)), 0), ((True, ("a", 2)), 1), ((1, "a", 2), 2)])
 @given(st.lists(st.tuples(KEYS, st.integers(0, 9)), max_size=8))
 def test_keys_are_equal_as_python_s_are(pairs: list[tuple[Any, int]]) -> None:
     t, own = SharedDict(), dict[Any, int]()

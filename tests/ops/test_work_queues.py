@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from everywhere import FROM, here, on_node
 
 import disttensor as dt
 from disttensor.tasks import Barrier, Channel, Dropped, ShutDown, WorkQueue
@@ -49,16 +50,6 @@ def echo(q: WorkQueue) -> int:
         count += 1
     return count
 
-
-def here(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-def on_node(fn: Callable[..., Any], *args: Any) -> Any:
-    return dt.run(fn, *args, node=1)
-
-
-FROM = pytest.mark.parametrize("at", [here, on_node])
 
 TABLE = {"k0": True, "k1": 23.45, "k2": "hey", "k3": [1, 2, "yo"], "k4": {"a": 1}, "k5": {"a": {"b": 2}}}
 #: [testBooleans, testNumbers, testStrings, testArrays, testTables]

@@ -58,8 +58,6 @@ TORCHS = {"_base", "_grad", "_indices", "_is_view", "_nnz", "_values", "_version
 #: more has to leave it.
 INTERNAL: dict[str, str] = {
     "faults/test_cancelled.py": "the moment at which a function has been sent behind another one",
-    "faults/test_work_queues_faults.py": "that somebody waits at a queue of work, or for a key",
-    "faults/test_queues_faults.py": "that somebody waits at a channel, in the script or on a node",
     "ops/test_beside.py": "what stands between torch and its own functions: which backwards it takes for ours",
     "ops/test_edited.py": "Modules: which modules have changed since nodes imported them",
     "ops/test_metadata.py": "meta kernels that are wrong: what the script infers is replaced",
