@@ -1,11 +1,11 @@
-"""Handles of channels: what a program and its functions on nodes use, and the wait for the first of several."""
+"""Handles of queues: what they have in common, channels, and the wait for the first of several."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
@@ -15,7 +15,79 @@ from .values import pack, unpack
 from .waiting import check_timeout
 
 
-class Channel(Handle):
+class Queue(Handle):
+    """A queue into which all put items: a Channel, or a WorkQueue."""
+
+    maxsize: int
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}{f' maxsize={self.maxsize}' if self.maxsize > 0 else ''}>"
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the queue is
+        closed, TypeError and ValueError for what is no item, NodeLost."""
+        check_timeout(timeout)
+        packed = pack(item, self._refers)
+        block = block and timeout != 0
+        ask = self._asking()
+        self._said(ask.ask(s.Put(ask.number(), (self._number,), packed, block), timeout if block else None))
+
+    def put_nowait(self, item: Any) -> None:
+        """Puts an item in if there is room. Raises as ``put``."""
+        self.put(item, block=False)
+
+    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
+        """Puts items in, one after the other; ``timeout`` is each one's. Raises as ``put``: those before are in."""
+        for item in items:
+            self.put(item, timeout=timeout)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        raise NotImplementedError
+
+    def get_nowait(self) -> Any:
+        """Takes the next item out if there is one. Raises as ``get``."""
+        return self.get(block=False)
+
+    def qsize(self) -> int:
+        """Returns the number of items that are in now, and that nobody has."""
+        return self._state().count
+
+    def empty(self) -> bool:
+        """Returns whether there is no item now."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """Returns whether there is no room now."""
+        return 0 < self.maxsize <= self.qsize()
+
+    def close(self, immediate: bool = False) -> None:
+        """Lets nothing more in. What is in comes out first, unless ``immediate`` drops it; then readers are told by
+        ShutDown. Wakes all who wait in vain. Closing twice is fine."""
+        ask = self._asking()
+        self._said(ask.ask(s.Close(ask.number(), (self._number,), immediate)))
+
+    @property
+    def closed(self) -> bool:
+        """True once it was closed."""
+        return self._state().closed
+
+    def __iter__(self) -> Iterator[Any]:
+        """Takes items out, until it is closed and there will be none any more."""
+        while True:
+            try:
+                item = self.get()
+            except ShutDown:
+                return
+            yield item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Channel(Queue):
     """A queue that the script and functions on all nodes use: first in, first out, whoever puts and gets.
 
         >>> squares = dt.tasks.Channel()
@@ -49,79 +121,16 @@ class Channel(Handle):
         self.maxsize = maxsize
         self._be_found()
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}{f' maxsize={self.maxsize}' if self.maxsize > 0 else ''}>"
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the channel is
-        closed, TypeError and ValueError for what is no item, NodeLost."""
-        check_timeout(timeout)
-        packed = pack(item, self._refers)
-        block = block and timeout != 0
-        ask = self._asking()
-        self._said(ask.ask(s.Put(ask.number(), (self._number,), packed, block), timeout if block else None))
-
-    def put_nowait(self, item: Any) -> None:
-        """Puts an item in if there is room. Raises as ``put``."""
-        self.put(item, block=False)
-
-    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
-        """Puts items in, one after the other; ``timeout`` is each one's. Raises as ``put``: those before are in."""
-        for item in items:
-            self.put(item, timeout=timeout)
-
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Takes the next item out; waits for one, ``timeout`` seconds at most. Raises queue.Empty, ShutDown once the
         channel is closed and empty, NodeLost."""
         return select(self, timeout=timeout if block else 0)[1]
-
-    def get_nowait(self) -> Any:
-        """Takes the next item out if there is one. Raises as ``get``."""
-        return self.get(block=False)
-
-    def qsize(self) -> int:
-        """Returns the number of items that are in now."""
-        return self._state().count
-
-    def empty(self) -> bool:
-        """Returns whether there is no item now."""
-        return self.qsize() == 0
-
-    def full(self) -> bool:
-        """Returns whether there is no room now."""
-        return 0 < self.maxsize <= self.qsize()
-
-    def close(self, immediate: bool = False) -> None:
-        """Lets nothing more in. What is in comes out first, unless ``immediate`` drops it; then readers are told by
-        ShutDown. Wakes all who wait in vain. Closing twice is fine."""
-        ask = self._asking()
-        self._said(ask.ask(s.Close(ask.number(), (self._number,), immediate)))
-
-    @property
-    def closed(self) -> bool:
-        """True once the channel was closed."""
-        return self._state().closed
 
     @property
     def drained(self) -> bool:
         """True once the channel is closed, and nothing is left in it."""
         state = self._state()
         return state.closed and state.count == 0
-
-    def __iter__(self) -> Iterator[Any]:
-        """Takes items out until the channel is closed and empty."""
-        while True:
-            try:
-                item = self.get()
-            except ShutDown:
-                return
-            yield item
-
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Answer, Item
@@ -20,7 +20,7 @@ class Channel(Object):
     def __init__(self, all: Objects, number: int, maxsize: int = 0) -> None:
         super().__init__(all, number)
         self.maxsize, self.closed = maxsize, False
-        self.items: deque[tuple[Item, int, int]] = deque()  #: with who has put it, and its size
+        self.items: deque[Any] = deque()  #: what is in: an item, who has put it, and its size
         self.putting: deque[Wait] = deque()
         self.taking: deque[Wait] = deque()
 
@@ -32,7 +32,7 @@ class Channel(Object):
         call = wait.request.call
         match wait.request:
             case s.Ask():
-                wait.answer(Answer(call, s.OK, count=len(self.items), closed=self.closed))
+                wait.answer(self._state(call))
             case s.Close():
                 self.closed = True
                 if wait.request.immediate:
@@ -73,7 +73,7 @@ class Channel(Object):
         first = random.randrange(len(found)) if len(found) > 1 else 0  # select is fair
         for channel in (*found[first:], *found[:first]):
             if channel.items:
-                wait.answer(Answer(request.call, s.OK, channel.number, channel._pop()))
+                channel._give(wait)
                 channel.settle()
                 return
         for channel in found:
@@ -119,12 +119,19 @@ class Channel(Object):
             while self.taking and self.items:
                 wait = self.taking[0]
                 self.all.finish(wait, None)  # before the item is out: that may settle another channel where it waits
-                wait.answer(Answer(wait.request.call, s.OK, self.number, self._pop()))
+                self._give(wait)
                 moved = True
+        self._settle_ends()
+
+    def _settle_ends(self) -> None:
+        """Tells those who wait that there will be nothing any more, if it is so."""
         if self.closed and not self.items:
             for wait in list(self.taking):
                 if not wait.over and all(other.closed for other in self.all.of_kind(Channel, wait.request.of)):
                     self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+
+    def _state(self, call: int) -> Answer:
+        return Answer(call, s.OK, count=len(self.items), closed=self.closed)
 
     def _room(self, wait: Wait) -> bool:
         return not 0 < self.maxsize <= len(self.items) and self.all.room(wait.party, wait.size)
@@ -134,7 +141,12 @@ class Channel(Object):
         (self.items.appendleft if first else self.items.append)(entry)
         self.all.keep(wait.party, wait.size)
 
+    def _give(self, wait: Wait) -> None:
+        """Gives the next item to who takes it."""
+        wait.answer(Answer(wait.request.call, s.OK, self.number, self._pop()))
+
     def _pop(self) -> Item:
-        item, party, size = self.items.popleft()
+        entry: tuple[Item, int, int] = self.items.popleft()
+        item, party, size = entry
         self.all.let_go(party, size, self)
         return item

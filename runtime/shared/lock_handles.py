@@ -9,17 +9,14 @@ from functools import partial
 from types import NoneType
 from typing import Any, ClassVar
 
-from ..node import holders, where
+from ..node import holders
 from ..node.holders import Holder
-from ..process import role
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
 from . import locks
+from .ends import WORDS, tell_end, who
 from .handles import Handle
 from .waiting import Caller, check_timeout
-
-#: The most characters of a holder's name that the script is told.
-WORDS = 200
 
 
 class Lock(Handle):
@@ -91,11 +88,7 @@ class Lock(Handle):
 
     def _ended(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:
         request = s.Release(ask.number(), (self._number,), holder.number, ended=True)
-        with suppress(DisttensorError):  # the session has ended
-            if holder.is_function:  # when the script gets its result, the lock is free
-                ask.ask(request)
-            else:  # a thread that is about to be gone, where nothing may wait
-                ask.tell(request)
+        tell_end(ask, holder, request)
 
 
 class Barrier(Handle):
@@ -201,10 +194,3 @@ class Barrier(Handle):
             with suppress(DisttensorError):  # the session has ended
                 ask, why = self._asking(), f"has raised {type(error).__name__}"[:WORDS]
                 ask.ask(s.Abort(ask.number(), (self._number,), who(holder), why))
-
-
-def who(holder: Holder) -> str:
-    """Returns a holder in words; the script adds the number of a node's process."""
-    found = where.found()
-    place = f" on node {found.node}" if found is not None and not role.is_node() else ""
-    return holder.what[:WORDS] + place

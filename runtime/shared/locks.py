@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,20 +26,12 @@ class Lock(Object):
         self.holder: tuple[int, int] | None = None  #: a party, and the number of a function or a thread there
         self.who = ""
         self.abandoned = ""  #: who has ended with it, until somebody releases it
-        self._waiting: deque[Wait] = deque()
-
-    def waiting(self) -> Iterable[Wait]:
-        return self._waiting
-
-    def forget(self, wait: Wait) -> None:
-        if wait in self._waiting:
-            self._waiting.remove(wait)
 
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         call, party = wait.request.call, wait.party
         match wait.request:
             case s.Ask():
-                wait.answer(Answer(call, s.OK, count=len(self._waiting), closed=self.holder is not None))
+                wait.answer(Answer(call, s.OK, count=len(self.waits), closed=self.holder is not None))
             case s.Acquire(holder=holder) as request:
                 if self.holder is None:
                     self._give(wait)
@@ -49,7 +40,7 @@ class Lock(Object):
                 elif request.forever and self.holder == (party, holder):
                     wait.answer(Answer(call, s.REFUSED, why=f"{self.who} has it already, and would wait for itself"))
                 elif self.all.hold(wait):
-                    self._waiting.append(wait)
+                    self.waits.append(wait)
             case s.Release(holder=holder) as request:
                 if self.holder == (party, holder):
                     if request.ended:
@@ -79,8 +70,8 @@ class Lock(Object):
 
     def _free(self) -> None:
         self.holder, self.who = None, ""
-        if self._waiting:
-            wait = self._waiting[0]
+        if self.waits:
+            wait = self.waits[0]
             self.all.finish(wait, None)
             self._give(wait)
 

@@ -50,6 +50,7 @@ class Object:
     def __init__(self, all: Objects, number: int) -> None:
         self.all, self.number = all, number
         self.shared = False  #: whether functions on nodes may have it
+        self.waits: deque[Wait] = deque()  #: who waits here, in order, for a kind at which all wait for the same
         self.told: deque[tuple[int, str]] = deque()  #: losses of nodes that the script has to be told before it waits
 
     def share(self) -> None:
@@ -62,10 +63,12 @@ class Object:
 
     def waiting(self) -> Iterable[Wait]:
         """Returns who waits here, in order."""
-        return ()
+        return self.waits
 
     def forget(self, wait: Wait) -> None:
         """Takes out who does not wait any more."""
+        if wait in self.waits:
+            self.waits.remove(wait)
 
     def in_vain(self, wait: Wait) -> int:
         """Returns what a wait is told that its own party ends."""

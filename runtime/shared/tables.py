@@ -6,7 +6,7 @@ one replaces that one only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -36,14 +36,6 @@ class Table(Object):
         self._entries: dict[bytes, _Entry] = {}
         self._numbers = count(1)  #: of places and of versions
         self._nbytes = 0
-        self._waiting: list[Wait] = []  #: for keys
-
-    def waiting(self) -> Iterable[Wait]:
-        return self._waiting
-
-    def forget(self, wait: Wait) -> None:
-        if wait in self._waiting:
-            self._waiting.remove(wait)
 
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         match wait.request:
@@ -78,7 +70,7 @@ class Table(Object):
                     self._drop(key)
             case s.WAIT if entry is None:
                 if not self.all.tell(wait, [self]) and self.all.hold(wait):
-                    self._waiting.append(wait)
+                    self.waits.append(wait)
             case _:  # to read it, or there is none
                 self._tell(wait, entry, s.OK if entry is not None else s.EMPTY)
 
@@ -105,7 +97,7 @@ class Table(Object):
         self._nbytes += size - before[1]
         self.all.keep(party, size)
         wait.answer(Answer(call, s.OK, count=entry.version))
-        for other in [each for each in self._waiting if each.request.key == request.key]:
+        for other in [each for each in self.waits if each.request.key == request.key]:
             self.all.finish(other, Answer(other.request.call, s.OK, self.number, item, entry.version))
         if before[1]:
             self.all.let_go(*before, self)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, ClassVar
@@ -15,9 +13,9 @@ from ..protocol import shared_objects as s
 from ..protocol.errors import CancelledError, DisttensorError
 from ..protocol.shared_objects import Answer
 from . import work_queues
-from .channel_handles import Channel
-from .handles import Handle, ShutDown, checked
-from .lock_handles import WORDS, who
+from .channel_handles import Channel, Queue
+from .ends import WORDS, tell_end, who
+from .handles import checked
 from .values import pack, unpack
 from .waiting import Caller, check_timeout
 
@@ -25,7 +23,7 @@ _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
 _NONE: Any = object()
 
 
-class WorkQueue(Handle):
+class WorkQueue(Queue):
     """A queue of work for functions on all nodes: each item is done once, and another's if who has it ends.
 
         >>> files = dt.tasks.WorkQueue()
@@ -74,24 +72,6 @@ class WorkQueue(Handle):
         number = self._state().of  # which the script says: a handle may have come from a node
         return self._beside(Channel, number, f"answers of {self.name or self._number}", {"maxsize": 0})
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Puts an item in; waits for room, ``timeout`` seconds at most. Raises queue.Full, ShutDown once the queue is
-        closed, TypeError and ValueError for what is no item, NodeLost."""
-        check_timeout(timeout)
-        packed = pack(item, self._refers)
-        block = block and timeout != 0
-        ask = self._asking()
-        self._said(ask.ask(s.Put(ask.number(), (self._number,), packed, block), timeout if block else None))
-
-    def put_nowait(self, item: Any) -> None:
-        """Puts an item in if there is room. Raises as ``put``."""
-        self.put(item, block=False)
-
-    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
-        """Puts items in, one after the other; ``timeout`` is each one's. Raises as ``put``: those before are in."""
-        for item in items:
-            self.put(item, timeout=timeout)
-
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Leases the next item; waits for one, ``timeout`` seconds at most. Raises queue.Empty, ShutDown once the queue
         is closed and all is done or leased no more, NodeLost."""
@@ -112,10 +92,6 @@ class WorkQueue(Handle):
         if answer.item is None:
             raise DisttensorError("an item came without a value")
         return unpack(answer.item, partial(self._found, answer.trusted))
-
-    def get_nowait(self) -> Any:
-        """Leases the next item if there is one. Raises as ``get``."""
-        return self.get(block=False)
 
     def task_done(self, result: Any = _NONE) -> None:
         """Ends the lease of the item that the caller got first of those that it has, and puts ``result``, if there is
@@ -140,48 +116,10 @@ class WorkQueue(Handle):
             raise TimeoutError(f"{self!r}: not all was done within {timeout} s")
         self._said(answer)
 
-    def qsize(self) -> int:
-        """Returns the number of items that are in now, and that nobody has."""
-        return self._state().count
-
-    def empty(self) -> bool:
-        """Returns whether there is no item now."""
-        return self.qsize() == 0
-
-    def full(self) -> bool:
-        """Returns whether there is no room now."""
-        return 0 < self.maxsize <= self.qsize()
-
     @property
     def unfinished_tasks(self) -> int:
         """The number of items that are not done: those that are in, and those that are leased."""
         return self._state().left
-
-    def close(self, immediate: bool = False) -> None:
-        """Lets nothing more in. What is in is done first, unless ``immediate`` drops it; then workers are told by
-        ShutDown, and ``answers`` is closed. Closing twice is fine."""
-        ask = self._asking()
-        self._said(ask.ask(s.Close(ask.number(), (self._number,), immediate)))
-
-    @property
-    def closed(self) -> bool:
-        """True once the queue was closed."""
-        return self._state().closed
-
-    def __iter__(self) -> Iterator[Any]:
-        """Leases items until the queue is closed and empty; each needs its ``task_done``."""
-        while True:
-            try:
-                item = self.get()
-            except ShutDown:
-                return
-            yield item
-
-    def __enter__(self) -> WorkQueue:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _said(self, answer: Answer) -> Answer:
         return checked(answer, repr(self), partial(self._found, answer.trusted))
@@ -203,8 +141,4 @@ class WorkQueue(Handle):
         counted = error is None or (isinstance(error, Exception) and not isinstance(error, CancelledError))
         why = f"raised {type(error).__name__}" if error is not None else "ended without task_done()"
         request = s.Return(ask.number(), (self._number,), holder.number, counted=counted, why=why[:WORDS])
-        with suppress(DisttensorError):  # the session has ended
-            if holder.is_function:  # when the script gets its result, the item is there for others
-                ask.ask(request)
-            else:  # a thread that is about to be gone, where nothing may wait
-                ask.tell(request)
+        tell_end(ask, holder, request)

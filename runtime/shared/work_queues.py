@@ -57,7 +57,7 @@ class WorkQueue(Channel):
         self.tries = tries
         (self.answers,) = all.of_kind(Answers, [answers])
         self.answers.work = self
-        self._tasks: deque[Task] = deque()  #: those that nobody has
+        self.items: deque[Task]  #: those that nobody has
         self._numbers = count()
         #: by party and number of a holder there: who it is, and what it has, the oldest first
         self._leases: dict[tuple[int, int], tuple[str, deque[Task]]] = {}
@@ -75,20 +75,8 @@ class WorkQueue(Channel):
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         call, party = wait.request.call, wait.party
         match wait.request:
-            case s.Ask():
-                count, left, of = len(self._tasks), self._unfinished, self.answers.number
-                wait.answer(Answer(call, s.OK, of, count=count, closed=self.closed, left=left))
-            case s.Close() as request:
-                self.closed = True
-                if request.immediate:
-                    while self._tasks:
-                        self._finished(self._tasks.popleft())
-                wait.answer(Answer(call, s.OK))
-                self.settle()
-            case s.Put(back=False):
-                super().ask(wait, found)
             case s.Lease() as request:
-                if self._tasks:
+                if self.items:
                     self._give(wait)
                     self.settle()
                 elif self._over:
@@ -101,7 +89,9 @@ class WorkQueue(Channel):
                 wait.size = request.item.nbytes + OVERHEAD if request.item is not None else 0
                 if wait.size > s.MAX_ITEM + OVERHEAD:
                     wait.answer(Answer(call, s.REFUSED, why=f"a result has {wait.size} bytes"))
-                elif not self._finish(wait) and self.all.hold(wait):
+                elif self._finish(wait):
+                    self.settle()  # what was done takes no room any more
+                elif self.all.hold(wait):
                     self._finishing.append(wait)
             case s.Return(holder=holder) as request:
                 if (party, holder) in self._leases:
@@ -114,8 +104,10 @@ class WorkQueue(Channel):
                         self._joining.append(wait)
                 else:
                     wait.answer(self.dropped(call) or Answer(call, s.OK))
-            case _:
+            case s.Put(back=True):
                 wait.answer(Answer(call, s.REFUSED, why="what is put back into it was leased"))
+            case _:
+                super().ask(wait, found)
 
     # ---- who waits ---------------------------------------------------------------------------------------------------
 
@@ -164,19 +156,20 @@ class WorkQueue(Channel):
     @property
     def _over(self) -> bool:
         """True when there will be no item any more: what is leased may come back."""
-        return self.closed and not self._tasks and not self._leases
+        return self.closed and not self.items and not self._leases
 
-    def _room(self, wait: Wait) -> bool:
-        return not 0 < self.maxsize <= len(self._tasks) and self.all.room(wait.party, wait.size)
+    def _state(self, call: int) -> Answer:
+        count, left = len(self.items), self._unfinished
+        return Answer(call, s.OK, self.answers.number, count=count, closed=self.closed, left=left)
 
     def _push(self, wait: Wait, first: bool = False) -> None:
-        self._tasks.append(Task(next(self._numbers), wait.request.item, wait.party, wait.size))
+        self.items.append(Task(next(self._numbers), wait.request.item, wait.party, wait.size))
         self._unfinished += 1
         self._makers.add(wait.party)
         self.all.keep(wait.party, wait.size)
 
     def _give(self, wait: Wait) -> None:
-        task, request = self._tasks.popleft(), wait.request
+        task, request = self.items.popleft(), wait.request
         self._workers.add(wait.party)
         for x in (self, self.answers):  # a loss of one that only worked: another does it now
             if x.told:
@@ -184,6 +177,11 @@ class WorkQueue(Channel):
         self._leases.setdefault((wait.party, request.holder), (printable(request.who), deque()))[1].append(task)
         trusted = task.party == SCRIPT
         wait.answer(Answer(request.call, s.OK, self.number, task.item, task.number, trusted=trusted))
+
+    def _pop(self) -> Item:
+        task = self.items.popleft()
+        self._finished(task)
+        return task.item
 
     def _finish(self, wait: Wait) -> bool:
         """Ends the oldest lease of a holder, if there is room for what has come out. Returns False where there is
@@ -226,33 +224,16 @@ class WorkQueue(Channel):
                 task.rank = rank
                 task.ends.append(f"{who}{f' on node {party}' if party != SCRIPT else ''} {printable(why)}")
             if len(task.ends) < self.tries:
-                self._tasks.appendleft(task)
+                self.items.appendleft(task)
             else:
                 self._given_up.append(task)
                 self._finished(task)
 
     def settle(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for wait in list(self.putting):
-                if wait.over:
-                    continue
-                if self.closed:
-                    self.all.finish(wait, Answer(wait.request.call, s.SHUT))
-                elif self._room(wait):
-                    self._push(wait)
-                    self.all.finish(wait, Answer(wait.request.call, s.OK))
-                    moved = True
-            while self.taking and self._tasks:
-                wait = self.taking[0]
-                self.all.finish(wait, None)
-                self._give(wait)
-                moved = True
-            for wait in list(self._finishing):
-                if not wait.over:
-                    moved = self._finish(wait) or moved
-        self._settle_ends()
+        ended = True
+        while ended:  # what ends a result's wait may make room here
+            super().settle()
+            ended = any([self._finish(wait) for wait in list(self._finishing) if not wait.over])
 
     def _settle_ends(self) -> None:
         """Tells what was given up, and that all is done, to those who wait for it."""

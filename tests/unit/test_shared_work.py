@@ -93,6 +93,18 @@ def test_a_result_waits_for_room_among_the_answers(monkeypatch: pytest.MonkeyPat
     assert big.said == s.REFUSED
 
 
+def test_a_put_that_waits_for_its_node_s_share_goes_on_when_something_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing else happens at the queue: all that was in is leased, and whoever works waits for more."""
+    monkeypatch.setattr(held, "MAX_HELD", 2 * SIZE)
+    a = Asking()
+    puts = [a.ask(1, s.Put, item=ITEM) for _ in range(3)]
+    assert [lease(a, 2)[0].said, lease(a, 2)[0].said] == [s.OK, s.OK]
+    waiting = lease(a, 2, wait=True)
+    assert ([len(x) for x in puts], waiting) == ([1, 1, 0], [])
+    a.one(2, s.Done, holder=1)
+    assert [x.said for x in (*puts[2], *waiting)] == [s.OK, s.OK]
+
+
 def test_a_function_that_a_node_has_put_in_is_not_unpickled() -> None:
     ran: list[int] = []
     told = [cloudpickle.dumps(ran.append)]
@@ -134,20 +146,39 @@ def test_what_nobody_is_there_to_have_is_put_back() -> None:
     assert back(s.Entry(1, (a.table,), s.GET, b"k"), s.Answer(1, s.OK, item=ITEM), 2) is None
 
 
-#: What parties do; each with a party, a holder and a number.
-ACTS = st.sampled_from(["put", "lease", "wait", "done", "result", "return", "try", "gone", "take", "join", "withdraw"])
-STEPS = st.lists(st.tuples(ACTS, st.sampled_from([SCRIPT, 1, 2]), st.integers(1, 2)), max_size=30)
+#: What parties do, the usual more often; each with a party, and a holder there.
+ACTS = st.sampled_from(
+    ["put"] * 4 + ["lease"] * 3 + ["done"] * 2 + ["wait", "result", "return", "try", "gone", "take", "join", "withdraw"]
+)
+STEPS = st.lists(st.tuples(ACTS, st.sampled_from([1, SCRIPT, 2]), st.integers(1, 2)), min_size=20, max_size=40)
 
 
 @settings(max_examples=150, deadline=None)
-@given(STEPS, st.integers(1, 3), st.integers(0, 2), st.booleans())
+@given(STEPS, st.integers(1, 3), st.sampled_from([0, 0, 2]), st.booleans(), st.sampled_from([2, 1000]))
 def test_each_item_is_done_or_given_up_once(
-    steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: bool
+    steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: bool, share: int
 ) -> None:
-    """Whatever they do, in whichever order: at the end each item was done or given up, and nothing is kept."""
+    """Whatever they do, in whichever order: nobody waits for what is there, and at the end each item was done or given
+    up, and nothing is kept. ``share``: how many items a node may have in."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(held, "MAX_HELD", share * SIZE)
+        walk(steps, tries, maxsize, early)
+
+
+def nobody_waits_in_vain(queue: WorkQueue) -> None:
+    assert not any(queue._room(wait) for wait in queue.putting)
+    assert not (queue.taking and (queue.items or queue._over))
+    assert not any(queue.all.room(wait.party, wait.size) for wait in queue._finishing)
+    assert not (queue._joining and not queue._unfinished)
+
+
+def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: bool) -> None:
     a = Asking(maxsize, tries)
+    queue = a.objects._objects[a.queue]
+    assert isinstance(queue, WorkQueue)
     put, done, given_up, results = list[list[s.Answer]](), 0, 0, 0
     for act, party, holder in steps:
+        nobody_waits_in_vain(queue)
         match act:
             case "put":
                 put.append(a.ask(party, s.Put, item=ITEM))
@@ -168,8 +199,6 @@ def test_each_item_is_done_or_given_up_once(
             case "withdraw":
                 for key in [key for key in a.said if key[0] == party and not a.said[key]]:
                     a.objects.withdraw(*key)
-    queue = a.objects._objects[a.queue]
-    assert isinstance(queue, WorkQueue)
     if early:
         a.one(SCRIPT, s.Close)
     for party in (1, 2):
