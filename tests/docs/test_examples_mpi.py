@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mpi_kit import KINDS, Mpi
+from printed import as_shown
 from test_patterns import told
 from test_readme import ROOT
 from variants import variants
@@ -35,4 +36,4 @@ def test_patterns(mpi: Mpi, name: str, n: int) -> None:
     path = ROOT / "examples" / "patterns" / f"{name}.py"
     done = mpi.run(path.read_text(), "--backend", "mpi", n=n)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == told(path)
+    assert as_shown(done.stdout, told(path)) == told(path)

@@ -7,30 +7,35 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from printed import as_shown
 from test_patterns import told
 from test_readme import python
 
 IPC = ROOT / "examples" / "ipc"
 
 
+def prints_what_it_says(path: Path, folder: Path) -> None:
+    assert as_shown(python(str(path), cwd=folder), told(path)) == told(path)
+
+
 @pytest.mark.row("I34")
 def test_map(tmp_path: Path) -> None:
-    assert python(str(IPC / "map.py"), cwd=tmp_path) == told(IPC / "map.py")
+    prints_what_it_says(IPC / "map.py", tmp_path)
 
 
 @pytest.mark.row("I33")
 def test_client_server(tmp_path: Path) -> None:
-    assert python(str(IPC / "client_server.py"), cwd=tmp_path) == told(IPC / "client_server.py")
+    prints_what_it_says(IPC / "client_server.py", tmp_path)
 
 
 @pytest.mark.row("I36")
 def test_a_pipeline_of_layers(tmp_path: Path) -> None:
-    assert python(str(IPC / "pipeline.py"), cwd=tmp_path) == told(IPC / "pipeline.py")
+    prints_what_it_says(IPC / "pipeline.py", tmp_path)
 
 
 @pytest.mark.row("I21", "I35")
 def test_a_queue_of_work(tmp_path: Path) -> None:
-    assert python(str(IPC / "workqueue.py"), cwd=tmp_path) == told(IPC / "workqueue.py")
+    prints_what_it_says(IPC / "workqueue.py", tmp_path)
 
 
 @pytest.mark.row("I37")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from printed import as_shown
 from test_readme import SHOWN, python
 
 pytest.importorskip("joblib", reason="joblib is not installed here")
@@ -40,7 +41,8 @@ print(there == scores())
 
 def test_its_program(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    assert python("program.py", cwd=tmp_path) == textwrap.dedent(PRINTS)
+    shown = textwrap.dedent(PRINTS)
+    assert as_shown(python("program.py", cwd=tmp_path), shown) == shown
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkout import ROOT
 from limits import HANG
+from printed import as_shown
 from test_readme import SHOWN, python
 
 import disttensor as dt
@@ -40,8 +41,9 @@ def test_a_pair(ranks: str, theirs: str, ours: str, printed: str, tmp_path: Path
     done = subprocess.run(
         torchrun, cwd=tmp_path / "theirs", env=env, capture_output=True, text=True, timeout=HANG, check=False
     )  # gloo's threads may abort a rank that has ended: its exit code says nothing about what was computed
-    assert done.stdout == textwrap.dedent(printed), done.stderr
-    assert python("program.py", cwd=tmp_path / "ours") == textwrap.dedent(printed)
+    shown = textwrap.dedent(printed)
+    assert as_shown(done.stdout, shown) == shown, done.stderr
+    assert python("program.py", cwd=tmp_path / "ours") == done.stdout
     saved = [torch.load(tmp_path / name / "model.pt") for name in ("theirs", "ours") if "torch.save" in theirs]
     if saved:
         assert list(saved[0]) == list(saved[1])
@@ -51,7 +53,8 @@ def test_a_pair(ranks: str, theirs: str, ours: str, printed: str, tmp_path: Path
 @pytest.mark.parametrize(("program", "shown"), PROGRAMS, ids=["horovod", "torchmpi", "torch-ipc", "ray"])
 def test_a_program_of_ours(program: str, shown: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(program)
-    assert python("program.py", cwd=tmp_path) == textwrap.dedent(shown)
+    shown = textwrap.dedent(shown)
+    assert as_shown(python("program.py", cwd=tmp_path), shown) == shown
 
 
 def test_its_names_and_links_are_there() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from printed import as_shown
 from test_readme import SHOWN, python
 
 #: Pages on which each program prints something.
@@ -30,7 +31,8 @@ TEXTS = {page: (ROOT / "docs" / f"{page}.md").read_text() for page in (*WHOLE, *
 )
 def test_a_program(program: str, shown: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(program)
-    assert python("program.py", cwd=tmp_path) == textwrap.dedent(shown)
+    shown = textwrap.dedent(shown)
+    assert as_shown(python("program.py", cwd=tmp_path), shown) == shown
 
 
 @pytest.mark.parametrize("page", TEXTS)

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from printed import as_shown
 from test_readme import ROOT, python
 
 PATTERNS = sorted((ROOT / "examples" / "patterns").glob("*.py"))
@@ -23,14 +24,14 @@ def told(path: Path) -> str:
 @pytest.mark.row("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "I31")
 @pytest.mark.parametrize("path", PATTERNS, ids=lambda path: path.stem)
 def test_prints_what_it_says(path: Path, tmp_path: Path) -> None:
-    assert python(str(path), cwd=tmp_path) == told(path)
+    assert as_shown(python(str(path), cwd=tmp_path), told(path)) == told(path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize("path", PATTERNS, ids=lambda path: path.stem)
 def test_with_every_channel(path: Path, backend: str, tmp_path: Path) -> None:
-    assert python(str(path), "--backend", backend, cwd=tmp_path) == told(path)
+    assert as_shown(python(str(path), "--backend", backend, cwd=tmp_path), told(path)) == told(path)
 
 
 def test_there_is_one_for_each_pattern() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 from limits import HANG
+from printed import as_shown
 
 PAGE = (ROOT / "docs" / "PROCESS_GROUPS.md").read_text()
 *FUNCTIONS, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -38,12 +39,13 @@ def shown(number: int) -> str:
 @pytest.mark.parametrize(("program", "printed"), list(zip(FUNCTIONS, PRINTED, strict=True)), ids=["list", "mesh"])
 def test_a_function(script: Callable[..., subprocess.CompletedProcess[str]], program: str, printed: str) -> None:
     done = script(program)
-    assert done.stdout == re.sub("^    ", "", printed, flags=re.MULTILINE), done.stderr
+    printed = re.sub("^    ", "", printed, flags=re.MULTILINE)
+    assert as_shown(done.stdout, printed) == printed, done.stderr
 
 
 def test_a_script(tmp_path: Path) -> None:
     done = dtrun(COMMANDS[0][0], tmp_path)
-    assert (done.returncode, done.stdout) == (0, shown(0)), done.stderr
+    assert (done.returncode, as_shown(done.stdout, shown(0))) == (0, shown(0)), done.stderr
 
 
 def test_one_that_fails(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from checkout import ROOT
 from limits import HANG
 from output_kit import SHARING
+from printed import as_shown
 from variants import variants
 
 README = (ROOT / "README.md").read_text()
@@ -41,7 +42,8 @@ def test_the_first_program(flags: list[str], tmp_path: Path) -> None:
     """Pasted into a file of its own it prints what stands below it."""
     program, shown = SHOWN.search(README).groups()
     (tmp_path / "first.py").write_text(program)
-    assert python(*flags, "first.py", cwd=tmp_path) == textwrap.dedent(shown)
+    shown = textwrap.dedent(shown)
+    assert as_shown(python(*flags, "first.py", cwd=tmp_path), shown) == shown
 
 
 def test_the_memory_page(tmp_path: Path) -> None:
@@ -124,7 +126,8 @@ COLLECTIVES = re.split(r"^## ", (ROOT / "docs/COLLECTIVES.md").read_text(), flag
 def test_the_collectives_page(section: str, tmp_path: Path) -> None:
     program, shown = SHOWN.search(section).groups()
     (tmp_path / "program.py").write_text(program)
-    assert python("program.py", cwd=tmp_path) == textwrap.dedent(shown)
+    shown = textwrap.dedent(shown)
+    assert as_shown(python("program.py", cwd=tmp_path), shown) == shown
 
 
 def test_links_lead_somewhere() -> None:

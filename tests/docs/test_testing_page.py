@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkout import ROOT
+from printed import as_shown
 
 from disttensor import testing
 
@@ -19,7 +20,8 @@ SHOWN = re.compile(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n)+)", re.DO
 def test_the_program(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     program, shown = SHOWN.findall(PAGE)[0]
     done = script(program)
-    assert done.stdout == textwrap.dedent(shown), done.stderr
+    shown = textwrap.dedent(shown)
+    assert as_shown(done.stdout, shown) == shown, done.stderr
 
 
 def test_the_tests(tmp_path: Path, script: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from checkout import ROOT
 from mesh_kit import connected
+from printed import as_shown
 from torch.testing._internal.common_modules import module_db
 
 import disttensor as dt
@@ -210,7 +211,8 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "CHECKING.md").read_text()
     program, shown = re.search(r"```python\n(.*?)```\s*prints\n\n((?: {4}[^\n]*\n)+)", page, re.DOTALL).groups()  # type: ignore[union-attr]
     exec(program, {"__name__": "page"})
-    assert capsys.readouterr().out == textwrap.dedent(shown)
+    shown = textwrap.dedent(shown)
+    assert as_shown(capsys.readouterr().out, shown) == shown
 
 
 def test_mistakes_of_the_call_are_findings() -> None:

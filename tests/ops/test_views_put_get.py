@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkout import ROOT
 from mesh_kit import connected
+from printed import as_shown
 
 import disttensor as dt
 from disttensor import testing
@@ -147,7 +148,8 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     part = (ROOT / "docs" / "TRANSFERS.md").read_text().partition("## Into and from a part")[2]
     program, shown = re.search(r"```python\n(.*?)```\n\n((?: {4}[^\n]*\n)+)", part, re.DOTALL).groups()  # type: ignore[union-attr]
     exec(program, {"torch": torch, "dt": dt})
-    assert capsys.readouterr().out == textwrap.dedent(shown)
+    shown = textwrap.dedent(shown)
+    assert as_shown(capsys.readouterr().out, shown) == shown
 
 
 def test_gradients_are_left_alone() -> None:
