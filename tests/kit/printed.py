@@ -1,7 +1,7 @@
 """What a program prints against what a page shows: text as it stands, fractions by their values.
 
 Kernels of torch, MKL and oneDNN add in an order that depends on the CPU, so the last digit of a fraction does, too. All
-else is the same everywhere: words, whole numbers, how many numbers there are and with how many decimals.
+else is the same everywhere: words, whole numbers, how many numbers there are and to how many decimals they are rounded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ FRACTION = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]\d+)?(?!\.?\w)")
 
 #: From so many decimals on, the last one may be rounded otherwise; what has fewer is short because it is exact.
 ROUNDED = 3
+
+#: With so many decimals a number is as ``repr`` gives it, and has as many as its value needs.
+WHOLE = 7
 
 #: How much of a float32 the order of a sum changes at most, after the steps of training that pages have.
 RELATIVE = 1e-5
@@ -28,7 +31,8 @@ def as_shown(printed: str, shown: str) -> str:
 
 
 def _one(printed: str, shown: str) -> str:
-    return shown if _decimals(printed) == _decimals(shown) and _same(printed, shown) else printed
+    decimals = {min(_decimals(text), WHOLE) for text in (printed, shown)}
+    return shown if len(decimals) == 1 and _same(printed, shown) else printed
 
 
 def _same(printed: str, shown: str) -> bool:
