@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import Token
+from contextvars import Token, copy_context
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -53,6 +53,11 @@ def use(index: int) -> None:
 def current_node() -> int:
     """Returns the number of the node that factories use now: 0 unless inside of a ``node(k)`` block."""
     return _current.get()
+
+
+def chosen_node() -> int | None:
+    """Returns the number of the node that a ``node(k)`` block or ``set_device`` has made the current one, or None."""
+    return _current.get() if _current in copy_context() else None
 
 
 def _follow() -> None:

@@ -17,6 +17,7 @@ import msgspec
 from ..errors import argument_checks
 from ..runtime.channel.base import Protection
 from ..runtime.host import affinity
+from ..runtime.host.copies import copies
 from ..runtime.host.launch_spec import LaunchSpec
 from ..runtime.host.output_options import Output
 from ..runtime.host.precedence import setting
@@ -177,6 +178,12 @@ def _spec(
         spec = said
     else:
         if launcher == "auto":
+            if given["init_method"] is None and (found := copies(environment)) is not None:
+                raise ValueError(
+                    f"{found.by} has started {found.count} processes of this script, and each would start nodes of its "
+                    f'own; {found.instead}. Start the script once, by `python` or `dtrun`, or say init_method="local://" '
+                    "where each process is to have a session of its own"
+                )
             launcher = automatic if hosts is None else "ssh"
         most = nodes[1] if isinstance(nodes, tuple) else nodes or 0
         spec, said = LaunchSpec(launcher, most=most if launcher in ("ray", "slurm") else 0, folder=folder), None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,12 +27,13 @@ from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
-from ..session.node_context import current_node
+from ..session.node_context import chosen_node
 from ..session.places import MeshPlace, Place
 from ..session.session import Session
 from ..streams import Stream
 from .announcing import Announcing
 from .calls import Call
+from .functions import least_loaded
 from .submitted import Submitted
 
 
@@ -44,7 +46,7 @@ def actor(
     raises: Any = (),
     **kwargs: Any,
 ) -> Actor:
-    """Makes an object of a class on a node (the current one by default), and returns its handle at once.
+    """Makes an object of a class on a node, and returns its handle at once.
 
         >>> class Counter:
         ...     def __init__(self, n):
@@ -62,7 +64,8 @@ def actor(
     Args:
         kind: any class; it goes to the node as functions of ``run`` do.
         *args, **kwargs: those of its ``__init__``.
-        node: a number, a device or a text such as "node:1".
+        node: a number, a device or a text such as "node:1". Default: the node of the ``with dt.node(k)`` block that
+            this is in, else the one that has the fewest actors.
         returns, raises: as for ``run``, for all methods, and ``raises`` for ``__init__`` too. What the return
             annotation of a method names may come back from that method.
 
@@ -87,13 +90,23 @@ def actor(
         raise TypeError(
             f"actor(node=) takes one node, not {node!r:.80}: [dt.actor({kind.__name__}, node=n) for n in nodes]"
         )
-    place = session.places.at(current_node() if node is None else node)
+    place = session.places.at(_default(session) if node is None else node)
     if isinstance(place, MeshPlace):
         raise TypeError(f"actor(node={node!r}): that is {place}, and an actor lives on one node")
     for name in _names(kind).intersection(_OWN):
         raise TypeError(f"actor: {kind.__name__} has a {name!r}, and so has the handle of an actor; rename it")
     _fits(f"{kind.__name__}()", kind, args, kwargs)
     return Actor(session, place, kind, args, kwargs, here(), Announcing(None, returns, raises, "dt.actor"))
+
+
+def _default(session: Session) -> int:
+    """Returns the node of an actor that nobody gave a node."""
+    if (chosen := chosen_node()) is not None:
+        return chosen
+    there = Counter(actor.node for actor in session.part(Actors).living if actor._kept is not None)
+    nodes = [node.rank for node in session.nodes if node.lost is None]
+    fewest = min((there[node] for node in nodes), default=0)
+    return least_loaded(session, [node for node in nodes if there[node] == fewest] or None)
 
 
 class Actor:

@@ -22,6 +22,7 @@ from ..runtime.node.streams.lane import when_all
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import CancelledError, DisttensorError, NodeLost
 from ..session import current
+from ..session.node_context import chosen_node
 from ..session.places import Place
 from ..session.session import Session
 from ..streams.streams import Event, Owned, Stream, current_stream
@@ -55,7 +56,8 @@ def submit(
 
     Args:
         fn, *args, **kwargs, nodes: as for ``run``.
-        node: as for ``run``; or "any": the node for which the fewest functions wait.
+        node: as for ``run``; or "any": the node for which the fewest functions wait. Default: the node of the ``with
+            dt.node(k)`` block that this is in, else "any".
         beside: the function runs on a stream of its own, beside what its node does otherwise, when everything that was
             issued before for its arguments is done. Else it runs in its turn, and what is issued to its node later
             begins after it, on whatever stream.
@@ -69,6 +71,8 @@ def submit(
     site = here()
     check_call(fn, kwargs, "submit")
     waits("a function")
+    if node is None and nodes is None:
+        node = "any" if (chosen := chosen_node()) is None else chosen
     several, as_ranks, given = place_of_call("submit", session, node, nodes)
     places = given.places if isinstance(given, Targets) else [given]
     if isinstance(given, Targets):

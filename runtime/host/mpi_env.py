@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -113,10 +113,15 @@ class World:
 
 @cache
 def place() -> tuple[int, int] | None:
-    """Returns (rank, size) by the environment; None for a process that no mpiexec has started."""
+    """Returns (rank, size) of this process, by the environment; None if no mpiexec has started it."""
+    return place_of(os.environ)
+
+
+def place_of(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Returns (rank, size) of the process with this environment; None if no mpiexec has started it."""
     for rank, size in _RANK_AND_SIZE:
         with contextlib.suppress(KeyError, ValueError):
-            return int(os.environ[rank]), int(os.environ[size])
+            return int(environ[rank]), int(environ[size])
     return None
 
 

@@ -87,6 +87,15 @@ def test_a_worker_of_torchrun_finds_a_master_elsewhere(start: Start, tmp_path: P
     ended(nodes)
 
 
+def test_torchrun_with_a_plain_script(start: Start, tmp_path: Path) -> None:
+    """Two sessions, each with nodes of its own, would do everything twice."""
+    (tmp_path / "plain.py").write_text("import disttensor as dt\ndt.init_master_worker()\nprint('a session')\n")
+    torchrun = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "plain.py")
+    out, err = torchrun.communicate(timeout=HANG)
+    assert (torchrun.returncode, out) == (1, "")
+    assert "ValueError: torchrun has started 2 processes of this script, and each would start nodes of its own" in err
+
+
 @pytest.mark.row("M23", "G2")
 def test_a_node_that_does_not_come_is_named(start: Start) -> None:
     url = f"tcp://localhost:{free_port()}"

@@ -221,6 +221,17 @@ def test_strangers_at_every_port(mpi: Mpi) -> None:
         process.communicate(timeout=HANG)
 
 
+def test_a_plain_script(mpi: Mpi) -> None:
+    """Each process would start nodes of its own."""
+    (mpi.folder / "x.py").write_text("import disttensor as dt\ndt.init_master_worker(nodes=1)\n")
+    done = subprocess.run(
+        [*mpi.mpiexec, "-n", "2", mpi.bin / "python", "x.py"],
+        cwd=mpi.folder, env=mpi.environment, capture_output=True, text=True, timeout=HANG,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "ValueError: mpiexec has started 2 processes of this script" in done.stderr
+
+
 def test_without_mpiexec(mpi: Mpi) -> None:
     mpi.mpiexec, arguments = [], ["-m", "dtrun", "--launcher", "mpi", "x.py"]
     (mpi.folder / "x.py").write_text("")

@@ -204,6 +204,18 @@ def test_init_method(slurm: Slurm) -> None:
     assert done.stdout == "master of 3 3\n"
 
 
+def test_a_plain_script(slurm: Slurm) -> None:
+    """One for each task would start nodes of its own; a batch script of the same allocation is the only one."""
+    text = HEAD + "with dt.init_master_worker(nodes=1):\n    print('one session')\n"
+    done = slurm.run("srun", "-N2", "-n4", "--overcommit", "python", script(slurm, text), timeout=HANG)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ValueError: srun has started 4 processes of this script" in done.stderr
+    (slurm.folder / "plain.sbatch").write_text(f"#!/bin/sh\npython {script(slurm, text)}\n")
+    job, code = slurm.batch("-n4", "--overcommit", "--output=plain-%j.txt", "plain.sbatch")
+    said = (slurm.folder / f"plain-{job}.txt").read_text()
+    assert (code, said) == (0, "one session\n"), said
+
+
 PAGE = (ROOT / "docs" / "SLURM.md").read_text()
 
 

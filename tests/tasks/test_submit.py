@@ -46,6 +46,11 @@ def double(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     return t * 2, t.numel()
 
 
+def place(port: int) -> int | None:
+    until(port)
+    return dt.here().node
+
+
 def fail(text: str) -> None:
     raise ValueError(text)
 
@@ -80,6 +85,11 @@ def test_each_kind_of_place() -> None:
         door.open()
         assert first.result() == "!"
     assert dt.run(os.getpid, node=0) not in others
+    with Door() as door:  # without a node each goes to the one for which the fewest functions wait
+        works = [dt.submit(place, door.port) for _ in range(6)]
+        for _ in works:
+            door.open()
+        assert sorted(work.result() for work in works) == [0, 0, 1, 1, 2, 2]
     with dt.node(2):
         assert dt.submit(os.getpid).result() == dt.run(os.getpid, node=2)
 

@@ -158,3 +158,44 @@ def test_the_page_has_the_table() -> None:
         (r.argument, *(f"`{text}`" if text else "" for text in (r.variable, r.option, r.worker))) for r in SETTINGS
     ]
     assert rows == expected
+
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "none"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+TASK = BATCH | {
+    "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "error"),
+    [
+        (TORCHRUN, "torchrun has started 3 processes of this script.*init_method=.env://."),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "something that sets RANK and WORLD_SIZE has started 2 processes.*env://"),
+        (TASK, "srun has started 4 processes of this script.*`srun -n 4 dtrun script.py`.*slurm://"),
+        (TASK | {"PMI_RANK": "0", "PMI_SIZE": "4"}, "srun has started 4"),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "5"}, "mpiexec has started 5.*`mpiexec -n 5 dtrun"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec has started 2"),
+    ],
+)
+def test_one_of_several_copies_of_a_script(environment: dict[str, str], error: str) -> None:
+    """Each would start a session of its own."""
+    for given in ({}, {"hosts": "a:1"}):
+        with pytest.raises(ValueError, match=error):
+            of(environment, **given)
+    assert of(environment, init_method="local://").launcher == "local"
+    assert of(environment, launcher="inproc").launcher == "inproc"
+    assert of(environment, SAID).launcher == "ssh"  # dtrun is one of them, and has started the script once
+    where = Rendezvous("env", rank=0, size=2)
+    assert of(environment, init_method="env://", where=where).launcher == "join"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        BATCH, TASK | {"SLURM_STEP_NUM_TASKS": "1"}, TORCHRUN | {"WORLD_SIZE": "1"}, {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "many"},
+    ],
+)  # fmt: skip
+def test_the_only_copy_of_a_script(environment: dict[str, str]) -> None:
+    assert of(environment).launcher == "local"
