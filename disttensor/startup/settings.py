@@ -181,8 +181,8 @@ def _spec(
             if given["init_method"] is None and (found := copies(environment)) is not None:
                 raise ValueError(
                     f"{found.by} has started {found.count} processes of this script, and each would start nodes of its "
-                    f'own; {found.instead}. Start the script once, by `python` or `dtrun`, or say init_method="local://" '
-                    "where each process is to have a session of its own"
+                    f"own; {found.instead}. Start the script once, by `python` or `dtrun`, or say "
+                    'init_method="local://" where each process is to have a session of its own'
                 )
             launcher = automatic if hosts is None else "ssh"
         most = nodes[1] if isinstance(nodes, tuple) else nodes or 0

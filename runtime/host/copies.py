@@ -26,7 +26,7 @@ def copies(environ: Mapping[str, str]) -> Copies | None:
         by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "something that sets RANK and WORLD_SIZE"
         return Copies(by, int(size), 'init_method="env://" makes them one job, of which rank 0 is the script')
     if (task := slurm_env.one_of_several(environ)) is not None:
-        instead = f"`srun -n {task.size} dtrun script.py` makes them one job, and so does init_method=\"slurm://\""
+        instead = f'`srun -n {task.size} dtrun script.py` makes them one job, and so does init_method="slurm://"'
         return Copies("srun", task.size, instead)
     told = mpi_env.place_of(environ)
     if told is not None and told[1] > 1:

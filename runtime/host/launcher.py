@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..process.page import Beside
 from ..protocol.bundle import Bundle
 from ..protocol.errors import StartError
 from ..protocol.keys import curve_pair
@@ -45,6 +46,7 @@ class Exited:
     tail: tuple[str, ...]  #: its last output lines (20 at most), without the prefix
     host: str = ""  #: the host where it ran; empty: this one
     running: int = -1  #: the number of the command whose function it was running, where the launcher knows that
+    beside: tuple[int, ...] = ()  #: those of the functions that ran on its streams
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Sight:
     deaf: float  #: for how many seconds its own threads have not run
     rss: int  #: bytes of memory
     stack: str  #: the stacks of its threads; empty for a stopped process
+    beside: tuple[Beside, ...] = ()  #: the functions that run on its streams, oldest first
 
 
 class Launcher(ABC):

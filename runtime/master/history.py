@@ -6,7 +6,7 @@ asks. So a message more costs one append, however many commands are in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +23,8 @@ SHOWN = 10
 #: A message is kept as it is up to this many bytes, and this many for each of its commands; a longer one without data.
 BYTES = 512
 BYTES_PER_COMMAND = 128
+#: The most functions that are named as those that ran at a node's end.
+NAMED = 3
 #: The most characters that are kept of a text in a long message.
 TEXT = 100
 
@@ -134,15 +136,16 @@ def name_of(command: c.Command, defined: Mapping[int, c.Define]) -> str:
     return type(command).__name__
 
 
-def doing(sent: Sequence[Sent], running: int = -1) -> str:
+def doing(sent: Sequence[Sent], ran: Collection[int] = ()) -> str:
     """Returns what a node that is gone was doing, in words that follow the cause of its end; "" if that is nothing.
 
-    ``running``: the number of the command whose function it was running, where that is known. Of other commands only
+    ``ran``: the numbers of the commands whose functions it was running, where they are known. Of other commands only
     those are known that it had not reported as done, and a report may lag behind.
     """
-    for each in sent:
-        if each.number == running and each.runs and not each.done:
-            return f" while it ran {each.words}"
+    if functions := [each for each in sent if each.number in ran and each.runs and (each.beside or not each.done)]:
+        others = len(functions) - NAMED
+        more = f", and {others} other function{'s' if others > 1 else ''}" if others > 0 else ""
+        return f" while it ran {'; '.join(each.words for each in functions[:NAMED])}{more}"
     waiting = [each for each in sent if each.counts and not each.done]
     if not waiting:
         return ""

@@ -567,7 +567,7 @@ class Link:
             with self._lock:
                 for event in events:
                     if isinstance(event, Exited):
-                        self.lose(event.rank, event.cause, event.tail, event.host, event.running)
+                        self.lose(event.rank, event.cause, event.tail, event.host, event.running, event.beside)
                     elif isinstance(event, Sight):
                         self.nodes[event.rank].sight = event
                 if died:
@@ -580,11 +580,19 @@ class Link:
         self._give_up_late()
         return True
 
-    def lose(self, rank: int, cause: str, tail: tuple[str, ...] = (), host: str = "", running: int = -1) -> None:
+    def lose(
+        self,
+        rank: int,
+        cause: str,
+        tail: tuple[str, ...] = (),
+        host: str = "",
+        running: int = -1,
+        beside: Sequence[int] = (),
+    ) -> None:
         """Marks a node as lost; ends all waiting for it and tells the other nodes. A second call does nothing.
 
         ``host`` is the host where it was to run, for a node that has not said hello. ``running``: the number of the
-        command whose function it was running.
+        command whose function it was running; ``beside``: those of the functions on its streams.
         """
         with self._lock:
             node = self.nodes[rank]
@@ -593,7 +601,7 @@ class Link:
             hello = node.said_hello
             where = (hello.host, hello.pid) if hello else (host or "?", 0)
             self._unexplained.pop(rank, None)
-            doing, last = node.last_words(running)
+            doing, last = node.last_words(running, beside)
             lost = NodeLost(rank, *where, cause + doing, tail, last)
             for fan_out in self.fan_outs.values():
                 if rank in fan_out.ranks:

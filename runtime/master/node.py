@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 
 from ..host.launcher import Sight
@@ -106,22 +106,24 @@ class Node(Home):
                     found.update((ref, site) for ref in made_by(inner) if ref in refs and ref not in found)
         return found
 
-    def last_words(self, running: int = -1) -> tuple[str, tuple[str, ...]]:
+    def last_words(self, running: int = -1, beside: Sequence[int] = ()) -> tuple[str, tuple[str, ...]]:
         """Returns what it was doing, in words that follow the cause of its end, and its last commands.
 
-        ``running``: the number of the command whose function it was running, where that is known. Frees and the like,
-        which no line has issued, are left out.
+        ``running``: the number of the command whose function it was running, where that is known; ``beside``: those of
+        the functions on its streams. Frees and the like, which no line has issued, are left out.
         """
         self.outbox.withdraw_unsent()
-        running = running if running < self.outbox.sent else -1  # nodes tell it, and may tell anything
+        # nodes tell these, and may tell anything
+        running = running if running < self.outbox.sent else -1
+        ran = {number for number in (running, *beside) if 0 <= number < self.outbox.sent}
         done = max(self.outbox.done, running)  # what came before the function is done
         found, first = list[Sent](), done
         for sent in self._last(done):
             found[:0] = [each for each in sent if each.counts]
             first = sent[0].number
-            if first <= done and len(found) >= SHOWN:
+            if first <= min(ran, default=done) and first <= done and len(found) >= SHOWN:
                 break
-        return doing(found, running), tuple(map(str, found[-SHOWN:]))
+        return doing(found, ran), tuple(map(str, found[-SHOWN:]))
 
     def _last(self, done: int) -> Iterator[list[Sent]]:
         """Yields what was sent, a message at a time, the newest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ..host.launcher import Sight
 from ..process.own_time import Unheard
-from ..process.page import COMMANDS, IDLE, WORDS
+from ..process.page import COMMANDS, FUNCTION, IDLE, STREAMS, WORDS, Beside
 from .failures import line_of
-from .history import asks
+from .history import NAMED, asks
 
 if TYPE_CHECKING:
     from .node import Node
@@ -28,6 +29,12 @@ _SIGHT = 1.5
 _DEAF = 2.0
 #: Lines of a node's stack that are shown.
 _LINES = 12
+#: What the thread that takes commands is at when it does nothing itself.
+_WAITS = frozenset({IDLE, STREAMS})
+#: What it is at when it may be behind the command that is named.
+_SEVERAL = frozenset({COMMANDS, STREAMS})
+#: Of these, those at its outer end.
+_OUTER = 4
 
 _log = logging.getLogger("disttensor")
 
@@ -95,8 +102,9 @@ class Cancelled:
             f"{seconds:.0f} s ago and goes on; Python code can be interrupted, but no library's (nor what waits in the "
             f"kernel, on a node that has streams); disttensor.kill({node.rank}) ends the node"
         )
-        if sight is not None and (stack := _users_frames(sight.stack)):
-            text += "\n" + "\n".join(stack)
+        if sight is not None:
+            own = [each for each in sight.beside if sent is not None and sent.beside and each.number == sent.number]
+            text += "".join(f"\n{line}" for line in _users_frames(sight.stack, own[0] if own else None))
         _log.warning("%s", text)
         return True
 
@@ -113,8 +121,8 @@ def explained(node: Node, others: list[Node], seconds: float) -> str:
             f"; its commands have taken {_brief(node.pace)} each, those of the other nodes {_brief(usual)}: it is "
             f"{node.pace / usual:.1f} times as slow"
         )
-    if node.sight is not None and (stack := _users_frames(node.sight.stack)):
-        text += "\n" + "\n".join(stack)
+    if node.sight is not None:
+        text += "".join(f"\n{line}" for line in _frames(node.sight))
     return text
 
 
@@ -137,14 +145,12 @@ def _where(node: Node) -> str:
 def _doing(node: Node, sight: Sight | None) -> str:
     if sight is None:
         return f"it is at what was issued at {line_of(node.outbox.running())}, or behind that"
-    site = node.outbox.site(sight.seq) if sight.kind != IDLE else None
-    what = WORDS[sight.kind] if 0 <= sight.kind < len(WORDS) else "runs something"
-    text = f"it {what}"
-    if site is not None:
-        behind = " or behind that" if sight.kind == COMMANDS else ""
-        text += f" (command {sight.seq}), issued at {line_of(site)}{behind}"
-    if sight.kind != IDLE:
-        text += f", for {sight.seconds:.0f} s"
+    works = [_work(node, FUNCTION, each.number, each.seconds, " on a stream") for each in sight.beside[:NAMED]]
+    if sight.kind not in _WAITS or not works:
+        works.insert(0, _work(node, sight.kind, sight.seq, sight.seconds))
+    text = f"it {'; it '.join(works)}"
+    if (more := len(sight.beside) - NAMED) > 0:
+        text += f"; and {more} other functions"
     if sight.paused:
         text += "; its host hears nothing of this one, and has stopped it until it does"
     elif sight.state in ("T", "t"):
@@ -157,11 +163,47 @@ def _doing(node: Node, sight: Sight | None) -> str:
     return text
 
 
-def _users_frames(stack: str) -> list[str]:
-    """Returns the lines of the stack of the thread that runs commands, above the node's own frames."""
+def _work(node: Node, kind: int, number: int, seconds: float, where: str = "") -> str:
+    """Returns the words for what a thread of a node is at."""
+    what = WORDS[kind] if 0 <= kind < len(WORDS) else "runs something"
+    if kind == IDLE:
+        return what
+    site = node.outbox.site(number) or next((s.site for s in node.last_commands() if s.number == number), None)
+    issued = f" (command {number}){where}, issued at {line_of(site)}" if site is not None else where
+    return f"{what}{issued}{' or behind that' if site is not None and kind in _SEVERAL else ''}, for {seconds:.0f} s"
+
+
+def _frames(sight: Sight) -> list[str]:
+    """Returns the lines of the user's in what a node is at: of the thread that runs commands, and of its streams."""
+    threads: list[tuple[str, list[str]]] = []
+    if sight.kind not in _WAITS or not sight.beside:
+        threads.append((f"command {sight.seq}", _users_frames(sight.stack)))
+    threads += [(f"command {each.number}", _users_frames(sight.stack, each)) for each in sight.beside[:NAMED]]
+    threads = [(what, lines) for what, lines in threads if lines]
+    if len(threads) == 1:
+        return threads[0][1]
+    return [line for what, lines in threads for line in (f"  {what}:", *lines)]
+
+
+def _users_frames(stack: str, beside: Beside | None = None) -> list[str]:
+    """Returns the lines of the stack of a thread above the node's own frames: of the one that runs commands, or of the
+    one that runs a function beside it."""
     for thread in stack.split("\n\n"):
-        lines = thread.splitlines()
+        head, *lines = thread.splitlines() or [""]
         own = next((i for i, line in enumerate(lines) if "/runtime/node/" in line), None)
-        if own is not None and any(" in serve" in line for line in lines[own:]):
-            return [line for line in lines[1:own] if line.startswith("  ")][:_LINES]
+        if own is None:
+            continue
+        takes_commands = any(" in serve" in line for line in lines[own:])
+        if takes_commands if beside is None else f"0x{beside.thread:016x} " in head:
+            return _short([line for line in lines[:own] if line.startswith("  ")])
     return []
+
+
+def _short(lines: list[str]) -> list[str]:
+    """Returns the frames of a stack that are shown: the innermost, and the outermost, which is the user's function."""
+    found: list[str] = []
+    for line, same in itertools.groupby(lines):
+        found.append(line)
+        if (more := len(list(same)) - 1) > 0:
+            found.append(f"  [the same line {more} more time{'s' if more > 1 else ''}]")
+    return found if len(found) <= _LINES else [*found[: _LINES - _OUTER - 1], "  ...", *found[-_OUTER:]]

@@ -29,7 +29,7 @@ from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
 from ..process import page, role
-from ..process.page import COMMANDS
+from ..process.page import COMMANDS, STREAMS
 from ..process.torch_threads import compute_as_told
 from ..protocol import codec
 from ..protocol import commands as c
@@ -126,6 +126,8 @@ class Worker:
                 self.executor.apply(batch)
                 if self.executor.done == self.executor.seq:
                     mine.rest()  # before the report, which tells for how long it has worked
+                else:
+                    mine.begin(self.executor.done, STREAMS)
                 self._unacknowledged += size
                 if self._replies or self._due:
                     self._flush()

@@ -1,6 +1,7 @@
 """The page of memory that a node shares with the process above it: what the node is at, for when it says nothing.
 
     node: its executor, per batch and before what may wait; a thread, twice a second   --> page -->  fork server: Look
+          each thread that runs a function beside, at its begin and end
 
 The node writes it without a call into the kernel, and reading it needs nothing of the node's: neither its GIL nor that
 its process runs.
@@ -11,31 +12,48 @@ from __future__ import annotations
 import contextlib
 import mmap
 import struct
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 #: What a node is at.
-IDLE, COMMANDS, FUNCTION, COLLECTIVE, RECEIVE = range(5)
+IDLE, COMMANDS, FUNCTION, COLLECTIVE, RECEIVE, STREAMS = range(6)
 #: Where it waits for nobody.
-_OWN = frozenset({COMMANDS, FUNCTION})
+_OWN = frozenset({COMMANDS, FUNCTION, STREAMS})
 #: The same in words.
-WORDS = ("waits for commands", "runs operations", "runs a function", "takes part in a collective", "waits for a tensor")
+WORDS = (
+    "waits for commands", "runs operations", "runs a function", "takes part in a collective", "waits for a tensor",
+    "works on its streams",
+)  # fmt: skip
 
 _AT = struct.Struct("<QBxxxxxxxd")  # the number of a command, what the node is at, since when
 _ALIVE = struct.Struct("<d")
 _write, _now = _AT.pack_into, time.monotonic  # looked up once: a node writes its page for every batch
 _KIND, _ALIVE_AT, _PAUSED = 8, _AT.size, _AT.size + _ALIVE.size
+_BESIDE = struct.Struct("<QdQ")  # the number of a command whose function runs beside, since when, and its thread
+#: Where these stand, and how many: of more at once the others are not told.
+_FIRST, SLOTS = 64, 32
+_SIZE = _FIRST + SLOTS * _BESIDE.size
+
+
+class Beside(NamedTuple):
+    """A function that runs in another thread than the one that takes commands: on a stream, or as an actor's method."""
+
+    number: int  #: of its command
+    seconds: float  #: for how long
+    thread: int  #: the identifier of its thread, as ``threading.get_ident`` gives it
 
 
 class Page:
     """The page of one node, which writes it but for ``paused``."""
 
-    __slots__ = ("_kind", "_memory", "_since", "busy")
+    __slots__ = ("_free", "_kind", "_memory", "_since", "busy")
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         """``memory`` is shared with a forked child; None: a page that only this process sees."""
-        self._memory: Any = bytearray(_PAUSED + 1) if memory is None else memory
+        self._memory: Any = bytearray(_SIZE) if memory is None else memory
+        self._free = list(range(_FIRST, _SIZE, _BESIDE.size))  # a list's pop and append are whole in any thread
         self._kind, self._since = IDLE, 0.0
         #: seconds for which the node was busy itself, and did not wait for commands or other nodes, until it last began
         #: or ended something. Only its own copy knows
@@ -63,6 +81,29 @@ class Page:
             yield
         finally:
             self.begin(seq, COMMANDS)
+
+    @contextlib.contextmanager
+    def function_beside(self, seq: int) -> Iterator[None]:
+        """Notes, inside of a ``with`` block, that this thread runs the function of command ``seq`` beside."""
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            yield
+            return
+        _BESIDE.pack_into(self._memory, slot, seq, _now(), threading.get_ident())
+        try:
+            yield
+        finally:
+            _BESIDE.pack_into(self._memory, slot, 0, 0.0, 0)
+            self._free.append(slot)
+
+    @property
+    def beside(self) -> tuple[Beside, ...]:
+        """The functions that run beside, or ran when the process ended; the one that began first comes first."""
+        found = [_BESIDE.unpack_from(self._memory, slot) for slot in range(_FIRST, _SIZE, _BESIDE.size)]
+        now = time.monotonic()
+        running = [Beside(seq, now - since, thread) for seq, since, thread in found if thread]
+        return tuple(sorted(running, key=lambda each: -each.seconds))
 
     @property
     def running(self) -> int:

@@ -538,6 +538,50 @@ def never_answers(way: str, function: Callable[[], None] | None, patterns: list[
         dt.kill(node)
 
 
+class Sleeper:
+    def nap(self) -> None:
+        sinking(30)
+
+
+def sinking(depth: int) -> None:
+    if depth:
+        sinking(depth - 1)
+    else:
+        nap()
+
+
+#: Ways in which a function runs in another thread than the one that takes commands, and what it is called then.
+BESIDE: dict[str, tuple[Callable[[], Any], str]] = {
+    "an actor's method": (lambda: dt.actor(Sleeper, node=1).nap(), r"Sleeper\.nap\(\)"),
+    "beside": (lambda: dt.submit(sinking, 30, node=1, beside=True), r"sinking\(\)"),
+    "on a node with streams": (lambda: dt.submit(sinking, 30, node=1), r"sinking\(\)"),
+}
+
+
+@pytest.mark.fault(4, 7)
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("way", BESIDE)
+def test_a_function_of_another_thread_is_explained(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown with its frames down to the outermost one of the user's, and the end of its node names it."""
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
+    begin, what = BESIDE[way]
+    line = rf"\S*test_attacked\.py:{begin.__code__.co_firstlineno} in <lambda>"
+    with aftermath(0):
+        with dt.stream(dt.Stream(node=1)):
+            assert torch.ones(3, device="node:1").sum().item() == 3
+        raised: list[BaseException] = []
+        sunk = r"  File .* in nap\n  File .* in sinking\n  File .* in sinking\n  \[the same line 29 more times\]"
+        shown = rf"for \d+ s\n{sunk}(\n  File .* in nap)?$"
+        with warned(rf"it runs a function \(command \d+\) on a stream, issued at {line}, {shown}") as said:
+            waiting = in_thread(lambda: begin().result(), raised)
+            assert said.there.wait(HANG), said.texts
+        assert not re.search(r"spoke\.py|lane", said.texts[-1])
+        os.kill(dt.nodes()[1]["pid"], signal.SIGKILL)
+        waiting.join(HANG)
+        assert [type(e) for e in raised] == [dt.NodeLost]
+        assert re.search(rf"SIGKILL.* while it ran {what}, issued at {line}", str(raised[0])), raised
+
+
 def stuck(port: int) -> None:
     import ctypes
 

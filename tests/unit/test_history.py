@@ -138,6 +138,16 @@ def test_what_a_node_was_doing(commands: list[c.Command], done: int, running: in
     assert node.last_words(running)[0] == says
 
 
+def test_functions_on_streams_are_named_however_far_others_are() -> None:
+    """What comes behind them may be done. A node may name what it was never sent."""
+    node = Node(0)
+    issue(node, *(c.On(2, run(n, f"{'fghi'[n]}()")) for n in range(4)), *CALLS * 20)
+    node.outbox.acknowledge(50)
+    assert node.last_words(-1, (1, 10**12))[0] == f" while it ran g(), issued at {HERE}"
+    assert node.last_words(5, (0, 1))[0] == f" while it ran f(), issued at {HERE}; g(), issued at {HERE}"
+    assert node.last_words(-1, range(4))[0].endswith(f"; h(), issued at {HERE}, and 1 other function")
+
+
 def test_all_that_is_in_flight_is_known() -> None:
     node = Node(0)
     node.outbox.add(CALLS[0], (run.__code__, 0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import threading
 
 import pytest
 
-from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, RECEIVE, Page
+from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, RECEIVE, SLOTS, Page
 
 
 def test_the_page_names_the_function_while_it_runs() -> None:
@@ -34,6 +36,28 @@ def test_the_page_says_for_how_long() -> None:
     assert 0 <= page.read()[3] < 60
     page.rest()
     assert page.read()[:3] == (5, IDLE, 0.0)
+
+
+def test_the_page_names_functions_that_run_beside() -> None:
+    """Of other threads, each with its own; more than there is room for are left out."""
+    page = Page()
+    assert page.beside == ()
+    page.begin(4, COMMANDS)
+    with page.function_beside(5), page.function_beside(1 << 41 | 7):
+        page.rest()
+        assert [each.number for each in page.beside] == [5, 1 << 41 | 7]
+        assert {each.thread for each in page.beside} == {threading.get_ident()}
+        first, second = page.beside
+        assert first.seconds >= second.seconds >= 0
+    with pytest.raises(KeyError), page.function_beside(8):
+        raise KeyError
+    assert page.beside == ()
+    with contextlib.ExitStack() as many:
+        for number in range(SLOTS + 3):
+            many.enter_context(page.function_beside(number))
+        assert sorted(each.number for each in page.beside) == list(range(SLOTS))
+    assert page.beside == ()
+    assert page.read()[:2] == (4, IDLE)
 
 
 def test_only_the_process_above_pauses() -> None:

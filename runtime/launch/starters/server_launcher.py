@@ -264,7 +264,7 @@ class ServerLauncher(Launcher):
                     self._running.pop(news.rank, None)
                     host = news.host or self.host
                     self._events.append(
-                        Exited(news.rank, news.pid, news.cause, news.code, news.tail, host, news.running)
+                        Exited(news.rank, news.pid, news.cause, news.code, news.tail, host, news.running, news.beside)
                     )
                 case Seen():
                     self._events.append(Sight(*msgspec.structs.astuple(news)))

@@ -17,6 +17,7 @@ import msgspec
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...host.silence import Silence
+from ...process.page import Beside
 from ...protocol.bundle import Bundle
 
 #: A bundle is 1 MiB at most (see protocol/bundle.py), a tail 20 short lines.
@@ -154,6 +155,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     tail: tuple[str, ...]
     host: str = ""  #: where; the root fills it in
     running: int = -1  #: the number of the command whose function it was running, as far as is known
+    beside: tuple[int, ...] = ()  #: those of the functions that ran on its streams
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -180,6 +182,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     deaf: float = 0.0  #: for how long its own threads have not run
     rss: int = 0  #: bytes of memory
     stack: str = ""  #: the stacks of its threads
+    beside: tuple[Beside, ...] = ()  #: the functions that run on its streams
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -119,7 +119,8 @@ class Node:
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/statm") as statm:
             rss = int(statm.read().split()[1]) * resource.getpagesize()
         stack = self.stack.decode(errors="replace")[:MAX_STACK]
-        return Seen(self.rank, self.state(), self.page.paused, seq, kind, seconds, deaf, rss, stack)
+        beside = self.page.beside
+        return Seen(self.rank, self.state(), self.page.paused, seq, kind, seconds, deaf, rss, stack, beside)
 
     def end_in_words(self, code: int, peak: int, memory: MemoryKills) -> str:
         """Returns how it has ended. ``peak``: the most bytes that it had in memory."""
@@ -305,7 +306,7 @@ class Server:
         _, status, usage = os.wait4(node.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         cause = node.end_in_words(code, usage.ru_maxrss << 10, self._memory)
-        ran = node.page.running
+        ran, beside = node.page.running, tuple(each.number for each in node.page.beside)
         for source in node.sources:
             self._forget(source.fd)
             source.close()
@@ -321,7 +322,7 @@ class Server:
         self._printer.end(node.rank)
         if code:  # before the master hears of it and prints the same again
             self._printer.flush()
-        self._wire.say(Ended(node.rank, node.pid, code, cause, node.tail.lines(), running=ran))
+        self._wire.say(Ended(node.rank, node.pid, code, cause, node.tail.lines(), running=ran, beside=beside))
 
     # ---- looks -----------------------------------------------------------------------------------------------------
 

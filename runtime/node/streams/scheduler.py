@@ -15,6 +15,7 @@ import torch
 
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
+from ...process import page
 from ...protocol import commands as c
 from ...protocol.errors import ChannelError, PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
@@ -222,20 +223,24 @@ class Scheduler(Lanes):
 
     def _function(self, lane: Lane, command: c.Run) -> None:
         node = self.node
-        job = node.functions.claim(command)
+        job, number = node.functions.claim(command), node.number
         sends = list(self.store.sending)
         held = Holding({ref: self.entries[ref] for ref in command.refs} if command.holds else {})
+
+        def done(values: Callable[[int], Any]) -> tuple[list[Any], list[Any]]:
+            with page.mine.function_beside(number):
+                return job(values)
 
         def run(values: Values) -> Results:
             if command.holds:
                 try:
-                    return node.finish_run(command, *job(held.__getitem__))
+                    return node.finish_run(command, *done(held.__getitem__))
                 finally:
                     held.drop()
             touched = {memory(tensor) for tensor in values.values() if isinstance(tensor, torch.Tensor)}
             for entry, transfer in sends:  # the function may write their memory, and what it has kept of earlier calls
                 release(entry, transfer, None if isinstance(entry, Reading) and not command.outs else touched)
-            return node.finish_run(command, *job(values.__getitem__))
+            return node.finish_run(command, *done(values.__getitem__))
 
         answer = self._answers(command.request)
 
