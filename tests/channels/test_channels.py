@@ -155,7 +155,7 @@ def test_by_span_and_by_whether_it_is_asynchronous(monkeypatch: pytest.MonkeyPat
             dt.channels.select(["upload", "all_reduce", "send"], "watched", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.row("T18", "T22")
+@pytest.mark.row("T18", "T19", "T22")
 def test_collectives_and_their_algorithms() -> None:
     xs = [torch.full((1000,), float(k), device=f"node:{k}") for k in range(N)]
     dt.channels.select("all_reduce", "watched", min_bytes=1000)
@@ -172,9 +172,52 @@ def test_collectives_and_their_algorithms() -> None:
     assert {(a, b) for a, b, _ in ring} == {(0, 1), (1, 2), (2, 0)}
     dt.all_reduce(xs, algorithm="tree")
     assert settled() != ring
+    dt.channels.reset()
+    dt.channels.select("all_reduce", "watched", algorithm=dt.collectives.Way("tree", 1))  # both by one call
+    dt.all_reduce(xs)
+    assert {(a, b) for a, b, _ in settled()} == {(2, 1), (1, 0), (0, 1), (1, 2)}
     dt.channels.select("sendreceive", "watched")
     dt.collectives.sendreceive(xs, async_op=True).wait()  # its end is told by the session's own channel
     assert settled() == [(k, (k + 1) % N, 1000) for k in range(N)]
+
+
+@pytest.mark.row("T22", "T29", "T30")
+def test_without_a_word_collectives_go_within_hosts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 is on another host here, as far as its name goes; a split into one group is flat."""
+    dt.channels.select("*", "watched")
+    away = current.session().nodes[0]
+    monkeypatch.setattr(away, "said_hello", msgspec.structs.replace(away.hello, host="another-host"))
+    group = dt.collectives.new_group()
+    assert [part.nodes for part in group.by_host().values()] == [(0,), (1, 2)]
+    assert [part.nodes for part in group.levels()["host"].values()] == [(0,), (1, 2)]
+    xs = [torch.full((1001,), float(k), device=f"node:{k}") for k in range(N)]
+    settled()
+    pairs = []
+    for call in (
+        lambda: dt.all_reduce(xs),
+        lambda: dt.broadcast(xs, 0),
+        lambda: dt.all_reduce(xs, group=group.split([0] * N), algorithm="all"),
+        lambda: dt.broadcast(xs, 0, group.split([0] * N)),
+    ):
+        call()
+        pairs.append({(a, b) for a, b, _ in settled()})
+    by_hosts = {(2, 1), (1, 0), (0, 1), (1, 2)}  # the first of each host talks for it
+    flat = {(a, b) for a in range(N) for b in range(N) if a != b}
+    assert pairs == [by_hosts, {(0, 1), (1, 2)}, flat, {(0, 1), (0, 2)}]
+    assert [x[7].item() for x in xs] == [9.0] * N
+
+
+@pytest.mark.row("T22")
+def test_the_chunk_of_a_way_is_the_size_of_messages() -> None:
+    dt.channels.select("*", "watched")
+    for chunk, most in ((1 << 20, 334), (400, 100), (40, 10)):
+        xs = [torch.full((1000,), float(k), device=f"node:{k}") for k in range(N)]
+        settled()
+        dt.all_reduce(xs, algorithm=dt.collectives.Way("ring", chunk=chunk))
+        sizes = [n for _, _, n in settled()]
+        assert most * 0.8 < max(sizes) <= most
+        assert sum(sizes) == 2 * (N - 1) * 1000  # each part goes around the ring, less a step, twice
+        assert xs[1].tolist() == [3.0] * 1000
 
 
 def test_auto_takes_the_collectives_of_gpus_where_each_tensor_has_one_of_its_own(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -65,16 +65,52 @@ def test_names(eight):
     assert [group.nodes for group in by_host["odd"].values()] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
-def between(split):
-    """The pairs of nodes of different groups of which one has sent to the other since ``reset_stats``."""
+def speaking():
+    """The pairs of nodes of which one has sent to the other, in collectives, since ``reset_stats``."""
     dt.synchronize()
+    rows = [row for row in dt.channels.stats() if row.sent.calls and row.use == "collectives"]
+    return {(int(row.at[5:]), int(row.peer[5:])) for row in rows}
+
+
+def between(split):
+    """Those that are in different groups."""
     colour = {node: colour for colour, group in split.items() for node in group}
-    pairs = {
-        (int(row.at[5:]), int(row.peer[5:]))
-        for row in dt.channels.stats()
-        if row.sent.calls and row.use == "collectives"
-    }
-    return {(a, b) for a, b in pairs if colour[a] != colour[b]}
+    return {(a, b) for a, b in speaking() if colour[a] != colour[b]}
+
+
+@pytest.mark.row("T22", "T29", "I10")
+@pytest.mark.parametrize("base", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", range(2, N + 1))
+def test_trees_of_any_base(eight, n, base):
+    """Who speaks to whom: rank v's parent is (v - 1) // base, counted from the root; a chain, trees, and a star."""
+    group, nodes = dt.collectives.new_group(range(n)[::-1]), list(range(n)[::-1])
+
+    def tree(root):
+        return {(nodes[(v + root) % n], nodes[((v - 1) // base + root) % n]) for v in range(1, n)}
+
+    def back(pairs):
+        return {(b, a) for a, b in pairs}
+
+    way, root = dt.collectives.Way("tree", base), n // 2
+    for call, pairs, sums in (
+        (lambda xs: dt.all_reduce(xs, group=group, algorithm=way), tree(0) | back(tree(0)), [1] * n),
+        (
+            lambda xs: dt.collectives.reduce(xs, nodes[root], group=group, algorithm=way),
+            tree(root),
+            [root == k for k in range(n)],
+        ),
+        (lambda xs: dt.broadcast(xs, nodes[root], group, algorithm=way), back(tree(root)), None),
+    ):
+        xs = [torch.tensor([2.0**k], device=f"node:{k}") for k in nodes]
+        dt.channels.reset_stats()
+        call(xs)
+        assert speaking() == pairs
+        if sums is None:
+            assert [x.item() for x in xs] == [2.0 ** nodes[root]] * n
+        else:
+            assert [x.item() for x in xs] == [
+                2.0**n - 1 if whole else 2.0**k for k, whole in zip(nodes, sums, strict=True)
+            ]
 
 
 @pytest.mark.row("T27")
@@ -94,9 +130,12 @@ def test_a_split_as_the_group_of_a_collective(eight, key, op):
         crossing |= between(split)
         assert all(torch.equal(x.cpu(), xs[0].cpu()) for x in xs)
         torch.testing.assert_close(xs[0].cpu(), flat[0].cpu())
+        dt.channels.reset_stats()
         ys = [x.to(f"node:{k}") for k, x in enumerate(local)]
         dt.broadcast(ys, 5, split)
         assert all(torch.equal(y.cpu(), local[5]) for y in ys)
+        entered = [colour for _, b in between(split) for colour, group in split.items() if b in group]
+        assert sorted(entered) == sorted(colour for colour, group in split.items() if 5 not in group), "each once"
     places = {node: group.rank(node) for group in split.values() for node in group}
     assert crossing
     assert all(places[a] == places[b] for a, b in crossing), "only those of one place in their groups speak"

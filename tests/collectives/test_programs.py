@@ -222,15 +222,34 @@ def test_options():
         dt.all_reduce(xs, algorithm="rings")
 
 
+#: What each reduction of torch.distributed makes of the values of these four nodes.
+REDUCED = {"SUM": 31, "PRODUCT": 3360, "MIN": 6, "MAX": 10, "BAND": 0, "BOR": 15, "BXOR": 3, "AVG": 7.75}
+
+
 @pytest.mark.row("G12")
-def test_torch_distributeds_reductions_mean_the_same():
-    _, xs = on_nodes(lambda k: torch.tensor(k + 1))
-    dt.all_reduce(xs, torch.distributed.ReduceOp.PRODUCT)
-    assert xs[0].item() == 24
-    dt.all_reduce(xs, "sum")
-    assert xs[0].item() == 96
+@pytest.mark.parametrize("name", REDUCED)
+def test_torch_distributeds_reductions_mean_the_same(name):
+    """As torch's own value, ours, the name in capitals and small letters, and by the old name of the type."""
+    assert set(REDUCED) == set(dt.collectives.ReduceOp.__members__)
+    ops = [getattr(torch.distributed.ReduceOp, name), dt.collectives.ReduceOp[name], name, name.lower()]
+    if name != "AVG":
+        with pytest.warns(FutureWarning, match="reduce_op"):
+            ops.append(getattr(torch.distributed.reduce_op, name))
+    for op in ops:
+        _, xs = on_nodes(
+            lambda k: torch.tensor([6, 7, 8, 10][k], dtype=torch.float64 if name == "AVG" else torch.int64)
+        )
+        dt.all_reduce(xs, op)
+        assert [x.item() for x in xs] == [REDUCED[name]] * N
+
+
+@pytest.mark.row("G12")
+@pytest.mark.parametrize("op", ["mean", torch.distributed.ReduceOp.PREMUL_SUM], ids=str)
+def test_what_is_no_reduction_is_refused(op):
+    _, xs = on_nodes(lambda k: torch.ones(2))
     with pytest.raises(TypeError, match="is no reduction; there are SUM, AVG"):
-        dt.all_reduce(xs, "mean")
+        dt.all_reduce(xs, op)
+    assert [x.tolist() for x in xs] == [[1, 1]] * N
 
 
 @pytest.mark.parametrize("transport", [torch.int8, "bfloat16", torch.bool])
@@ -340,6 +359,14 @@ def test_a_group_of_one():
     dt.broadcast([x], 2, group)
     dt.all_gather(list_of_one, [x], group)
     assert x.tolist() == list_of_one[0][0].tolist() == [1, 1, 1]
+    gathered, scattered, summed, turned = (torch.zeros(3, device="node:2") for _ in range(4))
+    dt.collectives.gather([x], [gathered], 2, group)
+    dt.collectives.scatter([scattered], [x * 2], 2, group)
+    dt.reduce_scatter([summed], [[x * 3]], group=group)
+    dt.collectives.all_to_all([[turned]], [[x * 4]], group)
+    outs = [torch.zeros(3, device="node:2")]
+    dt.all_reduce([x * 5], out=outs, group=group)
+    assert [y.tolist() for y in (gathered, scattered, summed, turned, *outs)] == [[float(k)] * 3 for k in range(1, 6)]
 
 
 @pytest.mark.row("T25")
@@ -447,6 +474,28 @@ def test_to_wait_is_to_wait_for_all_nodes(tmp_path):
     assert work.is_completed()
     busy.join()
     assert [x.tolist() for x in xs] == [[N] * 3] * N
+
+
+@pytest.mark.row("G9")
+@pytest.mark.parametrize("begin", ["isend", "irecv"])
+def test_to_wait_for_a_message_is_to_wait_for_both_of_its_ends(begin, tmp_path):
+    """While the node that sends is busy the message has not ended; nobody looks at the tensor, which would wait."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    busy = threading.Thread(target=dt.run, args=(path.read_bytes,), kwargs={"node": 3})
+    x, y = torch.ones(3, device="node:3"), torch.zeros(3, device="node:1")
+    busy.start()
+    with open(path, "w"):  # when it is open, the node has begun to read
+        work = dt.collectives.isend(x, y) if begin == "isend" else dt.collectives.irecv(y, x)
+        assert not work.is_completed()
+        for wait in (work.wait, work.result, work.exception):
+            with pytest.raises(TimeoutError):
+                wait(timeout=0.01)
+    assert work.wait()
+    assert work.is_completed()
+    busy.join()
+    assert work.result() is y
+    assert y.tolist() == [1, 1, 1]
 
 
 @pytest.mark.row("T14", "G11")

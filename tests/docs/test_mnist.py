@@ -70,6 +70,7 @@ def test_an_engine_with_hooks(sequential: list[str], tmp_path: Path) -> None:
     lines = python(str(MNIST / "engine.py"), "--nodes", "2", cwd=tmp_path, ignored=PROFILER).splitlines()
     as_one_process(lines, sequential)
     assert lines[6] == "steps 3 to 8 on node 0: 6 forward passes, 6 of a gradient"
+    assert lines[7:] == ["the replicas were equal after 5 epochs"]
 
 
 @pytest.mark.row("P10")

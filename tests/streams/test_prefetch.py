@@ -144,6 +144,7 @@ def test_a_depth_of_none_is_refused() -> None:
 # ---- ahead -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("T37")
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_so_many_are_sent_ahead(depth: int) -> None:
     loader = Loader(10)
@@ -151,6 +152,7 @@ def test_so_many_are_sent_ahead(depth: int) -> None:
     assert taken == [(i, min(10, i + depth + 1)) for i in range(10)]
 
 
+@pytest.mark.row("T37")
 def test_they_come_while_the_node_computes(tmp_path: Path) -> None:
     """What the node was told to expect before its long work has come after it without anything of the script's."""
     batches = iter(dt.data.prefetch((torch.full((1 << 20,), float(i)) for i in range(4)), "node:1"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,21 @@ def test_nobody_waits_and_the_result_is_what_run_returns() -> None:
     assert isinstance(made, dt.DistributedTensor)
     assert torch.equal((made + 1).cpu(), x * 2 + 1)
     assert count == 4
+
+
+@pytest.mark.row("I26")
+def test_it_is_done_when_it_has_ended_though_nobody_waits() -> None:
+    """A loop that asks and does not wait comes to an end, for a result and for an error."""
+    with Door() as door:
+        works = [dt.submit(until, door.port, node=1), dt.submit(fail, "no", node=2)]
+        assert not works[0].is_completed()
+        door.open()
+        deadline = time.monotonic() + HANG
+        while not all(work.is_completed() for work in works):
+            assert time.monotonic() < deadline
+    assert works[0].result(0) == "!"
+    with pytest.raises(ValueError, match="no"):
+        works[1].result(0)
 
 
 def test_each_kind_of_place() -> None:

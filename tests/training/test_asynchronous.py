@@ -109,8 +109,8 @@ CASES: dict[str, tuple[Callable[[], tuple[Strategy, Any]], Callable[..., Any]]] 
         lambda e, first: async_twins.easgd_together(e, first, gradient, RATE, 0.9 / NODES),
     ),
     "eamsgd together": (
-        lambda: (EASGD(None, Schedule(every=3), momentum=0.5, local=RATE), None),
-        lambda e, first: async_twins.easgd_together(e, first, gradient, RATE, 0.9 / NODES, 0.5),
+        lambda: (EASGD(None, Schedule(every=3), alpha=0.2, momentum=0.5, local=RATE), None),
+        lambda e, first: async_twins.easgd_together(e, first, gradient, RATE, 0.2, 0.5),
     ),
     "local SGD": (
         lambda: (LocalSGD(Schedule(delay=1, every=4), local=RATE), None),

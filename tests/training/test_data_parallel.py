@@ -407,6 +407,26 @@ def test_a_wait_for_the_gradients() -> None:
         model.wait()
 
 
+@pytest.mark.row("T35")
+@pytest.mark.parametrize("which", [0, -1])
+def test_it_waits_for_all_buckets(which: int) -> None:
+    """An error of one gradient only, that of the first bucket or of the last one."""
+    m = ranks(2)
+    _, model = made(m, bucket_mb=1e-6)
+    x = torch.ones(4, 6, dtype=torch.float64)
+    for other in (0, 9):  # the first time has signatures asked, which would raise it
+        model.zero_grad()
+        at = from_shards(m, [torch.tensor([0]), torch.tensor([other])])
+        factor = x.to(m.device).index_select(0, at).mean()
+        hook = list(model.parameters())[which].register_hook(lambda grad, factor=factor: grad * factor)
+        loss(model, x).backward()
+        hook.remove()
+        if other == 0:
+            model.wait()
+    with pytest.raises((IndexError, RuntimeError), match=r"out of range|out of bounds"):
+        model.wait()
+
+
 def stand(began: str, on: str) -> None:
     """Stands still until it may go on."""
     with open(began, "w"):

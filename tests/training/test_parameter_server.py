@@ -193,11 +193,17 @@ def test_a_slow_workers_push_holds_up_nobody(tmp_path: Path) -> None:
             assert server.push(torch.ones(10, device="node:2"), async_op=True).wait(HANG / 4)
         assert server.pull(async_op=True).result(HANG / 4).tolist() == [20] * 10
         assert dt.fetch(unrelated.add_(1)).result(HANG / 4).tolist() == [2] * 10
-        assert not slow.is_completed()
+        late = server.pull(node=1, async_op=True)
+        for work in (slow, late):
+            assert not work.is_completed()
+            with pytest.raises(TimeoutError):
+                work.wait(0.01)
     finally:
         open(go, "wb").close()
         holder.join()
     assert slow.result(HANG) == 21
+    assert late.wait(HANG)
+    assert late.result().tolist() == [20] * 10  # the values of then
     assert server.pull().tolist() == [21] * 10
     assert other.pull().tolist() == [1] * 10
     server.close()
