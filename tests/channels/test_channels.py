@@ -538,6 +538,7 @@ def test_without_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
 
 
+@pytest.mark.row("T21", "G1")
 def test_what_a_channel_of_gpus_only_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trusting, "capabilities", Capabilities(frozenset({"cuda"}), frozenset({"reduce"})))
     table = dt.channels.available()

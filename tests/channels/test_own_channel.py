@@ -38,7 +38,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.row("M21")
+@pytest.mark.row("M21", "G2")
 def test_a_channel_of_the_users_own(script: Callable[..., object], tmp_path: Path) -> None:
     (tmp_path / "mychannel.py").write_text(textwrap.dedent(MODULE))
     done = script(textwrap.dedent(SCRIPT))

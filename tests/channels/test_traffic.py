@@ -91,6 +91,7 @@ def test_without_a_session():
             ask()
 
 
+@pytest.mark.row("I19")
 def test_small_collectives_in_shared_memory_count_what_is_given_and_got():
     with dt.init_master_worker("shm", nodes=2, threads=1):
         xs = [torch.ones(100, device=f"node:{k}") for k in range(2)]

@@ -87,6 +87,7 @@ def random(k, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(k))
 
 
+@pytest.mark.row("I16")
 @pytest.mark.parametrize("way", trees())
 @pytest.mark.parametrize("n", range(1, N + 1))
 def test_neighbours_in_order(n, way):
@@ -100,6 +101,7 @@ def test_neighbours_in_order(n, way):
     assert words == ["abcdefgh"[:n]] * n
 
 
+@pytest.mark.row("I16")
 def test_nested_and_uneven():
     def local(k):
         return {"w": (random(k, 3), random(k + 10, 2, 2).double()), "n": [k, {"name": str(k)}], "empty": ()}

@@ -22,7 +22,7 @@ import disttensor as dt
 def test_between_processes_and_when_one_dies(backend):
     dt.init_master_worker(nodes=3, backend=backend, threads=1)
     xs = [torch.full((300_001,), float(k), device=f"node:{k}") for k in range(3)]
-    for way in ("ring", "direct", "halving", None):
+    for way in ("ring", "direct", "halving", "tree", None):
         ys = [torch.empty_like(x) for x in xs]
         dt.all_reduce(xs, out=ys, algorithm=way)
         assert all(y.eq(3).all() for y in ys)

@@ -78,7 +78,7 @@ def between(split):
     return {(a, b) for a, b in speaking() if colour[a] != colour[b]}
 
 
-@pytest.mark.row("T22", "T29", "I10")
+@pytest.mark.row("T9", "T10", "T22", "T29", "I10")
 @pytest.mark.parametrize("base", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("n", range(2, N + 1))
 def test_trees_of_any_base(eight, n, base):

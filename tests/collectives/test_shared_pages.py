@@ -37,6 +37,7 @@ def operations(ranks):
     return [one._count for one in made_pages(ranks)]
 
 
+@pytest.mark.row("T16")
 @pytest.mark.parametrize("numel", [0, 1, 7, 1024, FITS, FITS + 1])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PRODUCT])
 def test_all_reduce(ranks, numel, op):

@@ -56,7 +56,7 @@ def printed(*processes: subprocess.Popen[str]) -> list[str]:
     return [line for out, _ in results for line in out.splitlines()]
 
 
-@pytest.mark.row("M1", "M23", "G2", "G3")
+@pytest.mark.row("M1", "M23", "G2", "G3", "G4")
 def test_one_script(home: Path) -> None:
     """Of which the nodes run nothing after the call. Ranks 2 and 0 are told by torch's variables where they meet."""
     script = PROGRAM.replace("RANK", "int(__import__('sys').argv[1])")
@@ -76,7 +76,7 @@ def test_torchrun(home: Path) -> None:
     assert printed(start(home, command)) == ["the sum is 12.0"]
 
 
-@pytest.mark.row("G5")
+@pytest.mark.row("M23", "G5")
 def test_workers_by_hand(home: Path) -> None:
     (home / "script.py").write_text(re.sub(r"init_method=.*\)", f'init_method="file://{home}/job", nodes=3)', PROGRAM))
     workers = [start(home, command) for command in section("Workers by hand")]

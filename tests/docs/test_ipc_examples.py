@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
 from printed import as_shown
 from test_patterns import told
 from test_readme import python
+
+import disttensor as dt
 
 IPC = ROOT / "examples" / "ipc"
 
@@ -50,3 +56,20 @@ def test_a_benchmark_whose_sums_are_compared(tmp_path: Path) -> None:
         assert found, line
         assert float(found[1]) < 1e-6
         assert float(found[2]) > 0
+
+
+@pytest.mark.row("I37")
+def test_a_wrong_sum_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one element on one node, by a ten thousandth."""
+    right = dt.all_reduce
+
+    def wrong(xs: list[Any]) -> None:
+        right(xs)
+        xs[1][-1:].mul_(1.0001)
+
+    monkeypatch.setattr(dt, "all_reduce", wrong)
+    monkeypatch.setattr(dt, "init_master_worker", partial(dt.init_master_worker, launcher="inproc"))
+    options = ["--nodes", "2", "--sizes", "4K", "--iterations", "1"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_all_reduce.py", *options])
+    with pytest.raises(SystemExit, match=r"iteration 1: an error of 1\.0e-04 in the sum of 4K"):
+        runpy.run_path(str(IPC / "benchmark_all_reduce.py"))

@@ -88,25 +88,32 @@ def test_sgd_by_a_parameter_server(sequential: list[str], tmp_path: Path) -> Non
     as_one_process(python(str(MNIST / "ps_dsgd.py"), "--nodes", "3", cwd=tmp_path).splitlines(), sequential)
 
 
-@pytest.mark.row("T54", "T55", "T56")
-@pytest.mark.parametrize(
-    ("program", "end"),
-    [
-        ("ps_downpour.py", r"other nodes' pushes between a pull and a push: \d+ at most"),
-        pytest.param("ps_easgd.py", "the centre has moved: True", marks=pytest.mark.slow),
-        pytest.param("ps_easgd.py --together", "the centre has moved: True", marks=pytest.mark.slow),
-        pytest.param(
-            "ps_easgd_dataparallel.py", "the replicas of each group are equal, to the bit", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_asynchronous(program: str, end: str, sequential: list[str], tmp_path: Path) -> None:
+def come_further(name: str, options: tuple[str, ...], end: str, sequential: list[str], folder: Path) -> None:
     """They come further in five epochs than plain SGD by one process."""
-    name, *options = program.split()
-    lines = python(str(MNIST / name), *options, cwd=tmp_path).splitlines()
+    lines = python(str(MNIST / name), *options, cwd=folder).splitlines()
     told = losses(lines)
     assert list(told) == [0, 1, 2, 3, 4]
     assert told[4] < losses(sequential)[4]
     right = re.match(r"accuracy ([\d.]+) of the (centre|server's values)", lines[5])
     assert float(right[1]) > 0.84
     assert re.fullmatch(end, lines[6])
+
+
+@pytest.mark.row("T54")
+def test_downpour(sequential: list[str], tmp_path: Path) -> None:
+    end = r"other nodes' pushes between a pull and a push: \d+ at most"
+    come_further("ps_downpour.py", (), end, sequential, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.row("T55")
+@pytest.mark.parametrize("options", [(), ("--together",)], ids=str)
+def test_elastic_averaging(options: tuple[str, ...], sequential: list[str], tmp_path: Path) -> None:
+    come_further("ps_easgd.py", options, "the centre has moved: True", sequential, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.row("T56")
+def test_elastic_averaging_between_groups(sequential: list[str], tmp_path: Path) -> None:
+    end = "the replicas of each group are equal, to the bit"
+    come_further("ps_easgd_dataparallel.py", (), end, sequential, tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import rows
 import torch
+from checkout import ROOT
 from equal import same
 from marks import Proof, marked, unseen
 from processes import alive_after
@@ -53,10 +54,41 @@ def test_every_working_row_has_a_mutant() -> None:
     assert rows.unbroken(rows.table(), marked("row"), rows.mutants()) == []
 
 
+#: Rows whose mutants can only be in the engine, and why. The list only shrinks: one that has another has to leave it.
+INSIDE: dict[str, str] = {
+    "T24": "memory goes back without a call of anybody's",
+    "I32": "its test runs in Slurm's suite only, and the example has no other part than what other rows break",
+    "P11": "what mpiexec makes of a hostfile and of variables is MPI's, and the engine reads what it has told",
+}
+
+
+def test_each_row_has_a_mutant_where_users_call_it() -> None:
+    """Else its tests may be of the engine alone, and what users call may do nothing."""
+    found = rows.inside(rows.mutants())
+    assert sorted(found - set(INSIDE)) == [], "break the public function that the row's text names"
+    assert sorted(set(INSIDE) - found) == [], "take these from the list"
+
+
+def test_users_are_told_what_was_dropped() -> None:
+    """On the page that a row names, in words that it quotes."""
+    dropped = {row.id: row.told for row in rows.table() if row.dropped}
+    assert dropped
+    pages = {page: " ".join((ROOT / "docs" / page).read_text().split()) for page, _ in dropped.values()}
+    assert [(id, page, words) for id, (page, words) in dropped.items() if words not in pages[page]] == []
+
+
+def test_where_a_patch_changes_something(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one\ntwo\nthree\nfour\ntwo\nthree\n")
+    head = "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n"
+    taken = "@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
+    put = "@@ -9,2 +9,3 @@ def x():\n two\n+two and a half\n three\n"  # said of an older file
+    assert list(rows.changes(head + taken + put, tmp_path)) == [("a.py", 2), ("a.py", 3), ("a.py", 6)]
+
+
 def test_what_the_page_says_of_a_row() -> None:
     table = [
-        rows.Row("T1", "starts"),
-        rows.Row("T2", "stops", "on Sundays"),
+        rows.Row("T1", "starts", 'colours: nobody saw them (SLURM.md: "no colour")'),
+        rows.Row("T2", "stops", missing="on Sundays"),
         rows.Row("T3", "waits"),
         rows.Row("T4", "is"),
     ]
@@ -69,10 +101,10 @@ def test_what_the_page_says_of_a_row() -> None:
 SAMPLE = """
 ## Working
 
-| row | what | shown by | broken by |
-|---|---|---|---|
-| T1 | starts | `a.py::test_a` | no-start |
-| T4 | is | `a.py::test_b` (ssh) |  |
+| row | what | dropped, because | shown by | broken by |
+|---|---|---|---|---|
+| T1 | starts | colours: nobody saw them ([SLURM.md](../SLURM.md)) | `a.py::test_a` | no-start |
+| T4 | is |  | `a.py::test_b` (ssh) |  |
 
 ## Partly
 
@@ -96,7 +128,7 @@ T4
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.row("T2")
+@pytest.mark.row("T2", "G2")
 def test_start_and_stop() -> None:
     for n in (1, 3, 2):
         with dt.init_master_worker(nodes=n, launcher="inproc"):
@@ -202,7 +234,7 @@ def test_default_levels_of_nodes_without_cuda() -> None:
 @pytest.mark.row("I28", "I29", "I30")
 def test_processes_and_locks_on_a_node(script: Script) -> None:
     done = script("""
-import fcntl, os, subprocess, threading
+import fcntl, os, subprocess, threading, time
 import disttensor as dt
 
 def program():
@@ -214,6 +246,26 @@ def program():
     if child == 0:
         os._exit(3)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as echo:
+        echo.stdin.write("a line\\n")
+        line = echo.stdout.readline()
+        echo.stdin.close()
+    ready, held = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        kept = open("orphan", "w")
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        os.write(held, b"!")
+        time.sleep(100)
+    os.read(ready, 1)
+    with open("orphan", "w") as mine:
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            status += 1000
+        os.kill(owner, 9)
+        os.waitpid(owner, 0)
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its owner is dead
     with open("lock", "w") as mine, open("lock", "w") as theirs:
         fcntl.flock(mine, fcntl.LOCK_EX)
         try:
@@ -222,14 +274,15 @@ def program():
             status += 100
         fcntl.flock(mine, fcntl.LOCK_UN)
         fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return said, code, sleeper.wait(), status, os.getpid(), threading.get_native_id()
+    family = os.getppid() == int(open("/proc/self/stat").read().rpartition(")")[2].split()[1])
+    return said, line, code, sleeper.wait(), status, family, os.getpid(), threading.get_native_id()
 
 with dt.init_master_worker(nodes=1):
     *results, pid, thread = dt.run(program)
     print(results, pid == thread == dt.nodes()[0]["pid"] != os.getpid())
 """)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "['a b', 7, -15, 103] True\n"
+    assert done.stdout == "['a b', 'a line\\n', 7, -15, 1103, True] True\n"
 
 
 @pytest.mark.row("M1")

@@ -6,8 +6,12 @@ After a change of any of them, `PYTHONPATH=tests/kit python tests/kit/rows.py` w
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from checkout import ROOT, TESTS
 from marks import Proof, marked
@@ -27,17 +31,35 @@ What the ancestors of disttensor had, row by row, and what shows that it works h
 `PYTHONPATH=tests/kit python tests/kit/rows.py` writes this page: of the tests that are marked
 `@pytest.mark.row("T4")`, of what each row is (tests/docs/rows.txt) and of the
 [mutants](../../tests/mutants/README.md), each of which breaks what a row promises and has to turn one of its tests red.
+One at least breaks the function that users call, and not the engine below it. What an ancestor had and a row leaves out
+stands under "dropped, because".
 Tests with a word in brackets run in that engine's suite ([tests.md](tests.md)), the others in `make test`.
 """
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row: what it is, and what is missing of it."""
+    """A row: what it is, what was dropped of it and why, and what is still missing.
+
+    Behind what was dropped stand the page that tells users, and words of its that do: (SLURM.md: "tasks share a GPU").
+    """
 
     id: str
     what: str
+    dropped: str = ""
     missing: str = ""
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """The page of docs/ that says what was dropped, and words of it; empty where nothing says so."""
+        found = re.search(r' \((\w+\.md): "(.+)"\)$', self.dropped)
+        return (found[1], found[2]) if found else ("", "")
+
+    @property
+    def why(self) -> str:
+        """What was dropped and why, with a link to the page that tells users."""
+        page, _ = self.told
+        return self.dropped[: self.dropped.rindex(" (")] + f" ([{page}](../{page}))" if page else self.dropped
 
 
 def table() -> list[Row]:
@@ -65,6 +87,72 @@ def mutants() -> list[Mutant]:
     return found
 
 
+# ---- where mutants are -----------------------------------------------------------------------------------------------
+
+#: Files of which every line is what users call, or what they run: the front end, examples and benchmarks.
+OUTSIDE = ("disttensor/", "dtrun.py", "examples/", "tools/bench/")
+
+
+def changes(diff: str, root: Path = ROOT) -> Iterator[tuple[str, int]]:
+    """The files and lines, as they are now, that a patch takes out, or before which it puts something."""
+    for part in diff.split("diff --git ")[1:]:
+        name = re.search(r"(?m)^\+\+\+ b/(\S+)", part)[1]  # type: ignore[index]
+        lines = (root / name).read_text().splitlines()
+        for hunk in re.split(r"(?m)^@@ ", part)[1:]:
+            said, *body = hunk.splitlines()
+            old = [line[1:] for line in body if line[:1] in (" ", "-", "")]
+            at = _place(lines, old, int(re.match(r"-(\d+)", said)[1]) - 1)  # type: ignore[index]
+            for line in body:
+                if line[:1] in ("-", "+"):
+                    yield name, at + 1
+                at += line[:1] != "+"
+
+
+def _place(lines: list[str], old: list[str], told: int) -> int:
+    """The index at which these lines stand, the nearest to where a patch says."""
+    found = [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
+    return min(found, key=lambda i: abs(i - told))
+
+
+def public_lines() -> dict[str, list[range]]:
+    """The lines of the engine's functions and classes, and of the classes that these stem from, that users have."""
+    themes = re.findall(r"(?m)^### `dt\.(\w+)`", (ROOT / "docs" / "dev" / "NAMES.md").read_text())
+    found: dict[str, list[range]] = {}
+    for theme in ["", *(f".{theme}" for theme in themes), ".runtime.channel"]:
+        module = importlib.import_module(f"disttensor{theme}")
+        for name in getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]:
+            given = inspect.unwrap(getattr(module, name))
+            for each in given.__mro__ if isinstance(given, type) else [given]:
+                if not getattr(each, "__module__", "").startswith("disttensor.runtime") or inspect.ismodule(each):
+                    continue
+                try:
+                    lines, first = inspect.getsourcelines(each)
+                except (OSError, TypeError):  # plain data
+                    continue
+                file = Path(inspect.getsourcefile(each) or "").resolve().relative_to(ROOT).as_posix()
+                found.setdefault(file, []).append(range(first, first + len(lines)))
+    return found
+
+
+def seen_from_outside(mutant: str, public: dict[str, list[range]]) -> bool:
+    """Whether a mutant changes a function that users call, or a file of its theme."""
+    diff = (TESTS / "mutants" / f"{mutant}.patch").read_text()
+    return any(
+        name.startswith(OUTSIDE) or any(line in lines for lines in public.get(name, ()))
+        for name, line in changes(diff[diff.index("diff --git ") :])
+    )
+
+
+def inside(broken_by: list[Mutant]) -> set[str]:
+    """The rows all of whose mutants are in the engine, below what users call."""
+    public = public_lines()
+    outside = {row for mutant in broken_by if seen_from_outside(mutant.name, public) for row in mutant.rows}
+    return {row for mutant in broken_by for row in mutant.rows} - outside
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
 def unbroken(rows: list[Row], proofs: list[Proof], broken_by: list[Mutant]) -> list[str]:
     """The rows that work, as far as their tests can tell, and that no mutant breaks."""
     shown = {row for proof in proofs for row in proof.rows} - {row for mutant in broken_by for row in mutant.rows}
@@ -76,9 +164,10 @@ def page(rows: list[Row], proofs: list[Proof], broken_by: list[Mutant]) -> str:
     tests = {row.id: [str(proof) for proof in proofs if row.id in proof.rows] for row in rows}
     names = {row.id: [mutant.name for mutant in broken_by if row.id in mutant.rows] for row in rows}
     working = [row for row in rows if tests[row.id] and not row.missing]
-    text = HEAD + "\n## Working\n\n| row | what | shown by | broken by |\n|---|---|---|---|\n"
+    text = HEAD + "\n## Working\n\n| row | what | dropped, because | shown by | broken by |\n|---|---|---|---|---|\n"
     for row in working:
-        text += f"| {row.id} | {row.what} | {', '.join(tests[row.id])} | {', '.join(names[row.id])} |\n"
+        cells = [row.id, row.what, row.why, ", ".join(tests[row.id]), ", ".join(names[row.id])]
+        text += f"| {' | '.join(cells)} |\n"
     if partly := [row for row in rows if tests[row.id] and row.missing]:
         text += "\n## Partly\n\n| row | what works | shown by | what is missing |\n|---|---|---|---|\n"
         for row in partly:

@@ -142,6 +142,7 @@ print(json.dumps([sys.argv[1:], [os.environ.get("DISTTENSOR_" + n) for n in name
 """
 
 
+@pytest.mark.row("M22")
 @pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node"])
 def test_what_the_script_gets(dtrun: Dtrun, spelling: str) -> None:
     options = (spelling, "3", "--simulate-cuda=2", "--backend", "tcp", "--trusted-network", "--encrypt", "--checksum")

@@ -193,6 +193,7 @@ def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:
 # ---- more nodes later ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("M23")
 def test_nodes_join_while_the_session_runs(start: Start) -> None:
     url = f"tcp://localhost:{free_port()}"
 

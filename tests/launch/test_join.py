@@ -99,6 +99,7 @@ def test_places_that_agents_know(job: Job, tmp_path: Path) -> None:
         assert seated(second) == (1, 0, 1)
 
 
+@pytest.mark.row("G5")
 def test_the_file_goes_with_the_job(job: Job, tmp_path: Path) -> None:
     path = tmp_path / "job"
     launcher = job(f"file://{path}", 2)
@@ -146,6 +147,7 @@ def test_a_secret_in_the_environment_is_for_the_root_only(job: Job, monkeypatch:
         assert seated(agent) == (0, 0, 1)
 
 
+@pytest.mark.row("M23")
 @pytest.mark.parametrize("url", ["tcp://[::1]:{}", "tcp://127.0.0.1:{}"])
 def test_addresses(job: Job, url: str) -> None:
     url = url.format(free_port())

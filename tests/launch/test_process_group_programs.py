@@ -119,6 +119,7 @@ def test_what_a_program_is_told(dtrun: Dtrun, launcher: str, tmp_path: Path) -> 
     assert sorted(json.loads(line)[0][1] for line in lines_of(out)) == sorted(local[0])
 
 
+@pytest.mark.row("G15")
 def test_modules_and_other_programs(tmp_path: Path) -> None:
     (tmp_path / "inner.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:])")
     for options in (("-n", "2", "-m"), ("-n", "2", "--no-python")):

@@ -56,6 +56,7 @@ class TestIssue241:
 # ---- the current node ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("M16")
 def test_node_blocks_nest() -> None:
     assert dt.session.current_node() == 0
     with dt.node(1):

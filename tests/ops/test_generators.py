@@ -44,6 +44,7 @@ DRAWS: dict[str, Callable[[torch.Generator, dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.row("M10")
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws(name: str) -> None:
     results = []
@@ -54,6 +55,7 @@ def test_draws(name: str) -> None:
     assert not torch.equal(*results[1])
 
 
+@pytest.mark.row("M10")
 def test_states() -> None:
     results = []
     for where in ("node:1", "cpu"):

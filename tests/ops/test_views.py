@@ -71,6 +71,7 @@ def test_write_to_view_changes_base(view: str, home: Home) -> None:
     home.same(remote, local)
 
 
+@pytest.mark.row("M5")
 @anywhere
 @pytest.mark.parametrize("view", VIEWS)
 def test_write_to_base_changes_view(view: str, home: Home) -> None:
@@ -237,6 +238,7 @@ def test_version_counters(home: Home) -> None:
         w.sum().backward()
 
 
+@pytest.mark.row("M5")
 def test_is_view_and_base(home: Home) -> None:
     x = home.send(torch.ones(3, 4))
     v = x[1][2:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Iterator
 
@@ -82,6 +83,7 @@ def test_using_a_tensor_waits_for_the_stream_that_makes_it() -> None:
     same(part, torch.tensor([0.0, 2.0]))
 
 
+@pytest.mark.row("M15")
 def test_events_order_writes_in_place() -> None:
     s = dt.Stream(0)
     x = torch.zeros(4, device="node:0")
@@ -102,6 +104,7 @@ def test_events_order_writes_in_place() -> None:
     same(x, torch.full((4,), 3.5))
 
 
+@pytest.mark.row("M15")
 def test_events_order_a_write_and_what_reads_the_same_memory() -> None:
     """Nothing else does: what is read is there already, and a view is another tensor than what it is of."""
     s, t = dt.Stream(0), dt.Stream(0)
@@ -226,6 +229,27 @@ def test_events_can_be_recorded_again_and_need_not_be_at_all() -> None:
         let_go()
         event.synchronize()
     assert event.query()
+
+
+@pytest.mark.row("M15")
+@pytest.mark.parametrize("what", ["a stream", "an event", "all streams"])
+def test_to_synchronize_is_to_wait(what: str) -> None:
+    """While the stream is busy it does not return, however long that is; then its work is done."""
+    s, returned = dt.Stream(0), threading.Event()
+    x = torch.zeros(4, device="node:0")
+    with busy(s) as let_go:
+        with dt.stream(s):
+            x.add_(1)
+        event = s.record_event()
+        wait = {"a stream": s.synchronize, "an event": event.synchronize, "all streams": dt.synchronize}[what]
+        waiting = thread(lambda: (wait(), returned.set()))
+        early = returned.wait(0.2)
+        let_go()
+        waiting.join()
+    assert not early
+    assert returned.is_set()
+    assert event.query()
+    same(x, torch.ones(4))
 
 
 def test_values_and_questions_in_a_stream() -> None:

@@ -162,6 +162,7 @@ def test_the_current_node_is_each_threads_own() -> None:
         assert dt.session.current_node() == 1
 
 
+@pytest.mark.row("M18")
 def test_the_current_node_is_each_tasks_own() -> None:
     async def program(k: int) -> tuple[int, int]:
         before = dt.session.current_node()

@@ -148,6 +148,7 @@ def test_map(executor: dt.tasks.Executor, chunksize: int) -> None:
     assert list(executor.map(pow, range(10), range(10), chunksize=chunksize)) == list(map(pow, range(10), range(10)))
 
 
+@pytest.mark.row("I27")
 def test_map_exception(executor: dt.tasks.Executor) -> None:
     results = executor.map(divmod, [1, 1, 1, 1], [2, 3, 0, 5])
     assert next(results) == (0, 1)
@@ -356,6 +357,7 @@ def test_max_workers_negative() -> None:
             dt.tasks.Executor(per_node=number)
 
 
+@pytest.mark.row("I27")
 def test_run_after_shutdown() -> None:
     executor = dt.tasks.Executor()
     executor.shutdown()

@@ -47,9 +47,9 @@ def net() -> nn.Module:
 
 
 def batch(i: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows for worker i, of which each rank of its group has the same ones: their mean has no rounding of its own."""
-    generator = torch.Generator().manual_seed(1000 * i + t)
-    return torch.randn(4, 5, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+    """Rows for worker i, of which each rank of its group has four of its own."""
+    generator, rows = torch.Generator().manual_seed(1000 * i + t), 4 * len(GROUPS[i])
+    return torch.randn(rows, 5, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
 
 
 def mesh_of(nodes: list[int]) -> dt.meshes.Mesh:
@@ -65,6 +65,14 @@ def groups(count: int = 3) -> list[nn.Module]:
 
 def step(worker: Any, t: int) -> torch.Tensor:
     x, y = batch(worker.index, t)
+    loss = F.cross_entropy(worker.module(x), dt.shard(y, worker.module.mesh, dp=0))
+    loss.backward()
+    return dt.all_reduce(loss.detach(), "avg", over="dp")
+
+
+def alone(worker: Any, t: int) -> torch.Tensor:
+    """The step of a worker that is one node, or local."""
+    x, y = batch(worker.index, t)
     loss = F.cross_entropy(worker.module(x.to(worker.device)), y.to(worker.device))
     loss.backward()
     return loss
@@ -75,9 +83,12 @@ def gradient(i: int, t: int, x: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         for p, value in zip(here.parameters(), x, strict=True):
             p.copy_(value)
-    features, y = batch(i, t)
-    F.cross_entropy(here(features), y).backward()
-    return [_mean(p.grad, len(GROUPS[i])) for p in here.parameters()]
+    found = []
+    for features, y in zip(*(rows.split(4) for rows in batch(i, t)), strict=True):
+        here.zero_grad()
+        F.cross_entropy(here(features), y).backward()
+        found.append([p.grad for p in here.parameters()])
+    return [_mean(grads) for grads in zip(*found, strict=True)]
 
 
 def replayed(worker: Any, t: int) -> None:
@@ -85,11 +96,12 @@ def replayed(worker: Any, t: int) -> None:
         p.grad = g
 
 
-def _mean(g: Any, size: int) -> torch.Tensor:
-    total = g
-    for _ in range(size - 1):
+def _mean(grads: tuple[Any, ...]) -> torch.Tensor:
+    """Of all ranks, in their order."""
+    total = grads[0]
+    for g in grads[1:]:
         total = total + g
-    return total / size
+    return total / len(grads)
 
 
 def same_bits(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
@@ -248,7 +260,7 @@ def test_the_mean_of_buffers_is_that_of_the_workers_that_are_left(form: str) -> 
     )
 
     def losing(worker: Any, t: int) -> torch.Tensor:
-        loss = step(worker, t)
+        loss = alone(worker, t)
         if (worker.index, t) == (2, 3):
             dt.kill(victim)
         return loss
@@ -260,5 +272,5 @@ def test_the_mean_of_buffers_is_that_of_the_workers_that_are_left(form: str) -> 
     left = [[buffer.cpu() for buffer in module.buffers()] for module in workers[:2]]
     assert same_bits(left[0], left[1])
     local = [copy.deepcopy(first) for _ in workers]
-    assert history.replay(local, step).events == history.events
+    assert history.replay(local, alone).events == history.events
     assert same_bits([buffer.detach() for buffer in local[0].buffers()], left[0])

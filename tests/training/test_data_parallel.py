@@ -225,7 +225,7 @@ def test_arguments_of_any_kind() -> None:
 # ---- beside the backward pass ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.row("T34")
+@pytest.mark.row("T34", "T36")
 def test_each_bucket_is_reduced_before_later_gradients_are_computed() -> None:
     """The gradients of five layers' weights are products; before each collective so many of them were issued."""
     m = ranks(2)
@@ -244,6 +244,7 @@ def test_each_bucket_is_reduced_before_later_gradients_are_computed() -> None:
     assert asynchronous == [True] * 4 + [False]  # what comes next waits for the last one
 
 
+@pytest.mark.row("T36")
 def test_one_bucket_is_one_plain_collective() -> None:
     m = ranks(2)
     _, model = made(m, bucket_mb=25.0)

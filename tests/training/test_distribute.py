@@ -141,6 +141,7 @@ def test_workers_share_a_stream(at: str) -> None:
     assert sorted(i for x in loader for shard in shards(x) for i in shard) == list(range(16))
 
 
+@pytest.mark.row("T57")
 def test_ranks_along_other_dims_have_the_same() -> None:
     there = mesh(dp=2, tp=2)
     for at in ("script", "node"):

@@ -58,6 +58,7 @@ def test_shard_k_begins_with_the_values_of_node_k(size: tuple[int, ...]) -> None
         assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.row("T43")
 def test_shards_of_a_mesh_and_of_the_first() -> None:
     mesh = dt.mesh(dp=2, nodes=[2, 1])
     mine = dt.meshes.from_shards(mesh, [torch.zeros(5), torch.ones(5)])
@@ -161,6 +162,7 @@ def test_modules_of_several_dtypes_are_pushed_preprocessed_and_integrated() -> N
         assert all(torch.equal(p.detach().cpu(), got[name]) for name, p in worker.named_parameters())
 
 
+@pytest.mark.row("T44")
 def test_a_pull_begun_earlier_has_the_values_of_then() -> None:
     x = torch.zeros(1000, device="node:1")
     with ParameterServer(x) as server:
@@ -281,6 +283,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+@pytest.mark.row("T42")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_raise_here_and_change_nothing(mistake: str) -> None:
     do, kind, text = MISTAKES[mistake]

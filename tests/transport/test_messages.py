@@ -76,14 +76,24 @@ NOTHING: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+def geometry(made: object) -> object:
+    """What is known of a tensor beside its place; what is said of one, without places."""
+    if isinstance(made, torch.Tensor):
+        return made.shape, made.stride(), made.storage_offset(), made.dtype, made.is_contiguous(), made.requires_grad
+    return tuple(part for part in made if not isinstance(part, torch.device)) if isinstance(made, tuple) else made
+
+
 @pytest.mark.row("M3")
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_is_sent(name: str, x: torch.Tensor) -> None:
+    """And what is known without it is what a local tensor has."""
     kept = [NOTHING[name](x)]
     with testing.MessageLog() as log:
         kept.append(NOTHING[name](x))
+        found = geometry(kept[-1])
     assert log.commands == []
     assert log.reports == 0
+    assert found == ((1, 0, 0, True) if name == "place" else geometry(NOTHING[name](torch.empty(16, 16))))
 
 
 def test_a_view_is_made_where_it_is_used(x: torch.Tensor) -> None:
@@ -224,10 +234,11 @@ ROUND_TRIPS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.row("M8", "M9")
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_one_round_trip(name: str, x: torch.Tensor) -> None:
-    kept = [ROUND_TRIPS[name](x)]
+    local, kept = x.cpu(), [ROUND_TRIPS[name](x)]
     with testing.MessageLog() as log:
         kept.append(ROUND_TRIPS[name](x))
     assert len(log.questions) == log.reports == 1
+    same(kept[-1], ROUND_TRIPS[name](local))
 
 
 def test_mask_of_a_write_needs_no_round_trip(x: torch.Tensor) -> None:

@@ -49,6 +49,7 @@ def test_no_hosts(text: str, message: str) -> None:
         parse_hosts(text)
 
 
+@pytest.mark.row("T58")
 def test_hostfile(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("""
@@ -182,12 +183,16 @@ def test_settings(script: str) -> None:
     assert parse(["-n", "auto", script]).nodes is None
 
 
+@pytest.mark.row("T58", "G14")
 def test_plan(script: str) -> None:
     assert spec_of(parse([script])) == LaunchSpec("local")
     options = parse(["--hosts", "a:3,b", "-n", "2", "--launcher", "nearby", "--interface", "eth0, ::1", script])
     hosts, ways = (Host("a", 3), Host("b", 2)), ("eth0", "::1")
     assert spec_of(options) == LaunchSpec("nearby", hosts=hosts, interface=ways, folder=os.path.realpath("."))
     assert spec_of(parse(["--hosts", "a", "--launcher", "nearby", "-m", "x"])).folder == os.getcwd()
+    Path("hosts").write_text("a slots=3\nb  # as many as -n says\n")
+    options = parse(["--hostfile", "hosts", "-n", "2", "--launcher", "nearby", script])
+    assert spec_of(options) == LaunchSpec("nearby", hosts=hosts, folder=os.path.realpath("."))
     assert for_script(options, spec_of(options)) == {}  # how many there are, the spec knows
     assert spec_of(parse(["--timeout", "7", script])).timeout == 7
     reach = ["--python", "/opt/python", "--ssh-options=-p 2222", "--launcher-option", "ssh=slow ssh", script]

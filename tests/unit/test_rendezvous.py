@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous, find_rendezvous
+from disttensor.startup.rendezvous import rendezvous_of
 
 ENVIRONMENT = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "2", "WORLD_SIZE": "5"}
 
@@ -27,10 +28,13 @@ def test_a_host_and_a_port(url: str, host: str, text: str) -> None:
     assert str(found) == text
 
 
-@pytest.mark.row("G4")
+@pytest.mark.row("G4", "G5")
 def test_rank_and_size_as_torch_takes_them_in_the_url() -> None:
     assert find_rendezvous("tcp://node1:1?rank=1&world_size=2") == Rendezvous("tcp", "node1", 1, rank=1, size=2)
-    assert find_rendezvous("file:///a/b?rank=0&world_size=2") == Rendezvous("file", path="/a/b", rank=0, size=2)
+    file = Rendezvous("file", path="/a/b", rank=0, size=2)
+    assert find_rendezvous("file:///a/b?rank=0&world_size=2") == file
+    assert rendezvous_of("file:///a/b?rank=0&world_size=2", None, None, None) == file
+    assert rendezvous_of("file:///a/b", 0, 2, None) == file
 
 
 def test_a_path() -> None:
@@ -67,11 +71,27 @@ def test_the_environment_of_torchrun() -> None:
         ("file://job", None, None, "names no absolute path"),
         ("etcd://node1:1", None, None, "is unknown; it is one of 'local://', 'env://'"),
         ("", None, None, "is unknown"),
+        ("multicast://239.255.0.1:29500", None, None, "is unknown"),
     ],
 )
 def test_what_says_too_little(url: str, rank: int | None, size: int | None, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         find_rendezvous(url, rank, size)
+    with pytest.raises(ValueError, match=text):
+        rendezvous_of(url, rank, size, None)
+
+
+@pytest.mark.row("G3", "G6")
+def test_without_a_word_a_script_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says: its nodes are its own."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert rendezvous_of(None, None, None, None) is None
+    with pytest.raises(ValueError, match="go with an init_method"):
+        rendezvous_of(None, 1, 3, None)
+    monkeypatch.setenv("RANK", "0")  # a process of another rank becomes a node
+    assert rendezvous_of("env://", None, None, None) == Rendezvous("tcp", "node1", 29500, rank=0, size=5)
+    assert rendezvous_of("env://", None, 9, None) == Rendezvous("tcp", "node1", 29500, rank=0, size=9)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)

@@ -77,6 +77,7 @@ def test_all_rows_are_tested() -> None:
     assert {row.argument for row in SETTINGS} - set(CASES) == {"log_dir", "tee", "redirects", "rank"}
 
 
+@pytest.mark.row("G14")
 @pytest.mark.parametrize("row", [row for row in SETTINGS if row.argument in CASES], ids=lambda row: row.argument)
 def test_who_comes_first(row: Setting) -> None:
     """The argument, then the variable, then what dtrun has said, then the default."""

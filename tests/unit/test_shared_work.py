@@ -231,6 +231,7 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
     assert not queue._leases
 
 
+@pytest.mark.row("I23")
 def test_what_a_node_may_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "MAX_HELD", 3 * SIZE)
     a = Asking()

@@ -10,6 +10,7 @@ import pytest
 from disttensor.cli.checked_options import parse, spec_of
 from disttensor.runtime.host import slurm_env
 from disttensor.runtime.launch.rendezvous.rendezvous import find_rendezvous
+from disttensor.startup.rendezvous import rendezvous_of
 
 #: Task 3 of `srun -N2 -n4`, as Slurm 22.05 tells it.
 STEP = {
@@ -87,7 +88,7 @@ def test_what_slurm_has_divided() -> None:
 
 
 @pytest.mark.row("I15")
-def test_seats() -> None:
+def test_seats(job: pytest.MonkeyPatch) -> None:
     """Node k is task k + 1; on the first host, the master is the first task."""
     far = find_rendezvous("slurm://", environ=STEP)
     assert far is not None
@@ -100,6 +101,10 @@ def test_seats() -> None:
     assert (near.path, near.assigned) == ("/shared/file", (1, 1, 2))
     with pytest.raises(ValueError, match=r"needs the tasks of one srun: srun -n 5 python script\.py"):
         find_rendezvous("slurm://", environ=BATCH)
+    enter(job, {**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
+    script = rendezvous_of("slurm://", None, None, None)
+    assert script is not None
+    assert (script.rank, script.size, script.assigned) == (0, 4, (-1, -1, 2))
 
 
 def test_the_plan_of_a_step(job: pytest.MonkeyPatch, tmp_path: Path) -> None:
