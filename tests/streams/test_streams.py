@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from checkout import ROOT
 from equal import same
 from stream_kit import busy, meet, run_on, thread
 
@@ -250,6 +252,25 @@ def test_to_synchronize_is_to_wait(what: str) -> None:
     assert returned.is_set()
     assert event.query()
     same(x, torch.ones(4))
+
+
+@pytest.mark.row("M14")
+def test_what_the_readme_says_to_wait_waits() -> None:
+    """While the node is busy none of it returns, and an operation does."""
+    [sentence] = re.findall(r"(?m)^\| wait \| (.*?)\. ", (ROOT / "README.md").read_text())
+    lines = re.findall(r"`([^`]+)`", sentence)
+    assert lines == ["x.item()", "x.cpu()", "print(x)", "dt.synchronize()"]
+    x, returned = torch.ones((), device="node:0"), []
+    with busy(dt.streams.default_stream(0)) as let_go:
+        x = (x + 1).relu_()
+        waiting = [thread(lambda line=line: (eval(line, {"dt": dt, "x": x}), returned.append(line))) for line in lines]
+        waiting[0].join(0.2)
+        early = list(returned)
+        let_go()
+        for each in waiting:
+            each.join()
+    assert early == []
+    assert sorted(returned) == sorted(lines)
 
 
 def test_values_and_questions_in_a_stream() -> None:
