@@ -278,7 +278,7 @@ class Executor(NodeState):
         self.store.settle(None)  # the function may write tensors that are being sent
         job = self.functions.claim(command)
         with page.mine.function(self.number):
-            done = job(self.held if command.holds else self.tensor)
+            done = job(self.held if command.holds else self.lent)
         refs = TRAITS[c.Run].makes(command, None)
         self.store.entries.update(zip(refs, self.finish_run(command, *done), strict=True))
 

@@ -331,6 +331,10 @@ class NodeState:
             raise PoisonRead(entry)
         return entry
 
+    def lent(self, ref: int) -> torch.Tensor:
+        """Returns the tensor under ``ref``, as ``tensor`` does, for a function that may keep it."""
+        return self.store.lent(ref, self.tensor(ref))  # type: ignore[no-any-return]
+
     def held(self, ref: int) -> Held:
         """Returns the tensor under ``ref`` for a function that wants it held, where nothing runs beside that."""
         return Held(self.tensor(ref))

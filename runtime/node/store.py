@@ -185,15 +185,21 @@ class Store:
     def _watch(self, refs: Iterable[int]) -> None:
         for ref in refs:
             orphans = self.watched.pop(ref, None)
-            tensor = self.entries.get(ref)
-            if orphans is not None and isinstance(tensor, torch.Tensor) and shared(tensor):
+            entry = self.entries.get(ref)
+            tensor = None if orphans is None or entry is None else made(entry)
+            if orphans is not None and tensor is not None and shared(tensor):
                 orphans[ref] = tensor
+
+    def lent(self, ref: int, value: Any) -> Any:
+        """Returns what a function gets as ``value``, the entry under ``ref``: for a graph's output another tensor in
+        its memory, for if the function keeps it, the next replay has to see that (``shared``)."""
+        return value.detach() if ref in self.watched and isinstance(value, torch.Tensor) else value
 
     def aliases(self, tensor: torch.Tensor) -> list[int]:
         """Returns all refs that share ``tensor``'s memory. Walks the store: for the failure path only."""
         address = memory(tensor)
-        tensors = ((r, e.value if isinstance(e, Promise) else e) for r, e in self.entries.items())
-        return [r for r, t in tensors if isinstance(t, torch.Tensor) and memory(t) == address]
+        tensors = ((ref, made(entry)) for ref, entry in self.entries.items())
+        return [ref for ref, tensor in tensors if tensor is not None and memory(tensor) == address]
 
     def settle(self, tensors: list[torch.Tensor] | None) -> None:
         """Waits for sends that read the memory of ``tensors``, which is about to change. None: waits for all sends."""

@@ -17,6 +17,7 @@ from node_kit import ALL, FULL, Node
 
 from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.node import user_functions as functions
+from disttensor.runtime.node.store import Promise
 from disttensor.runtime.node.user_functions import key_of
 from disttensor.runtime.protocol import codec, values
 from disttensor.runtime.protocol import commands as c
@@ -453,3 +454,27 @@ def test_an_operator_that_gives_another_number_than_asked_for_is_answered_once(
     assert isinstance(failed, c.Failed)
     assert text in failed.message
     assert answer == c.Poisoned(5, 0, failed.seq)
+
+
+class _WhenAskedFor(Promise):
+    """What a lane is writing: it is done as soon as somebody waits for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self.is_completed():
+            self.keep(self._tensor)
+        super().wait(timeout)
+
+
+def test_a_replay_waits_for_what_writes_its_output_of_which_there_is_a_view(ready: Node) -> None:
+    replay = c.Replay(1, 0, (), (), ())
+    ready.do(c.Part(1, (c.Call(2, 5, (4, 3)),), ()), c.Graph(1, (), (5,), (), "interpreter"), replay)
+    ready.do(c.Call(9, 7, (2, 0)))
+    assert ready[7].tolist() == [5, 5]
+    ready.executor.store.entries[5] = _WhenAskedFor(ready[5])
+    ready.do(c.Call(3, 8, (7, 10)), replay)
+    assert ready[5].tolist() == [[23, 23]] * 2
+    assert ready[7].tolist() == [23, 23]

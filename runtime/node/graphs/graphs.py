@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from ...protocol import codec
 from ...protocol import commands as c
 from ...protocol.errors import DisttensorError, ProtocolError
+from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
 from ..state import NodeState
-from ..store import Unmade, memory, shared
+from ..store import Promise, Unmade, made, memory, shared
 from ..template import Broken
 from .engines.builder import Builder
 from .engines.registry import ENGINES
@@ -65,6 +66,8 @@ class Graph:
     numbers: int  #: how many of a replay's numbers its programs know: the rest is for other nodes
     #: outputs that were freed while others (views made outside) see their memory
     orphans: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: views made outside that the last replay has poisoned, as it failed to make their values: (ref, view, poison)
+    spoiled: list[tuple[int, torch.Tensor, Poison]] = field(default_factory=list)
 
 
 @dataclass
@@ -237,8 +240,10 @@ class Graphs:
         for ref, new in zip(graph.returned, refs, strict=True):
             if not ref:
                 continue
-            result = entries[ref] if ref in graph.outputs else entries.pop(ref)
-            if isinstance(result, torch.Tensor) and (static or memory(result) in outputs):
+            kept = ref in graph.outputs
+            # what is kept as well may be written: it is copied, for which it has to be there
+            result = self._node.entry(ref) if kept else entries.pop(ref)
+            if isinstance(result, torch.Tensor) and (static or kept or memory(result) in outputs):
                 result = result.clone()
             entries[new] = result
 
@@ -246,9 +251,17 @@ class Graphs:
         """Lets go of the last replay's outputs. Returns those whose memory others see: it gets the new values."""
         entries = self._node.store.entries
         kept: dict[int, torch.Tensor] = {}
+        for ref, view, poison in graph.spoiled:
+            if entries.get(ref) is poison:
+                entries[ref] = view
+        graph.spoiled.clear()
         for ref in list(graph.outputs):
+            if isinstance(entries.get(ref), Promise):  # a stream or an asynchronous collective writes it
+                self._awaited(ref)
             entry = entries.pop(ref, None)
-            old = entry if isinstance(entry, torch.Tensor) else graph.orphans.get(ref)
+            old = None if entry is None else made(entry)
+            if old is None:
+                old = graph.orphans.get(ref)
             if old is not None and shared(old):
                 kept[ref] = old
                 continue
@@ -263,11 +276,13 @@ class Graphs:
         if store.sending and kept:
             store.settle(list(kept.values()))
         for ref, old in kept.items():
-            new = store.entries.get(ref)
+            new = self._awaited(ref)
             if isinstance(new, torch.Tensor):
                 if memory(new) != memory(old):
                     old.copy_(new)
                 store.entries[ref] = old
+            elif isinstance(new, Poison):
+                self._spoil(graph, old, new)
             if ref not in store.watched:
                 store.entries.pop(ref, None)
                 graph.orphans[ref] = old
@@ -275,6 +290,15 @@ class Graphs:
                 graph.orphans.pop(ref, None)
             else:
                 graph.orphans[ref] = old
+
+    def _spoil(self, graph: Graph, old: torch.Tensor, poison: Poison) -> None:
+        """Poisons the views of an output that a replay failed to make, until one makes it: they would show the values
+        of another replay."""
+        entries = self._node.store.entries
+        for ref in self._node.store.aliases(old):
+            if ref not in graph.outputs and (view := made(entries[ref])) is not None:
+                graph.spoiled.append((ref, view, poison))
+                entries[ref] = poison
 
     def _single(self, step: Single, transfer: int) -> None:
         command = step.command

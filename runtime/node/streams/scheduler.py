@@ -240,7 +240,7 @@ class Scheduler(Lanes):
             touched = {memory(tensor) for tensor in values.values() if isinstance(tensor, torch.Tensor)}
             for entry, transfer in sends:  # the function may write their memory, and what it has kept of earlier calls
                 release(entry, transfer, None if isinstance(entry, Reading) and not command.outs else touched)
-            return node.finish_run(command, *done(values.__getitem__))
+            return node.finish_run(command, *done(lambda ref: self.store.lent(ref, values[ref])))
 
         answer = self._answers(command.request)
 
