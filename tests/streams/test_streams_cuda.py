@@ -14,6 +14,7 @@ from equal import same
 import disttensor as dt
 from disttensor.runtime.node.streams import cuda_lane
 from disttensor.runtime.node.streams.lane import Lane
+from disttensor.runtime.node.streams.lanes import Lanes
 
 CUDA = torch.device("cuda:0")
 
@@ -129,6 +130,42 @@ def test_events_are_done_when_the_device_has_come_to_them(log: list[tuple[str, .
     assert not mark.is_completed()
     cuda_lane.wait(lane(), mark)
     assert mark.is_completed()
+
+
+@pytest.mark.usefixtures("nodes", "settled")
+def test_the_lanes_of_a_node_with_gpus_do_what_those_of_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that makes a node have lanes, where it takes itself to have GPUs though its tensors are on CPUs: copies,
+    streams, functions, asynchronous collectives, replays; beside tensors that have no single truth, or a false one."""
+    yes = property(lambda lanes: True, lambda lanes, found: vars(lanes).update(cuda=found))
+    monkeypatch.setattr(Lanes, "cuda", yes, raising=False)
+    others = [x.to("node:1") for x in (torch.arange(4.0), torch.zeros(1), torch.zeros(()), torch.empty(0, 3))]
+    here = torch.arange(12.0).view(3, 4)
+    for size in (1, 1 << 18):  # what is there at once, and what arrives meanwhile
+        big = here.repeat(size, 1)
+        x = big.to("node:0")
+        y = x.to("node:1").to("node:2").to("node:1")
+        z = (y * 2).to("node:0")
+        s = dt.Stream(node=1)
+        with dt.stream(s):
+            t = y + 1
+        s.synchronize()
+        doubled = dt.run(torch.mul, y, 2, node=1)
+        works = [dt.all_reduce([x * 1, y * 1], async_op=True) for _ in range(2)]
+        g = dt.Graph()
+        with dt.graph(g):
+            sent = y.to("node:0")[0]
+        y.add_(1)
+        g.replay()
+        del s
+        for remote, local in [(z, big * 2), (t, big + 1), (doubled, big * 2), (y, big + 1), (sent, big[0] + 1)]:
+            same(remote, local)
+        for work in works:
+            for total in work.result():
+                same(total, big * 2)
+    for remote, local in zip(
+        others, (torch.arange(4.0), torch.zeros(1), torch.zeros(()), torch.empty(0, 3)), strict=True
+    ):
+        same(remote, local)
 
 
 @pytest.fixture

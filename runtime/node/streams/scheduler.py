@@ -147,8 +147,9 @@ class Scheduler(Lanes):
         if self._taints:
             return False
         if self.cuda:
-            for tensor in filter(None, map(made, self.entries.values())):
-                keep_for_default(tensor)
+            for tensor in map(made, self.entries.values()):
+                if tensor is not None:
+                    keep_for_default(tensor)
         return True
 
     def _let_go(self) -> None:
