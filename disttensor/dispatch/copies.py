@@ -266,7 +266,9 @@ def put(tensor: Any, place: Place, ref: int) -> None:
     plain = there.detach().contiguous()
     at = plain._h.ref or materialise(plain._h)
     make_room(place)
-    clone = place.define("aten::clone", (c.Hole(True),), (), 1, site)
+    # torch calls a tensor contiguous whatever the strides of dimensions of one element, and a clone would keep them
+    contiguous_copy = (("memory_format", codec.to_spec(torch.contiguous_format)),)
+    clone = place.define("aten::clone", (c.Hole(True),), contiguous_copy, 1, site)
     if place.outbox.add(c.Call(clone, ref, (ref - at,)), site):
         place.session.flush(place.outbox)
 

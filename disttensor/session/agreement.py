@@ -11,6 +11,7 @@ import torch
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import RanksDiffer
+from ..runtime.protocol.flat import as_bytes
 from .places import MeshPlace
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def agreed_bytes(place: MeshPlace, tensors: Sequence[torch.Tensor]) -> None:
     def words(tensor: torch.Tensor) -> str:
         return str(tensor.tolist()) if tensor.numel() <= _SHORT else f"{tuple(tensor.shape)} {tensor.dtype}"
 
-    keys = [tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    keys = [as_bytes(tensor.contiguous()).numpy().tobytes() for tensor in tensors]
     one(place, keys, [words(tensor) for tensor in tensors])
 
 

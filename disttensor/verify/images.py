@@ -16,6 +16,7 @@ from ..proxy.meta import Handle, Lazy, Shared, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.flat import flattened
 from ..session.places import Place
 from ..storage.storages import memory_of
 
@@ -125,7 +126,7 @@ def sum_of(tensor: DistributedTensor) -> int:
 
 def local_sum(tensor: torch.Tensor) -> int:
     """Returns the same checksum of a local tensor."""
-    flat: Any = tensor.detach().contiguous().view(-1)
+    flat: Any = flattened(tensor.detach().contiguous())
     for op, *args in _CHECKSUM:
         flat = op(flat, *args)
     return int(flat)

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from ..channel.payload import is_plain, plain, scratch, store
+from ..protocol.flat import flattened
 from . import direct, halving, hierarchical, ring, tree
 from .algorithm_table import Way, choose
 from .cut import cut, cut_apart, pieces_of, slabs
@@ -256,7 +257,7 @@ def _plain(exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
     Arbitrary contents, if that fails: the others are told.
     """
     try:
-        return plain(tensor.detach()).view(-1)
+        return flattened(plain(tensor.detach()))
     except Exception as error:
         exchange.fail(error)
         return scratch(tensor)
@@ -268,7 +269,7 @@ def _flat(exchange: Exchange, targets: Sequence[torch.Tensor], reads: bool = Fal
 
     ``reads``: the temporary memory has the targets' contents.
     """
-    outs = [t.detach().view(-1) if is_plain(t) else _plain(exchange, t) if reads else scratch(t) for t in targets]
+    outs = [flattened(t.detach()) if is_plain(t) else _plain(exchange, t) if reads else scratch(t) for t in targets]
     yield outs
     exchange.end()
     for target, out in zip(targets, outs, strict=True):

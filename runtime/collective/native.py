@@ -13,6 +13,7 @@ import torch
 
 from ..channel.payload import is_plain, plain, scratch, store
 from ..protocol.errors import BrokenError
+from ..protocol.flat import flattened
 from .calls import barrier
 from .exchange import Exchange
 from .reduction import ReduceOp
@@ -55,8 +56,8 @@ def _flat(exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
     """
     try:
         if is_plain(tensor) or tensor.device.type not in exchange.channel.capabilities.devices:
-            return plain(tensor.detach()).view(-1)
-        return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            return flattened(plain(tensor.detach()))
+        return flattened(tensor.detach().resolve_conj().resolve_neg().contiguous())
     except Exception as error:
         exchange.fail(error)
         return scratch(tensor)

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from ..channel.payload import plain, scratch, store
+from ..protocol.flat import flattened
 from .exchange import Exchange
 from .reduction import ReduceOp
 
@@ -64,7 +65,7 @@ def gathered(exchange: Exchange, inputs: Tensors, outs: Tensors, counts: Sequenc
 
 def gathered_into(inputs: Tensors, out: torch.Tensor, lengths: Sequence[int], between: Between) -> None:
     """Does an all_gather into one tensor: rank i's tensor of ``lengths[i]`` elements is a piece of ``out``."""
-    room = out.view(-1) if out.is_contiguous() else scratch(out)
+    room = flattened(out) if out.is_contiguous() else scratch(out)
     between(list(inputs), list(room.split(list(lengths))))
     if not out.is_contiguous():
         store(out, room)

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from ..protocol.flat import as_bytes
 from .held import Held, apart
 
 #: Numbers in one row of a fingerprint, each of which has another factor.
@@ -179,7 +180,7 @@ def _fingerprint(tensor: torch.Tensor, sizes: Sequence[int] | None) -> bytes:
     It is made by sums, as fast as memory can be read. Any one change is found; what somebody has made to deceive is
     not.
     """
-    data = _plain(tensor, sizes).contiguous().flatten().view(torch.uint8)
+    data = as_bytes(_plain(tensor, sizes).contiguous())
     rest = data.numel() % 8
     tail = bytes(data[data.numel() - rest :].tolist())
     words = data[: data.numel() - rest].clone() if data.storage_offset() % 8 else data[: data.numel() - rest]

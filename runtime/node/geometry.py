@@ -10,6 +10,7 @@ from ..channel.payload import has_memory
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import GeometryError
+from ..protocol.flat import as_bytes
 
 
 def of(tensor: torch.Tensor) -> c.Expected:
@@ -47,13 +48,38 @@ def expected(
     return c.Expected(shape, stride, offset, codec.dtype_id(dtype), bits[0] + 2 * bits[1])
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of the same geometry, which the script has been told: a clone begins its memory, without gaps."""
+    if tensor.is_conj():
+        return copied(tensor.conj()).conj()
+    if tensor.is_neg():
+        return torch._neg_view(copied(torch._neg_view(tensor)))
+    shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if tensor.numel() else 0
+    if not offset and 0 < tensor.numel() == span:
+        return tensor.clone()
+    memory = tensor.new_empty(offset + span)
+    memory[offset:].copy_(tensor.as_strided((span,), (1,), offset))
+    return memory.as_strided(shape, stride, offset)
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor lies as one that was made lies: torch calls one contiguous whatever the strides of
+    dimensions of one element, and a script that has not been told of any takes it to lie so."""
+    step, strides = 1, []
+    for n in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return not tensor.storage_offset() and tensor.stride() == tuple(reversed(strides))
+
+
 def digest(tensor: torch.Tensor) -> bytes:
     """Returns the hash of a tensor's bytes, as it lies when it is contiguous. Raises TypeError as ``of``."""
     of(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     hasher = hashlib.blake2b(digest_size=codec.DIGEST)
     if plain.numel():
-        hasher.update(plain.flatten().view(torch.uint8).numpy().data)
+        hasher.update(as_bytes(plain).numpy().data)
     return hasher.digest()
 
 

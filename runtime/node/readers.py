@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..protocol.batches import describe
+from . import geometry
 from .samples import Plan, loader
 from .tokens import behind, token_of
 
@@ -122,7 +123,7 @@ def _as_ever(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor as the script takes it to be: contiguous, and the only one in its memory."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     whole = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
-    return plain if plain.is_contiguous() and whole else plain.clone(memory_format=torch.contiguous_format)
+    return plain if geometry.plain(plain) and whole else plain.clone(memory_format=torch.contiguous_format)
 
 
 # ---- what the script runs --------------------------------------------------------------------------------------------

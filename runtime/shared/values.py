@@ -11,6 +11,7 @@ import torch
 from ..protocol import values
 from ..protocol.dtypes import DTYPES, IDS, QUANTIZED
 from ..protocol.errors import ProtocolError
+from ..protocol.flat import as_bytes
 from ..protocol.shared_objects import MAX_ITEM, MAX_TENSORS, Flat, Item
 
 
@@ -90,7 +91,7 @@ def fetched(x: torch.Tensor, what: str) -> torch.Tensor:
 
 def bytes_of(x: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor as bytes."""
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy()).cast("B") if x.numel() else memoryview(bytearray())  # type: ignore[arg-type]
+    return memoryview(as_bytes(x).numpy()).cast("B") if x.numel() else memoryview(bytearray())  # type: ignore[arg-type]
 
 
 def nbytes_of(dtype: int, shape: Sequence[int], what: str) -> int:

@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 
 from ...protocol.errors import BrokenError, ProtocolError
+from ...protocol.flat import as_bytes
 from ..base import Capabilities
 from ..carrier import Carrier, Parcel, Say
 from ..library_groups import GroupedChannel, entry
@@ -141,7 +142,7 @@ class GlooCarrier(Carrier):
 
     def carry(self, tensor: torch.Tensor) -> None:
         if self.group is not None:
-            self.group.send(plain(tensor).view(-1).view(torch.uint8), self.pair.index(self._peer))
+            self.group.send(as_bytes(plain(tensor)), self.pair.index(self._peer))
 
     def open(self, descriptor: bytes, nbytes: int) -> _Payload:
         return _Payload(self, nbytes)

@@ -21,6 +21,7 @@ from ...protocol import commands as c
 from ...protocol.errors import DisttensorError, ProtocolError
 from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
+from .. import geometry
 from ..state import NodeState
 from ..store import Promise, Unmade, made, memory, shared
 from ..template import Broken
@@ -244,7 +245,7 @@ class Graphs:
             # what is kept as well may be written: it is copied, for which it has to be there
             result = self._node.entry(ref) if kept else entries.pop(ref)
             if isinstance(result, torch.Tensor) and (static or kept or memory(result) in outputs):
-                result = result.clone()
+                result = geometry.copied(result)
             entries[new] = result
 
     def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:
