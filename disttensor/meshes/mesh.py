@@ -27,14 +27,15 @@ class Mesh:
     and ``rename`` give other names for the same place, whose tensors mix freely; another mesh is another place.
     """
 
-    __slots__ = ("_dims", "_place")
+    __slots__ = ("_claim", "_dims", "_place")
 
-    def __init__(self, place: MeshPlace, dims: Mapping[str, int]) -> None:
-        self._place, self._dims = place, dict(dims)
+    def __init__(self, place: MeshPlace, dims: Mapping[str, int], claim: _Claim | None = None) -> None:
+        self._place, self._dims, self._claim = place, dict(dims), claim or _Claim()
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self._dims.items())
-        return f"Mesh({dims}, nodes={list(self.nodes)}, device={str(self.device)!r})"
+        device = "closed" if self._claim.closed else f"device={str(self.device)!r}"
+        return f"Mesh({dims}, nodes={list(self.nodes)}, {device})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self._place is other._place and self._dims == other._dims
@@ -102,7 +103,7 @@ class Mesh:
 
     def _view(self, dims: Mapping[str, int]) -> Mesh:
         self._place.name_dims(dims)
-        return Mesh(self._place, dims)
+        return Mesh(self._place, dims, self._claim)
 
     # ---- views -------------------------------------------------------------------------------------------------------
 
@@ -173,8 +174,22 @@ class Mesh:
         return self._view(made)
 
     def close(self) -> None:
-        """Gives the place's slot back (there are 128 for all devices). Tensors that are there stay as they are."""
-        self._place.session.places.close_mesh(self._place)
+        """Closes this mesh, and its views. With the last one of its place, whichever call has made it, the place's slot
+        is given back (there are 128 for all devices): its tensors stay as they are, and nothing new can be made on its
+        device."""
+        with self._place.session.places.lock:
+            if not self._claim.closed:
+                self._claim.closed = True
+                self._place.session.places.close_mesh(self._place)
+
+
+class _Claim:
+    """The claim to a place of one mesh that was made, and of its views; or of what nobody closes."""
+
+    __slots__ = ("closed",)
+
+    def __init__(self) -> None:
+        self.closed = False
 
 
 def mesh(*, nodes: Sequence[int] | None = None, device: str | None = None, **dims: int) -> Mesh:
@@ -222,7 +237,7 @@ def mesh(*, nodes: Sequence[int] | None = None, device: str | None = None, **dim
 
 def _mesh(members: Sequence[Place], dims: Mapping[str, int]) -> Mesh:
     _alike(members)
-    return Mesh(members[0].session.places.mesh(members, dims), dims)
+    return Mesh(members[0].session.places.claim(members, dims), dims)
 
 
 def _alike(members: Sequence[Place]) -> None:

@@ -223,7 +223,7 @@ class MeshPlace(Place):
     dims have names.
     """
 
-    __slots__ = ("_members", "_varying", "axes", "begun", "dims", "number", "seed")
+    __slots__ = ("_members", "_varying", "axes", "begun", "claims", "dims", "number", "seed")
 
     def __init__(
         self,
@@ -236,6 +236,7 @@ class MeshPlace(Place):
         seed: int,
     ) -> None:
         self._members = tuple(members)
+        self.claims = 0  #: how many meshes that the script has made have it, and are not closed
         self.number = number  #: of its generator that is the same on all ranks
         self.seed = seed  #: with which its generators begin
         self.dims = dict(dims)  #: the sizes of the dims, by name
@@ -251,6 +252,12 @@ class MeshPlace(Place):
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self.dims.items())
         return f"the mesh ({dims}) of nodes {numbers(self.ranks)} {self.name}"
+
+    @property
+    def made_by(self) -> str:
+        """The call that gives the script this place."""
+        device = "" if self.name == self.session.places.at(self.ranks[0]).name else f", device={self.name!r}"
+        return f"dt.mesh({', '.join(f'{name}={n}' for name, n in self.dims.items())}, nodes={list(self.ranks)}{device})"
 
     @property
     def node(self) -> NoReturn:  # type: ignore[override]
@@ -442,6 +449,13 @@ class Places:
                 Places.meshes_made = True
             return place
 
+    def claim(self, members: Sequence[Place], dims: Mapping[str, int]) -> MeshPlace:
+        """Returns the place of these members for one mesh more, which ``close_mesh`` ends."""
+        with self.lock:
+            place = self.mesh(members, dims)
+            place.claims += 1
+            return place
+
     def seeded(self, seed: int) -> None:
         """Notes that all generators, of all places, have been seeded."""
         with self.lock:
@@ -527,10 +541,12 @@ class Places:
         place.drawing = number
 
     def close_mesh(self, place: MeshPlace) -> None:
-        """Gives the slot of a mesh's place back. Its tensors stay as they are, and new ones can't be made there."""
+        """Ends one mesh's claim to its place. The last one gives the slot back: the place's tensors stay as they are,
+        and new ones can't be made there."""
         with self.lock:
+            place.claims -= 1
             key = _key(place.members, place.dims)
-            if self._meshes.pop(key, None) is not None:
+            if place.claims <= 0 and self._meshes.pop(key, None) is not None:
                 del self._by_slot[place.slot]
                 self._given_back.append(place.slot)
                 self._closed[key] = place
@@ -634,6 +650,12 @@ class Places:
             return self._by_node[current_node.get()]
         place = self._by_slot.get(slot)
         if place is None:
+            for closed in self._closed.values():
+                if closed.slot == slot:
+                    raise RuntimeError(
+                        f"device {str(device)!r} is closed: it was {closed}, whose mesh.close() has given it back; what "
+                        f"is there stays, and {closed.made_by} has new tensors there again"
+                    )
             also = "a node's other devices are named by disttensor.device(node, 'cuda:1')"
             if NODE_SLOTS <= slot < len(self._nodes):
                 also = f"node {slot}'s device is disttensor.device({slot}), as its index is not the node's number"

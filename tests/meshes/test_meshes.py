@@ -1112,9 +1112,40 @@ def test_a_closed_mesh_gives_its_slot_back() -> None:
     slot = made.device.index
     made.close()
     assert (x + 1).sum().item() == 4
-    with pytest.raises(RuntimeError, match="does not exist"):
+    with pytest.raises(
+        RuntimeError, match=rf"device 'node:{slot}' is closed: it was the mesh \(z=2\) of nodes 3 and 0 cpu"
+    ):
         torch.ones(2, device=f"node:{slot}")
     assert mesh(z=2, nodes=[0, 3]).device.index != slot  # as long as there are others
     again = mesh(z=2, nodes=[3, 0])
     assert again == made
     assert (torch.ones(2, device=again.device) + x).sum().item() == 4
+
+
+def test_closing_a_mesh_closes_that_one_only() -> None:
+    """Not one of the same nodes that other code has made, nor what is there; its own views are closed with it."""
+    first, second = mesh(once=2, nodes=[1, 2]), mesh(once=2, nodes=[1, 2])
+    whole = mesh(outer=2, inner=2)
+    part, kept = whole.slice(outer=0), whole.slice(outer=0).device
+    assert (first.device, repr(first)) == (second.device, repr(second))
+    linear = torch.nn.Linear(4, 2).to(first.device)
+    view = second.rename(once="twice")
+    second.close()
+    second.close()
+    view.close()
+    assert repr(second) == "Mesh(once=2, nodes=[1, 2], closed)"
+    assert repr(view) == "Mesh(twice=2, nodes=[1, 2], closed)"
+    assert repr(first) == f"Mesh(once=2, nodes=[1, 2], device='{first.device}')"
+    x = torch.ones(3, 4, device=first.device)
+    assert linear(x).shape == (3, 2)
+    assert dt.run(len, x, node=first) == [3, 3]
+    part.close()
+    assert torch.ones(2, device=kept).sum().item() == 2  # the other slice's
+    first.close()
+    assert (x + 1).sum().item() == 24
+    for make in (lambda: torch.ones(3, device=first.device), lambda: torch.ones(3).to(second.device)):
+        with pytest.raises(RuntimeError, match=r"whose mesh.close\(\) .* dt.mesh\(once=2, nodes=\[1, 2\]\) has new"):
+            make()
+    again = mesh(once=2, nodes=[1, 2])
+    assert torch.ones(3, device=first.device).sum().item() == 3
+    again.close()
