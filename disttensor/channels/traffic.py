@@ -123,14 +123,14 @@ def _count(session: Session) -> list[Traffic]:
     waits("counting what nodes have sent")
     link, requests = session.link, []
     for node in link.there():  # ask all first, so that they answer side by side
-        with suppress(NodeLost):
+        with suppress(NodeLost), link.unheard():
             request = link.request(node.rank, c.Counts)
             node.outbox.add(c.Count(request.id))
             requests.append(request)
     link.flush_all()
     rows = [_traffic(MASTER, *row) for row in count(session.router.data.values())]
     for request in requests:
-        with suppress(NodeLost):
+        with suppress(NodeLost), link.unheard():
             reply = link.wait(request)
             if isinstance(reply, c.Counts):
                 rows += [_traffic(request.node, *row) for row in reply.rows]

@@ -215,7 +215,7 @@ def _wait_for_any(works: Iterable[Work], ended: deque[Work], waiting: list[Reque
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         work._session.link.flush_all()
         waiting[:] = [Request(-1, work._node)]
-        with suppress(NodeLost):  # then wait by a work of another node
+        with suppress(NodeLost), work._session.link.unheard():  # then wait by a work of another node
             work._session.link.wait(waiting[0], left, until=lambda: bool(ended))
             return
     ended.extend(works)  # all nodes are lost, and with them the tensors that they had to send

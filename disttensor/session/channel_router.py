@@ -324,7 +324,8 @@ class ChannelRouter:
         errors: list[Exception] = []
         for rank, request in asked.items():
             try:
-                reply = link.wait(request)
+                with link.unheard():
+                    reply = link.wait(request)
             except NodeLost:  # raised to the next user of that node
                 continue
             if isinstance(reply, c.Poisoned):

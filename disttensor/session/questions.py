@@ -106,17 +106,22 @@ class Questions:
         """Makes the exception for a failure, with ``others`` as its notes. Where a node's loss is said to be the reason
         it waits, ``timeout`` seconds at most, until it is known whether that node is lost."""
         link, lost = self._link, failure.told.lost
-        if lost < 0:
+        if lost < 0 or failure.of_a_group:
             told = failure.told.holdings
             held = "" if told is None else holdings.note(told, failure.rank, failure.makers)
             return failure.exception(others, held=held)
-        with suppress(DisttensorError, TimeoutError):
+        with suppress(DisttensorError, TimeoutError), link.unheard():
             self.sync(lost, timeout)  # a peer may see the end of its connection before this process does
-        return failure.exception(others, link.nodes[lost].lost)
+        loss = link.nodes[lost].lost
+        if loss is not None:
+            link.told_losses.add(lost)
+        return failure.exception(others, loss)
 
     def unobserved(self) -> list[Failure]:
-        """Returns the failures that nothing has raised yet, the earliest first."""
-        return [f for f in list(self._link.failures.values()) if not f.observed]
+        """Returns the failures that are news to the script, the earliest first: nothing has raised them yet, nor the
+        loss of a node by which they came."""
+        told = self._link.told_losses
+        return [f for f in list(self._link.failures.values()) if not f.observed and f.told.lost not in told]
 
     def raise_pending_error(self, node: int | None = None) -> None:
         """Raises the earliest error of a node (None: of all nodes) that was not raised yet; later ones become its
@@ -147,5 +152,5 @@ class Questions:
         """Waits until all nodes have done everything so far, and raises nothing."""
         self._link.flush_all()
         for node in self._link.there():
-            with suppress(DisttensorError):
+            with suppress(DisttensorError), self._link.unheard():
                 self.sync(node.rank, None)

@@ -192,14 +192,15 @@ class Session:
                 self.synchronize(rank)
 
     def synchronize(self, node: int | None = None, timeout: float | None = None) -> None:
-        """Waits until a node (None: all nodes) has done everything and its fetches have ended; then raises the earliest
-        error that was not raised yet.
+        """Waits until a node (None: all nodes, without those of whose loss the script was told) has done everything and
+        its fetches have ended; then raises the earliest error that was not raised yet.
 
         Raises NodeLost, TimeoutError after ``timeout`` seconds.
         """
         self.link.flush_all()
         deadline = None if timeout is None else time.monotonic() + timeout
-        ranks = range(len(self.nodes)) if node is None else [node]
+        told = self.link.told_losses
+        ranks = [rank for rank in range(len(self.nodes)) if rank not in told] if node is None else [node]
         asked: list[Request] = []
         try:
             for rank in ranks:  # asks all nodes first, so that their round trips are one
@@ -227,11 +228,11 @@ class Session:
         link = self.link
         link.patient = timeout is None
         deadline = None if timeout is None else time.monotonic() + timeout
-        said = frozenset(link.reported_losses)  # losses that are raised below are reported to nobody
         errors: list[Exception] = []
         for part in list(self._parts.values()):
             if (finish := getattr(part, "finish", None)) is not None:
-                errors += finish(deadline)
+                with link.unheard():
+                    errors += finish(deadline)
 
         asked: dict[int, Request] = {}
 
@@ -247,7 +248,8 @@ class Session:
                 outbox = node.outbox
                 if outbox.lost is None:
                     try:
-                        act(outbox)
+                        with link.unheard():
+                            act(outbox)
                     except NodeLost:
                         continue  # reported below
                     except TimeoutError:
@@ -262,7 +264,7 @@ class Session:
         if left:
             errors.insert(0, self.questions.exception(left[0], left[1:], 0.0))
         named = {error.rank for error in errors if isinstance(error, NodeLost)}  # by what failed for its loss
-        errors += [lost.again() for lost in link.losses if lost.rank not in said | named]
+        errors += [lost.again() for lost in link.losses if lost.rank not in link.told_losses | named]
         for other in errors[1:]:
             errors[0].add_note(in_short(other))
         return errors[0] if errors else None

@@ -363,8 +363,9 @@ def current_stream(node: torch.device | str | int | None = None, device: Device 
 def synchronize(node: torch.device | str | int | None = None, *, timeout: float | timedelta | None = None) -> None:
     """Has the script wait until a node (a number or a device; None: all nodes) has done everything, on all its streams.
 
-    Raises the earliest error that nothing has raised yet, NodeLost, ValueError for a node that does not exist,
-    TimeoutError after ``timeout`` seconds (the nodes go on; ``disttensor.kill`` ends one that never will).
+    Raises the earliest error that nothing has raised yet, NodeLost (for all nodes once: a script that has caught it
+    goes on with the others, and what has failed on these by that loss is not raised), ValueError for a node that does
+    not exist, TimeoutError after ``timeout`` seconds (the nodes go on; ``disttensor.kill`` ends one that never will).
     """
     limit = seconds_of(timeout)
     if limit is not None:

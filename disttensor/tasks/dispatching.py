@@ -153,7 +153,8 @@ class Dispatcher:
         link = self._session.link
         for node, _ in list(self._running.values()):
             self._waiting = Request(-1, node)
-            with suppress(DisttensorError):  # a loss; or the session's end, which is an event for all that run
+            # a loss; or the session's end, which is an event for all that run
+            with suppress(DisttensorError), link.unheard():
                 link.wait(self._waiting, until=lambda: not self._events.empty(), explain=False)
                 break
         self._waiting = None

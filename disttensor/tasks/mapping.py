@@ -221,7 +221,7 @@ class _Mapping:
         link.flush_all()
         for work, node, *_ in list(self._running.values()):
             self._waiting = Request(-1, node)
-            with contextlib.suppress(NodeLost):  # its work has ended then, too
+            with contextlib.suppress(NodeLost), link.unheard():  # its work has ended then, too
                 link.wait(self._waiting, until=lambda: bool(self._ended))
                 return
             if not work.is_completed():

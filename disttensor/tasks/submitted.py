@@ -233,7 +233,7 @@ def _wait(session: Session, node: int, ticket: Ticket, timeout: float | None, ex
     session.link.flush_all()
     request = Request(-1, node)
     Ticket.add_done_callback(ticket, request.resolve)
-    with contextlib.suppress(DisttensorError):  # a loss, or the end: the outcome says it
+    with contextlib.suppress(DisttensorError), session.link.unheard():  # a loss, or the end: the outcome says it
         session.link.wait(request, timeout, until=ticket.is_completed, explain=explain)
 
 

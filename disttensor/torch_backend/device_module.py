@@ -141,7 +141,7 @@ def _is_in_bad_fork() -> bool:
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Waits until one node (a device, or its number), or all nodes (None), have done everything.
 
-    Raises the earliest error that nothing has raised yet, NodeLost.
+    Raises the earliest error that nothing has raised yet, NodeLost: of all nodes, once.
     """
     session = current.session()
     session.synchronize(None if device is None else _place(device).node)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ..protocol.arguments import Addresses
 from ..protocol.errors import DisttensorError
-from .base import ChannelContext, DataChannel, PeerInfo
+from .base import MASTER, ChannelContext, DataChannel, PeerInfo
 from .counted import CountedChannel
 from .registry import usable_channel
 
@@ -47,6 +47,7 @@ class Channels:
         self.collective: dict[int, DataChannel] = {}
         self._make, self._twice = make, collective
         self._lost: dict[int, str] = {}
+        self.nodes: set[int] = set()  #: the other nodes of which this one has been told
         self.open(0, name)
 
     def open(self, number: int, name: str) -> Addresses:
@@ -69,6 +70,8 @@ class Channels:
     def connect(self, number: int, rank: int, addresses: Addresses, key: bytes) -> None:
         """Tells a channel the addresses of a peer, as the peer's ``open`` has returned them. Does nothing for a lost
         peer."""
+        if rank != MASTER:
+            self.nodes.add(rank)
         if rank in self._lost:
             return
         for channels, address in ((self.data, addresses.transfers), (self.collective, addresses.collectives)):

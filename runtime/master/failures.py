@@ -32,6 +32,7 @@ _KNOWN: dict[str, type[Exception]] = {
     "torch._C._LinAlgError": torch._C._LinAlgError,  # type: ignore[attr-defined]
 }
 
+_PEER_FAILED = f"{PeerFailed.__module__}.{PeerFailed.__name__}"
 _CANCELLED = f"{CancelledError.__module__}.{CancelledError.__name__}"
 
 #: The number of failures kept with their traceback and their whole message. Later ones are kept without, but that the
@@ -80,6 +81,12 @@ class Failure:
     @property
     def seq(self) -> int:
         return self.told.seq
+
+    @property
+    def of_a_group(self) -> bool:
+        """Returns whether a function has failed because another rank of its process group has: that is raised as it is,
+        even where the reason is a loss, as the lost node's own function raises NodeLost."""
+        return self.told.kind == _PEER_FAILED
 
     def __str__(self) -> str:
         """Returns the whole failure as one text."""

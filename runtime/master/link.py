@@ -13,13 +13,14 @@ launcher is asked with no lock held, by one thread at a time, so that all others
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -93,7 +94,7 @@ class Link:
         self.queues: list[CommandQueue] = [node.outbox for node in self.nodes]
         self.failures = Failures()
         self.losses: list[NodeLost] = []  #: the first one most likely explains the others
-        self.reported_losses: set[int] = set()  #: lost nodes whose loss was raised to a caller
+        self.told_losses: set[int] = set()  #: lost nodes whose loss the script has been told of
         self.interrupts = interrupts or Interrupts()
         self.reports = 0  #: messages received (for tests and status)
         self.patient = True  #: whether a full window blocks; False at the end of a script
@@ -355,7 +356,8 @@ class Link:
         lost = outbox.lost
         if lost is not None:
             outbox.discard()
-            self.reported_losses.add(lost.rank)
+            if not getattr(self._local, "unheard", False):
+                self.told_losses.add(lost.rank)
             error = lost.again()
             if note := outbox.where(lost.rank):
                 error.add_note(note)
@@ -363,6 +365,18 @@ class Link:
                 raise error
             finally:
                 del error  # its frames would have it, and keep a user's tensors until the collector comes
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Surrounds what catches NodeLost itself: a loss that this thread meets in it stays one that the script has not
+        been told of."""
+        local = self._local
+        before = getattr(local, "unheard", False)
+        local.unheard = True
+        try:
+            yield
+        finally:
+            local.unheard = before
 
     def _send(self, queue: CommandQueue) -> None:
         """Packs a queue, and sends what has been packed for its nodes. The caller holds the lock."""
@@ -661,9 +675,11 @@ class Link:
         return [each.id for each in list(self._requests.values()) if each.node == rank and each.kind is kind]
 
     def kill(self, rank: int, cause: str) -> None:
-        """Ends a node and marks it as lost, whatever it is at. Raises as ``check`` for one that is lost already."""
+        """Ends a node and marks it as lost, whatever it is at: a loss of which the script knows. Raises as ``check``
+        for one that is lost already."""
         self.check(self.nodes[rank].outbox)
         self.lose(rank, cause)
+        self.told_losses.add(rank)
         with self._lock:
             self.hub.cut(rank)
         self._ask_launcher()

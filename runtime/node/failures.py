@@ -7,13 +7,14 @@ import errno
 import os
 import sys
 import traceback
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
 from ..protocol import commands as c
 from ..protocol import values
-from ..protocol.errors import NO_MEMORY, BrokenError
+from ..protocol.errors import NO_MEMORY, BrokenError, NodeLost, PeerFailed
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, attempt
 
 #: Python's own exception types, whose arguments are reported.
@@ -50,8 +51,15 @@ def is_shortage(error: BaseException | None) -> bool:
     return False
 
 
-def told(number: int, op: str, error: Exception, holdings: c.Holdings | None = None) -> c.Failed:
-    """Returns the report of command ``number``'s failure. ``holdings``: what the node holds, for want of memory."""
+#: Our own errors that name the peer by whose loss they came, where they came by one.
+_BY_A_LOSS = (BrokenError, NodeLost, PeerFailed)
+
+
+def told(
+    number: int, op: str, error: Exception, holdings: c.Holdings | None = None, peers: Collection[int] = ()
+) -> c.Failed:
+    """Returns the report of command ``number``'s failure. ``holdings``: what the node holds, for want of memory;
+    ``peers``: those of its own, one of which may be lost."""
     kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
     text = attempt(lambda: str(error), f"the text of this {kind}")
     # TracebackException parses source, and CPython 3.11 can fail in that (gh-106905)
@@ -62,8 +70,10 @@ def told(number: int, op: str, error: Exception, holdings: c.Holdings | None = N
     except BaseException:
         args = ()
     args = () if args == (text,) else args
-    # our own only: a hostile class may do anything when it is asked for an attribute
-    lost = error.rank if type(error) is BrokenError and error.rank is not None else -1
+    # our own only: a hostile class may do anything when it is asked for an attribute. A user's function may raise one
+    # of ours, with any rank
+    rank = vars(error).get("rank") if type(error) in _BY_A_LOSS else None
+    lost = rank if type(rank) is int and rank in peers else -1
     return c.Failed(
         number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost, holdings, _value(error)
     )

@@ -75,8 +75,9 @@ class ProcessGroups:
         """Returns whether the process group still exists: a function may destroy it, or one of a dim."""
         return self._now is not None and self._now.told.number == told.number and self._now.whole()
 
-    def give_up(self, told: c.World) -> None:
-        """Withdraws this rank, which does not take part, or no longer does: the others need not wait for it."""
+    def give_up(self, told: c.World, lost: int | None = None) -> None:
+        """Withdraws this rank, which does not take part, or no longer does: the others need not wait for it. ``lost``:
+        the node whose loss is the reason."""
         if told.number in self._gone:
             return
         try:
@@ -87,7 +88,7 @@ class ProcessGroups:
         if self._now is None or self._now.told.number != told.number:
             self.close()
             self._now = _Group(told, self._rank, channel)
-        self._now.give_up()
+        self._now.give_up(lost)
         self.close()
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class ProcessGroups:
                 return job(tensors)
         except Exception as error:
             other = self._now.blamed(error) if self._now is not None else None
-            self.give_up(told)
+            self.give_up(told, None if other is None else other.rank)
             if other is not None:
                 raise other from error
             raise
@@ -229,12 +230,14 @@ class _Group:
         deadline = time.monotonic() + _NEWS
         while (over := self._over()) is None and time.monotonic() < deadline:
             time.sleep(0.01)  # the end of gloo's connection may be seen before the news
-        return PeerFailed(f"rank {self._me} of {len(self.told.ranks)} broke off: {over}") if over is not None else None
+        if over is None:
+            return None
+        return PeerFailed(f"rank {self._me} of {len(self.told.ranks)} broke off: {over}", over.rank)
 
-    def give_up(self) -> None:
+    def give_up(self, lost: int | None = None) -> None:
         """Tells the other ranks, unless one of them has told all, and ends the connections. No function runs then."""
         if not self._channel.mailbox.has(f"{self._name};over"):
-            self._tell(f"{self._name};over", str(self._me).encode())
+            self._tell(f"{self._name};over", f"{self._me} {-1 if lost is None else lost}".encode())
         if dist.is_initialized():
             self._cut()
 
@@ -256,8 +259,9 @@ class _Group:
         """Returns the reason for which the group can't go on, or None."""
         mailbox, key = self._channel.mailbox, f"{self._name};over"
         if mailbox.has(key):
-            rank = int(mailbox.get(key, lambda: None))
-            return BrokenError(f"rank {rank}, on node {self.told.ranks[rank]}, has failed", self.told.ranks[rank])
+            rank, lost = map(int, mailbox.get(key, lambda: None).split())
+            why = "has failed" if lost < 0 else f"has lost node {lost}"
+            return BrokenError(f"rank {rank}, on node {self.told.ranks[rank]}, {why}", None if lost < 0 else lost)
         return self._channel.lost([rank for i, rank in enumerate(self.told.ranks) if i != self._me])
 
     def _watch(self) -> None:

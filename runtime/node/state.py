@@ -375,7 +375,7 @@ class NodeState:
     def tell(self, op: str, error: Exception, number: int | None = None) -> Poison:
         """Tells the master that a command failed: the one of this number, or the current one. Returns its poison."""
         number = self.number if number is None else number
-        self.emit(told(number, op, error, self._short(error)))
+        self.emit(told(number, op, error, self._short(error), self.channels.nodes))
         return Poison(self.rank, number)
 
     def _short(self, error: Exception) -> c.Holdings | None:

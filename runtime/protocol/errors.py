@@ -124,7 +124,14 @@ NO_MEMORY = "has no memory for it"
 
 
 class PeerFailed(DisttensorError):
-    """Another rank of a process group has failed, or is gone, and this one could not go on without it."""
+    """Another rank of a process group has failed, or is gone, and this one could not go on without it.
+
+    ``rank``: the node whose loss is the reason, where it is one.
+    """
+
+    def __init__(self, text: str = "", rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 class BusyError(ChannelError):
