@@ -48,9 +48,6 @@ from .settings import Settings, check
 
 #: Seconds for which the end of a script waits for commands that its nodes still run.
 AT_EXIT = 2.0
-#: Seconds by which the limit of nodes' own connections is above the lease, which processes that watch hosts keep, or
-#: above the script's own limit: who says why tells earlier.
-_ABOVE = 15.0
 
 
 class SessionContext:
@@ -224,7 +221,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         starter.start(bundles)
     meta_inference.warm(device_backend.register)  # while the nodes start
     listen = starter.listen if starter is not None else (LOOPBACK,)
-    context = ChannelContext(MASTER, job, listen[0], listen[1:], settings.protection)
+    context = ChannelContext(MASTER, job, listen[0], listen[1:], settings.protection, settings.spec.silence.data)
     channels = Channels(maker(context), settings.channel, collective=False)
     undo.callback(channels.close)
     session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.protection, interrupts)
@@ -302,7 +299,8 @@ def _hub(
         env=dict(settings.env),
         allow_ops=settings.allow_ops,
         functions=settings.functions,
-        silence=(silence.lease if starter is not None and starter.watches else silence.lost) + _ABOVE,
+        silence=silence.of_nodes(starter is not None and starter.watches),
+        data_silence=silence.data,
         sys_path=tuple(os.path.abspath(p) for p in sys.path),
         cwd=os.getcwd(),
     )

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 
+from ..host.silence import Silence
 from ..protocol.errors import BrokenError
 
 MASTER = -1
@@ -84,6 +85,8 @@ class ChannelContext:
     host: str  #: the address of the interface to listen on ("127.0.0.1" unless the user named one)
     further: tuple[str, ...] = ()  #: addresses of more interfaces, by which some peers reach this one
     protection: Protection = Protection()  #: the protection of payloads that was asked for
+    #: seconds after which a connection is given up whose other end's host does not answer, where the channel notices
+    silence: float = Silence().data
 
 
 @dataclass(frozen=True)

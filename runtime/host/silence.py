@@ -1,10 +1,17 @@
-"""Times after which something happens when two hosts hear nothing of each other."""
+"""Times after which something happens when two hosts hear nothing of each other: the one table of these.
+
+What is one end's to say is said there before the other end gives up: the order of these times is that of `Silence`'s
+properties, and tests/unit/test_time_limits.py holds them to it. All other time limits: docs/dev/time-limits.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import msgspec
+
+#: Seconds by which a limit is above that of a process which tells why, so that this one has told it by then.
+ABOVE = 15.0
 
 
 class Silence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -17,6 +24,17 @@ class Silence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause: float = 10.0  #: the nodes of a host that hears nothing of the master's are stopped, until it hears something
     lost: float = 15.0  #: the nodes of a host of which nothing is heard are lost
     lease: float = 60.0  #: the nodes of a host that still hears nothing end
+
+    @property
+    def data(self) -> float:
+        """The seconds after which a connection between two data channels is given up. More than ``lost``: a node is
+        lost before its connections are, and while it is not, they go on when the network does."""
+        return self.lost + ABOVE
+
+    def of_nodes(self, watched: bool) -> float:
+        """Returns the seconds after which a node gives up the script. ``watched``: a process on its host keeps the
+        lease, else the script's own limit is all there is."""
+        return (self.lease if watched else self.lost) + ABOVE
 
     @property
     def beat(self) -> float:

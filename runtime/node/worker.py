@@ -79,7 +79,7 @@ class Worker:
         self._page = page.mine if role.is_node() else None
         hosts = bundle.data_hosts or (LOOPBACK,)
         protection = Protection(bundle.encrypt, bundle.trusted_network, bundle.checksum)
-        context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection)
+        context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection, bundle.data_silence)
         self.channels = Channels(maker(context), bundle.backend)
         self.executor = Executor(
             bundle.rank,

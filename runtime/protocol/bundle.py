@@ -14,8 +14,9 @@ import msgspec
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
 PROTOCOL = 16
 
-#: Seconds without an answer of the master's kernel after which its host is gone for a node, where nothing else tells.
-SILENCE = 15.0
+#: Seconds without an answer of another host's kernel after which it is gone for a node: the master's, where nothing
+#: else tells, and that of a peer's data channel. Those of host/silence.py, for bundles that say nothing else.
+SILENCE, DATA_SILENCE = 15.0, 30.0
 
 #: disttensor's own version, which messages name.
 VERSION = "0.1.0"
@@ -49,6 +50,7 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: dict[str, str] = {}  #: environment variables to set
     allow_ops: tuple[str, ...] = ()  #: operators beyond aten and prims, such as "torchvision::*"
     silence: float = SILENCE  #: seconds without an answer of the master's kernel after which its host is gone
+    data_silence: float = DATA_SILENCE  #: seconds without an answer of a peer's kernel after which that one is
     functions: str = "any"  #: which user functions may run: any, none
     protocol: int = PROTOCOL
     sys_path: tuple[str, ...] = ()  #: the master's import path, so that the user's modules import here too

@@ -8,6 +8,8 @@ from typing import NamedTuple, TypeAlias
 import zmq
 import zmq.backend
 
+from ..host.silence import Silence
+
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 #: The largest message that ``send`` accepts. A larger one would not arrive: it would cut the connection, and take the
@@ -31,7 +33,7 @@ HANDSHAKE_MS = 2000
 NEVER_MS = 24 * 3600 * 1000
 
 #: Seconds without an answer of the other end's kernel after which a connection is given up.
-SILENCE = 15.0
+SILENCE = Silence().lost
 #: The number of vain probes by then.
 _PROBES = 5
 

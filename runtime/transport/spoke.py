@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import struct
 import threading
 import time
 
 import zmq
 
+from ..host.tcp_info import try_often
 from ..protocol.errors import BrokenError, ClosedError
 from . import sockets
 from .base import Spoke
@@ -153,6 +155,16 @@ class ZmqSpoke(Spoke):
         return ClosedError(f"node {self._rank}: the connection with the master at {self._address} has ended")
 
 
+def _left_ms(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1000))
+
+
+def _try_often(descriptor: int) -> None:
+    """Has the kernel do so on a connection of ZeroMQ's, which may have ended: the number may be another's by then."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        try_often(connection)
+
+
 def _connect(
     ctx: sockets.Context,
     address: str,
@@ -167,13 +179,16 @@ def _connect(
     while True:
         attempt += 1
         sock = sockets.dealer(ctx, address, curve, name, silence)
-        sock.monitor(f"inproc://monitor-{attempt}", _ENDED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        events = _ENDED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        sock.monitor(f"inproc://monitor-{attempt}", events)
         monitor = sockets.pair(ctx)
         monitor.connect(f"inproc://monitor-{attempt}")
         sock.connect(address)
         outcome = None
-        if monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-            (outcome,) = struct.unpack_from("=H", monitor.recv_multipart()[0])
+        while outcome in (None, zmq.EVENT_CONNECTED) and monitor.poll(_left_ms(deadline)):
+            outcome, descriptor = struct.unpack_from("=Hi", monitor.recv_multipart()[0])
+            if outcome == zmq.EVENT_CONNECTED:
+                _try_often(descriptor)
         if outcome == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return sock, monitor
         monitor.close()

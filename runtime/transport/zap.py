@@ -24,7 +24,7 @@ from typing import NamedTuple
 import zmq
 
 from ..host.refusals import Refusals
-from ..host.tcp_info import Unanswered, bytes_received
+from ..host.tcp_info import Unanswered, bytes_received, try_often
 from . import sockets
 
 _log = logging.getLogger(__name__)
@@ -153,6 +153,8 @@ class ZapHandler:
                 return False
             self._watched[descriptor] = rank
             address = self._open[descriptor].address
+            with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
+                try_often(connection)
             strange = self._is_strange(address)
         if strange:  # not by this thread: it holds the link's lock, for which a handler of the log may wait
             threading.Thread(target=self._refusals.note, args=(address, _STRANGE), daemon=True).start()

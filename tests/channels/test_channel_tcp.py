@@ -31,7 +31,8 @@ def channel(rank: int, protection: Protection = Protection(), **limits: float) -
         pass
 
     Impatient.limits = Limits(**limits)
-    return Impatient(ChannelContext(rank, "a job", "127.0.0.1", protection=protection))
+    silence = Impatient.limits.silent
+    return Impatient(ChannelContext(rank, "a job", "127.0.0.1", protection=protection, silence=silence))
 
 
 def connected(n: int, protection: Protection = Protection(), **limits: float) -> list[TcpChannel]:  # noqa: B008

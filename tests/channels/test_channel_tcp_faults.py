@@ -25,7 +25,6 @@ from test_channel_tcp import KEY, PROTECTIONS, channel, connected, named, nothin
 from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.carrier import Carrier
-from disttensor.runtime.channel.tcp import peer as tcp_peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import CARRIED, DATA, NACK, POISON, SIZE, WORD, Frame, Opener, Sealer
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, WELCOME, Hello, Secrets, answer, call
@@ -122,9 +121,9 @@ def through_a_wire(
 
 
 @contextmanager
-def pair() -> Iterator[tuple[TcpChannel, TcpChannel]]:
+def pair(**limits: float) -> Iterator[tuple[TcpChannel, TcpChannel]]:
     """Ranks 0 and 1."""
-    a, b = channel(0), channel(1)
+    a, b = channel(0, **limits), channel(1, **limits)
     a.connect({1: PeerInfo(1, b.address(), KEY)})
     b.connect({0: PeerInfo(0, a.address(), KEY)})
     try:
@@ -713,10 +712,9 @@ def test_what_an_expired_peer_has_sent_arrives_and_nothing_else_is_waited_for():
 
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("deaf", [0, 1])
-def test_a_connection_that_carries_nothing_one_way_is_given_up(deaf, monkeypatch):
+def test_a_connection_that_carries_nothing_one_way_is_given_up(deaf):
     """Between hosts, as nobody looks on loopback. The one who has something under way finds it out."""
-    monkeypatch.setattr(tcp_peer, "SILENT", 1.0)
-    with pair() as (a, b):
+    with pair(silent=1.0) as (a, b):
         check_works(a, b, 1, 0)
         receive = a.irecv(torch.zeros(5), 1, 3)
         deafen((a, b)[deaf]._peers[1 - deaf]._sock)

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -42,6 +43,7 @@ class TcpChannel(DataChannel):
 
     def __init__(self, context: ChannelContext) -> None:
         self._context = context
+        self._limits = replace(self.limits, silent=context.silence)
         self._peers: dict[int, TcpPeer] = {}
         self._lock = threading.RLock()  #: guards the table of peers, not the peers
         self._replaced: list[TcpPeer] = []  #: peers that were started anew
@@ -85,7 +87,7 @@ class TcpChannel(DataChannel):
                     self._context.rank,
                     self._context.job,
                     info,
-                    self.limits,
+                    self._limits,
                     self._context.protection,
                     self.empty,
                     self._carrier(rank),

@@ -6,6 +6,7 @@ Also tunes sockets.
 from __future__ import annotations
 
 import fcntl
+import math
 import socket
 import struct
 import termios
@@ -15,6 +16,7 @@ from contextlib import suppress
 
 from ...host.addresses import first_to_answer
 from ...host.interfaces import is_loopback
+from ...host.tcp_info import try_often
 from ...protocol.errors import BrokenError
 from ..base import PeerInfo, Protection
 from ..cipher import no_cipher
@@ -24,10 +26,10 @@ from .shield import ENCRYPT, unprotected, wishes
 #: On loopback a socket buffer that stays in the CPU's cache beats a large one by a third; between hosts the kernel's
 #: own tuning knows better, since there the buffer has to hold a round trip's worth of bytes.
 _LOOPBACK_BUFFER = 256 << 10
-#: Keepalive: with nothing under way the peer's kernel is asked after so many seconds, then at this interval, so often
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
-#: Seconds without an answer of the peer's kernel after which its host is gone.
-SILENT = 10.0
+#: Keepalive: with nothing under way the peer's kernel is asked after so many seconds, then at this interval.
+_IDLE, _INTERVAL = 5, 2
+#: The most questions of keepalive that the kernel takes.
+_MOST_ASKED = 127
 #: The most addresses of a peer: each of them is tried at once, with a socket.
 _MOST = 32
 #: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or
@@ -65,13 +67,18 @@ def tune_before(sock: socket.socket, ip: str) -> None:
             sock.setsockopt(socket.SOL_SOCKET, option, _LOOPBACK_BUFFER)
 
 
-def tune_after(sock: socket.socket) -> None:
-    """Sets the options of a connection in use: blocking, nothing held back."""
+def tune_after(sock: socket.socket, silent: float) -> None:
+    """Sets the options of a connection in use: blocking, nothing held back. ``silent``: the seconds without an answer
+    of the peer's kernel after which its host is gone."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
+    asked = min(_MOST_ASKED, max(1, math.ceil((silent - _IDLE) / _INTERVAL)))  # never sooner
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _IDLE), (socket.TCP_KEEPINTVL, _INTERVAL), (socket.TCP_KEEPCNT, asked)
+    ):  # fmt: skip
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    try_often(sock)
 
 
 def shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:

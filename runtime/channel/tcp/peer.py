@@ -31,6 +31,7 @@ from enum import Enum
 
 import torch
 
+from ...host.silence import Silence
 from ...host.tcp_info import Unanswered
 from ...protocol.errors import BrokenError, BusyError, ChannelError, ClosedError, ProtocolError
 from ...protocol.transfer_ids import sequence_of, spoken
@@ -39,7 +40,7 @@ from ..carrier import Carrier, Say
 from ..cipher import no_cipher
 from ..payload import byte_view, describe, dtype_id, is_plain, plain
 from ..ticket import Ticket, failed
-from .dial import SILENT, dial, shut_down, tune_after, unacknowledged
+from .dial import dial, shut_down, tune_after, unacknowledged
 from .frames import CARRIED, DATA, EAGER, POISON, WORD, Frame
 from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets
 from .reader import Reader, Receive, ReceiveTicket
@@ -60,6 +61,8 @@ class Limits:
         1800.0  #: for which a transfer that arrived waits for its irecv: a peer may compute for long before
     )
     flush: float = 2.0  #: for which close waits for sends under way
+    #: without an answer of the peer's kernel after which its host is gone; a node is lost before
+    silent: float = Silence().data
 
 
 class _State(Enum):
@@ -198,7 +201,7 @@ class TcpPeer:
         """Fails the peer if its host, or the network to it, is gone; the connection does not report its end then."""
         sock = self._sock
         with suppress(OSError):  # closed meanwhile
-            if sock is not None and self.failure is None and self._unanswered.lasts(sock, SILENT):
+            if sock is not None and self.failure is None and self._unanswered.lasts(sock, self._limits.silent):
                 self.fail(BrokenError, self.lost(TimeoutError("its host has not answered for some time")))
 
     def fail(self, kind: type[ChannelError], why: str) -> None:
@@ -353,7 +356,7 @@ class TcpPeer:
             return self.failure is None and self._state is _State.GREETING
 
     def _set_up_with_lock(self, sock: socket.socket, mode: int, sends: Keys, receives: Keys) -> None:
-        tune_after(sock)
+        tune_after(sock, self._limits.silent)
         self._sock, self._state = sock, _State.UP
         shut_down(self._calling)  # the peer was faster
         self._sender.attach_with_lock(sock, sends.frames, mode, shield(mode, sends.payloads))
