@@ -25,6 +25,7 @@ from itertools import count
 from typing import Any
 
 from ..host.launcher import Exited, Launcher, Sight
+from ..process.own_time import Standstill
 from ..process.signals import Interrupts, uninterrupted
 from ..protocol import codec
 from ..protocol import commands as c
@@ -59,7 +60,7 @@ WAITING = 2 * MAX_BATCH
 LOOK = MAX_BATCH // 2
 #: Seconds between two looks for connections whose other end does not answer.
 DEAF = 1.0
-#: Seconds without a round of the flushing thread after which that is said.
+#: Seconds for which this process stood still after which that is said.
 STILL = 5.0
 #: Seconds for which an operation waits at a full window before it logs that.
 SLOW = 5.0
@@ -845,26 +846,28 @@ class Link:
 
     def _flush_idle(self) -> None:
         """Sends what an issuing thread left behind, so that nodes work while the script does something else."""
-        quiet, said, last = 0, False, (time.monotonic(), time.process_time(), 0.0)
-        while not self.closed:
-            try:
-                last = self._look_at_time(*last)
-                quiet = self._look_about(quiet)
-            except ClosedError:  # from the hub: a Ctrl-C came while the session was made
-                return
-            except Exception:  # without this thread nothing would leave by itself any more
-                if not said:
-                    _log.exception("what flushes behind the script's back failed; it goes on")
-                said = True
+        quiet, said, looked, standstill = 0, False, 0.0, Standstill()
+        try:
+            while not self.closed:
+                try:
+                    looked = self._look_at_time(standstill, looked)
+                    quiet = self._look_about(quiet)
+                except ClosedError:  # from the hub: a Ctrl-C came while the session was made
+                    return
+                except Exception:  # without this thread nothing would leave by itself any more
+                    if not said:
+                        _log.exception("what flushes behind the script's back failed; it goes on")
+                    said = True
+        finally:
+            standstill.close()
 
-    def _look_at_time(self, then: float, used: float, looked: float) -> tuple[float, float, float]:
+    def _look_at_time(self, standstill: Standstill, looked: float) -> float:
         """Does what is due now and then: has deaf connections cut, tells nodes what they could not be told before, says
-        which functions go on although they were cancelled, and logs that this process did not run between two rounds.
+        which functions go on although they were cancelled, and logs that this process stood still between two rounds.
 
-        ``then``, ``used``: the time and the CPU time at the last call; ``looked``: when connections were looked at.
-        Returns the three for the next call.
+        ``looked``: when connections were looked at. Returns that for the next call.
         """
-        now, use = time.monotonic(), time.process_time()
+        now, stood = time.monotonic(), standstill.look()
         if now - looked > DEAF:
             looked = now
             self._cut_off()
@@ -876,13 +879,13 @@ class Link:
         for request, cancelled in list(self.side.cancelled.items()):
             if not self._under_way(cancelled.node, request) or cancelled.look(self._look):
                 del self.side.cancelled[request]
-        if now - then > STILL and use - used < (now - then) / 10:
+        if stood > STILL:
             _log.warning(
                 "this script stood still for %.0f s (stopped by Ctrl-Z or a debugger, or its host was): nodes have "
                 "waited meanwhile, and those of this host are all there",
-                now - then,
+                stood,
             )
-        return now, use, looked
+        return looked
 
     def _cut_off(self) -> None:
         """Cuts the connections that are of no use any more, and marks their nodes as lost.

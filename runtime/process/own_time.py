@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
+from contextlib import suppress
 
 
 class Unheard:
@@ -28,3 +31,46 @@ class Unheard:
         self.seconds += min(now - self._at, self.most)
         self._at = now
         return self.seconds
+
+
+class Standstill:
+    """Tells for how long a thread's process stood still between two looks: stopped, or asleep with its host.
+
+    A thread that only comes late did not: the kernel knows for how long it waited for a core, and one that waits for
+    the GIL wakes up every few milliseconds to ask for it. For one thread.
+    """
+
+    #: The least share of the time for which a thread that got no core was on the kernel's queue for one; the least
+    #: switches a second of one that waits for the GIL; and the seconds between two accounts, which cost system calls.
+    _SHARE, _SWITCHES, _ACCOUNT = 0.1, 10.0, 0.25
+
+    def __init__(self) -> None:
+        self._account = -1
+        with suppress(OSError):
+            self._account = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._at, self._ran, self._switched = self._now()
+
+    def look(self) -> float:
+        """Returns the seconds for which it stood still just now, to a quarter; 0.0 where it did not, or ran late."""
+        then, ran, switched = self._at, self._ran, self._switched
+        if time.monotonic() - then < self._ACCOUNT:
+            return 0.0
+        self._at, self._ran, self._switched = self._now()
+        gap = self._at - then
+        busy = self._ran - ran >= gap * self._SHARE or self._switched - switched >= gap * self._SWITCHES
+        return 0.0 if busy else gap
+
+    def close(self) -> None:
+        """Lets go of the descriptor."""
+        if self._account >= 0:
+            os.close(self._account)
+            self._account = -1
+
+    def _now(self) -> tuple[float, float, int]:
+        """Returns the time, the seconds for which this thread has run or has waited for a core, and its switches."""
+        use = resource.getrusage(resource.RUSAGE_THREAD)
+        ran = use.ru_utime + use.ru_stime
+        if self._account >= 0:
+            with suppress(OSError, ValueError):
+                ran = sum(map(int, os.pread(self._account, 100, 0).split()[:2])) / 1e9
+        return time.monotonic(), ran, use.ru_nvcsw + use.ru_nivcsw

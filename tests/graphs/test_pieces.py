@@ -1,4 +1,4 @@
-"""A long graph is run in pieces: the same values, errors and lifetimes as in one, and no piece takes long to compile."""
+"""A long graph is run in pieces: the same values, errors and lifetimes as in one, and no piece is long."""
 
 from __future__ import annotations
 

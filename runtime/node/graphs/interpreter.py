@@ -2,8 +2,8 @@
 
 One line of source per line of the program, so that a traceback tells which one failed, and its frame what was alive.
 
-A long program is several functions, of which each gives the next what is alive: the compiler keeps the GIL for as long as
-it takes for one, and meanwhile no other thread of the node reports, receives, or says that the node is there.
+A long program is several functions, of which each gives the next what is alive: the compiler keeps the GIL for as long
+as it takes for one, and meanwhile no other thread of the node reports, receives, or says that the node is there.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Interpreter:
 
 
 def sources_of(program: Program, most: int) -> tuple[list[str], dict[str, Any]]:
-    """Returns the texts of functions ``run(alive, numbers)``, each of so many lines at ``most``, and the names that they
-    use. Each gets what the one before returns, the first the inputs."""
+    """Returns the texts of functions ``run(alive, numbers)``, each of so many lines at ``most``, and the names that
+    they use. Each gets what the one before returns, the first the inputs."""
     plain = all(line.op.namespace in ("aten", "prims") for line in program.lines)
     names: dict[str, Any] = {"flat": tensors_of, "guard": _below if plain else nullcontext}
     known: dict[Any, str] = {}
