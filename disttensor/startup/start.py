@@ -342,12 +342,12 @@ def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least:
 
 
 def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
-    """Waits for these nodes' hellos, ``timeout`` seconds at most, and checks that protocol and torch have the master's
-    versions.
+    """Waits for these nodes' hellos, and checks that protocol and torch have the master's versions. Gives up when
+    nothing has got on for ``timeout`` seconds: no node has come, and the launcher says of all what it said before.
 
     Raises StartError.
     """
-    link, deadline, missing = session.link, time.monotonic() + timeout, list(ranks)
+    link, missing, progress = session.link, list(ranks), _Progress(session, timeout)
     while True:
         # each as it comes: one of another version is refused, however long the others take
         for rank in [rank for rank in missing if link.nodes[rank].said_hello is not None]:
@@ -355,15 +355,44 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
             missing.remove(rank)
         if not missing:
             return
+        late = progress.late(missing)
         link.drain()
         if lost := next((found for found in link.losses if found.rank in ranks), None):
             where = f" on {lost.host}" if lost.host != "?" else ""
             raise StartError(f"node {lost.rank}{where} did not start: {lost.cause}" + _tail(lost.tail))
-        if time.monotonic() > deadline:
-            why = session.launcher.missing(missing) if session.launcher is not None else ""
+        if late:
             text = f"nodes {missing} of {len(ranks)} have not answered within {timeout} s"
-            raise StartError(text + (why and f":\n{why}"))
+            if progress.got_on:
+                text += " of the last sign that any of them gets on"
+            raise StartError(text + (progress.state and f":\n{progress.state}"))
         link.pause(0.005)  # short: another thread may take in the message that ends this wait
+
+
+class _Progress:
+    """How nodes get on that start. Many of them on a busy host take long, and that is no fault of theirs."""
+
+    #: Seconds between two looks at what the launcher says of them.
+    LOOK = 0.5
+
+    def __init__(self, session: Session, timeout: float) -> None:
+        self._launcher, self._timeout = session.launcher, timeout
+        self._since = self._looked = time.monotonic()
+        self._missing: list[int] = []
+        self.state = ""  #: what those that are missing wait for, in the launcher's words
+        self.got_on = False  #: whether any of them has got on since the first look
+
+    def late(self, missing: Sequence[int]) -> bool:
+        """Looks at those that are missing; returns whether nothing has got on for too long."""
+        now = time.monotonic()
+        over = now - self._since > self._timeout
+        if self._missing and not over and now - self._looked < self.LOOK:
+            return False
+        state = self._launcher.missing(missing) if self._launcher is not None else ""
+        if (state, missing) != (self.state, self._missing):
+            self.got_on = bool(self._missing)
+            self.state, self._missing, self._since, over = state, list(missing), now, False
+        self._looked = now
+        return over
 
 
 def _check_versions(session: Session, rank: int) -> None:

@@ -23,6 +23,9 @@ FRAME_LIMIT = MAX_MESSAGE + 64
 #: The most messages of one node that libzmq holds for the master, and of its side channel.
 MOST_UNREAD, SIDE_UNREAD = 1024, 16
 
+#: Connections that wait for libzmq to accept them: nodes come by the hundred, and on a busy host it comes late.
+BACKLOG = 1024
+
 #: The time for which ``close`` tries to send queued messages, in milliseconds.
 FLUSH_MS = 500
 
@@ -62,6 +65,7 @@ def router(
     sock = _tcp(ctx, zmq.ROUTER, endpoint, curve, silence)
     # libzmq stops to read from a node that is faster than the master: what is left waits on the node's host
     sock.setsockopt(zmq.RCVHWM, unread)
+    sock.setsockopt(zmq.BACKLOG, BACKLOG)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message that cannot be routed is dropped silently
     sock.setsockopt(zmq.ROUTER_HANDOVER, 0)  # else a second peer of the same name takes over the first's traffic
     sock.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)

@@ -155,6 +155,10 @@ class ZmqSpoke(Spoke):
         return ClosedError(f"node {self._rank}: the connection with the master at {self._address} has ended")
 
 
+#: By how many times its limit a node waits for a master that has no time for it, at most.
+_MOST_WAITS = 10
+
+
 def _left_ms(deadline: float) -> int:
     return max(0, int((deadline - time.monotonic()) * 1000))
 
@@ -173,21 +177,28 @@ def _connect(
     silence: float,
     timeout: float,
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Returns a connected socket and its monitor, whose next event is the connection's end. Raises BrokenError."""
-    deadline = time.monotonic() + timeout
+    """Returns a connected socket and its monitor, whose next event is the connection's end. Raises BrokenError.
+
+    ``timeout`` counts from the last attempt that the master's kernel has answered, and the master itself had no time
+    for, as where hundreds of nodes come at once; all of it takes ``_MOST_WAITS`` times as long at most.
+    """
+    begun = time.monotonic()
+    deadline = begun + timeout
     attempt = 0
     while True:
         attempt += 1
+        tried = time.monotonic()
         sock = sockets.dealer(ctx, address, curve, name, silence)
         events = _ENDED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         sock.monitor(f"inproc://monitor-{attempt}", events)
         monitor = sockets.pair(ctx)
         monitor.connect(f"inproc://monitor-{attempt}")
         sock.connect(address)
-        outcome = None
+        outcome, answered = None, False
         while outcome in (None, zmq.EVENT_CONNECTED) and monitor.poll(_left_ms(deadline)):
             outcome, descriptor = struct.unpack_from("=Hi", monitor.recv_multipart()[0])
             if outcome == zmq.EVENT_CONNECTED:
+                answered = True
                 _try_often(descriptor)
         if outcome == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return sock, monitor
@@ -198,9 +209,12 @@ def _connect(
                 f"the master at {address} refused this node's key: it is of another job, or the node was connected "
                 "before (a lost node does not come back)"
             )
-        if time.monotonic() + RETRY >= deadline:
+        now = time.monotonic()
+        if answered and now - tried > sockets.HANDSHAKE_MS / 2000:  # nobody has hung up on this node
+            deadline = min(now + timeout, begun + _MOST_WAITS * timeout)
+        if now + RETRY >= deadline:
             raise BrokenError(
-                f"cannot reach the master at {address}: {attempt} attempts in {timeout:g} s. Is it running, may this "
-                "host connect there, and is the server key this job's?"
+                f"cannot reach the master at {address}: {attempt} attempts in {max(timeout, now - begun):.2g} s. Is it "
+                "running, may this host connect there, and is the server key this job's?"
             )
         time.sleep(RETRY)

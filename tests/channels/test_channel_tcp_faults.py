@@ -328,7 +328,7 @@ def test_silent_strangers():
     master, a, b = connected(3)
     crowd = [stranger(b.address()) for _ in range(150)]
     check_works(a, b, 1, 0)
-    assert len(b._listener._pending) <= 64
+    assert len(b._listener._pending) <= 64 + 2  # one more for each peer, who may come now
     for sock in crowd:
         assert len(everything(sock)) <= NONCE
         sock.close()
@@ -810,7 +810,7 @@ def test_nobody_answers():
     assert Limits().connect <= 9.0  # of the 10 s, the rest is for the telling
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        a = channel(0, connect=0.1)
+        a = channel(0, connect=0.1, greet=0.1)
         a.connect({1: PeerInfo(1, address, KEY)})
         unreached = rf"rank 0 cannot reach rank 1 at {address}: no answer within 0.1 s"
         with within(0.1 + 1.0), pytest.raises(BrokenError, match=unreached):

@@ -16,7 +16,9 @@ import pytest
 import zmq
 from limits import HANG
 
-from disttensor.runtime.channel.tcp import listener
+from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Protection
+from disttensor.runtime.channel.tcp import dial, listener
+from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, Hello
 from disttensor.runtime.transport import sockets, zap
 
@@ -227,3 +229,74 @@ def test_a_peer_that_has_said_hello_is_heard_before_strangers_push_it_out() -> N
         assert heard.wait(HANG)
     listening.stop()
     listening.thread.join()
+
+
+KEY = b"k" * 32
+
+
+class Crowd:
+    """Calls of many ranks at once to one whose listener comes late: until ``come`` it accepts none of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, connect: float, greet: float) -> None:
+        self._late, self._arrived = threading.Event(), threading.Semaphore(0)
+        accept = listener.Listener._accept
+
+        def accepts(listening: listener.Listener, sock: socket.socket) -> None:
+            self._late.wait(HANG)
+            accept(listening, sock)
+
+        monkeypatch.setattr(listener.Listener, "_accept", accepts)
+        self.channel = TcpChannel(ChannelContext(0, "job", "127.0.0.1"))
+        self.channel.connect({rank: PeerInfo(rank, "127.0.0.1:9", KEY) for rank in range(1, ranks + 1)})
+        self.errors: list[Exception] = []
+        info = PeerInfo(0, self.channel.address(), KEY)
+
+        def call(rank: int) -> None:
+            def reached() -> bool:
+                self._arrived.release()
+                return True
+
+            try:
+                sock, _ = dial.dial(info, "job", rank, connect, greet, lambda sock: True, reached, Protection())
+                assert sock is not None
+                sock.close()
+            except Exception as error:
+                self.errors.append(error)
+
+        self._threads = [threading.Thread(target=call, args=(rank,)) for rank in range(1, ranks + 1)]
+        for thread in self._threads:
+            thread.start()
+        for _ in range(ranks):
+            assert self._arrived.acquire(timeout=HANG), "the kernel keeps too few of them"
+
+    def come(self) -> None:
+        self._late.set()
+        for thread in self._threads:
+            thread.join(HANG)
+        self.channel.abort()
+
+
+def test_a_crowd_of_peers_at_a_listener_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the first collective of 200 nodes on a busy host: none is pushed out, or told that nobody answers."""
+    crowd = Crowd(monkeypatch, 200, connect=HANG, greet=HANG)
+    crowd.come()
+    assert crowd.errors == []
+
+
+def test_the_limit_for_reaching_a_peer_is_not_that_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel has answered, so it is there."""
+    limit = 0.2
+    crowd = Crowd(monkeypatch, 3, connect=limit, greet=HANG)
+    threading.Event().wait(2 * limit)
+    crowd.come()
+    assert crowd.errors == []
+
+
+def test_a_peer_that_is_there_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(monkeypatch, 1, connect=HANG, greet=0.05)
+    crowd._threads[0].join(HANG)
+    assert [str(error) for error in crowd.errors] == [
+        f"rank 1 cannot reach rank 0 at {crowd.channel.address()}: no answer within 0.05 s; check that the address and "
+        "port can be reached from here (firewall, interface)"
+    ]
+    crowd.come()

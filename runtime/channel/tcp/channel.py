@@ -55,6 +55,7 @@ class TcpChannel(DataChannel):
             self._admit,
             f"disttensor-tcp-{context.rank}-listen",
             self._look,
+            lambda: len(self._peers),
         )
         _channels.add(self)
 

@@ -35,6 +35,9 @@ _MOST = 32
 #: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or
 #: news of this rank that has not reached the peer yet.
 _ATTEMPTS = 3
+#: Seconds after which a hang-up may mean that one of the two got no core: strangers have ``Limits.handshake``.
+#: Such an attempt does not count.
+_LATE = 1.0
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -99,20 +102,25 @@ def dial(
     job: str,
     me: int,
     limit: float,
+    patience: float,
     watch: Callable[[socket.socket | None], bool],
     reached: Callable[[], bool],
     protection: Protection,
 ) -> tuple[socket.socket | None, Secrets]:
-    """Returns a connection to ``info``'s peer and its secrets, within ``limit`` seconds.
+    """Returns a connection to ``info``'s peer and its secrets.
+
+    The peer's kernel has ``limit`` seconds to answer. Then the peer is there, and may be busy: it has ``patience``
+    seconds, from the last of its answers on.
 
     The socket is None when the peer calls this one at this moment and its call is the one to use. ``watch`` is given
     each socket before it is used, so that another thread can shut it down, and None before it is closed; ``reached`` is
     called before the first byte is sent. Each returns False to give up. Raises BrokenError.
     """
     deadline = time.monotonic() + limit
-    hung_up = ""
-    for attempt in range(_ATTEMPTS):
-        if attempt:
+    hung_up, attempt, waited, began = "", 0, limit, time.monotonic()
+    last = began + limit + patience
+    while attempt < _ATTEMPTS and time.monotonic() < last:
+        if hung_up:
             if not watch(None):
                 break
             time.sleep(0.05 * attempt)
@@ -122,13 +130,16 @@ def dial(
             family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, proto)
             tune_before(sock, str(where[0]))
+            waited = limit
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if not watch(sock):
                 break
             sock.connect(where)
+            began = time.monotonic()
             if not reached():
                 break
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            waited = patience
+            sock.settimeout(patience)
             wants, lacks = wishes(protection, sock)
             if wants & ENCRYPT and lacks:
                 raise unprotected(me, info.rank, lacks)
@@ -148,10 +159,12 @@ def dial(
                 "one, as it does when it cannot reach this rank's port, or one side was started anew"
             )
         except EOFError as error:
-            hung_up = str(error)
+            hung_up = str(error) or "it hung up"
+            attempt += time.monotonic() - began < _LATE
+            deadline = time.monotonic() + limit  # it was there
         except TimeoutError as error:
             raise BrokenError(
-                f"rank {me} cannot reach rank {info.rank} at {info.address}: no answer within {limit:g} s; "
+                f"rank {me} cannot reach rank {info.rank} at {info.address}: no answer within {waited:g} s; "
                 "check that the address and port can be reached from here (firewall, interface)"
             ) from error
         except (OSError, ValueError) as error:

@@ -19,9 +19,11 @@ from .handshake import HELLO, NONCE, Hello
 
 _log = logging.getLogger(__name__)
 
-#: The most handshakes under way. One more pushes the oldest out: a peer needs milliseconds, a silent stranger
-#: the limit.
+#: The most handshakes under way, beside one for each peer that may come. One more pushes the oldest out: a peer needs
+#: milliseconds, a silent stranger the limit.
 _PENDING = 64
+#: Connections that wait for the listener's thread, which comes late on a busy host: peers come by the hundred.
+_BACKLOG = 1024
 #: Why a connection is refused that has not said hello.
 _NOISE = "not the handshake of a peer of this job, or none in time"
 #: The interval at which a hello from a rank that isn't known yet is looked at again, seconds.
@@ -56,8 +58,10 @@ class Listener:
         admit: Callable[[socket.socket, Hello, bytes], str | None],
         name: str,
         look: Callable[[], None],
+        peers: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._limit, self._admit, self._look = limit, admit, look
+        """``peers``: how many may come."""
+        self._limit, self._admit, self._look, self._peers = limit, admit, look, peers
         self._pending: dict[_Pending, None] = {}  #: oldest first
         #: the hellos of those of them whose rank is not known yet
         self._unknown: dict[_Pending, Hello] = {}
@@ -149,8 +153,8 @@ class Listener:
         except OSError:
             sock.close()
             return
-        if len(self._pending) >= _PENDING:
-            self._drop(self._oldest, f"too many at once that prove nothing ({_PENDING})")
+        if len(self._pending) >= (most := _PENDING + self._peers()):
+            self._drop(self._oldest, f"too many at once that prove nothing ({most})")
         self._pending[pending] = None
         self._poll.register(sock, selectors.EVENT_READ, pending)
 
@@ -210,7 +214,7 @@ def _listen(host: str) -> tuple[socket.socket, str]:
     try:
         tune_before(sock, ip)
         sock.bind(where)
-        sock.listen(128)
+        sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError:
         sock.close()

@@ -56,7 +56,8 @@ class Limits:
     """The time limits of a connection, in seconds."""
 
     handshake: float = 2.0  #: for a stranger to prove itself
-    connect: float = 9.0  #: to reach a peer at first use; its error is promised within 10 s
+    connect: float = 9.0  #: to reach a peer's host at first use; its error is promised within 10 s
+    greet: float = 60.0  #: for a peer whose kernel has answered to do so itself, from its last answer on
     announce: float = (
         1800.0  #: for which a transfer that arrived waits for its irecv: a peer may compute for long before
     )
@@ -317,8 +318,9 @@ class TcpPeer:
             self._state = _State.CALLING
         try:
             sock, secrets = dial(
-                self.info, self._job, self.me, self._limits.connect, self._watch, self._reached, self._protection
-            )
+                self.info, self._job, self.me, self._limits.connect, self._limits.greet, self._watch, self._reached,
+                self._protection,
+            )  # fmt: skip
         except BrokenError as error:
             with self.lock:
                 over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
@@ -326,7 +328,9 @@ class TcpPeer:
             self._fail_unless_up(str(error))
             return
         if sock is None:
-            limit = 2 * self._limits.connect  # its own limit is over before, so that it is the one to say why
+            limit = 2 * (
+                self._limits.connect + self._limits.greet
+            )  # its own limit is over before, so that it is the one to say why
             with self.lock:
                 self._changed.wait_for(lambda: self.failure or self._state is _State.UP, limit)
             why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
