@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from ..channel.base import DataChannel, Transfer
+from ..process import page
 from ..protocol.errors import BrokenError, ChannelError, PoisonedError
 from ..protocol.transfer_ids import BLOCK
 from .reduction import ReduceOp, kernel
@@ -247,6 +248,7 @@ class Incoming:
         """Waits for the message. In trouble: a tensor of the right form with arbitrary contents."""
         exchange = self._wire
         if self._transfer is not None:
+            page.mine.await_peer(self._peer)
             try:
                 self._transfer.wait()
                 if not self._copied:

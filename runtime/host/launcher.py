@@ -58,6 +58,7 @@ class Sight:
     paused: bool  #: its host hears nothing of this one, so it was stopped
     seq: int  #: the number of the command that it was at last
     kind: int  #: what it is at (process/page.py)
+    peer: int  #: the peer that it waits for there; ``page.NOBODY``: none
     seconds: float  #: for how long
     deaf: float  #: for how many seconds its own threads have not run
     rss: int  #: bytes of memory

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..host.launcher import Sight
 from ..process.own_time import Unheard
-from ..process.page import COMMANDS, FUNCTION, IDLE, STREAMS, WORDS, Beside
+from ..process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, NOBODY, STREAMS, WORDS, Beside
 from .failures import line_of
 from .history import NAMED, asks
 
@@ -151,6 +151,8 @@ def _doing(node: Node, sight: Sight | None) -> str:
     text = f"it {'; it '.join(works)}"
     if (more := len(sight.beside) - NAMED) > 0:
         text += f"; and {more} other functions"
+    if sight.kind == COLLECTIVE and sight.peer != NOBODY:
+        text += f"; it waits for node {sight.peer}"
     if sight.paused:
         text += "; its host hears nothing of this one, and has stopped it until it does"
     elif sight.state in ("T", "t"):

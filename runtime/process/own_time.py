@@ -42,7 +42,7 @@ class Standstill:
 
     #: The least share of the time for which a thread that got no core was on the kernel's queue for one; the least
     #: switches a second of one that waits for the GIL; and the seconds between two accounts, which cost system calls.
-    _SHARE, _SWITCHES, _ACCOUNT = 0.1, 10.0, 0.25
+    _SHARE, _SWITCHES, _ACCOUNT = 0.3, 50.0, 0.1
 
     def __init__(self) -> None:
         self._account = -1
@@ -51,7 +51,7 @@ class Standstill:
         self._at, self._ran, self._switched = self._now()
 
     def look(self) -> float:
-        """Returns the seconds for which it stood still just now, to a quarter; 0.0 where it did not, or ran late."""
+        """Returns the seconds for which it stood still just now, to a tenth; 0.0 where it did not, or ran late."""
         then, ran, switched = self._at, self._ran, self._switched
         if time.monotonic() - then < self._ACCOUNT:
             return 0.0

@@ -27,10 +27,13 @@ WORDS = (
     "works on its streams",
 )  # fmt: skip
 
-_AT = struct.Struct("<QBxxxxxxxd")  # the number of a command, what the node is at, since when
+_AT = struct.Struct("<QBxxxid")  # the number of a command, what the node is at, the peer that it waits for, since when
+_PEER = struct.Struct("<i")
 _ALIVE = struct.Struct("<d")
 _write, _now = _AT.pack_into, time.monotonic  # looked up once: a node writes its page for every batch
-_KIND, _ALIVE_AT, _PAUSED = 8, _AT.size, _AT.size + _ALIVE.size
+_KIND, _PEER_AT, _ALIVE_AT, _PAUSED = 8, 12, _AT.size, _AT.size + _ALIVE.size
+#: The peer of a node that waits for none.
+NOBODY = -2
 _BESIDE = struct.Struct("<QdQ")  # the number of a command whose function runs beside, since when, and its thread
 #: Where these stand, and how many: of more at once the others are not told.
 _FIRST, SLOTS = 64, 32
@@ -70,7 +73,11 @@ class Page:
         if self._kind in _OWN:
             self.busy += now - self._since
         self._kind, self._since = kind, now
-        _write(self._memory, 0, seq, kind, now)
+        _write(self._memory, 0, seq, kind, NOBODY, now)
+
+    def await_peer(self, rank: int) -> None:
+        """Notes that what the node is at waits for a peer from now on."""
+        _PEER.pack_into(self._memory, _PEER_AT, rank)
 
     @contextlib.contextmanager
     def function(self, seq: int) -> Iterator[None]:
@@ -108,7 +115,7 @@ class Page:
     @property
     def running(self) -> int:
         """The number of the command whose function runs, or ran when the process ended; -1 for none."""
-        seq, kind, _ = _AT.unpack_from(self._memory)
+        seq, kind, _, _ = _AT.unpack_from(self._memory)
         return int(seq) if kind == FUNCTION else -1
 
     def rest(self) -> None:
@@ -121,13 +128,13 @@ class Page:
         """Notes that the node's threads run."""
         _ALIVE.pack_into(self._memory, _ALIVE_AT, time.monotonic())
 
-    def read(self) -> tuple[int, int, float, float]:
-        """Returns the command's number, what the node is at, and two times in seconds: for how long, and for how long
-        its own threads have not run."""
-        seq, kind, since = _AT.unpack_from(self._memory)
+    def read(self) -> tuple[int, int, int, float, float]:
+        """Returns the command's number, what the node is at, the peer that it waits for there (NOBODY: none), and two
+        times in seconds: for how long, and for how long its own threads have not run."""
+        seq, kind, peer, since = _AT.unpack_from(self._memory)
         (alive,) = _ALIVE.unpack_from(self._memory, _ALIVE_AT)
         now = time.monotonic()
-        return seq, kind, now - since if since and kind else 0.0, now - alive if alive else 0.0
+        return seq, kind, peer, now - since if since and kind else 0.0, now - alive if alive else 0.0
 
     @property
     def began(self) -> bool:

@@ -28,6 +28,7 @@ from deafen import deafen_ends
 from limits import HANG
 from processes import alive_after
 from telling import warned
+from variants import variants
 
 import disttensor as dt
 from disttensor import testing
@@ -580,6 +581,36 @@ def test_a_function_of_another_thread_is_explained(way: str, monkeypatch: pytest
         waiting.join(HANG)
         assert [type(e) for e in raised] == [dt.NodeLost]
         assert re.search(rf"SIGKILL.* while it ran {what}, issued at {line}", str(raised[0])), raised
+
+
+@pytest.mark.parametrize("backend", variants(["auto", "tcp"]))
+def test_who_takes_part_in_a_collective_is_said_to_wait_for_the_one_that_does_not(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three of which one stands still, whichever the script asks; by a tree, one may wait for one that waits for it."""
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
+    with dt.init_master_worker(backend, nodes=3, threads=1):
+        xs = [torch.ones(4, device=f"node:{node}") for node in range(3)]
+        dt.all_reduce(xs)
+        dt.synchronize()
+        testing.stop(2)
+        raised: list[BaseException] = []
+        awaited: dict[int, int] = {}
+        try:
+            for node in (0, 1):
+                words = rf"^node {node} .*: it takes part in a collective \(command \d+\), .*; it waits for node (\d)"
+                with warned(words) as said:
+                    if not node:
+                        dt.all_reduce(xs)
+                    thread = in_thread(xs[node].tolist, raised)
+                    assert said.there.wait(HANG), said.texts
+                awaited[node] = next(int(found[1]) for text in said.texts if (found := re.search(words, text)))
+        finally:
+            testing.resume(2)
+        thread.join(HANG)
+        assert awaited in ({0: 2, 1: 2}, {0: 1, 1: 2}, {0: 2, 1: 0})
+        assert [x.tolist() for x in xs] == [[9.0] * 4] * 3
+        assert raised == []
 
 
 def stuck(port: int) -> None:

@@ -49,7 +49,8 @@ def test_a_thread_that_sleeps_stands_still() -> None:
 ACCOUNTS = [
     (30.0, 0.01, 3, True),  # stopped
     (30.0, 29.9, 5, False),  # no core
-    (30.0, 4.0, 5, False),  # no core for most of the time, by an account that is late
+    (30.0, 12.0, 5, False),  # no core for a part of it
+    (6.0, 1.0, 200, True),  # waited for the GIL, and for a core, until it was stopped
     (11.0, 0.2, 2000, False),  # no GIL
     (0.1, 0.0, 0, False),  # nothing
 ]

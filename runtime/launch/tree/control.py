@@ -17,7 +17,7 @@ import msgspec
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...host.silence import Silence
-from ...process.page import Beside
+from ...process.page import NOBODY, Beside
 from ...protocol.bundle import Bundle
 
 #: A bundle is 1 MiB at most (see protocol/bundle.py), a tail 20 short lines.
@@ -178,6 +178,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     paused: bool = False  #: its host hears nothing of the master's, so it was stopped
     seq: int = 0  #: the number of the command that it was at last
     kind: int = 0  #: what it is at (process/page.py)
+    peer: int = NOBODY  #: the peer that it waits for there
     seconds: float = 0.0  #: for how long
     deaf: float = 0.0  #: for how long its own threads have not run
     rss: int = 0  #: bytes of memory

@@ -114,13 +114,13 @@ class Node:
 
     def seen(self) -> Seen:
         """Returns the sight of it from outside."""
-        seq, kind, seconds, deaf = self.page.read()
+        seq, kind, peer, seconds, deaf = self.page.read()
         rss = 0
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/statm") as statm:
             rss = int(statm.read().split()[1]) * resource.getpagesize()
         stack = self.stack.decode(errors="replace")[:MAX_STACK]
         beside = self.page.beside
-        return Seen(self.rank, self.state(), self.page.paused, seq, kind, seconds, deaf, rss, stack, beside)
+        return Seen(self.rank, self.state(), self.page.paused, seq, kind, peer, seconds, deaf, rss, stack, beside)
 
     def end_in_words(self, code: int, peak: int, memory: MemoryKills) -> str:
         """Returns how it has ended. ``peak``: the most bytes that it had in memory."""
