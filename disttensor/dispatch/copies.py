@@ -21,8 +21,9 @@ from ..session.agreement import agreed_bytes
 from ..session.current import session_of
 from ..session.places import Groups, MeshPlace, Place, one_session
 from . import seen_at
+from .asking import make_room
 from .call_site import here
-from .first_call import layout_of, make_room, refuse_layout
+from .first_call import layout_of, refuse_layout
 from .lazy_views import materialise
 
 #: Bytes up to which a tensor goes to each node of a mesh by itself, and is fetched whole from each to be compared.

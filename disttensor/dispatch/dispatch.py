@@ -27,9 +27,10 @@ from ..runtime.protocol import commands as c
 from ..session import current
 from ..session.places import Place, Places
 from . import rng_states
+from .asking import ask, ask_written, make_room
 from .call_site import here, users
 from .copies import upload
-from .first_call import ask, make_plan, make_room, place_of
+from .first_call import make_plan, place_of
 from .inplace_and_multi import check_write, first, rare
 from .lazy_views import materialise
 from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
@@ -135,7 +136,8 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
             if entry.fallback is not None and (composed := entry.fallback(entry, args, kwargs)) is not NotImplemented:
                 return composed
             if entry.asks:
-                return ask(entry, args, kwargs, place_of(entry, args, kwargs, place), call, out)[0]
+                question = ask_written if entry.mutable else ask
+                return question(entry, args, kwargs, place_of(entry, args, kwargs, place), call, out)[0]
             made = make_plan(entry, args, kwargs, place, call, out)
             if type(made) is not Plan:
                 plan, result = made

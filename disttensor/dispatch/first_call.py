@@ -7,14 +7,13 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..proxy.meta import Handle, Meta, contiguous, meta_like, meta_told, new_ref, stand_in
-from ..proxy.proxy import DistributedTensor, operand_name, proxy
+from ..proxy.meta import Meta, contiguous, meta_like, stand_in
+from ..proxy.proxy import DistributedTensor, operand_name
 from ..runtime.master.route import route
-from ..runtime.protocol import commands as c
-from ..runtime.protocol.errors import DisttensorError, RanksDiffer
-from ..session.caches import drop_plans
+from ..runtime.protocol.errors import DisttensorError
 from ..session.places import Place, one_session
 from . import meta_inference
+from .asking import Reshaped, ask, ask_written, make_room
 from .call_site import here
 from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
 
@@ -132,44 +131,42 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         check_masks(args[0], args[1])
     args_in = meta_inference.stand_ins(args, DistributedTensor)
     kwargs_in = meta_inference.stand_ins(kwargs, DistributedTensor)
-    fresh: dict[int | str, torch.Tensor] = {}
+    fresh: dict[int | str, Any] = {}  # a meta kernel may give them another geometry, and stand-ins are shared
     for where in entry.writes:
-        holder: Any = args_in if isinstance(where, int) else kwargs_in
-        if isinstance(holder, tuple) and isinstance(where, int) and where < len(holder):
-            if isinstance(holder[where], torch.Tensor):
-                fresh[where] = _twin(holder[where])
-                args_in = (*args_in[:where], fresh[where], *args_in[where + 1 :])
-        elif isinstance(where, str) and isinstance(kwargs_in.get(where), torch.Tensor):
+        if isinstance(where, int) and where < len(args_in):
+            fresh[where] = _twin(args_in[where])
+            args_in = (*args_in[:where], fresh[where], *args_in[where + 1 :])
+        elif isinstance(where, str) and where in kwargs_in:
             fresh[where] = _twin(kwargs_in[where])
             kwargs_in = {**kwargs_in, where: fresh[where]}
     site = here()
     in_place = entry.mutable and bool(entry.returned or not entry.op._schema.returns)
-    lie = None if in_place or route.get().recorder is not None else lying(entry, args, kwargs, place)
+    recorded = route.get().recorder is not None
+    lie = None if recorded or (in_place and not entry.out) else lying(entry, args, kwargs, place)
+    known = True
     try:
         result = meta_inference.infer(entry.op, args_in, kwargs_in)
     except NotImplementedError:
-        if in_place:
-            result = None  # written in place; the node raises an error if it can't be
-        else:
+        if not in_place:
             return _asked(entry, args, kwargs, place, call, out, site)
+        known = False
     except (RuntimeError, IndexError, TypeError, ValueError):
         # some kernels take operands that their meta kernel refuses; and an error of another library's meta kernel may
         # only mean that the shape depends on the data
         if lie is None and (entry.torchs or in_place):
             raise
+        if in_place:
+            return _written(entry, args, kwargs, place, call, out, site)
         return _asked(entry, args, kwargs, place, call, out, site)
     if in_place:
-        specs = entry.specs(args, kwargs, DistributedTensor, place.name)
-        reshaped = []
-        for where, stand in fresh.items():
-            before = args[where]._h.meta if isinstance(where, int) else kwargs[where]._h.meta
-            after = meta_like(stand, before.place)
-            if after is not before:
-                reshaped.append((where, after))
-            else:
-                _check_overlap(entry, before)
-        kind = RESHAPED if reshaped else WRITTEN
-        return Plan(kind, place, (entry.name, *specs), tuple(reshaped), 0, site)
+        reshaped = _reshaped(entry, args, kwargs, fresh)
+        believed = lie is None or entry.right.get(lie)
+        if entry.out and not recorded and (not known or reshaped or not believed):
+            plan, result = _written(entry, args, kwargs, place, call, out, site)
+            if lie is not None and lie not in entry.right:
+                entry.store(entry.right, lie, plan is not None and known and plan.shapes == reshaped)
+            return plan, result
+        return _writing(entry, args, kwargs, place, reshaped, site)
     for t in tree_leaves(result):
         if isinstance(t, torch.Tensor) and layout_of(t) is not torch.strided:
             refuse_layout(entry.name, layout_of(t))
@@ -222,6 +219,41 @@ def _order(meta: Meta) -> tuple[Any, ...]:
     return (dense, *((min(n, 2), bool(s), ranks[s], n > 1 or s == plain) for n, s, plain in steps))
 
 
+def _reshaped(entry: Entry, args: Any, kwargs: Any, after: dict[int | str, Any]) -> Reshaped:
+    """Returns the written arguments that have another geometry ``after`` the meta kernel has run, with that.
+
+    Raises local torch's RuntimeError for one whose elements share memory.
+    """
+    found: list[tuple[int | str, Meta]] = []
+    for where, stands in after.items():
+        value = args[where] if isinstance(where, int) else kwargs[where]
+        for tensor, stand in zip(*((v if isinstance(v, (list, tuple)) else [v]) for v in (value, stands)), strict=True):
+            if isinstance(tensor, DistributedTensor):
+                before = tensor._h.meta
+                meta = meta_like(stand, before.place)
+                if meta is not before:
+                    found.append((where, meta))
+                else:
+                    _check_overlap(entry, before)
+    return tuple(found)
+
+
+def _writing(entry: Entry, args: Any, kwargs: Any, place: Place, reshaped: Reshaped, site: Any) -> Plan:
+    """Returns the plan of an operation that writes its arguments, of which those of ``reshaped`` get another
+    geometry."""
+    specs = entry.specs(args, kwargs, DistributedTensor, place.name)
+    return Plan(RESHAPED if reshaped else WRITTEN, place, (entry.name, *specs), reshaped, 0, site)
+
+
+def _written(
+    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
+) -> tuple[Plan | None, Any]:
+    """Has the node run an operation that writes its arguments, and returns the plan for the next call (None where the
+    node has to be asked again) and the result."""
+    result, reshaped = ask_written(entry, args, kwargs, place, call, out)
+    return None if reshaped is None else _writing(entry, args, kwargs, place, reshaped, site), result
+
+
 def _asked(
     entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
 ) -> tuple[Plan | None, Any]:
@@ -229,13 +261,6 @@ def _asked(
     and the result."""
     result, metas = ask(entry, args, kwargs, place, call, out)
     return _finish(entry, args, kwargs, place, metas, site) if entry.torchs else None, result
-
-
-def make_room(place: Place) -> None:
-    """Bounds the templates of a node. Callers define a template whose arguments may vary only after this."""
-    if place.home.generation_full:
-        drop_plans()
-        place.home.start_generation()
 
 
 def layout_of(tensor: torch.Tensor) -> object:
@@ -253,7 +278,11 @@ def refuse_layout(name: str, layout: object) -> NoReturn:
     )
 
 
-def _twin(stand: torch.Tensor) -> torch.Tensor:
+def _twin(stand: Any) -> Any:
+    if isinstance(stand, (list, tuple)):
+        return [_twin(s) for s in stand]
+    if not isinstance(stand, torch.Tensor):
+        return stand
     return stand_in(tuple(stand.shape), stand.stride(), int(stand.storage_offset()), stand.dtype)
 
 
@@ -298,33 +327,3 @@ def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site
     outs = sum(isinstance(m, Meta) for m in tree_leaves(metas))
     single = isinstance(metas, Meta)
     return Plan(ONE if single else MANY, place, (entry.name, *specs), metas, outs, site)
-
-
-def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int) -> tuple[Any, Any]:
-    """Runs the operation on the node, waits for its outputs' geometry, and returns (proxies, their metas)."""
-    returns = entry.op._schema.returns
-    listed = any(str(r.type) != "Tensor" for r in returns)
-    refs = [
-        out,
-        *(new_ref() for _ in range(1, meta_inference.list_length(entry.name, args) if listed else len(returns))),
-    ]
-    specs = entry.specs(args, kwargs, DistributedTensor, place.name)
-    site = here()
-    make_room(place)
-    template = place.define(entry.name, *specs, len(refs), site)
-    call = [*call, *(out - r for r in refs[1:])]
-    place.outbox.free_dead()  # what is asked for may be large
-    try:
-        reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, out, tuple(call))), site)
-    except BaseException as e:
-        place.dead.extend(refs)  # nodes may have made them: of a mesh those that have not failed
-        if not isinstance(e, RanksDiffer):
-            raise
-        raise RanksDiffer(f"{entry.name}: {e}; dt.run(function, nodes=mesh) runs what differs by rank") from None
-    if len(reply.outs) != len(refs):
-        raise DisttensorError(f"{entry.name}: {place} answered {reply} where {len(refs)} shapes were due")
-    metas = [None if g is None else meta_told(g, place) for g in reply.outs]
-    proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
-    if listed:
-        return proxies, metas
-    return (proxies[0], metas[0]) if len(refs) == 1 else (tuple(proxies), tuple(metas))

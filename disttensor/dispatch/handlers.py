@@ -16,9 +16,10 @@ from ..runtime.master.route import route
 from ..session import current, kernel_choice
 from ..session.places import MeshPlace, Place
 from . import copies, meta_inference, seen_at
+from .asking import make_room
 from .copies import copy_strides, fetch, fill, move, upload
 from .dispatch import dispatch, run
-from .first_call import check_masks, make_room, refuse_layout
+from .first_call import check_masks, refuse_layout
 from .op_plan import VIEW, Entry, Plan
 from .op_table import enter, handler
 

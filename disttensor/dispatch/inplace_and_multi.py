@@ -13,7 +13,7 @@ from ..proxy.proxy import DistributedTensor, alias, proxy, set_geometry
 from ..runtime.node.geometry import expected
 from ..runtime.protocol import commands as c
 from .call_site import here
-from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
+from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan, holes_of
 
 Make = Callable[[int, int, tuple[Any, ...]], c.Call]
 
@@ -122,35 +122,16 @@ def _reshape(
     box = plan.place.outbox
     same = plan.place.define("aten::alias", (c.Hole(True),), (), 1, site)
     changed: list[tuple[DistributedTensor, Handle]] = []
+    holes = [*holes_of(plan.specs[1:3])]
     for where, meta in plan.shapes:
         tensor = args[where] if isinstance(where, int) else kwargs[where]
         old = tensor._h.ref
         handle = Handle(new_ref(), meta)
         commands = box.commands
         commands += (c.Call(same, handle.ref, (handle.ref - old,)), site)
-        call = [
-            out - handle.ref if type(v) is int and v == out - old and _is_hole(plan, i) else v
-            for i, v in enumerate(call)
-        ]
+        call = [out - handle.ref if hole and v == out - old else v for v, hole in zip(call, holes, strict=True)]
         changed.append((tensor, handle))
     commands = box.commands
     commands += (make(plan.template, out, tuple(call)), site)
     for tensor, handle in changed:
         set_geometry(tensor, handle)
-
-
-def _is_hole(plan: Plan, index: int) -> bool:
-    holes: list[bool] = []
-
-    def walk(spec: c.Spec) -> None:
-        if isinstance(spec, c.Hole):
-            holes.append(spec.tensor)
-        elif isinstance(spec, c.Items):
-            for s in spec.items:
-                walk(s)
-
-    for spec in plan.specs[1]:
-        walk(spec)
-    for _, spec in plan.specs[2]:
-        walk(spec)
-    return holes[index]

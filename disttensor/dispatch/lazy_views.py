@@ -14,8 +14,8 @@ from ..runtime.master.route import Tap, route
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
 from . import meta_inference
+from .asking import make_room
 from .call_site import here
-from .first_call import make_room
 from .inplace_and_multi import checked
 from .op_plan import VIEW, Entry, Plan
 from .op_table import handles, run_ordinary

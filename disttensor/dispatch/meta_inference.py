@@ -122,6 +122,17 @@ def asks_always(op: OpOverload) -> bool:
     return _DYNAMIC in op.tags and op.name() not in {"aten::index.Tensor", "aten::index.Tensor_out"}
 
 
+def writes_out(op: OpOverload) -> bool:
+    """Returns whether an operator writes its results into tensors that it is given by name: an ``out=``."""
+    return any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+
+
+def is_wrong(op: OpOverload) -> bool:
+    """Returns whether an operator's meta kernel gives other shapes or strides than the CPU kernel. That of its ``out=``
+    overloads is the same."""
+    return op.name() in WRONG_META or (op._schema.name in WRONG_META and writes_out(op))
+
+
 def list_length(name: str, args: tuple[Any, ...]) -> int:
     """Returns the number of tensors in the list that an operator returns whose shapes the node has to be asked for.
 
@@ -146,7 +157,7 @@ def gives_value(op: OpOverload) -> bool:
 def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs ``op`` on the meta device, and returns its outputs there. Raises NotImplementedError where there is no meta
     kernel (or a wrong one), and torch's own errors (shapes, dtypes) at the user's line."""
-    if op.name() in WRONG_META:
+    if is_wrong(op):
         raise NotImplementedError
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}

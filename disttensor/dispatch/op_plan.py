@@ -3,7 +3,7 @@ call sends and returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session import caches
 from ..session.places import Place
-from .meta_inference import asks_always, gives_value
+from .meta_inference import asks_always, gives_value, writes_out
 
 # The kinds of arguments: parts of the key (on which a plan depends), or of the call (which is sent each time).
 TENSOR = 0  #: a proxy: its meta in the key, its ref in the call. A number in its place is a NUMBER
@@ -71,6 +71,7 @@ class Entry:
         "mutable",
         "name",
         "op",
+        "out",
         "plans",
         "python",
         "quick",
@@ -98,6 +99,8 @@ class Entry:
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         )
+        #: whether it writes its results into tensors that it is given by name
+        self.out = writes_out(op)
         #: the arguments that the operator writes and returns: of `add_` the first, of `add.out` its out
         self.returned = self._returned(schema)
         self.view = op.is_view and not self.mutable
@@ -193,6 +196,21 @@ class Entry:
             tuple(spec(k, a) for k, a in zip(self.kinds, args, strict=False)),
             tuple((name, spec(self.kwkinds[name], v)) for name, v in kwargs.items()),
         )
+
+
+def holes_of(specs: tuple[Any, ...]) -> Iterator[bool]:
+    """Returns for each of a Call's arguments whether it is a tensor. ``specs``: the positional ones and the named."""
+
+    def walk(spec: c.Spec) -> Iterator[bool]:
+        if isinstance(spec, c.Hole):
+            yield spec.tensor
+        elif isinstance(spec, c.Items):
+            for item in spec.items:
+                yield from walk(item)
+
+    positional, named = specs
+    for spec in (*positional, *(spec for _, spec in named)):
+        yield from walk(spec)
 
 
 class Plan:

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..dispatch.asking import make_room
 from ..dispatch.call_site import here
 from ..dispatch.copies import fetch
 from ..dispatch.dispatch import dispatch
-from ..dispatch.first_call import make_room
 from ..dispatch.lazy_views import materialise
 from ..proxy.meta import Handle, Lazy, Shared, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy

@@ -241,7 +241,7 @@ class Executor(NodeState):
         template = self.templates[call.template]
         if template.mutated and self.store.sending:
             self._settle(template, call)
-        results = self.answer(command, template, template.call(call.out, call.args))
+        results = self.answer(command, template, template.call(call.out, call.args), self.store.entries)
         if template.outs:
             for ref, tensor in zip(template.results(call.out, call.args), results, strict=True):
                 if tensor is not None:

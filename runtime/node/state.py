@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -126,8 +126,11 @@ class NodeState:
 
     # ---- effects that commands have on any thread ------------------------------------------------------------------
 
-    def answer(self, command: c.Ask, template: Template, result: Any) -> list[torch.Tensor | None]:
-        """Answers an Ask with its operator's result: a value, or the geometry of tensors, which are returned.
+    def answer(
+        self, command: c.Ask, template: Template, result: Any, operands: Mapping[int, Any]
+    ) -> list[torch.Tensor | None]:
+        """Answers an Ask with its operator's result: a value, or the geometry of tensors, which are returned. Of an
+        operator that returns nothing these are those of its ``operands`` that it has written.
 
         Raises ProtocolError, and has answered nothing, for another number of tensors, or of refs for them, than the
         master expects.
@@ -135,6 +138,8 @@ class NodeState:
         if not template.outs:
             self.emit(c.Answer(command.request, codec.to_value(result)))
             return []
+        if result is None:
+            result = [operands[ref] for ref in template.written(command.call.out, command.call.args)]
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         if len(results) != template.outs:
             raise template.miscounted(len(results))
@@ -346,7 +351,12 @@ class NodeState:
         self.store.settle(None)
 
     def give_up(self, command: c.Command, poison: Poison) -> None:
-        """Puts poison in place of a failed command's outputs, and answers the command if it asks for an answer."""
+        """Puts poison in place of a failed command's outputs, and of what it should have written, and answers the
+        command if it asks for an answer.
+
+        An Ask leaves what it should have written as it is: the script waits, and its line raises the error, after which
+        the tensor has, as with local torch, whatever the operator has left in it.
+        """
         call = command.call if isinstance(command, c.Ask) else command
         template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         traits, entries = TRAITS[type(command)], self.store.entries
@@ -354,7 +364,7 @@ class NodeState:
             try:
                 for ref in traits.makes(command, template):
                     entries[ref] = poison
-                for ref in traits.writes(command, template):
+                for ref in () if isinstance(command, c.Ask) else traits.writes(command, template):
                     self.spoil(ref, poison)
             except Exception:  # arguments that don't fit their template, as Failed has told
                 if isinstance(call, c.Call):

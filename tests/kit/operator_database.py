@@ -311,6 +311,63 @@ def _check_view(op: OpInfo, sample: SampleInput) -> None:
         agree(remote.tensors, local.tensors, False, "operand under a view")
 
 
+def _larger(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((*(n + 1 for n in x.shape), 2), 3).to(x.dtype)
+
+
+#: For a result, what is given for it to be written into: a local tensor, and the same on the node.
+GIVEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "empty": lambda x: torch.empty(0, dtype=x.dtype),
+    "larger": _larger,
+    "a part": lambda x: torch.full((2, *x.shape), 3).to(x.dtype),
+    "another dtype": lambda x: torch.empty(0, dtype=torch.int8),
+}
+
+
+def check_given(op: OpInfo, dtype: torch.dtype, count: int) -> int:
+    """Runs samples with an ``out=`` of each of `GIVEN` and asserts that all is the same. How many calls that were."""
+    done = 0
+    for sample in samples(op, dtype, count, False):
+        local = Operands(op, sample, False)
+        if not all(t.layout is torch.strided for t in local.tensors):
+            continue
+        try:
+            result = local.call(op)
+        except Exception:
+            continue
+        leaves = [result] if _is(result) else list(result) if isinstance(result, (list, tuple)) else []
+        if leaves and all(_strided(t) for t in leaves):
+            done += sum(_check_given(op, sample, leaves, how) for how in GIVEN)
+    dt.synchronize()
+    return done
+
+
+def _check_given(op: OpInfo, sample: SampleInput, results: list[torch.Tensor], how: str) -> bool:
+    local, remote = Operands(op, sample, False), Operands(op, sample, True)
+    bases = [GIVEN[how](t) for t in results]
+    far = [t.to(NODE) for t in bases]
+    here, there = ([t[1] if how == "a part" else t for t in ts] for ts in (bases, far))
+    single = _is(local.call(op))
+    kept = [t.detach() for t in there]
+    before = [(t.shape, t.stride()) for t in there]
+    try:
+        local.call(lambda *a, **k: op(*a, **k, out=here[0] if single else tuple(here)))
+    except Exception as error:
+        with _raises(type(error)):
+            remote.call(lambda *a, **k: op(*a, **k, out=there[0] if single else tuple(there)))
+        true_to_node([*there, *kept])  # local torch may have resized it, or not, by when an operator notices
+        return True
+    got = remote.call(lambda *a, **k: op(*a, **k, out=there[0] if single else tuple(there)))
+    if single:
+        assert got is there[0]
+    true_to_node([*there, *kept])
+    assert [(t.shape, t.stride()) for t in kept] == before, "another tensor of the same memory has changed"
+    if op.name not in UNDEFINED:
+        agree(there, here, False, f"{how}: out=")
+        agree(far, bases, False, f"{how}: the memory of out=")
+    return True
+
+
 @contextlib.contextmanager
 def _raises(kind: type[BaseException]) -> Iterator[None]:
     try:

@@ -166,12 +166,28 @@ def test_a_difference_is_told_with_operator_and_line(name: str, stream: bool, wr
 def test_what_is_written_is_compared_too(wrong: Any) -> None:
     x, out = torch.ones(2, 3, device=NODE), torch.ones(0, device=NODE)
     wrong(aten.acosh.out, lambda r: r)
-    torch.acosh(x, out=out)  # another shape: the meta kernel says which
+    torch.acosh(x, out=out)  # another shape: the node says which
     assert out.tolist() == [[0.0] * 3] * 2
 
     wrong(aten.atanh.out, None)
     small = torch.ones(6, device=NODE)[:0]
-    torch.atanh(x, out=small)
+    torch.atanh(x * 0, out=small)
+    assert small.tolist() == [[0.0] * 3] * 2
+
+    wrong(aten.t_.default, None)
+    x.t_()
+    with pytest.raises(GeometryError, match=r"aten::t_ gave"):
+        dt.synchronize()
+
+
+def test_a_graph_compares_what_is_written(wrong: Any) -> None:
+    x, small = torch.ones(2, 3, device=NODE), torch.ones(6, device=NODE)[:0]
+    wrong(aten.atanh.out, None)
+    dt.synchronize()
+    g = dt.Graph()
+    with dt.graph(g):
+        torch.atanh(x, out=small)
+    g.replay()
     with pytest.raises(GeometryError, match=r"aten::atanh\.out gave"):
         dt.synchronize()
 

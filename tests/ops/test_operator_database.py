@@ -186,6 +186,25 @@ def check_laid(name: str, layout: str, count: int) -> None:
         pytest.xfail("no sample can lie so")
 
 
+def into_given(every: int, count: int) -> list[Any]:
+    """Operators with an ``out=``, those whose names' hashes are multiples of ``every``, and so many samples."""
+    names = [name for name, op in database.OPERATORS.items() if op.supports_out and first(name) is not None]
+    return [pytest.param(name, count, id=name) for name in names if not crc32(name.encode()) % every]
+
+
+@pytest.mark.parametrize(("name", "count"), into_given(6, 1))
+def test_results_are_written_into_what_is_given(name: str, count: int) -> None:
+    dtype = first(name)
+    assert dtype is not None
+    database.check_given(database.OPERATORS[name], dtype, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), into_given(1, 3))
+def test_all_results_are_written_into_what_is_given(name: str, count: int) -> None:
+    test_results_are_written_into_what_is_given(name, count)
+
+
 def test_the_lists_name_operators() -> None:
     for name, layout in (*FAILS_LAID, *LATER, *NOTHING_LAID):
         assert OLDER or name in database.OPERATORS

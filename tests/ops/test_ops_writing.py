@@ -84,6 +84,12 @@ torch.clamp(x, 0, 1, out=y); y
 torch.stack([v, v], out=torch.empty(2, 5, device=dev))
 torch.cumsum(x, 0, out=y); y
 torch.add(x, y, out=p.t()[:, :].t()); p
+r = torch.empty(0, dtype=torch.int64, device=dev); torch.nonzero(t, out=r); len(r), r.shape, r * 2
+r = torch.empty(0, device=dev); torch.masked_select(x, t, out=r); r.shape, r + 1
+r = torch.empty(0, device=dev); q = r.detach(); torch.masked_select(x, x > -9, out=r); q.shape, r
+r = torch.empty(40, device=dev); torch.masked_select(x, x > -9, out=r[:20]); r[:20]
+torch.linalg.qr(m, out=(torch.empty(0, device=dev), torch.empty(0, device=dev)))
+r = torch.empty(0, device=dev); torch.unbind_copy(x, out=[r, r.clone(), r.clone(), r.clone()]); r
 """
 
 FOREACH = """

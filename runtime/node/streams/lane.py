@@ -59,12 +59,13 @@ class Task:
         outs: the promises of its outputs, by ref; a ref of 0 is nobody's.
         writes: refs, of those in ``reads``, whose memory it writes. Each stands for a promise of the same tensor from
             then on, so that later uses of it wait. If the task fails, all tensors that share the memory are poisoned.
+        keeps: whether these stay as they are if it fails (``NodeState.give_up``).
         waits: events and transfers that it waits for besides. If one of them fails, the task fails with its error.
         spoil: called with the cause when the task could not be done.
         sends: sends under way when it was queued; it waits for those that read memory that it writes.
     """
 
-    __slots__ = ("name", "outs", "reads", "run", "sends", "seq", "spoil", "waits", "writes")
+    __slots__ = ("keeps", "name", "outs", "reads", "run", "sends", "seq", "spoil", "waits", "writes")
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Task:
         reads: Mapping[int, Entry] | None = None,
         outs: Iterable[tuple[int, Promise]] = (),
         writes: Sequence[int] = (),
+        keeps: bool = False,
         waits: Sequence[Transfer] = (),
         spoil: Callable[[Poison], None] | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class Task:
         self.reads = reads or {}
         self.outs = tuple(outs)
         self.writes = tuple((ref, Promise()) for ref in writes)
+        self.keeps = keeps
         self.waits = waits
         self.spoil = spoil
         self.sends: list[tuple[Entry, Transfer]] = []

@@ -225,13 +225,14 @@ class Lanes:
         return earliest(read)
 
     def _spoil(self, task: Task, values: Values, poison: Poison) -> None:
-        for ref, _ in task.writes:
+        for ref, _ in () if task.keeps else task.writes:
             target = values.get(ref)
             if isinstance(target, torch.Tensor):
                 self._tainted[memory(target)] = (poison, target)
                 self._spoiled.append((target, poison))
+        kept = values if task.keeps else {}
         for ref, promise in (*task.outs, *task.writes):
-            promise.keep(poison)
+            promise.keep(kept.get(ref, poison))
             self._arrive(ref, promise)
         if task.spoil is not None:
             try:

@@ -207,7 +207,7 @@ class Scheduler(Lanes):
         template = node.templates[call.template]
 
         def run(values: Values) -> Results:
-            return node.answer(ask, template, _twin(lane, template)(call.out, call.args)) or None
+            return node.answer(ask, template, _twin(lane, template)(call.out, call.args), values) or None
 
         self._task(
             lane,
@@ -216,6 +216,7 @@ class Scheduler(Lanes):
             template.operands(call.out, call.args),
             template.results(call.out, call.args),
             writes=template.written(call.out, call.args),
+            keeps=True,
             spoil=self._answers(ask.request),
         )
 
