@@ -1,7 +1,7 @@
 """Asks a node for the geometry of what an operation makes or writes, by having it done.
 
-That waits for one round trip: once per signature, or at each call where shapes depend on the data. What the node refuses
-is raised at the user's line, and leaves the operands as local torch does.
+That waits for one round trip: once per signature, or at each call where shapes depend on the data. What the node
+refuses is raised at the user's line, and leaves the operands as local torch does.
 """
 
 from __future__ import annotations

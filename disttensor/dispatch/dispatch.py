@@ -240,6 +240,21 @@ def _python(entry: Entry, args: Any, kwargs: Any) -> Any:
     return entry.op._op_dk(_EXPLICIT, *args, **kwargs)
 
 
+def whole(entry: Entry, args: tuple[Any, ...], asked: bool = False) -> Any:
+    """Runs a composite in one piece on its node, where torch takes it apart as it does locally. ``asked``: its shape
+    depends on the data."""
+    if not asked:
+        return run(entry, args, {}, None)
+    place = place_of(entry, args, {}, None)
+    out, call = new_ref(), list[Any]()
+    for value, kind in zip(args, entry.kinds, strict=False):
+        if type(value) is DistributedTensor:
+            call.append(out - (value._h.ref or materialise(value._h)))
+        else:
+            _other(value, kind, [], call, out)
+    return ask(entry, args, {}, place, call, out)[0]
+
+
 @handles("value")
 def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Runs an operation that returns a Python value. Waits for one round trip."""

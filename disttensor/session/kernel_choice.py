@@ -352,6 +352,12 @@ def averages_at_once(record: Record) -> bool:
     return record.kind == "cuda"
 
 
+def checks_quantiles(record: Record) -> bool:
+    """Returns whether the ``q`` of a quantile are looked at. Source: aten/src/ATen/native/Sorting.cpp,
+    quantile_compute, which leaves it out where it would have to wait."""
+    return record.kind == "cpu"
+
+
 def casts(record: Record) -> str:
     """Returns the kind of device whose casts autocast makes: "cpu" or "cuda".
 

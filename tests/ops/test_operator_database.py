@@ -67,7 +67,6 @@ FAILS_LAID: dict[tuple[str, str], str] = {
         for layout in ("permuted", "batch_of_one")
     },
     **{(name, layout): FORMULA for name in ("median", "nanmedian") for layout in ("permuted", "channels_last")},
-    **{("nn.functional.one_hot", layout): FORMULA for layout in ("permuted", "batch_of_one")},
     ("masked_select", "permuted"): FORMULA,
     ("linalg.householder_product", "permuted"): FORMULA,
     **{("as_strided", layout): MEMORY for layout in ("expanded", "batch_of_one")},

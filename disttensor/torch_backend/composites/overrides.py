@@ -15,14 +15,15 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from ...dispatch.copies import upload
-from ...dispatch.dispatch import as_torch_came, run
+from ...dispatch.dispatch import as_torch_came, run, whole
 from ...dispatch.op_plan import Entry
-from ...dispatch.op_table import handler
-from ...proxy.proxy import DistributedTensor
+from ...dispatch.op_table import enter, handler
+from ...proxy.proxy import DistributedTensor, innermost
 from ...session import current, kernel_choice
 from . import as_cpu, sdpa
 
 aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _kernels: list[tuple[OpOverload, Callable[..., Any]]] = []
 
@@ -131,6 +132,55 @@ def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **op
     composite = aten.ctc_loss.Tensor._op_dk
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return composite(key, log_probs, targets, *sent, *lengths[2:], **options)  # type: ignore[no-any-return]
+
+
+@chosen(aten.one_hot.default)
+def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Computes ``torch.nn.functional.one_hot`` whole on the node, which looks whether there are such classes. What
+    torch computes for subclasses does not."""
+    if type(x) is not DistributedTensor or torch._C._len_torch_dispatch_stack():
+        return aten.one_hot.default._op_dk(_COMPOSITE, x, num_classes)  # type: ignore[no-any-return]
+    return whole(enter(aten.one_hot.default), (x, num_classes), num_classes < 0)  # type: ignore[no-any-return]
+
+
+def _quantile(op: OpOverload) -> Callable[..., Any]:
+    def quantile(x: torch.Tensor, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Computes quantiles. A node that computes as a CPU looks whether they are in the range, as torch does there, and
+        gives nothing where they are not."""
+        place = getattr(innermost(x), "_place", None)
+        if place is not None and kernel_choice.checks_quantiles(place.record):
+            plain = q.detach()
+            inside = plain.ge(0).logical_and(plain.le(1)).all()
+            text = "quantile() q values must be in the range [0, 1]"
+            looked = aten._functional_assert_async.msg(inside, text, plain)
+            q = q + (looked - plain) if q.requires_grad else looked
+        return op._op_dk(_COMPOSITE, x, q, *args, **kwargs)
+
+    return quantile
+
+
+for _op in (aten.quantile.default, aten.nanquantile.default, aten.quantile.out, aten.nanquantile.out):
+    chosen(_op)(_quantile(_op))
+
+
+def _rank_into(op: OpOverload, without: OpOverload) -> Callable[..., Any]:
+    def into(*args: Any, **kwargs: Any) -> Any:
+        """Computes a rank and writes it into ``out``, which torch's composite leaves as it is for subclasses."""
+        out = kwargs.pop("out")
+        rank = without(*args, **kwargs)
+        return aten.add.out(rank, 0, out=out)
+
+    return into
+
+
+for _name, _without in (
+    ("out", "default"),
+    ("atol_rtol_float_out", "atol_rtol_float"),
+    ("atol_rtol_tensor_out", "atol_rtol_tensor"),
+    ("out_tol_tensor", "tol_tensor"),
+):
+    _op = getattr(aten.linalg_matrix_rank, _name)
+    chosen(_op)(_rank_into(_op, getattr(aten.linalg_matrix_rank, _without)))
 
 
 @handler(aten.mkldnn_rnn_layer.default)
