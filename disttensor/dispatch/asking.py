@@ -27,14 +27,17 @@ def make_room(place: Place) -> None:
         place.home.start_generation()
 
 
-def ask(entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int) -> tuple[Any, Any]:
-    """Runs the operation on the node, waits for its outputs' geometry, and returns (proxies, their metas)."""
+def ask(
+    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, length: int | None = None
+) -> tuple[Any, Any]:
+    """Runs the operation on the node, waits for its outputs' geometry, and returns (proxies, their metas).
+
+    ``length``: that of the list which it returns, where it is known.
+    """
     returns = entry.op._schema.returns
     listed = any(str(r.type) != "Tensor" for r in returns)
-    refs = [
-        out,
-        *(new_ref() for _ in range(1, meta_inference.list_length(entry.name, args) if listed else len(returns))),
-    ]
+    count = len(returns) if not listed else length or meta_inference.list_length(entry.name, args)
+    refs = [out, *(new_ref() for _ in range(1, count))]
     metas = _geometries(entry, args, kwargs, place, call, refs)
     proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
     if listed:

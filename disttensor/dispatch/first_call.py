@@ -12,10 +12,11 @@ from ..proxy.proxy import DistributedTensor, operand_name
 from ..runtime.master.route import route
 from ..runtime.protocol.errors import DisttensorError
 from ..session.places import Place, one_session
-from . import meta_inference
+from . import meta_inference, trial
 from .asking import Reshaped, ask, ask_written, make_room
 from .call_site import here
-from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan
+from .inplace_and_multi import may_share
+from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, Entry, Plan
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(
@@ -153,7 +154,8 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     except (RuntimeError, IndexError, TypeError, ValueError):
         # some kernels take operands that their meta kernel refuses; and an error of another library's meta kernel may
         # only mean that the shape depends on the data
-        if lie is None and (entry.torchs or in_place):
+        taken = lie is None and entry.tried and not recorded and trial.is_taken(entry.op, args, kwargs)
+        if lie is None and not taken and (entry.torchs or in_place):
             raise
         if in_place:
             return _written(entry, args, kwargs, place, call, out, site)
@@ -161,10 +163,15 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     if in_place:
         reshaped = _reshaped(entry, args, kwargs, fresh)
         believed = lie is None or entry.right.get(lie)
-        if entry.out and not recorded and (not known or reshaped or not believed):
+        asked = entry.out and not recorded and (not known or reshaped or not believed)
+        doubt = None if asked or reshaped else _doubt(entry, args, kwargs, place, None)
+        if asked or doubt is not None:
             plan, result = _written(entry, args, kwargs, place, call, out, site)
+            right = known and plan is not None and plan.shapes == reshaped
             if lie is not None and lie not in entry.right:
-                entry.store(entry.right, lie, plan is not None and known and plan.shapes == reshaped)
+                entry.store(entry.right, lie, right)
+            if doubt is not None and right:
+                entry.store(entry.right, doubt, True)
             return plan, result
         return _writing(entry, args, kwargs, place, reshaped, site)
     for t in tree_leaves(result):
@@ -177,7 +184,24 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         if lie not in entry.right:
             entry.store(entry.right, lie, plan is not None and plan.shapes == metas)
         return plan, result
+    doubt = _doubt(entry, args, kwargs, place, metas) if lie is None else None
+    if doubt is not None:
+        length = len(metas) if isinstance(metas, list) else None
+        plan, result = _asked(entry, args, kwargs, place, call, out, site, length)
+        if plan is not None and plan.shapes == metas:
+            entry.store(entry.right, doubt, True)
+        return plan, result
     return _finish(entry, args, kwargs, place, metas, site)
+
+
+def _doubt(entry: Entry, args: Any, kwargs: Any, place: Place, taken: Any) -> Any:
+    """Returns a key of ``entry.right`` if the node is to be asked what it does, because a trial here is not sure of it;
+    else None. Where a node has done such a call as the meta kernel says, others of the same dtypes are not tried."""
+    if not entry.tried or route.get().recorder is not None:
+        return None
+    leaves = tree_leaves((args, kwargs))
+    key = ("tried", place.is_cuda(), *(v.dtype if isinstance(v, torch.Tensor) else type(v) for v in leaves))
+    return key if key not in entry.right and trial.is_doubtful(entry.op, args, kwargs, taken) else None
 
 
 def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
@@ -242,7 +266,8 @@ def _writing(entry: Entry, args: Any, kwargs: Any, place: Place, reshaped: Resha
     """Returns the plan of an operation that writes its arguments, of which those of ``reshaped`` get another
     geometry."""
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
-    return Plan(RESHAPED if reshaped else WRITTEN, place, (entry.name, *specs), reshaped, 0, site)
+    kind = RESHAPED if reshaped else SHARING if may_share(entry, args, kwargs) else WRITTEN
+    return Plan(kind, place, (entry.name, *specs), reshaped, 0, site)
 
 
 def _written(
@@ -255,11 +280,18 @@ def _written(
 
 
 def _asked(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
+    entry: Entry,
+    args: Any,
+    kwargs: Any,
+    place: Place,
+    call: list[Any],
+    out: int,
+    site: Any,
+    length: int | None = None,
 ) -> tuple[Plan | None, Any]:
     """Asks the node, and returns the plan for the next call (None for an operator whose shapes may depend on the data)
     and the result."""
-    result, metas = ask(entry, args, kwargs, place, call, out)
+    result, metas = ask(entry, args, kwargs, place, call, out, length)
     return _finish(entry, args, kwargs, place, metas, site) if entry.torchs else None, result
 
 

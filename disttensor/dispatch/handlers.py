@@ -260,13 +260,31 @@ def _pack(entry: Entry, args: Any, kwargs: Any) -> Any:
     return entry.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
+@handler(
+    *(getattr(aten, f"{name}_").default for name in ("uniform", "normal", "exponential", "cauchy", "geometric")),
+    *(aten.log_normal_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.float),
+)
+def _drawing(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Fills a tensor with random numbers. Whether there are such (``x.uniform_(3, -1)``) depends on numbers, which a
+    plan does not know: a local tensor without elements tells, once for the same numbers."""
+    numbers = ("numbers", args[0].dtype, *args[1:], *(v for k, v in kwargs.items() if k != "generator"))
+    if not entry.right.get(numbers):
+        named = {k: v for k, v in kwargs.items() if k != "generator"}
+        try:
+            entry.op(torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:], **named)
+        except NotImplementedError:
+            return run(entry, args, kwargs, None)  # a dtype that this CPU has no kernel for
+        entry.store(entry.right, numbers, True)
+    return run(entry, args, kwargs, None)
+
+
 def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Runs dropout, on a CPU node with exactly the steps of local dropout, so that one seed gives the same numbers."""
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
     if kernel_choice.dropout(source._place.record, p, train) == "fused":
         return run(entry, args, kwargs, None)
     noise = dispatch(aten.empty_like.default, (), (source,))
-    noise = dispatch(aten.bernoulli_.float, (), (noise, 1 - p))
+    noise = run(enter(aten.bernoulli_.float), (noise, 1 - p), {}, None)  # p is known to be one
     noise = dispatch(aten.div_.Tensor, (), (noise, 1 - p))
     return dispatch(aten.mul.Tensor, (), (source, noise)), noise
 

@@ -12,8 +12,9 @@ from ..proxy.meta import Handle, Meta, Shared, new_ref
 from ..proxy.proxy import DistributedTensor, alias, proxy, set_geometry
 from ..runtime.node.geometry import expected
 from ..runtime.protocol import commands as c
+from . import trial
 from .call_site import here
-from .op_plan import MANY, ONE, RESHAPED, WRITTEN, Entry, Plan, holes_of
+from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, Entry, Plan, holes_of
 
 Make = Callable[[int, int, tuple[Any, ...]], c.Call]
 
@@ -29,6 +30,60 @@ def check_write(tensor: Any) -> None:
         )
 
 
+def written(entry: Entry, args: Any, kwargs: Any) -> list[DistributedTensor]:
+    """Returns the tensors that an operation writes, without those of lists."""
+    values: list[Any] = []
+    for where in entry.writes:
+        values.append(kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None)
+    return [v for v in values if isinstance(v, DistributedTensor)]
+
+
+def may_share(entry: Entry, args: Any, kwargs: Any) -> bool:
+    """Returns whether operands of this signature, of which one is written, may overlap in a way that torch refuses."""
+    targets = written(entry, args, kwargs)
+    if not targets or (entry.out and len(targets) != len(entry.writes)):
+        return False
+    return any(
+        t._place is target._place and (t._h.meta is not target._h.meta or not entry.pointwise)
+        for target in targets
+        for t in _reads(entry, args, kwargs)
+    )
+
+
+def _reads(entry: Entry, args: Any, kwargs: Any) -> list[DistributedTensor]:
+    """Returns the tensors that an operation does not write, and those that it reads besides."""
+    found: list[DistributedTensor] = []
+    for where, value in (*enumerate(args), *kwargs.items()):
+        if where not in entry.writes:
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            found += [v for v in values if isinstance(v, DistributedTensor)]
+    return found
+
+
+def check_overlap(entry: Entry, plan: Plan, args: Any, kwargs: Any) -> None:
+    """Raises local torch's RuntimeError where an operand lies partly in the memory of one that is written.
+
+    Views are known by what torch's autograd notes of them, which is nothing in inference mode.
+    """
+    reads = [(t, _root(t)) for t in _reads(entry, args, kwargs)]
+    targets = [(t, _root(t)) for t in written(entry, args, kwargs)]
+    if not any(r is root and trial.overlap(t._h.meta, target._h.meta) for target, root in targets for t, r in reads):
+        return
+    roots = [id(root) for _, root in (*targets, *reads)]
+    pattern = tuple(roots.index(r) for r in roots)
+    if pattern not in plan.refusals:
+        plan.refusals[pattern] = trial.refusal_of_overlap(entry.op, args, kwargs, lambda t: id(_root(t)))
+    refusal = plan.refusals[pattern]
+    if refusal is not None:
+        raise type(refusal)(*refusal.args)
+
+
+def _root(tensor: Any) -> Handle:
+    base: Any = tensor._base if tensor._is_view() else tensor
+    handle: Handle = base._h if isinstance(base, DistributedTensor) else tensor._h
+    return handle
+
+
 def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
     """Issues a new plan's first call, in which the node compares the geometry of its results with the plan's."""
     written: list[Meta] = []
@@ -37,7 +92,11 @@ def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
         value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
         found = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         written += [after.get(where, v._h.meta) for v in found]
-    made = [] if plan.kind in (WRITTEN, RESHAPED) else [m for m in tree_leaves(plan.shapes) if isinstance(m, Meta)]
+    made = (
+        []
+        if plan.kind in (WRITTEN, SHARING, RESHAPED)
+        else [m for m in tree_leaves(plan.shapes) if isinstance(m, Meta)]
+    )
     make = checked(made, written)
     if plan.kind != ONE:
         return rare(entry, plan, args, kwargs, call, out, make)
@@ -96,6 +155,8 @@ def rare(
         for target in targets:
             if type(target) is DistributedTensor and type(target._h) is Shared:
                 check_write(target)
+        if plan.kind == SHARING:
+            check_overlap(entry, plan, args, kwargs)
         if plan.kind == RESHAPED:
             _reshape(entry, plan, args, kwargs, call, out, site, make)
         else:

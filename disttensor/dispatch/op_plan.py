@@ -17,6 +17,7 @@ from ..runtime.protocol import commands as c
 from ..session import caches
 from ..session.places import Place
 from .meta_inference import asks_always, gives_value, writes_out
+from .trial import can_be_tried
 
 # The kinds of arguments: parts of the key (on which a plan depends), or of the call (which is sent each time).
 TENSOR = 0  #: a proxy: its meta in the key, its ref in the call. A number in its place is a NUMBER
@@ -73,12 +74,14 @@ class Entry:
         "op",
         "out",
         "plans",
+        "pointwise",
         "python",
         "quick",
         "returned",
         "right",
         "single",
         "torchs",
+        "tried",
         "value",
         "view",
         "writes",
@@ -109,6 +112,10 @@ class Entry:
         self.torchs = self.name.startswith(("aten::", "prims::"))  #: torch's own, not another library's
         self.python = self._python()
         self.asks = asks_always(op)
+        #: whether an operand that is read may be the very tensor that is written
+        self.pointwise = torch.Tag.pointwise in op.tags or self.name == "aten::copy_"
+        #: whether a signature's first call is tried here (`trial.py`)
+        self.tried = can_be_tried(op)
         #: whether it draws random numbers from the default generator
         self.draws = torch.Tag.nondeterministic_seeded in op.tags
         self.value = gives_value(op) and not self.mutable
@@ -216,7 +223,19 @@ def holes_of(specs: tuple[Any, ...]) -> Iterator[bool]:
 class Plan:
     """The plan of one signature on one node: the template that a call sends, and the metadata of its results."""
 
-    __slots__ = ("generation", "heavy", "kind", "meta", "new", "place", "shapes", "specs", "template", "values")
+    __slots__ = (
+        "generation",
+        "heavy",
+        "kind",
+        "meta",
+        "new",
+        "place",
+        "refusals",
+        "shapes",
+        "specs",
+        "template",
+        "values",
+    )
 
     def __init__(
         self, kind: int, place: Place, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
@@ -226,6 +245,8 @@ class Plan:
         self.new = True
         #: for a VIEW: the numbers among its arguments, which go into the call (its key has them all)
         self.values: tuple[Any, ...] = ()
+        #: for SHARING: the errors of operands that overlap, by which of them lie in the same memory
+        self.refusals: dict[tuple[int, ...], RuntimeError | None] = {}
         self.place = place
         self.specs: tuple[Any, ...] = (*specs, outs)
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
@@ -252,3 +273,4 @@ WRITTEN = 1  #: no new tensor: an argument was written
 MANY = 2  #: several new tensors
 RESHAPED = 3  #: an argument was written and has another geometry now
 VIEW = 4  #: one alias; costs no command until it is used
+SHARING = 5  #: as WRITTEN, but other operands may lie in the same memory

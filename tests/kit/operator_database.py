@@ -311,6 +311,47 @@ def _check_view(op: OpInfo, sample: SampleInput) -> None:
         agree(remote.tensors, local.tensors, False, "operand under a view")
 
 
+def check_mistakes(op: OpInfo, late: bool) -> int:
+    """Makes the calls that torch's tests of errors make, in place too, and asserts that each is refused at its line as
+    locally, and touches nothing. ``late``: some depend on the data, which is told at the next wait. How many they
+    were."""
+    done = 0
+    for wrong in op.error_inputs("cpu"):
+        sample = wrong.sample_input
+        if not all(_strided(t) and t.dim() <= 64 for t in Operands(op, sample, False).tensors):
+            continue
+        try:
+            Operands(op, sample, True)
+        except NotImplementedError:
+            continue  # a dtype that does not travel
+        for call in (op, op.inplace_variant):
+            if call is not None:
+                _check_mistake(op, sample, call, late)
+                done += 1
+    return done
+
+
+def _check_mistake(op: OpInfo, sample: SampleInput, call: Callable[..., Any], late: bool) -> None:
+    local, remote = Operands(op, sample, False), Operands(op, sample, True)
+    expected = told = None
+    try:
+        local.call(call)
+    except Exception as error:
+        expected = error
+    try:
+        remote.call(call)
+    except Exception as error:
+        told = error
+    if late and expected is not None and told is None:
+        with _raises(type(expected)):
+            dt.synchronize()
+        return
+    dt.synchronize()  # nothing is left to tell
+    assert type(told) is type(expected), f"{told!r} where it is {expected!r} here"
+    if expected is not None:
+        agree(remote.tensors, local.tensors, False, "operand of a wrong call")
+
+
 def _larger(x: torch.Tensor) -> torch.Tensor:
     return torch.full((*(n + 1 for n in x.shape), 2), 3).to(x.dtype)
 

@@ -107,6 +107,14 @@ def backwards(y: torch.Tensor) -> None:
     y.sum().backward()
 
 
+def both(*seeds: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        for each in seeds:
+            each(patch)
+
+    return seed
+
+
 def unlike(fn: Callable[..., Any], op: Any, args: Any, kwargs: Any) -> Any:
     """Strides that the node's tensor has not."""
     result = fn(op, args, kwargs)
@@ -201,7 +209,10 @@ DEFECTS: dict[str, Defect] = {
         "the strides are (1, 2), and with local torch (3, 1)",
     ),
     "layout here": Defect(
-        wrapped(first_call.meta_inference, "infer", unlike),
+        both(
+            wrapped(first_call.meta_inference, "infer", unlike),
+            wrapped(first_call.trial, "is_doubtful", lambda fn, *args: False),
+        ),
         lambda: ones(2, 3).exp(),
         "aten::exp",
         "to the script the strides are",

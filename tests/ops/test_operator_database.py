@@ -185,6 +185,26 @@ def check_laid(name: str, layout: str, count: int) -> None:
         pytest.xfail("no sample can lie so")
 
 
+#: What they refuse depends on the data, in some of torch's tests of errors.
+LATE = frozenset({"gather", "scatter", "scatter_add", "multinomial"})
+
+
+def refusing(every: int) -> list[str]:
+    """Operators with tests of errors, those whose names' hashes are multiples of ``every``."""
+    return [n for n, op in database.OPERATORS.items() if op.error_inputs_func and not crc32(n.encode()) % every]
+
+
+@pytest.mark.parametrize("name", refusing(2))
+def test_mistakes_are_refused_at_their_line(name: str) -> None:
+    database.check_mistakes(database.OPERATORS[name], name in LATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", refusing(1))
+def test_all_mistakes_are_refused_at_their_line(name: str) -> None:
+    database.check_mistakes(database.OPERATORS[name], name in LATE)
+
+
 def into_given(every: int, count: int) -> list[Any]:
     """Operators with an ``out=``, those whose names' hashes are multiples of ``every``, and so many samples."""
     names = [name for name, op in database.OPERATORS.items() if op.supports_out and first(name) is not None]

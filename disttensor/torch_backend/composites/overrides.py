@@ -145,8 +145,8 @@ def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 def _quantile(op: OpOverload) -> Callable[..., Any]:
     def quantile(x: torch.Tensor, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Computes quantiles. A node that computes as a CPU looks whether they are in the range, as torch does there, and
-        gives nothing where they are not."""
+        """Computes quantiles. A node that computes as a CPU looks whether they are in the range, as torch does there,
+        and gives nothing where they are not."""
         place = getattr(innermost(x), "_place", None)
         if place is not None and kernel_choice.checks_quantiles(place.record):
             plain = q.detach()
