@@ -28,6 +28,7 @@ from ..storage import set_data, storages, uninitialized
 from . import (
     autocast,
     backward,
+    higher_order,
     sparse_gradients,
     torch_compile,
 )
@@ -70,6 +71,7 @@ def register() -> None:
         kernels.impl(op.name().removeprefix("aten::"), partial(_factory, op), "PrivateUse1")
     _library.extend((fallback, kernels, *autocast.register()))
     method_shortcuts.install()
+    higher_order.register()
     torch_compile.install()
     torch.serialization.register_package(9, *storages.LOADING)  # type: ignore[arg-type]  # 9: before torch's own
     torch_patches.install(torch_patches.SESSION)
