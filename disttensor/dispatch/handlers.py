@@ -159,10 +159,25 @@ def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     return run(entry, (target, source), {}, None)
 
 
-@handler(aten.empty.memory_format, aten.empty_strided.default)
+_EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
+
+
+@handler(*_EMPTY)
 def _empty(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Makes an empty tensor lazily: memory that nothing has used costs no command."""
     return lazy_factory(entry, args, kwargs)
+
+
+def _filled_empty(entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Makes an empty tensor at once, which the node's torch fills as it makes it."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return run(entry, args, given, current.session().places.of(kwargs["device"]))
+
+
+def make_empties_at_once(at_once: bool) -> None:
+    """Chooses whether empty tensors are made where the script makes them, or at their first use."""
+    for op in _EMPTY:
+        enter(op).handler = _filled_empty if at_once else _empty
 
 
 def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:

@@ -57,6 +57,12 @@ class Log:
     #: shards. Whichever of them owns a ref holds it. Meshes that are made later own nothing that is recorded
     queues: tuple[CommandQueue, ...] = ()
 
+    def take(self, command: c.Command, site: Site | None = None, numbers: dict[int, int] | None = None) -> None:
+        """Appends a command. ``numbers``: those of its arguments that each replay gives anew."""
+        self.commands.append(command)
+        self.sites.append(site)
+        self.numbers.append({} if numbers is None else numbers)
+
     def hold(self, ref: int) -> None:
         for queue in self.queues:
             queue.hold(ref)
@@ -109,6 +115,8 @@ class Recorder:
         self._seed: int | None = None  #: with which the program seeds all generators
         self._begun: set[int] = set()  #: the generators that begin in the program, once it has done that
         self._spans: set[tuple[int, ...]] = set()  #: the nodes of each mesh that has recorded commands
+        #: what the program has set of torch's switches so far: a node that it comes to later begins with that
+        self._switched = c.Switch(())
         self._allow = allow
         self._empties: dict[int, Handle] = {}
         self._templates: dict[tuple[int, int], Template] = {}
@@ -157,9 +165,13 @@ class Recorder:
         if traits.renumbered:
             command = replace(command, transfer=self._transfer(command.transfer))  # type: ignore[union-attr]
         for log in logs:
-            log.commands.append(command)
-            log.sites.append(site)
-            log.numbers.append(numbers)
+            log.take(command, site, numbers)
+
+    def switch(self, command: c.Switch) -> None:
+        """Has each replay set switches of torch's here, on all nodes of the graph."""
+        self._switched = c.Switch((*self._switched.settings, *command.settings))
+        for log in self.logs.values():
+            log.take(command)
 
     def draw(self, place: Place) -> None:
         """Has the program put a place's generator in use, where another one is. Each replay begins with the first."""
@@ -189,6 +201,8 @@ class Recorder:
         if log is None:
             node = self.session.nodes[rank]
             log = self.logs[rank] = Log(node, queues=(node.outbox, *node.outbox.overlaps))
+            if self._switched.settings:
+                log.take(self._switched)
         return log
 
     def _template(self, log: Log, number: int) -> Template:

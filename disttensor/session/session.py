@@ -35,6 +35,7 @@ from .callbacks import Callbacks
 from .channel_router import ChannelRouter
 from .places import Place, Places
 from .questions import Questions
+from .switches import Switches
 from .transfers import Transfers
 
 T = TypeVar("T")
@@ -103,6 +104,7 @@ class Session:
         self._default_dtype = torch.float32
         self.transfers = Transfers(self.link, self.router, questions.failure, questions.sync)
         self.callbacks = Callbacks()
+        self.switches = Switches(self.link, shared=launcher is None)
 
     def __repr__(self) -> str:
         lost = [node.rank for node in self.nodes if node.lost is not None]
@@ -119,6 +121,7 @@ class Session:
             0, {node.rank: node.hello.addresses for node in self.nodes}, Addresses(self.channel.address())
         )
         self.check_default_dtype()
+        self.switches.follow()
         self.link.flush_all()
 
     def extend(self, nodes: Sequence[Node]) -> None:
@@ -141,6 +144,7 @@ class Session:
         if self._default_dtype is not torch.float32:
             for node in come:
                 node.outbox.add(c.Default(codec.dtype_id(self._default_dtype)))
+        self.switches.tell(come)
         caches.drop_plans()  # some choices depend on what devices there are
         self.link.flush_all()
 

@@ -31,6 +31,7 @@ from ..runtime.protocol.values import is_announcable
 from ..session.current import session_of
 from ..session.places import Place, one_session
 from ..session.session import Session
+from . import by_name
 from .reloaded_modules import Modules
 
 #: Bytes of a pickled function or its arguments per Piece, well under a message's limit.
@@ -195,14 +196,21 @@ def _fails(pickler: Callable[[io.BytesIO], Any], value: Any) -> bool:
     return False
 
 
-class _Dry(cloudpickle.Pickler):  # type: ignore[misc]
+class _ByName(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that sends objects by name which torch has in the place of modules."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return by_name.reduced(value) or super().reducer_override(value)
+
+
+class _Dry(_ByName):
     """A pickler that sends no tensors, to try values out."""
 
     def persistent_id(self, value: Any) -> int | None:
         return 0 if isinstance(value, torch.Tensor) else None
 
 
-class _Noting(cloudpickle.Pickler):  # type: ignore[misc]
+class _Noting(_ByName):
     """A pickler that notes of which of the user's modules nodes have something."""
 
     def __init__(self, file: io.BytesIO, modules: Modules) -> None:

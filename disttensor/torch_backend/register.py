@@ -30,6 +30,7 @@ from . import (
     backward,
     higher_order,
     sparse_gradients,
+    switches,
     torch_compile,
 )
 from .composites import linear, overrides, sdpa, wider_dtypes
@@ -75,6 +76,7 @@ def register() -> None:
     torch_compile.install()
     torch.serialization.register_package(9, *storages.LOADING)  # type: ignore[arg-type]  # 9: before torch's own
     torch_patches.install(torch_patches.SESSION)
+    switches.begin()
 
 
 def set_default(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.process import torch_switches
 from ..runtime.protocol.errors import DisttensorError
 
 #: The moments at which rows are installed: when torch gets the device's name, at the first session, and when a program
@@ -102,6 +103,19 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch._C._set_default_tensor_type", "torch_backend.register:set_default", SESSION,
         "the same of torch.set_default_tensor_type", "a hook for changes of the default",
+    ),
+    *(
+        Patch(
+            setter, "torch_backend.switches:following", SESSION,
+            "what a script sets of determinism, precision and kernels has to hold on nodes at once",
+            "a hook for changes of torch's global switches", optional=True,
+        )
+        for setter in torch_switches.SETTERS
+    ),
+    Patch(
+        "torch.backends.ContextProp.__set__", "torch_backend.switches:of_attributes", SESSION,
+        "torch.backends.cudnn.deterministic = True: its properties have kept the setters that are replaced above",
+        "a hook for changes of torch's global switches",
     ),
     Patch(
         "torch.autograd.graph._engine_run_backward", "torch_backend.backward:run_backward", SESSION,

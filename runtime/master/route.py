@@ -26,6 +26,9 @@ class Recorder(Protocol):
     def draw(self, place: Any) -> None:
         """Notes that what comes next draws from a place's generator."""
 
+    def switch(self, command: c.Switch) -> None:
+        """Notes that the thread has set switches of torch's."""
+
     def begin(self, handle: Any) -> None:
         """Notes a lazy empty tensor that is new in this recording."""
 

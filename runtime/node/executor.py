@@ -14,7 +14,7 @@ import torch
 from ..channel.counted import count
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
-from ..process import page
+from ..process import page, role, torch_switches
 from ..process.page import COLLECTIVE, COMMANDS, RECEIVE
 from ..protocol import codec
 from ..protocol import commands as c
@@ -179,6 +179,9 @@ class Executor(NodeState):
                 self.adopt(command)
             case c.Default():
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
+            case c.Switch():
+                if role.is_node():  # nodes that are threads have the script's switches, which are their process's
+                    torch_switches.put(command.settings)
             case c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
                 made = self.effect(command, self.tensor)
                 store.entries.update(zip(TRAITS[type(command)].makes(command, None), made, strict=True))

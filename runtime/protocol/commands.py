@@ -260,6 +260,13 @@ class Default(Message, frozen=True, tag=27):
     dtype: int
 
 
+class Switch(Message, frozen=True, tag=75):
+    """Sets switches of torch's that hold for the node's whole process (process/torch_switches.py), as the script has
+    set its own, from now on."""
+
+    settings: tuple[tuple[str, Plain | tuple[Plain, ...]], ...]
+
+
 class Stream(Message, frozen=True, tag=31):
     """Makes a stream, under ``ref``: a lane of a CPU, or a CUDA stream of this priority. A Free ends it."""
 
@@ -362,7 +369,7 @@ class Part(Message, frozen=True, tag=50):
     """
 
     graph: int
-    commands: tuple[Call | First | Send | Recv | Seed | Swap | Keep | Collective, ...]
+    commands: tuple[Call | First | Send | Recv | Seed | Swap | Keep | Collective | Switch, ...]
     numbers: tuple[tuple[int, int, int], ...]
 
 
@@ -445,6 +452,7 @@ Command: TypeAlias = (
     | Peer
     | Lost
     | Default
+    | Switch
     | Stream
     | Record
     | Wait

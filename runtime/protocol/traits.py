@@ -39,7 +39,7 @@ class Traits:
     on_stream: bool = False
     #: follows the issuing thread's route: to its stream, into its recording
     routed: bool = False
-    #: a graph can hold it
+    #: a graph can hold it. What is not routed is given to recorders by hand
     recordable: bool = False
     #: has a new ``transfer`` in each replay
     renumbered: bool = False
@@ -121,6 +121,7 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Peer: Traits(),
     c.Lost: Traits(),
     c.Default: Traits(),
+    c.Switch: Traits(recordable=True),
     c.Stream: Traits(),
     c.Record: Traits(on_stream=True),
     c.Wait: Traits(on_stream=True),

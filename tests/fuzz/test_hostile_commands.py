@@ -20,6 +20,7 @@ from wire_values import of_type
 from disttensor.runtime.channel.base import Capabilities, DataChannel, PeerInfo, Transfer
 from disttensor.runtime.channel.ticket import Ticket, failed, poisoned
 from disttensor.runtime.node.user_functions import key_of
+from disttensor.runtime.process import torch_switches
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
@@ -164,8 +165,18 @@ collectives = st.builds(
     st.sampled_from([0, -1, 4]), st.sampled_from([-1, 0, 99]), st.sampled_from([(), (0,), (0, 1)]),
     st.sampled_from([0, 0, 3]), CHANNELS, st.sampled_from([(), (1,), (-1, 2)]),
 )  # fmt: skip
+switches = st.builds(
+    c.Switch,
+    st.lists(
+        st.tuples(
+            st.sampled_from([*torch_switches.SWITCHES, "", "nope"]), st.one_of(NUMBERS, TEXT, st.just((1, None)))
+        ),
+        max_size=2,
+    ).map(tuple),
+)
 parts = st.builds(
-    c.Part, st.integers(1, 3), st.lists(st.one_of(calls, sound, sends, receives, keeps), max_size=4).map(tuple),
+    c.Part, st.integers(1, 3),
+    st.lists(st.one_of(calls, sound, sends, receives, keeps, switches), max_size=4).map(tuple),
     st.lists(st.tuples(INTS, INTS, INTS), max_size=2).map(tuple),
 )  # fmt: skip
 graphs = st.builds(
@@ -199,6 +210,7 @@ ANY: dict[type, st.SearchStrategy[Any]] = {
     c.Usable: st.builds(c.Usable, st.just(0), st.lists(TEXT, max_size=2).map(tuple), st.booleans()),
     c.Peer: st.builds(c.Peer, INTS, st.just(c.Addresses("nowhere", "")), st.binary(max_size=3), CHANNELS),
     c.Lost: st.builds(c.Lost, st.integers(3, 5), TEXT), c.Default: st.builds(c.Default, DTYPES),
+    c.Switch: switches,
     c.Stream: st.builds(c.Stream, st.sampled_from([7, 8, 8, 0, -1]), st.sampled_from(["cpu", "cuda:0", "xyz"]), INTS),
     c.Signal: st.builds(c.Signal, INTS, REFS, PEERS), c.Query: st.builds(c.Query, st.just(0), REFS),
     c.Elapsed: st.builds(c.Elapsed, st.just(0), REFS, REFS), c.Join: st.builds(c.Join, st.just(0), REFS),

@@ -53,6 +53,17 @@ def test_tensors_arrive_as_ordinary_ones() -> None:
     assert dt.run(kinds, here, there, other, node=1) == ["Tensor cpu (2,)", "Tensor cpu (3,)", "Tensor cpu (4,)"]
 
 
+def test_nodes_that_are_threads_share_switches_of_torch() -> None:
+    """What was issued before a switch is computed before it is set."""
+    x, at, one = torch.zeros(3, device="node:0"), torch.tensor([1]).to("node:0"), torch.ones(1).to("node:0")
+    for _ in range(20):
+        x.put_(at, one)
+        torch.use_deterministic_algorithms(True)
+        assert dt.run(torch.are_deterministic_algorithms_enabled, node=1)
+        torch.use_deterministic_algorithms(False)
+    assert x.tolist() == [0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -121,6 +121,7 @@ def test_a_row_names_all_tensors(kind: type[c.Command]) -> None:
 
 
 def test_what_a_graph_holds_is_routed_to_it() -> None:
-    assert kinds("recordable") <= kinds("routed") <= kinds("on_stream")
+    # a Switch concerns the node as a whole, and is given to the recorder by hand (session/switches.py)
+    assert kinds("recordable") - {c.Switch} <= kinds("routed") <= kinds("on_stream")
     assert kinds("renumbered") == {kind for kind in kinds("recordable") if "transfer" in kind.__struct_fields__}
     assert {field.name for field in fields(Traits)} >= {"reads", "writes", "makes"}

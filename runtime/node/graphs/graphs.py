@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from ...process import role, torch_switches
 from ...protocol import codec
 from ...protocol import commands as c
 from ...protocol.errors import DisttensorError, ProtocolError
@@ -65,6 +66,7 @@ class Graph:
     returned: tuple[int, ...]  #: and ``inputs``: with 0 for what is on other nodes
     templates: frozenset[int]
     numbers: int  #: how many of a replay's numbers its programs know: the rest is for other nodes
+    switches: bool  #: whether it sets switches of torch's, which are then as before after each replay
     #: outputs that were freed while others (views made outside) see their memory
     orphans: dict[int, torch.Tensor] = field(default_factory=dict)
     #: views made outside that the last replay has poisoned, as it failed to make their values: (ref, view, poison)
@@ -174,7 +176,8 @@ class Graphs:
                     frees[step].append(ref)
         named = frozenset(recorded.template for recorded in commands if isinstance(recorded, c.Call))
         top = _top(parts)
-        return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named, top)
+        switches = any(isinstance(recorded, c.Switch) for recorded in commands)
+        return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named, top, switches)
 
     def _refs(self, command: c.Command) -> tuple[Sequence[int], Sequence[int]]:
         """Returns the refs that a command reads or writes in place, and those that it makes."""
@@ -207,6 +210,11 @@ class Graphs:
         steps = [] if found is None else found.steps
         return any(isinstance(s, Single) and isinstance(s.command, (c.Send, c.Collective)) for s in steps)
 
+    def switches(self, graph: int) -> bool:
+        """Returns whether the graph's replays set switches of torch's."""
+        found = self._graphs.get(graph)
+        return found is not None and found.switches
+
     # ---- replaying -------------------------------------------------------------------------------------------------
 
     def replay(self, command: c.Replay) -> None:
@@ -216,6 +224,7 @@ class Graphs:
             if ref:
                 entries[ref] = entries[given]
         kept, numbers = self._begin(graph), command.numbers[: graph.numbers]
+        switches = torch_switches.present() if graph.switches and role.is_node() else None
         try:
             for step, frees in zip(graph.steps, graph.frees, strict=True):
                 if type(step) is Segment:
@@ -226,6 +235,8 @@ class Graphs:
                     entries.pop(ref, None)
         finally:
             node.at = -1
+            if switches is not None:
+                torch_switches.put(torch_switches.changed(torch_switches.present(), switches).items())
         for ref in graph.inputs:
             entries.pop(ref, None)  # nothing is under 0
         self._give(graph, command.outputs)

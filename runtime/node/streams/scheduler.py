@@ -41,6 +41,8 @@ class Graphs(Protocol):
 
     def sends(self, graph: int) -> bool: ...
 
+    def switches(self, graph: int) -> bool: ...
+
 
 class Scheduler(Lanes):
     """The lanes of one node; decides which command goes to which lane.
@@ -125,7 +127,7 @@ class Scheduler(Lanes):
                 self._signal(command)
             case c.Join():
                 self._join(command)
-            case c.Default() | c.Part() | c.Graph() | c.Discard():  # these concern all streams
+            case c.Default() | c.Switch() | c.Part() | c.Graph() | c.Discard():  # these concern all streams
                 self.wait_for(self.busy())
                 self._apply(command)
             case _:
@@ -272,6 +274,8 @@ class Scheduler(Lanes):
 
         Inputs that other streams make are waited for at their use.
         """
+        if self._graphs.switches(command.graph):  # of the whole process
+            self.wait_for(self.busy())
         sends = self._graphs.sends(command.graph)
         collective = [self._collective_lane] if self._collective_lane is not None else []
         self.wait_for([lane, *((*self._peers.values(), *collective) if sends else ())])
