@@ -235,7 +235,7 @@ def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
 @handles("python")
 def _python(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Runs a library's operator for any device: on the node if ``allow_ops`` names it, else part by part."""
-    if current.session().allow.allows(entry.name):
+    if current.session().allow.added(entry.name):
         return run(entry, args, kwargs, None)
     return entry.op._op_dk(_EXPLICIT, *args, **kwargs)
 

@@ -57,6 +57,16 @@ _KINDS = {
 }
 
 
+def _is_torchs(name: str) -> bool:
+    """Returns whether an operator is torch's own, as whoever imports torch has it.
+
+    Others are registered when some module of torch's is imported, as ``prims::fma`` by the compiler's: the script's
+    process may have them, and a node's not.
+    """
+    namespace, _, rest = name.partition("::")
+    return namespace == "aten" or (namespace == "prims" and hasattr(torch._prims, rest.partition(".")[0]))
+
+
 class Entry:
     """The facts of an operator that do not depend on its arguments, its handler and its plans."""
 
@@ -109,7 +119,7 @@ class Entry:
         self.view = op.is_view and not self.mutable
         #: made of other operators, into which torch's autograd takes it apart; without autograd it arrives in one piece
         self.composite = self._composite()
-        self.torchs = self.name.startswith(("aten::", "prims::"))  #: torch's own, not another library's
+        self.torchs = _is_torchs(self.name)  #: torch's own, not another library's, so that each node has it
         self.python = self._python()
         self.asks = asks_always(op)
         #: whether an operand that is read may be the very tensor that is written

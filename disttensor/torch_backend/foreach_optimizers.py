@@ -43,4 +43,20 @@ def _default(original: Choose, same: bool) -> Choose:
             return False, True
         return original(params, differentiable, use_fused)
 
+    _replaced.append(default_to_fused_or_foreach)
     return default_to_fused_or_foreach
+
+
+#: The replacements that dynamo does not know yet.
+_replaced: list[Choose] = []
+
+
+def inline_when_compiling() -> None:
+    """Has dynamo trace torch's own choices in the place of ours, which leave it to them while they are compiled.
+
+    A call that it can't trace would cut an optimizer's step in two, and the second half would find that the group is
+    not capturable, which dynamo takes a group that it compiles for.
+    """
+    while _replaced:
+        ours = _replaced.pop()
+        torch.compiler.substitute_in_graph(ours)(ours.__wrapped__)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import torch
 from .. import torch_patches
 from ..proxy.proxy import DistributedTensor
 from ..session import current
-from . import at_import
+from . import at_import, foreach_optimizers
 
 #: The module that each use of dynamo imports before it traces, and that nothing else imports. ``torch._dynamo`` itself
 #: is no sign: torch imports that for the first meta kernel of a pointwise operator, and for the first step of an
@@ -35,6 +35,7 @@ def _tell() -> None:
     from torch._dynamo.variables import builder
 
     torch_patches.install(torch_patches.COMPILING)
+    foreach_optimizers.inline_when_compiling()
     trace_rules.add("disttensor")  # dynamo is not to trace the code below an operation
     # without this a subclass with a custom __torch_dispatch__ is an opaque object to dynamo: each use breaks the graph
     builder.VariableBuilder._type_dispatch()[DistributedTensor] = builder.VariableBuilder.wrap_tensor

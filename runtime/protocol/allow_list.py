@@ -44,6 +44,10 @@ class AllowList:
         qualified = name.partition(".")[0]
         return qualified not in REFUSED and any(fnmatchcase(qualified, p) for p in self.patterns)
 
+    def added(self, name: str) -> bool:
+        """Returns whether ``allow_ops=`` names the operator, whose library nodes have to import then."""
+        return self.allows(name) and any(fnmatchcase(name.partition(".")[0], p) for p in self.patterns[len(BASE) :])
+
     def _find(self, name: str) -> OpOverload:
         qualified, _, overload = name.partition(".")
         if not self.allows(name):

@@ -13,6 +13,7 @@ from differential import batch, leaves, net
 from equal import same
 from homes import HERE, Home
 from torch.utils._pytree import tree_leaves
+from variants import variants
 
 pytestmark = [
     pytest.mark.usefixtures("clean", "compiler"),
@@ -49,6 +50,35 @@ def test_training(backend: str, home: Home) -> None:
         model.eval()
         results.append((losses, [p.detach() for p in model.parameters()], compiled(x).detach()))
     home.same(*results)
+
+
+OPTIMIZERS = [
+    ("Adam", None), ("AdamW", False), ("RMSprop", None), ("NAdam", None), ("RAdam", False), ("ASGD", None),
+    ("Adamax", None), ("Adadelta", None), ("Adagrad", True), ("Rprop", None), ("Adafactor", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "foreach"), variants(OPTIMIZERS))
+def test_steps_of_optimizers(name: str, foreach: bool | None) -> None:
+    """A whole training step, backward and the optimizer's in it, to the bits of the same one compiled locally. Nodes
+    take all parameters at once where it is not said otherwise, as torch does for CUDA."""
+    results = []
+    for device, choice in (("node:1", foreach), ("cpu", foreach is not False)):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(3, 2).to(device), torch.arange(12.0).view(4, 3).to(device)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=choice)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        compiled = torch.compile(step, backend="eager")
+        results.append(([compiled(x).detach() for _ in range(3)], [p.detach() for p in model.parameters()]))
+    same(*results)
 
 
 @backends

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -100,3 +101,47 @@ def test_nodes_import_the_library(library: Any) -> None:
         assert log.commands[:3] == ["Usable", "Define theirs::twice", "Ask theirs::twice"]
         same(library.told(x), torch.full((2,), 3.0))
         same(library.guess(x - 1), torch.ones(0))
+
+
+REGISTERED_LATER = """
+import torch
+import disttensor as dt
+
+
+def lacking(names):
+    there = set(torch._C._dispatch_get_all_op_names())
+    return [name for name in names if name not in there]
+
+
+with dt.init_master_worker(nodes=1, launcher="local"):
+    import torch._inductor.inductor_prims
+
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(("aten::", "prims::"))]
+    print(len(names) > 2000, "prims::fma" in dt.run(lacking, names))
+    a, b, c = torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)
+    programs = {
+        "prims::fma": lambda op, to: op(to(a), to(b), to(c)),
+        "prims::prepare_softmax_online": lambda op, to: op(to(a), 1),
+        "prims::_unsafe_index_put_": lambda op, to: op(to(a), [to(torch.tensor([1]))], to(b[:1])),
+        "prims::inductor_force_stride_order": lambda op, to: op(to(a), (1, 2)),
+    }
+    for name in dt.run(lacking, names):
+        if name in programs:
+            op = getattr(torch.ops.prims, name.removeprefix("prims::"))
+            got, want = programs[name](op, lambda x: x.to("node:0")), programs[name](op, lambda x: x.clone())
+            got, want = [x if isinstance(x, tuple) else (x,) for x in (got, want)]
+            print(name, all(torch.equal(g.cpu(), w) and g.stride() == w.stride() for g, w in zip(got, want)))
+"""
+
+
+def test_what_the_scripts_torch_has_registered_later_runs_part_by_part(
+    script: Callable[..., CompletedProcess[str]],
+) -> None:
+    """Modules of torch's that the script has imported register operators among torch's own, which no node has."""
+    done = script(REGISTERED_LATER)
+    first, *programs = done.stdout.splitlines() or [done.stderr]
+    assert first == "True True"
+    assert sorted(programs) == [
+        "prims::_unsafe_index_put_ True", "prims::fma True", "prims::inductor_force_stride_order True",
+        "prims::prepare_softmax_online True",
+    ], done.stderr  # fmt: skip
