@@ -276,7 +276,7 @@ class Recorder:
             self.queue = self.session.link.fan_out(next((s for s in self._spans if len(s) == len(every)), every))
         for rank, log in self.logs.items():
             box = log.node.outbox
-            self._settle_constants(log)
+            self._settle_constants(log, returned)
             self.sites[rank] = log.sites
             held = list(log.made)
             outputs = tuple(log.still_referenced(held))
@@ -296,13 +296,17 @@ class Recorder:
     def _queue(box: Any, command: c.Command) -> None:
         box.put(command)
 
-    def _settle_constants(self, log: Log) -> None:
-        """Has an upload that the program writes copied at the beginning of each replay. Other uploads are used as they
+    def _settle_constants(self, log: Log, returned: Iterable[int]) -> None:
+        """Has an upload that the program writes, or that somebody can write after it, copied at the beginning of each
+        replay: it, or a view of it, is held when the recording ends, or ``returned``. Other uploads are used as they
         are, by all replays."""
         if not log.constants:
             return
         box = log.node.outbox
-        touched = self.writers(log)
+        last, roots = self._memory(log)
+        touched = set(last)
+        for ref in (*log.still_referenced([*log.made, *log.constants]), *returned):
+            touched |= roots.get(ref, {ref})
         clone = log.node.define("aten::clone", (c.Hole(True),), (), 1, None)
         alias = log.node.define("aten::alias", (c.Hole(True),), (), 1, None)
         for ref, hidden in log.constants.items():
@@ -321,6 +325,10 @@ class Recorder:
     def writers(self, log: Log) -> dict[int, int]:
         """Returns the externals and inputs of a node whose memory is written, each with the last command that writes
         it."""
+        return self._memory(log)[0]
+
+    def _memory(self, log: Log) -> tuple[dict[int, int], dict[int, frozenset[int]]]:
+        """Returns what ``writers`` does, and the tensors from before the program whose memory each one may see."""
         calls = [(i, call) for i, call in enumerate(log.commands) if isinstance(call, c.Call)]
         lines = [line_of_call(self._template(log, call.template), call, {}) for _, call in calls]
         found, roots = written(program(lines, (), 0))
@@ -329,7 +337,7 @@ class Recorder:
             for ref in () if isinstance(command, c.Call) else TRAITS[type(command)].writes(command, None):
                 for root in roots.get(ref, {ref}):
                     last[root] = max(i, last.get(root, 0))
-        return {ref: i for ref, i in last.items() if ref not in log.made}
+        return {ref: i for ref, i in last.items() if ref not in log.made}, roots
 
     def name(self, log: Log, at: int) -> str:
         """Returns the name of a recorded command, for messages."""
@@ -337,9 +345,9 @@ class Recorder:
         return self._template(log, command.template).name if isinstance(command, c.Call) else type(command).__name__
 
     def makes(self, place: Place, ref: int) -> bool:
-        """Returns whether a tensor of this place is made by a command that was recorded so far."""
+        """Returns whether a tensor of this place is made, or uploaded, by a command that was recorded so far."""
         log = self.logs.get(place.ranks[0])
-        return log is not None and ref in log.made
+        return log is not None and (ref in log.made or ref in log.constants)
 
 
 def _parts(commands: list[Any]) -> Iterator[range]:

@@ -298,6 +298,36 @@ def test_a_tensor_sent_in_the_block_is_a_constant_even_if_the_program_writes_it(
         assert out.tolist() == [5, 7]
 
 
+@pytest.mark.parametrize("kept", [lambda sent: sent, lambda sent: sent[1:], lambda sent: sent.view(2, 1).t()])
+@pytest.mark.parametrize("place", ["node", "mesh"])
+def test_a_tensor_sent_in_the_block_is_as_it_was_sent_though_the_script_has_written_it(
+    place: str, kept: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The tensor, or a view of it, is what the script holds: in eager each step has a new one."""
+    device = torch.device("node:0") if place == "node" else dt.mesh(dp=2, nodes=[0, 1]).device
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        sent = torch.tensor([1.0, 2.0]).to(device)
+        return kept(sent), sent * 10
+
+    step()
+    g, (mine, result) = recorded(step)
+    for _ in range(3):
+        g.replay()
+        assert mine.flatten().tolist() == kept(torch.tensor([1.0, 2.0])).flatten().tolist()
+        assert result.tolist() == [10, 20]
+        mine.add_(5)
+
+    graphed = dt.graphed(step)
+    earlier: list[torch.Tensor] = []
+    for call in range(4):
+        mine, result = graphed()
+        earlier.append(mine.add_(call))
+        assert result.tolist() == [10, 20]
+    for call, mine in enumerate(earlier):
+        assert mine.flatten().tolist() == (kept(torch.tensor([1.0, 2.0])) + call).flatten().tolist()
+
+
 def test_a_block_that_fails_records_nothing() -> None:
     x = torch.ones(2, device="node:0")
     g = dt.Graph()
