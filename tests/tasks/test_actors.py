@@ -137,6 +137,19 @@ def test_the_results_are_those_of_an_object_here(session: None) -> None:
     assert there(3).result() == 4
 
 
+def test_actors_without_a_node_are_spread(session: None) -> None:
+    """Over those that have the fewest; a block says which."""
+    nodes = len(dt.nodes())
+    actors = [dt.actor(Counter, k) for k in range(2 * nodes)]
+    assert sorted(actor.node for actor in actors) == sorted([*range(nodes)] * 2)
+    actors[3].close().wait()
+    assert dt.actor(Counter, 0).node == actors[3].node
+    with dt.node(nodes - 1):
+        assert [dt.actor(Counter, k).node for k in range(2)] == [nodes - 1] * 2
+    for actor in actors:
+        actor.close().wait()
+
+
 def test_calls_are_done_in_the_order_of_issue_and_one_at_a_time(session: None) -> None:
     actors = [dt.actor(Ledger, 0.0, node=node) for node in (0, 0, 1)]
     works = [[each.add(float(i)) for each in actors] for i in range(1, 30)]
