@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import Token, copy_context
+from contextvars import ContextVar, Token
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,9 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from .. import torch_patches
 from . import current
 from .places import current_node as _current
+
+#: Whether a block or ``set_device`` has made the current node that: torch itself exchanges devices, too.
+_chosen: ContextVar[bool] = ContextVar("disttensor_node_chosen", default=False)
 
 
 class node:
@@ -26,28 +29,38 @@ class node:
 
     def __init__(self, k: int | str | torch.device) -> None:
         self.index = current.session().places.at(k).node
-        self._tokens: list[Token[int]] = []
+        self._tokens: list[tuple[Token[int], Token[bool]]] = []
 
     def __enter__(self) -> node:
         if self.index:
             _follow()
-        self._tokens.append(_current.set(self.index))
+        self._tokens.append((_current.set(self.index), _chosen.set(True)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.reset(self._tokens.pop())
+        current_token, chosen_token = self._tokens.pop()
+        _current.reset(current_token)
+        _chosen.reset(chosen_token)
 
     def __repr__(self) -> str:
         return f"node({self.index})"
 
 
-def use(index: int) -> None:
-    """Makes a node that exists the current one, until another call changes it."""
+def use(index: int, chosen: bool = True) -> None:
+    """Makes a node that exists the current one, until another call changes it. ``chosen``: by the user's own word."""
     if index:
         _follow()
     _current.set(index)
+    if chosen:
+        _chosen.set(True)
+
+
+def forget() -> None:
+    """Makes node 0 the current one again, which nobody has chosen: at a session's end."""
+    _current.set(0)
+    _chosen.set(False)
 
 
 def current_node() -> int:
@@ -57,7 +70,7 @@ def current_node() -> int:
 
 def chosen_node() -> int | None:
     """Returns the number of the node that a ``node(k)`` block or ``set_device`` has made the current one, or None."""
-    return _current.get() if _current in copy_context() else None
+    return _current.get() if _chosen.get() else None
 
 
 def _follow() -> None:

@@ -22,6 +22,7 @@ from ..runtime.protocol import commands as c
 from ..session import current
 from ..session.current import session_of
 from ..session.node_context import current_node
+from ..session.node_context import forget as forget_node
 from ..session.node_context import node as node_context
 from ..session.node_context import use as use_node
 from ..session.places import Place
@@ -341,7 +342,7 @@ def set_stream(stream: Stream) -> None:
 
 def forget() -> None:
     """Makes node 0 and default streams the current ones. Called at a session's end, for the next session."""
-    use_node(0)
+    forget_node()
     route.set(Route())
 
 

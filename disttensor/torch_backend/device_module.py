@@ -117,7 +117,7 @@ def _exchange_device(index: int) -> int:
     """Sets the current node, and returns the previous one. A negative index sets nothing."""
     before = current_node()
     if index >= 0:
-        set_device(index)
+        use_node(_place(index).node, chosen=False)
     return before
 
 

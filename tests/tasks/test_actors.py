@@ -140,12 +140,12 @@ def test_the_results_are_those_of_an_object_here(session: None) -> None:
 def test_actors_without_a_node_are_spread(session: None) -> None:
     """Over those that have the fewest; a block says which."""
     nodes = len(dt.nodes())
-    actors = [dt.actor(Counter, k) for k in range(2 * nodes)]
+    actors = [dt.actor(Ledger, k) for k in range(2 * nodes)]
     assert sorted(actor.node for actor in actors) == sorted([*range(nodes)] * 2)
     actors[3].close().wait()
-    assert dt.actor(Counter, 0).node == actors[3].node
+    assert dt.actor(Ledger, 0).node == actors[3].node
     with dt.node(nodes - 1):
-        assert [dt.actor(Counter, k).node for k in range(2)] == [nodes - 1] * 2
+        assert [dt.actor(Ledger, k).node for k in range(2)] == [nodes - 1] * 2
     for actor in actors:
         actor.close().wait()
 
