@@ -101,16 +101,18 @@ def changes(diff: str, root: Path = ROOT) -> Iterator[tuple[str, int]]:
         for hunk in re.split(r"(?m)^@@ ", part)[1:]:
             said, *body = hunk.splitlines()
             old = [line[1:] for line in body if line[:1] in (" ", "-", "")]
-            at = _place(lines, old, int(re.match(r"-(\d+)", said)[1]) - 1)  # type: ignore[index]
+            at = _place(name, lines, old, int(re.match(r"-(\d+)", said)[1]) - 1)  # type: ignore[index]
             for line in body:
                 if line[:1] in ("-", "+"):
                     yield name, at + 1
                 at += line[:1] != "+"
 
 
-def _place(lines: list[str], old: list[str], told: int) -> int:
-    """The index at which these lines stand, the nearest to where a patch says."""
+def _place(name: str, lines: list[str], old: list[str], told: int) -> int:
+    """The index at which these lines of a file stand, the nearest to where a patch says. Raises ValueError."""
     found = [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
+    if not found:
+        raise ValueError(f"a patch does not apply to {name}, line {told + 1}")
     return min(found, key=lambda i: abs(i - told))
 
 
