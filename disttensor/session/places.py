@@ -653,7 +653,7 @@ class Places:
             for closed in self._closed.values():
                 if closed.slot == slot:
                     raise RuntimeError(
-                        f"device {str(device)!r} is closed: it was {closed}, whose mesh.close() has given it back; what "
+                        f"device {str(device)!r} is closed: it was {closed}, whose close() has given it back; what "
                         f"is there stays, and {closed.made_by} has new tensors there again"
                     )
             also = "a node's other devices are named by disttensor.device(node, 'cuda:1')"

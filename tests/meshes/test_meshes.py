@@ -1144,7 +1144,7 @@ def test_closing_a_mesh_closes_that_one_only() -> None:
     first.close()
     assert (x + 1).sum().item() == 24
     for make in (lambda: torch.ones(3, device=first.device), lambda: torch.ones(3).to(second.device)):
-        with pytest.raises(RuntimeError, match=r"whose mesh.close\(\) .* dt.mesh\(once=2, nodes=\[1, 2\]\) has new"):
+        with pytest.raises(RuntimeError, match=r"whose close\(\) .* dt.mesh\(once=2, nodes=\[1, 2\]\) has new"):
             make()
     again = mesh(once=2, nodes=[1, 2])
     assert torch.ones(3, device=first.device).sum().item() == 3
