@@ -19,6 +19,7 @@ from ..proxy.proxy import DistributedTensor
 from ..runtime.channel.base import Arrival, DataChannel, Transfer
 from ..runtime.collective import NATIVE, ReduceOp, Way, check
 from ..runtime.collective.algorithm_table import ALGORITHMS
+from ..runtime.master.failures import Site
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
 from ..runtime.protocol import codec
@@ -29,6 +30,7 @@ from ..session.current import session_of
 from ..session.places import one_session
 from ..session.session import Session
 from .groups import Group, Split, given_group
+from .writing import Writing, guard
 
 Tensors = Sequence[torch.Tensor]
 
@@ -112,7 +114,8 @@ class CollectiveCall:
         if not async_op:
             return None
         text = f"{self.kind} of {self.group}"
-        return CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], text, lambda: self.value)
+        work = CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], text, lambda: self.value)
+        return work.guarding([tensor for part in self.parts for tensor in part.outs], site)
 
     def _channel(self, session: Session, async_op: bool) -> int:
         """Returns the number of the data channel that was selected. Sets the algorithm that was selected, if the call
@@ -207,6 +210,36 @@ class CollectiveWork(Work):
         self._text = text
         self._transfer = _All([transfer for _, transfer in ended], make)
         self._ended = ended
+        self._writing: Writing | None = None
+
+    def guarding(self, written: Tensors, site: Site | None) -> CollectiveWork:
+        """Has other views of what the collective writes not be used until its end was waited for. Returns itself."""
+        self._writing = guard(written, self, site)
+        return self
+
+    def _waited(self) -> None:
+        if self._writing is not None:
+            self._writing.end()
+            self._writing = None
+
+    def is_completed(self) -> bool:
+        """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
+        if done := super().is_completed():
+            self._waited()
+        return done
+
+    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
+        """Has ``fn(self)`` called once the collective has ended, as any Work."""
+
+        def call(work: Work) -> None:
+            self._waited()
+            fn(work)
+
+        super().add_done_callback(call)
+
+    def _value(self) -> Any:
+        self._waited()  # which ``await`` has not called ``wait`` for
+        return super()._value()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Returns True when all nodes have done their part.
@@ -223,6 +256,12 @@ class CollectiveWork(Work):
                 if (note := self._where(error.rank)) and note not in getattr(error, "__notes__", ()):
                     error.add_note(note)
                 raise
+            except TimeoutError:
+                raise
+            except Exception:
+                self._waited()
+                raise
+        self._waited()
         return True
 
 

@@ -210,8 +210,17 @@ def all_reduce_(
 
     Raises TypeError for another tensor, a dtype that ``op`` does not take, a ``transport`` that is no dtype of floats,
     or no dim; ValueError for an unknown dim, or a tensor that is not contiguous with ``async_op``; RuntimeError for a
-    tensor that requires a gradient; GraphError for an asynchronous one while a graph is recorded.
+    tensor that requires a gradient, or another view of what a collective is writing (with ``async_op`` a later use of
+    another view of ``x`` before ``wait()`` raises that); GraphError for an asynchronous one while a graph is recorded.
     """
+    work = reduced_in_place(x, op, over, async_op, transport)
+    return work.guarding([x], here()) if async_op else work  # type: ignore[no-any-return]
+
+
+def reduced_in_place(
+    x: DistributedTensor, op: Any, over: Over | None, async_op: bool = False, transport: torch.dtype | None = None
+) -> Any:
+    """Does what ``all_reduce_`` does, for callers that use no other view of ``x`` before they have waited."""
     place = on_mesh(x, "all_reduce_")
     if transport is not None:
         check_transport(transport, "all_reduce_")
@@ -221,13 +230,13 @@ def all_reduce_(
     written(x)
     if x.is_contiguous():
         call.issue("all_reduce", [x], [x])
-        return call.result("all_reduce_", place, lambda: x)  # type: ignore[no-any-return]
+        return call.result("all_reduce_", place, lambda: x)
     if async_op:
         raise ValueError(
             f"all_reduce_ with async_op takes a contiguous tensor, and this one of shape {tuple(x.shape)} has strides "
             f"{x.stride()}: its sums would be copied into it before anything else runs"
         )
-    return x.copy_(_reduce(x, call))  # type: ignore[return-value]
+    return x.copy_(_reduce(x, call))
 
 
 @sums_groups

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..proxy.meta import Handle, Lazy, Meta, meta_like, new_ref
+from ..proxy.meta import Busy, Handle, Lazy, Meta, meta_like, new_ref
 from ..proxy.proxy import DistributedTensor, alias
 from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.route import Tap, route
@@ -27,12 +27,16 @@ _inference = torch.is_inference_mode_enabled
 def materialise(handle: Handle) -> int:
     """Makes a lazy tensor exist on its node, and returns its ref."""
     if not isinstance(handle, Lazy):
-        raise DisttensorError("this tensor was never made")
+        if not isinstance(handle, Busy):
+            raise DisttensorError("this tensor was never made")
+        handle.writing.check()
+        handle.ref = handle.owner.ref or materialise(handle.owner)
+        return handle.ref
     plan: Plan = handle.plan
     with plan.place.home.lock:
         if handle.ref:
             return handle.ref
-        if type(handle.base) is Lazy and not handle.base.ref:
+        if handle.base is not None and not handle.base.ref:
             _materialise_bases(handle.base)
         ref = new_ref()
         base = handle.base
@@ -66,9 +70,9 @@ def past(handle: Lazy, box: CommandQueue) -> Any:
 def _materialise_bases(handle: Handle | None) -> None:
     """Materialises a chain of lazy views iteratively, base first (recursion would end at a thousand)."""
     chain: list[Handle] = []
-    while type(handle) is Lazy and not handle.ref:
+    while handle is not None and not handle.ref:
         chain.append(handle)
-        handle = handle.base
+        handle = handle.base if isinstance(handle, Lazy) else None
     while chain:
         materialise(chain.pop())
 

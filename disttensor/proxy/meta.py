@@ -22,8 +22,15 @@ from ..runtime.protocol import commands as c
 from ..session import caches, holdings
 from ..session.places import Place
 
+_refs = count(1)
 #: Mints refs, which are never reused, in no session.
-new_ref = count(1).__next__
+new_ref = _refs.__next__
+
+
+def minted_refs() -> int:
+    """Returns how many refs have been minted."""
+    return int(repr(_refs)[6:-1]) - 1
+
 
 #: Interned metadata; bounded: a cleared table only makes caches miss once.
 MAX_METAS = 65_536
@@ -230,6 +237,13 @@ class Shared(Handle, gc=False, eq=False):
 
     def __del__(self) -> None:
         pass
+
+
+class Busy(Shared, gc=False, eq=False):
+    """The handle of a tensor that can't be used for now: it has no ref until ``writing.check()`` returns, which raises
+    until then."""
+
+    writing: Any
 
 
 holdings.lines_by(lines_of)

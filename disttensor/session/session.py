@@ -71,6 +71,7 @@ class Session:
         have wrapped the handlers of signals already.
         """
         self.job = job
+        self.synchronized = 0  #: how often all nodes were waited for
         self._parts: dict[Any, Any] = {}
         self.channel = channels.data[0]
         self.link = Link(hub, nodes, launcher, self._lost, interrupts)
@@ -218,6 +219,8 @@ class Session:
                 self.link.drop(request)
         for rank in ranks:
             self.transfers.finish(rank, _left(deadline))
+        if node is None:
+            self.synchronized += 1
         self.questions.raise_pending_error(node)
 
     # ---- the end -----------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from ..collectives import all_reduce_, broadcast
-from ..collectives.over_dims import Over, groups
+from ..collectives import broadcast
+from ..collectives.over_dims import Over, groups, reduced_in_place
 from ..errors.argument_checks import flag, seconds_of
 from ..futures import Work
 from ..meshes import agree_
@@ -171,7 +171,7 @@ def _reduced(
     tensors = [tensor for _, tensor in pack]
     alone = len(tensors) == 1 and (tensors[0].is_contiguous() or not async_op)
     flat = tensors[0] if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
-    work = all_reduce_(flat, op, over=over, async_op=async_op, transport=transport)  # type: ignore[arg-type]
+    work = reduced_in_place(flat, op, over, async_op, transport)  # type: ignore[arg-type]
     return _Pack(flat, tensors, work if async_op else None)
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..collectives import all_reduce_
-from ..collectives.over_dims import Over
+from ..collectives.over_dims import Over, reduced_in_place
 from ..futures.work import Work, fetch
 from ..runtime.master.route import route
 from .named import Named, packs
@@ -88,7 +87,7 @@ class Buckets:
     ) -> None:
         # from the last parameter on, as a backward pass goes
         self._buckets = [Bucket(pack) for pack in packs(reversed(named), limit)]
-        self._reduce: Callable[..., Any] = partial(all_reduce_, op=op, over=over, transport=transport)
+        self._reduce: Callable[..., Any] = partial(reduced_in_place, op=op, over=over, transport=transport)
         self._overlap, self._accumulate = overlap, accumulate
         self._op = op
         self._share = 1 / accumulate if op == "avg" and accumulate > 1 else None
