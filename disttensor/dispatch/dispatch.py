@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..proxy.meta import Handle, Meta, Shared, new_ref
 from ..proxy.proxy import DistributedTensor, operand_name
@@ -290,6 +290,8 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
 def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
     """Runs an operation with local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the
     user's mistake. A generator of the user's draws in place of the node's."""
+    if with_others(args, kwargs):
+        return NotImplemented
     if any(isinstance(value, torch._C.Generator) for value in (*args, *kwargs.values())):
         return rng_states.drawn(run, entry, args, kwargs, place)
     for where in entry.writes:
@@ -319,6 +321,17 @@ def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
     if entry.handler is not None:
         return entry.handler(entry, args, kwargs)
     return run(entry, args, kwargs, None)
+
+
+def with_others(args: Any, kwargs: Any) -> bool:
+    """Returns whether there is a tensor of a class that says itself what operations on it do (``__torch_dispatch__``):
+    torch asks that class where ours returns NotImplemented."""
+    return any(
+        isinstance(value, torch.Tensor)
+        and type(value) is not DistributedTensor
+        and type(value).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+        for value in tree_leaves((args, kwargs))
+    )
 
 
 def scalar(value: torch.Tensor, place: Place) -> DistributedTensor:
