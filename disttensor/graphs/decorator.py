@@ -18,8 +18,7 @@ from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.route import route
 from ..runtime.protocol.errors import GraphError
 from ..session import current
-from ..session.node_context import current_node
-from ..session.places import Place, varied
+from ..session.places import Place, current_node, varied
 from . import first_replay
 from .graphs import Graph, graph
 from .traced_numbers import Changed, Number
@@ -220,7 +219,7 @@ def _modes() -> Hashable:
     """Returns the part of torch's state that changes the meaning of operations."""
     casts = torch.get_autocast_dtype("node") if torch.is_autocast_enabled("node") else None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *modes, casts, torch.get_default_dtype(), current_node(), varied.get()
+    return *modes, casts, torch.get_default_dtype(), current_node.get(), varied.get()
 
 
 @overload

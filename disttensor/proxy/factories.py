@@ -9,7 +9,7 @@ import torch
 
 from ..session import current
 from ..session.node_context import current_node
-from ..session.places import Place
+from ..session.places import MeshPlace, Place
 from .proxy import DistributedTensor
 
 _LEGACY = {
@@ -35,6 +35,8 @@ def _place(device: Any) -> Place:
         return places.of(device)
     if isinstance(device, str) and device.startswith("node"):
         return places.of(torch.device(device))
+    if device is None and isinstance(here := places.here(), MeshPlace):
+        return here
     return places.at(current_node(), "cpu" if device is None else device)
 
 

@@ -15,7 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from ..session.places import Place, current_node
+from ..session.node_context import current_node
+from ..session.places import Place
 from .meta import Handle, contiguous, make_proxies_of
 from .numpy_operands import computed
 from .printing import text
@@ -96,7 +97,7 @@ class DistributedTensor(torch.Tensor):
         """
         place = self._place
         target = place.session.places.at(
-            current_node.get() if node is None else node,
+            current_node() if node is None else node,
             ("cuda" if place.is_cuda() else "cpu") if device is None else device,
         )
         return self.to(target.device)  # type: ignore[return-value]

@@ -12,7 +12,9 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from .. import torch_patches
+from ..runtime.protocol.errors import DisttensorError
 from . import current
+from .places import MeshPlace
 from .places import current_node as _current
 
 #: Whether a block or ``set_device`` has made the current node that: torch itself exchanges devices, too.
@@ -22,19 +24,22 @@ _chosen: ContextVar[bool] = ContextVar("disttensor_node_chosen", default=False)
 class node:
     """Makes node ``k`` the current one inside of a ``with`` block: factories make their tensors there.
 
-    An operation runs where its operands live, whatever node is current. ``k`` is a number, a text such as "node:1", or
-    a device. Blocks nest; the same object can be entered again. Raises ValueError or RuntimeError for a node that does
-    not exist, TypeError for another kind of ``k``, DisttensorError without a session.
+    An operation runs where its operands live, whatever node is current. ``k`` is a number, a text such as "node:1", a
+    device, or a mesh (or its device): factories make their tensors on all of its nodes then. Blocks nest; the same
+    object can be entered again. Raises ValueError or RuntimeError for a node that does not exist, TypeError for another
+    kind of ``k``, DisttensorError without a session.
     """
 
-    def __init__(self, k: int | str | torch.device) -> None:
-        self.index = current.session().places.at(k).node
-        self._tokens: list[tuple[Token[int], Token[bool]]] = []
+    def __init__(self, k: Any) -> None:
+        self._target = target(k)
+        #: the number of the node; of a mesh the index of its device
+        self.index = self._target.slot if isinstance(self._target, MeshPlace) else self._target
+        self._tokens: list[tuple[Token[int | MeshPlace], Token[bool]]] = []
 
     def __enter__(self) -> node:
-        if self.index:
+        if self._target != 0:
             _follow()
-        self._tokens.append((_current.set(self.index), _chosen.set(True)))
+        self._tokens.append((_current.set(self._target), _chosen.set(True)))
         return self
 
     def __exit__(
@@ -45,14 +50,23 @@ class node:
         _chosen.reset(chosen_token)
 
     def __repr__(self) -> str:
-        return f"node({self.index})"
+        return f"node({self._target})"
 
 
-def use(index: int, chosen: bool = True) -> None:
-    """Makes a node that exists the current one, until another call changes it. ``chosen``: by the user's own word."""
-    if index:
+def target(k: Any) -> int | MeshPlace:
+    """Returns what a node's number, a device or a mesh means as the current place. Raises as ``node``."""
+    place = None if isinstance(k, torch.Tensor) else getattr(k, "_place", None)  # a mesh has one, and so have tensors
+    if isinstance(place, MeshPlace):
+        k = place.device
+    return current.session().places.current(k)
+
+
+def use(place: int | MeshPlace, chosen: bool = True) -> None:
+    """Makes a node that exists, or a mesh, the current place, until another call changes it. ``chosen``: by the user's
+    own word."""
+    if place != 0:
         _follow()
-    _current.set(index)
+    _current.set(place)
     if chosen:
         _chosen.set(True)
 
@@ -63,14 +77,29 @@ def forget() -> None:
     _chosen.set(False)
 
 
+def current_index() -> int:
+    """Returns the number of the current node; of a mesh the index of its device."""
+    found = _current.get()
+    return found.slot if isinstance(found, MeshPlace) else found
+
+
 def current_node() -> int:
-    """Returns the number of the node that factories use now: 0 unless inside of a ``node(k)`` block."""
-    return _current.get()
+    """Returns the number of the node that factories use now: 0 unless inside of a ``node(k)`` block.
+
+    Raises DisttensorError where the current place is a mesh, which is several nodes.
+    """
+    found = _current.get()
+    if isinstance(found, MeshPlace):
+        raise DisttensorError(
+            f"this is for one node, and the current device is {found}: name a node in the call (node=0), or make one "
+            "current (with dt.node(0):)"
+        )
+    return found
 
 
 def chosen_node() -> int | None:
     """Returns the number of the node that a ``node(k)`` block or ``set_device`` has made the current one, or None."""
-    return _current.get() if _chosen.get() else None
+    return current_node() if _chosen.get() else None
 
 
 def _follow() -> None:
@@ -82,7 +111,7 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # "node" has no index; torch would ask the device guard for one, and a guard in Python can't be asked
-        if current_node():
+        if _current.get() != 0:
             if args and _names_no_node(args[0]):
                 args = (_here(), *args[1:])
             elif _names_no_node(kwargs.get("device")):
@@ -94,7 +123,7 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _here() -> torch.device:
-    return current.session().places.at(current_node()).device
+    return current.session().places.here().device
 
 
 def _names_no_node(device: Any) -> bool:

@@ -37,8 +37,8 @@ from . import kernel_choice
 #: The type of the reply to a request.
 R = TypeVar("R", bound=c.Message)
 
-#: The node that factories use now, by thread and asyncio task.
-current_node: ContextVar[int] = ContextVar("disttensor_node", default=0)
+#: What factories use now, by thread and asyncio task: a node's number, or the place of a mesh.
+current_node: ContextVar[int | MeshPlace] = ContextVar("disttensor_node", default=0)
 
 #: The dims of meshes along which random numbers vary now, by thread and asyncio task.
 varied: ContextVar[tuple[str, ...]] = ContextVar("disttensor_varied", default=())
@@ -586,6 +586,34 @@ class Places:
             )
         return slot
 
+    def here(self) -> Place:
+        """Returns the current place: a node's default device, or a mesh.
+
+        Raises RuntimeError for a mesh that is closed, or of a session that was shut down.
+        """
+        found = current_node.get()
+        if not isinstance(found, MeshPlace):
+            return self._by_node[found]
+        if found.session is not self._session:
+            raise RuntimeError(
+                f"the current device is {found} of a session that was shut down; torch.node.set_device(0) changes that"
+            )
+        return self.of(found.device)
+
+    def current(self, target: int | str | torch.device) -> int | MeshPlace:
+        """Returns what ``current_node`` holds for a node's number, a device or its index. Raises as ``at``."""
+        if isinstance(target, int) and not isinstance(target, bool) and target >= len(self._nodes):
+            found = self._by_slot.get(target)
+            if isinstance(found, MeshPlace):
+                return found
+            if target >= NODE_SLOTS:
+                raise ValueError(
+                    f"node {target} does not exist, and no mesh has the index {target} either: {self._there()}; "
+                    f"mesh.device.index, from {NODE_SLOTS} on, is a mesh's"
+                )
+        found = self.named(target) if isinstance(target, (str, torch.device)) else self.at(target)
+        return found if isinstance(found, MeshPlace) else found.node
+
     def at(self, node: int | str | torch.device, device: str | int | torch.device | None = None) -> Place:
         """Returns the place of a node's device.
 
@@ -647,7 +675,7 @@ class Places:
         """
         slot = device.index
         if slot is None:
-            return self._by_node[current_node.get()]
+            return self.here()
         place = self._by_slot.get(slot)
         if place is None:
             for closed in self._closed.values():

@@ -13,7 +13,7 @@ from ..dispatch.call_site import here
 from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
 from ..session import current
-from ..session.node_context import current_node
+from ..session.node_context import current_index, current_node, target
 from ..session.node_context import node as node_context
 from ..session.node_context import use as use_node
 from ..session.places import Place, signed
@@ -101,23 +101,26 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """Returns the number of the current node, as ``disttensor.session.current_node()``."""
-    return current_node()
+    """Returns the number of the current node, as ``disttensor.session.current_node()``; of a mesh its device's
+    index."""
+    return current_index()
 
 
 def set_device(device: torch.device | str | int) -> None:
-    """Makes a node the current one of this thread or asyncio task; ``with torch.node.device(1):`` does so for a while.
+    """Makes a node, or a mesh by its device, the current one of this thread or asyncio task.
+
+    ``with torch.node.device(1):`` does so for a while.
 
     A ``with`` block in which it is called ends as if it had not been called. Raises as ``torch.node.device``.
     """
-    use_node(_place(device).node)
+    use_node(target(device))
 
 
 def _exchange_device(index: int) -> int:
     """Sets the current node, and returns the previous one. A negative index sets nothing."""
-    before = current_node()
+    before = current_index()
     if index >= 0:
-        use_node(_place(index).node, chosen=False)
+        use_node(target(index), chosen=False)
     return before
 
 
@@ -131,7 +134,7 @@ class device(node_context):
     """
 
     def __init__(self, device: torch.device | str | int | None) -> None:
-        super().__init__(current_node() if device is None else _place(device).node)
+        super().__init__(current_index() if device is None else device)
 
 
 def _is_in_bad_fork() -> bool:
@@ -144,7 +147,8 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     Raises the earliest error that nothing has raised yet, NodeLost: of all nodes, once.
     """
     session = current.session()
-    session.synchronize(None if device is None else _place(device).node)
+    for node in (None,) if device is None else _place(device).ranks:
+        session.synchronize(node)
 
 
 def _empty_host_cache() -> None:

@@ -23,7 +23,6 @@ from ..dispatch.first_call import layout_of, refuse_layout
 from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..session import current
-from ..session.node_context import current_node
 from ..storage import set_data, storages, uninitialized
 from . import (
     autocast,
@@ -104,7 +103,7 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     places = current.session().places
     place = places.of(device)
     if device.index is None:
-        kwargs["device"] = places.at(current_node()).device
+        kwargs["device"] = places.here().device
     if kwargs.get("pin_memory"):
         raise RuntimeError("pin_memory=True is for local tensors; a node's memory can't be pinned from here")
     kwargs.pop("pin_memory", None)
