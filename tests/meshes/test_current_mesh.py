@@ -80,9 +80,7 @@ def test_what_is_for_one_node_says_so(name: str, mesh: Any) -> None:
 
 
 def test_an_index_that_nothing_has(mesh: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"node 99 does not exist, and no mesh has the index 99 either: .* has 3 nodes"
-    ):
+    with pytest.raises(ValueError, match="node 99 does not exist, and no mesh has the index 99 either: "):
         torch.node.set_device(99)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="node 5 does not exist; there are 3 nodes"):
         dt.node(5)
