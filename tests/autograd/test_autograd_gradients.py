@@ -96,6 +96,45 @@ def test_double_backward(name: str, home: Home) -> None:
     home.same(*results)
 
 
+class _Addmm(torch.nn.Module):
+    """A linear layer, by the two operations that torch's own is."""
+
+    def __init__(self, of: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = of.weight, of.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight.t())
+
+
+@pytest.mark.parametrize("layer", [lambda linear: linear, _Addmm], ids=["linear", "addmm"])
+def test_second_order_through_functional_call(layer: Callable[[torch.nn.Linear], torch.nn.Module], home: Home) -> None:
+    """A step of MAML. By addmm it has torch's bits; a linear layer, whose weight is used three times, adds the same
+    terms in another order (docs/DIFFERENT.md): as exactly, and to the same numbers except for their last bits."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = [torch.randn(*shape, generator=generator) for shape in ((8, 4), (8,), (1, 8), (1,), (10, 4), (10, 1))]
+    results = []
+    for where in (home, HERE):
+        model = torch.nn.Sequential(layer(torch.nn.Linear(4, 8)), torch.nn.Tanh(), layer(torch.nn.Linear(8, 1)))
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), numbers, strict=False):
+                p.copy_(value)
+        model = where.differ(model.to(where.device))
+        x, y = where.send(tuple(numbers[4:]))
+        parameters = dict(model.named_parameters())
+        loss = F.mse_loss(torch.func.functional_call(model, parameters, (x,)), y)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients, strict=True)}
+        F.mse_loss(torch.func.functional_call(model, fast, (x.sin(),)), y).backward()
+        results.append((loss, *gradients, *(p.grad for p in model.parameters())))
+    if layer is _Addmm:
+        home.same(*results)
+    else:
+        home.same(results[0][:5], results[1][:5])
+        for remote, local in zip(home.seen(results[0]), results[1], strict=True):
+            torch.testing.assert_close(remote.detach().cpu(), local.detach(), rtol=1e-6, atol=2e-7)
+
+
 def test_a_network(home: Home) -> None:
     results = []
     for where in (home, HERE):
