@@ -587,7 +587,7 @@ def test_a_function_of_another_thread_is_explained(way: str, monkeypatch: pytest
 def test_who_takes_part_in_a_collective_is_said_to_wait_for_the_one_that_does_not(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three of which one stands still, whichever the script asks; by a tree, one may wait for one that waits for it."""
+    """Of three of which one stands still, whichever the script asks. One may wait for one that waits for it."""
     monkeypatch.setattr(patience, "PATIENCE", 0.3)
     with dt.init_master_worker(backend, nodes=3, threads=1):
         xs = [torch.ones(4, device=f"node:{node}") for node in range(3)]

@@ -133,6 +133,93 @@ with hosts(1, 1), dt.init_master_worker("tcp", nodes=2, threads=1):
     print([x.mean().item() for x in xs], [node["alive"] for node in dt.nodes()])
 """
 
+CUT_FOR_A_WHILE = """
+import threading, time
+import torch
+import disttensor as dt
+from two_hosts import cut, hosts, mend
+
+SECONDS, END, N = {seconds}, {end!r}, {n}
+F = dt.collectives.functional
+
+def twos():
+    return [torch.full((N,), float(k + 1), device=f"node:{{k}}") for k in range(3)]
+def far(x):
+    return x.to("node:2")
+def reduced_in_place():
+    xs = twos()
+    dt.all_reduce(xs, async_op=True)
+    return xs
+def sent():
+    target = torch.zeros(N, device="node:2")
+    dt.collectives.send(twos()[1], target)
+    return [target]
+def said(channel, n):
+    channel.put(n)
+    return channel.get()
+def through(node):
+    return [dt.submit(said, dt.tasks.Channel(), node, node=node)]
+def called(node):
+    return [dt.submit(torch.add, torch.ones(N, device=f"node:{{node}}"), 1, node=node)]
+
+#: Each begins something that needs the link, and waits for nothing; the values that it has to have.
+WORK = {{
+    "all_reduce": (lambda: F.all_reduce(twos()), [6] * 3),
+    "all_reduce by a ring": (lambda: dt.all_reduce(twos(), algorithm="ring", out=twos()) or [], []),
+    "all_reduce in place": (reduced_in_place, [6] * 3),
+    "all_reduce of a mesh": (lambda: dt.all_reduce(dt.meshes.from_shards(mesh, twos()), over="dp").shards(), [6] * 3),
+    "reduce": (lambda: [F.reduce(twos(), 2)], [6]),
+    "broadcast": (lambda: F.broadcast(twos()[2], [0, 1, 2]), [3] * 3),
+    "all_gather": (lambda: [x for row in F.all_gather(twos()) for x in row], [1, 2, 3] * 3),
+    "gather": (lambda: F.gather(twos(), 0), [1, 2, 3]),
+    "permuted": (lambda: dt.collectives.permute_ranks(dt.meshes.from_shards(mesh, twos()), over="dp", by=1).shards(), [3, 1, 2]),
+    "a copy there": (lambda: [far(twos()[0])], [1]),
+    "a copy here": (lambda: [twos()[2].to("node:0")], [3]),
+    "there and here": (lambda: [far(twos()[1]).mul(2).to("node:1")], [4]),
+    "an upload": (lambda: [torch.full((N,), 7.0).to("node:2")], [7]),
+    "a fetch": (lambda: [twos()[2].to("cpu", non_blocking=True)], [3]),
+    "sent": (sent, [2]),
+    "a channel": (lambda: through(2), [2]),
+    "a function": (lambda: called(2), [2]),
+}}
+
+def value(made):
+    if isinstance(made, torch.Tensor):
+        return float(made.cpu().mean())
+    result = made.result()
+    return float(result.mean() if isinstance(result, torch.Tensor) else result)
+def look(name, made, expected):
+    try:
+        found = [value(x) for x in made]
+    except dt.NodeLost as error:
+        return f"NodeLost {{error.rank}}"
+    except Exception as error:
+        return f"{{type(error).__name__}} {{str(error)[:300]}}"
+    return "right" if found == [float(x) for x in expected] else f"{{found}}"
+def seen(made):
+    return {{name: look(name, made[name], expected) for name, (_, expected) in WORK.items()}}
+def begun():
+    return {{name: begin() for name, (begin, _) in WORK.items()}}
+
+with hosts(2, 1):
+    dt.init_master_worker({backend!r}, nodes=3, threads=1, **{options})
+    mesh = dt.mesh(dp=3)
+    print(sorted(set(seen(begun()).values())), flush=True)
+    cut(END)
+    threading.Timer(SECONDS, mend, (END,)).start()
+    began = time.monotonic()
+    try:
+        made = begun()
+    except dt.NodeLost:
+        made = None
+    print({{name: how for name, how in seen(made).items() if how != "right"}} if made else "lost as it began", flush=True)
+    while time.monotonic() < began + SECONDS + 0.5:
+        time.sleep(0.1)
+    alive = dt.nodes()[2]["alive"]
+    print(alive, sorted(set(seen(begun()).values())) if alive else "", flush=True)
+    del made
+"""
+
 TRAINING = """
 import runpy, sys
 from two_hosts import hosts
@@ -306,6 +393,46 @@ def test_a_short_cut_harms_nobody(tmp_path: Path) -> None:
     done = run(path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[12.0, 13.0] [True, True]\n"
+
+
+#: Cuts in seconds, and on which side of the limit of 15 s they are.
+WHILES = [(1, "back"), (12, "back"), (5, "back"), (9, "back"), (11, "back"), (13, "back"), (16, "either"), (30, "lost")]
+
+
+@pytest.mark.fault(23, 24)
+@pytest.mark.parametrize(
+    ("seconds", "then", "end", "backend", "options", "n"),
+    [
+        pytest.param(seconds, then, end, backend, options, n, marks=[pytest.mark.slow] if i > 1 else [], id=f"{seconds} s-{name}")
+        for i, (seconds, then, end, backend, options, n, name) in enumerate(
+            [
+                *((seconds, then, "right", "tcp", {"trusted_network": True}, 1000, "tcp") for seconds, then in WHILES),
+                (12, "back", "left", "auto", {}, 1000, "encrypted"),
+                (12, "back", "right", "auto", {"trusted_network": True}, 1 << 20, "large"),
+                (12, "back", "left", "tcp", {"trusted_network": True}, 1 << 20, "large, at the script's end"),
+            ]
+        )
+    ],
+)  # fmt: skip
+def test_a_link_that_is_back_before_the_limit_has_lost_nothing(
+    tmp_path: Path, seconds: int, then: str, end: str, backend: str, options: dict[str, bool], n: int
+) -> None:
+    """Each collective, transfer and channel that is under way gives its value, or NodeLost; later ones work."""
+    path = tmp_path / "program.py"
+    path.write_text(CUT_FOR_A_WHILE.format(seconds=seconds, end=end, backend=backend, options=options, n=n))
+    done = run(path)
+    before, meanwhile, after = done.stdout.splitlines() or ["", "", ""]
+    assert before == "['right']", done.stderr
+    if then == "back":
+        assert (meanwhile, after, done.returncode) == ("{}", "True ['right']", 0), done.stderr
+        return
+    assert set(re.findall(r"'(\w+) \d'|(lost as it began)", meanwhile)) <= {("NodeLost", ""), ("", "lost as it began")}
+    assert "Error" not in meanwhile
+    if then == "lost":
+        assert "NodeLost 2" in meanwhile or "lost" in meanwhile
+        assert after.startswith("False")
+    assert after in ("False ", "True ['right']")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

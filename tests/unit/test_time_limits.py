@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 import socket
+from datetime import timedelta
 
 import pytest
+from checkout import ROOT
 
 from disttensor.runtime.channel.base import ChannelContext
 from disttensor.runtime.channel.tcp.dial import tune_after
@@ -47,3 +51,105 @@ def test_defaults_that_stand_elsewhere_are_those_of_the_table() -> None:
     assert bundle.Bundle("job", 0, "tcp://127.0.0.1:1").data_silence == default.data
     assert ChannelContext(0, "job", "127.0.0.1").silence == Limits().silent == default.data
     assert math.isclose(ABOVE, default.data - default.lost)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "dev" / "time-limits.md"
+#: What a comment says of a number that is a time.
+TIME = re.compile(r"\b(?:milli)?seconds?\b|\bminutes?\b|\b\d+ s\b", re.IGNORECASE)
+#: From when on a time counts.
+KINDS = {"look", "says", "end", "start", "progress"}
+
+#: Numbers whose comments speak of times and that are none.
+NO_TIMES = {
+    "disttensor/collectives/issue.py:SMALL",
+    "disttensor/startup/notebook.py:STILL",
+    "runtime/channel/tcp/handshake.py:TAKEN",
+    "runtime/channel/tcp/listener.py:_PENDING",
+    "runtime/node/graphs/engines/child.py:LONG",
+    "runtime/node/graphs/interpreter.py:PIECE",
+}
+
+
+def value(node: ast.expr) -> tuple[float, ...]:
+    """The numbers of a literal; () where it is anything else."""
+    match node:
+        case ast.Tuple():
+            parts = [value(part) for part in node.elts]
+            return tuple(n for part in parts for n in part) if all(parts) else ()
+        case ast.Call(func=ast.Name(id="timedelta")):
+            try:
+                return (eval(ast.unparse(node), {"timedelta": timedelta}).total_seconds(),)
+            except NameError:
+                return ()
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return (number,)
+        case ast.BinOp(left=left, right=right) if value(left) and value(right):
+            return (eval(ast.unparse(node)),)
+        case ast.Call(func=ast.Name(id="float")):
+            return ()
+    return ()
+
+
+def comment(lines: list[str], line: int) -> str:
+    """The comment above a line, and the one that ends it."""
+    first = line
+    while first and lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    return " ".join([*lines[first:line], lines[line].partition("#")[2]])
+
+
+def times() -> dict[str, tuple[float, ...]]:
+    """All numbers of modules and classes whose comments say that they are times, as "file:NAME"."""
+    found: dict[str, tuple[float, ...]] = {}
+    for path in sorted([*(ROOT / "runtime").rglob("*.py"), *(ROOT / "disttensor").rglob("*.py")]):
+        parts = path.relative_to(ROOT).parts
+        if parts[:2] == ("disttensor", "runtime"):
+            continue
+        text = path.read_text()
+        tree, lines = ast.parse(text), text.splitlines()
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        bodies = [("", tree.body), *((ast.get_docstring(node) or "", node.body) for node in classes)]
+        for said, node in [(said, each) for said, body in bodies for each in body]:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                numbers, name = value(node.value), "/".join(parts) + ":" + ast.unparse(target).strip("()")
+                is_time = TIME.search(said + comment(lines, node.lineno - 1)) or "timedelta" in ast.unparse(node.value)
+                if any(numbers) and is_time and name not in NO_TIMES:
+                    found[name] = numbers
+    return found
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """The value and the kind of each row of the page."""
+    table = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| (\w+) \| \S", PAGE.read_text(), re.MULTILINE)
+    return {name: (number.strip(), kind) for name, number, kind in table}
+
+
+def test_each_time_that_stands_in_the_code_has_a_row() -> None:
+    """With its value, and with when it begins to count: a limit from the start is too short on some busy machine."""
+    code, page = times(), rows()
+    assert len(code) > 60
+    assert {name: spoken(numbers) for name, numbers in code.items()} == {name: row[0] for name, row in page.items()}
+    assert {kind for _, kind in page.values()} <= KINDS
+
+
+def spoken(numbers: tuple[float, ...]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("#: Seconds.\nX = 3.0", (3.0,)),
+        ("#: It is\n#: two minutes.\nX, Y = 2, 60 * 2", (2, 120)),
+        ("X = 3  #: a count", ()),
+    ],
+)
+def test_the_scan(line: str, expected: tuple[float, ...]) -> None:
+    """It finds what it is for, and nothing else."""
+    lines, node = line.splitlines(), ast.parse(line).body[-1]
+    assert isinstance(node, ast.Assign)
+    numbers = value(node.value) if TIME.search(comment(lines, node.lineno - 1)) else ()
+    assert numbers == expected
