@@ -20,6 +20,7 @@ from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Protection
 from disttensor.runtime.channel.tcp import dial, listener
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, Hello
+from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.transport import sockets, zap
 
 
@@ -300,3 +301,33 @@ def test_a_peer_that_is_there_and_never_answers_is_given_up(monkeypatch: pytest.
         "port can be reached from here (firewall, interface)"
     ]
     crowd.come()
+
+
+@pytest.mark.parametrize("error", [errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN])
+def test_a_network_that_is_down_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """The kernel says so at once, and the link may be back within the limit."""
+    left = [error] * 2
+
+    class Cut(socket.socket):
+        def connect(self, address: Any) -> None:
+            if left:
+                raise OSError(left.pop(), "the network is down")
+            super().connect(address)
+
+    monkeypatch.setattr(dial.socket, "socket", Cut)
+    monkeypatch.setattr(dial, "_PAUSE", 0.001)
+    crowd = Crowd(monkeypatch, 1, connect=HANG, greet=HANG)
+    crowd.come()
+    assert (crowd.errors, left) == ([], [])
+
+
+def test_a_network_that_stays_down_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise OSError(errno.ENETUNREACH, "the network is down")
+
+    monkeypatch.setattr(dial.socket, "socket", Cut)
+    monkeypatch.setattr(dial, "_PAUSE", 0.001)
+    info = PeerInfo(0, "127.0.0.1:9", KEY)
+    with pytest.raises(BrokenError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:9: .*the network is down"):
+        dial.dial(info, "job", 1, 0.05, HANG, lambda sock: True, lambda: True, Protection())

@@ -5,6 +5,7 @@ Also tunes sockets.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import socket
@@ -35,6 +36,10 @@ _MOST = 32
 #: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or
 #: news of this rank that has not reached the peer yet.
 _ATTEMPTS = 3
+#: Errors of a network that is down just now: what the kernel says at once, where packets that are lost take the limit.
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+#: Seconds between two calls then.
+_PAUSE = 0.2
 #: Seconds after which a hang-up may mean that one of the two got no core: strangers have ``Limits.handshake``.
 #: Such an attempt does not count.
 _LATE = 1.0
@@ -168,6 +173,10 @@ def dial(
                 "check that the address and port can be reached from here (firewall, interface)"
             ) from error
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _NO_WAY and time.monotonic() + _PAUSE < deadline:
+                hung_up = str(error)
+                time.sleep(_PAUSE)  # the link may be back in time
+                continue
             raise BrokenError(f"rank {me} cannot reach rank {info.rank} at {info.address}: {error}") from error
         finally:
             if sock is not None:
