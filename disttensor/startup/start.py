@@ -139,7 +139,8 @@ def init_master_worker(
         interface: the interfaces, addresses or names of this machine by which other hosts reach it, as "eth0" or
             ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.
         launcher_options: options of one launcher only; for "ssh" (docs/SSH.md) "python", "ssh" and "ssh_options".
-        timeout: seconds until nodes that have not answered are an error. Default: dtrun's, else 60.
+        timeout: seconds without a sign that any node gets on, after which those that have not answered are an error.
+            Default: dtrun's, else 60.
         silence: seconds (pause, lost, lease) without a word between this host and another one, after which its nodes
             stop computing until they hear something, are lost to the script, and end. A script that stands still
             (Ctrl-Z) loses nobody. Default: dtrun's, else (10, 15, 60).
@@ -362,9 +363,8 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
             raise StartError(f"node {lost.rank}{where} did not start: {lost.cause}" + _tail(lost.tail))
         if late:
             text = f"nodes {missing} of {len(ranks)} have not answered within {timeout} s"
-            if progress.got_on:
-                text += " of the last sign that any of them gets on"
-            raise StartError(text + (progress.state and f":\n{progress.state}"))
+            counted = "\n(counted from the last sign that any of them got on)" if progress.got_on else ""
+            raise StartError(text + (progress.state and f":\n{progress.state}") + counted)
         link.pause(0.005)  # short: another thread may take in the message that ends this wait
 
 

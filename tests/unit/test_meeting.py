@@ -63,8 +63,8 @@ def test_one_that_does_not_get_on_is_late_from_the_last_sign_on(
     with pytest.raises(StartError) as late:
         starting.meet(60.0)
     assert str(late.value) == (
-        f"nodes {missing} of 3 have not answered within 60.0 s of the last sign that any of them gets on:\n"
-        "it is on its way"
+        f"nodes {missing} of 3 have not answered within 60.0 s:\nit is on its way\n"
+        "(counted from the last sign that any of them got on)"
     )
     assert seconds <= starting.now - 1000.0 <= seconds + 3
 
