@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Reader:
                     del batch, found
             except BaseException as error:
                 # the traceback of a worker's error is in its text; this one's frames have the loader
-                self.error = error.with_traceback(None)
+                self.error = (_died(error, self._workers) or error).with_traceback(None)
                 self.error.__context__ = self.error.__cause__ = None
                 told = False
             with self._changed:
@@ -97,6 +98,33 @@ class Reader:
             worker.terminate()
         for worker in self._workers:
             worker.join()
+
+
+#: Seconds in which a process that has died is seen to have.
+_DEAD = 2.0
+
+
+def _died(error: BaseException, workers: list[Any]) -> RuntimeError | None:
+    """Returns the error for a worker that has died, of which ``error`` only says what this process has met in place of
+    a batch; None for another error, such as one that a worker has met, and lives."""
+    if not isinstance(error, (OSError, EOFError, RuntimeError)) or str(error).startswith("Caught "):
+        return None
+    gone = [w for w in workers if w.sentinel in wait([worker.sentinel for worker in workers], _DEAD)]
+    if not gone:
+        return None
+    gone[0].join()
+    return RuntimeError(
+        f"process {gone[0].pid}, which read samples, has died: it {_ended(gone[0].exitcode)}. If nothing of the "
+        "dataset's did that, memory may have run out, of which fewer workers take less (num_workers=). It was seen as "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _ended(code: int) -> str:
+    """Returns the words for the end of a process that nobody has ended."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"got signal {-code}"
+    return f"has ended with exit code {code}" + ("" if code else ", as after a KeyboardInterrupt in a sample")
 
 
 #: Held while workers are made, so that it is known whose they are, where nodes are threads.

@@ -18,6 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from ..process.forked_child import EndsForkedChild
+
 
 class Item(NamedTuple):
     """A sample that is to be read."""
@@ -81,6 +83,8 @@ def loader(
     # what it would draw of the process's own generator is another's: a node's, and so a mesh's
     generator = torch.Generator(device="cpu").manual_seed(_seed(plan.seed, plan.epoch, -1))
     more = {**options, "collate_fn": collate, "generator": generator}
+    if (begin := options.get("worker_init_fn")) is not None:
+        more["worker_init_fn"] = Begun(begin)
     if isinstance(dataset, IterableDataset):
         size = plan.batch if rank is None else plan.batch // plan.ranks
         stream = Stream(dataset, plan.ranks, rank, plan.uneven)
@@ -112,7 +116,7 @@ class Seeded(Dataset[Any]):
         alone = get_worker_info() is not None  # a process in which nobody else draws
         before = None if alone else (torch.default_generator.get_state(), random.getstate(), _numpy().get_state())
         try:
-            read = self._read_all(items) if hasattr(self._dataset, "__getitems__") else list(map(self._read, items))
+            read = self._read_all(items) if hasattr(self._dataset, "__getitems__") else [self._read(i) for i in items]
         finally:
             if before is not None:
                 torch.default_generator.set_state(before[0])
@@ -122,20 +126,24 @@ class Seeded(Dataset[Any]):
 
     def _read(self, item: Item) -> Any:
         _draw_from(item.seed)
-        try:
-            return self._dataset[item.number]
-        except Exception as error:
-            error.add_note(f"  sample {item.number} of {type(self._dataset).__name__}")
-            raise
+        what = f"sample {item.number} of {type(self._dataset).__name__}"
+        with EndsForkedChild(what), NotTheEnd(what):
+            try:
+                return self._dataset[item.number]
+            except Exception as error:
+                error.add_note(f"  {what}")
+                raise
 
     def _read_all(self, items: list[Item]) -> Any:
         _draw_from(items[0].seed)
-        try:
-            return self._dataset.__getitems__([item.number for item in items])
-        except Exception as error:
-            indices = ", ".join(str(item.number) for item in items[:20]) + ", ..." * (len(items) > 20)
-            error.add_note(f"  one of samples {indices} of {type(self._dataset).__name__}")
-            raise
+        indices = ", ".join(str(item.number) for item in items[:20]) + ", ..." * (len(items) > 20)
+        what = f"one of samples {indices} of {type(self._dataset).__name__}"
+        with EndsForkedChild(what), NotTheEnd(what):
+            try:
+                return self._dataset.__getitems__([item.number for item in items])
+            except Exception as error:
+                error.add_note(f"  {what}")
+                raise
 
 
 def _numpy() -> Any:
@@ -161,7 +169,7 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[bool, Any]]:
         first: list[Any] = []  #: samples that fill up
         turn: list[Any] = []  #: samples of a turn that not all ranks have had yet
-        for sample in self._dataset:
+        for sample in self._each():
             if len(first) < self._ranks and self._uneven == "pad":
                 first.append(sample)
             turn.append(sample)
@@ -175,11 +183,25 @@ class Stream(IterableDataset[Any]):
         elif self._uneven == "none":
             yield from self._mine(turn, len(turn))
 
+    def _each(self) -> Iterator[Any]:
+        what = f"a sample of {type(self._dataset).__name__}"
+        with EndsForkedChild(what):
+            samples = iter(self._dataset)
+        while True:
+            with EndsForkedChild(what):
+                sample = next(samples, _END)
+            if sample is _END:
+                return
+            yield sample
+
     def _mine(self, turn: list[Any], real: int) -> Iterator[tuple[bool, Any]]:
         for rank, sample in enumerate(turn):
             if self._rank in (None, rank):
                 yield rank < real, sample
 
+
+#: In place of a sample, behind the last one.
+_END = object()
 
 #: A function of a collate function, samples, and the rows of each rank, that returns the batch.
 Put = Callable[[Callable[[list[Any]], Any], list[Any], list[int]], Any]
@@ -196,4 +218,34 @@ class InTurns:
         rows = [len(each) for each in by_rank]
         real = [sum(is_real for is_real, _ in each) for each in by_rank]
         ordered = [sample for each in by_rank for _, sample in each]
-        return rows, real, self._collate(ordered) if self._put is None else self._put(self._collate, ordered, rows)
+        with EndsForkedChild("collate_fn"), NotTheEnd("collate_fn"):
+            return rows, real, self._collate(ordered) if self._put is None else self._put(self._collate, ordered, rows)
+
+
+class Begun:
+    """A ``worker_init_fn`` that calls the user's."""
+
+    def __init__(self, begin: Callable[[int], object]) -> None:
+        self._begin = begin
+
+    def __call__(self, worker: int) -> None:
+        with EndsForkedChild("worker_init_fn"), NotTheEnd("worker_init_fn"):
+            self._begin(worker)
+
+
+class NotTheEnd:
+    """A context that raises RuntimeError in place of a StopIteration of the user's code, as Python does in a generator:
+    whoever asks a loader for its next batch would take it for the end, and samples would be missing without a word.
+
+    A class: contextlib's generators let a StopIteration through.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, StopIteration):
+            raise RuntimeError(f"{self._what} raised StopIteration, which would end the loop") from error

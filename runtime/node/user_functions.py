@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..process.forked_child import EndsForkedChild
 from ..protocol import commands as c
 from ..protocol import values
 from ..protocol.errors import DisttensorError, ProtocolError
@@ -108,7 +109,7 @@ class Functions:
             while len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[command.function] = function
-        job: Job = partial(self._run, command, partial(_run, function, arguments, command.beside))
+        job: Job = partial(self._run, command, partial(_run, function, arguments, command.beside, command.what))
         if command.world is None:
             return job
         if self._worlds is None:
@@ -174,9 +175,10 @@ class _Function:
             return self._function
 
 
-def _run(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -> Returned:
+def _run(function: _Function, arguments: bytes, beside: bool, what: str, tensor: Tensors) -> Returned:
     try:
-        return _result_of(function, arguments, beside, tensor)
+        with EndsForkedChild(what or "a function"):
+            return _result_of(function, arguments, beside, tensor)
     except SystemExit as e:
         status = attempt(partial(repr, e.code), "the code")
         raise DisttensorError(f"the function called sys.exit({status}); the node goes on; let it return instead") from e

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import select
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -540,6 +541,82 @@ def test_an_error_of_a_dataset_on_a_node() -> None:
     assert "in __getitem__" in told
     with pytest.raises(OSError, match="file 7 is damaged"):
         list(distribute(Broken(), 0, batch_size=4))
+
+
+class Stopping(Dataset[torch.Tensor]):
+    """A dataset, and functions of a loop over it, one of which raises a StopIteration of the user's own."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if self.where == "sample" and i == 5:
+            raise StopIteration("of mine")
+        return torch.tensor(i)
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        if self.where == "collate_fn" and 5 in samples:
+            raise StopIteration("of mine")
+        return torch.stack(samples)
+
+    def begin(self, worker: int) -> None:
+        if self.where == "worker_init_fn":
+            raise StopIteration("of mine")
+
+
+class StoppingAll(Stopping):
+    def __getitems__(self, of: list[int]) -> list[torch.Tensor]:
+        if 5 in of:
+            raise StopIteration("of mine")
+        return [torch.tensor(i) for i in of]
+
+
+@PLACES
+@pytest.mark.parametrize("where", ["sample", "one of samples", "collate_fn", "worker_init_fn"])
+def test_a_stop_iteration_of_the_users_is_an_error(at: str, where: str) -> None:
+    """And not the end of the loop, as which torch's own DataLoader takes it: samples would be missing."""
+    dataset = (StoppingAll if where == "one of samples" else Stopping)(where)
+    options: dict[str, Any] = {"collate_fn": dataset.collate}
+    if where == "worker_init_fn":
+        options |= {"worker_init_fn": dataset.begin, "num_workers": 1}
+    loader = distribute(dataset, mesh(dp=2, nodes=[0, 1]), batch_size=4, at=at, **options)
+    with pytest.raises(RuntimeError, match=rf"{where}.* raised StopIteration, which would end the loop"):
+        list(loader)
+
+
+class Dying(Dataset[torch.Tensor]):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if i == 5 and self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if i == 5 and self.how == "exit":
+            os._exit(3)
+        if i == 5:
+            raise KeyboardInterrupt
+        return torch.tensor(i)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("kill", "was killed by SIGKILL"),
+        ("exit", "has ended with exit code 3"),
+        # torch looks for a worker that has ended so after five seconds
+        pytest.param("interrupt", "exit code 0, as after a KeyboardInterrupt", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_reads_and_dies_is_named(how: str, words: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"process \d+, which read samples, has died: it .*{words}") as caught:
+        list(distribute(Dying(how), mesh(dp=2, nodes=[0, 1]), batch_size=4, at="node"))
+    assert "node 1 is dp=1" in said(caught.value)
 
 
 def test_a_loop_beside_buckets_on_lanes() -> None:
